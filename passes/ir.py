@@ -38,6 +38,7 @@ __all__ = [
     "dtype_name",
     "format_graph",
     "is_castable",
+    "is_scalar",
     "module_path",
 ]
 
@@ -66,6 +67,10 @@ UNKNOWN: Final = Special.UNKNOWN
 NON_TENSOR: Final = Special.NON_TENSOR
 
 DTypeInfo: TypeAlias = "torch.dtype | Special | tuple[DTypeInfo, ...]"
+
+
+_REDUCTIONS: Final = frozenset({"sum", "mean", "prod", "max", "min", "amax", "amin", "norm", "std", "var"})
+_POINTWISE: Final = frozenset({"add", "sub", "mul", "div", "neg", "exp", "log", "sqrt", "rsqrt", "to", "clamp", "abs"})
 
 
 class Op(NamedTuple):
@@ -126,6 +131,25 @@ def arg_nodes(node: Node) -> Iterator[tuple[int | str, Node]]:
         map_aggregate(argument, lambda leaf, into=found: into.append(leaf) if isinstance(leaf, Node) else leaf)  # type: ignore[misc]
         for source in found:
             yield port, source
+
+
+def is_scalar(node: Node) -> bool:
+    """Whether the value is known to be a 0-dim tensor: those do not take part in type promotion.
+
+    Without shapes a tensor counts as dimensioned, unless the op that made it reduces over everything.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    if node.op == "get_attr":
+        return node.meta.get("ndim") == 0
+    op: Op | None = node.meta.get("op")
+    if op is None:
+        return False
+    if op.name in _REDUCTIONS:
+        return len(node.args) == 1 and not ({"dim", "axis"} & node.kwargs.keys())
+    sources = node.all_input_nodes
+    return op.name in _POINTWISE and bool(sources) and all(is_scalar(source) for source in sources)
 
 
 def module_path(node: Node) -> str:

@@ -1,0 +1,166 @@
+"""Give every node its canonical op, and leave only in-place writes whose dtype cannot matter.
+
+Before::
+
+    %a = linear(%x, %w)
+    %b = exp_(%a)                         # FULL, in place: %a would have to be FP32 to be written
+    %_ = _enter_autocast(cpu, None, False, None)
+    %c = mul(%b, %s)
+    %_1 = _exit_autocast(%_)
+
+After::
+
+    %a = linear(%x, %w)
+    %exp = exp(%a)
+    %b = copy_(%a, %exp)                  # copy_ converts; every alias of %a still sees the write
+    %c = mul(%b, %s)                      # meta["autocast"] = False: keeps its original dtype
+
+``f(..., out=y)`` becomes ``y.copy_(f(...))`` in the same way. In-place ops that follow or promote (``relu_``, ``add_``,
+``x[i] = y``) stay: they run in whatever dtype their target has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from fxprec.passes.op_names import canonical_name
+from torch.fx import GraphModule, Node
+
+from fxprec.passes.context import Context
+from fxprec.passes.ir import Op, PassResult, Rule, module_path
+from fxprec.passes.op_table import rule_of
+
+__all__ = ["canonicalize", "subgraphs"]
+
+#: Position of the ``inplace`` argument of functionals that take one.
+_INPLACE_POSITION: Final = {
+    "relu": 1, "relu6": 1, "silu": 1, "mish": 1, "hardswish": 1, "hardsigmoid": 1, "selu": 1,
+    "leaky_relu": 2, "elu": 2, "celu": 2, "threshold": 3, "hardtanh": 3, "rrelu": 4,
+    "dropout": 3, "dropout1d": 3, "dropout2d": 3, "dropout3d": 3, "alpha_dropout": 3, "feature_alpha_dropout": 3,
+}  # fmt: skip
+
+
+def canonicalize(gm: GraphModule, context: Context) -> PassResult:
+    """Annotate ``meta["op"]``; resolve autocast regions, ``inplace=`` flags, in-place LOW/FULL ops and ``out=``."""
+    changed = False
+    for sub in subgraphs(gm):
+        changed |= canonicalize(sub, context).changed
+    changed |= _drop_autocast_regions(gm)
+    for node in list(gm.graph.nodes):
+        if node.op not in ("call_function", "call_method"):
+            continue
+        op = canonical_name(node.target, node.op)
+        if op is None:
+            continue
+        node.meta["op"] = op = op._replace(in_place=op.in_place or _inplace_flag(node, op.name))
+        if op.in_place and op.name not in ("copy", "setitem", "to") and _must_not_write(node, op, context):
+            _write_by_copy(gm, node, op)
+            changed = True
+        elif isinstance(node.kwargs.get("out"), Node):
+            _out_by_copy(gm, node, op)
+            changed = True
+    return PassResult(gm, changed)
+
+
+def subgraphs(gm: GraphModule) -> Iterator[GraphModule]:
+    """The graphs that higher-order ops of ``gm`` call (bodies of checkpointed regions, branches, loops), once each."""
+    seen: set[int] = set()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(gm, node.target, None) if "." not in node.target else None
+            if isinstance(value, GraphModule) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+def _drop_autocast_regions(gm: GraphModule) -> bool:
+    """Mark the nodes inside ``with autocast(enabled=False)``, and erase enter and exit: our graphs run without it."""
+    enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+    disabled: list[bool] = []
+    erase: list[Node] = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target is enter:
+            enabled = node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)
+            disabled.append(not enabled)
+            erase.append(node)
+        elif node.op == "call_function" and node.target is leave:
+            disabled.pop()
+            erase.append(node)
+        elif disabled and disabled[-1]:
+            node.meta["autocast"] = False
+    for node in reversed(erase):
+        gm.graph.erase_node(node)
+    return bool(erase)
+
+
+def _inplace_flag(node: Node, name: str) -> bool:
+    if node.kwargs.get("inplace") is True:
+        return True
+    position = _INPLACE_POSITION.get(name)
+    return position is not None and len(node.args) > position and node.args[position] is True
+
+
+def _must_not_write(node: Node, op: Op, context: Context) -> bool:
+    rule, _ = context.policy.resolve(op.name, node, module_path(node), rule_of(op.name))
+    return isinstance(rule, torch.dtype) or rule in (Rule.LOW, Rule.FULL)
+
+
+def _write_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
+    """``x.f_(...)`` -> ``x.copy_(f(x, ...))``: legal whatever aliases x, and copy_ converts."""
+    target = node.args[0]
+    with gm.graph.inserting_before(node):
+        value = _functional_form(gm, node, op)
+        written = gm.graph.call_method("copy_", (target, value))
+    _finish(node, value, written, op)
+
+
+def _out_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
+    out = node.kwargs["out"]
+    with gm.graph.inserting_before(node):
+        value = gm.graph.create_node(
+            node.op, node.target, node.args, {k: v for k, v in node.kwargs.items() if k != "out"}
+        )
+        written = gm.graph.call_method("copy_", (out, value))
+    _finish(node, value, written, op)
+
+
+def _finish(node: Node, value: Node, written: Node, op: Op) -> None:
+    value.meta = {**node.meta, "op": Op(op.name)}
+    written.meta = {**node.meta, "op": Op("copy", in_place=True)}
+    node.replace_all_uses_with(written)
+    node.graph.erase_node(node)
+
+
+def _functional_form(gm: GraphModule, node: Node, op: Op) -> Node:
+    if node.op == "call_method":
+        assert isinstance(node.target, str)
+        name = node.target.rstrip("_") if not node.target.startswith("__i") else "__" + node.target[3:]
+        return gm.graph.call_method(name, node.args, node.kwargs)
+    args, kwargs = node.args, dict(node.kwargs)
+    position = _INPLACE_POSITION.get(op.name)
+    if kwargs.pop("inplace", False):
+        pass
+    elif position is not None and len(args) > position and args[position] is True:
+        args = (*args[:position], False, *args[position + 1 :])
+    else:
+        return gm.graph.call_function(_functional(node.target), args, kwargs)
+    return gm.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+
+
+def _functional(target: Any) -> Callable[..., Any]:
+    """The out-of-place twin of an in-place function: torch.exp_ -> torch.exp, aten.exp_.default, operator.ipow."""
+    if isinstance(target, torch._ops.OpOverload):
+        packet = getattr(getattr(torch.ops, target.namespace), target._opname.rstrip("_"))
+        return getattr(packet, target._overloadname)
+    name = target.__name__
+    module = {"_operator": "operator"}.get(target.__module__, target.__module__)
+    if module == "operator":
+        import operator
+
+        return getattr(operator, {"itruediv": "truediv", "imatmul": "matmul"}.get(name, name.removeprefix("i")))
+    for home in (torch, torch.nn.functional, torch.special):
+        if hasattr(home, name.rstrip("_")):
+            return getattr(home, name.rstrip("_"))
+    raise NotImplementedError(f"in-place function {name} has no out-of-place twin in torch")

@@ -1,0 +1,33 @@
+"""The casts that passes insert: plain functions, so that a printed graph reads as what it does."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["CASTS", "cast", "cast_if_float", "cast_saturating"]
+
+_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` in ``dtype``; the tensor itself where it is that already. Only for values known to be castable floats."""
+    return x.to(dtype)
+
+
+def cast_if_float(x: object, dtype: torch.dtype) -> object:
+    """``cast`` for a value whose dtype nobody could know without inputs: anything but FP32/FP16/BF16 passes untouched."""
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CASTABLE else x
+
+
+def cast_saturating(x: object, dtype: torch.dtype) -> object:
+    """``cast_if_float`` for additive masks: a finite value stays finite (FP32's lowest would round to -inf), -inf stays.
+
+    A row of a mask that holds the lowest float everywhere means "attend evenly"; as -inf it would give NaN.
+    """
+    if not isinstance(x, torch.Tensor) or x.dtype not in _CASTABLE or x.dtype == dtype:
+        return x
+    limits = torch.finfo(dtype)
+    return torch.where(x.isinf(), x, x.clamp(limits.min, limits.max)).to(dtype)
+
+
+CASTS = frozenset({cast, cast_if_float, cast_saturating})

@@ -1,0 +1,205 @@
+"""Put the casts where ``decide`` asked for them: each tensor at most once to a dtype per mutation epoch.
+
+Before (annotated)::
+
+    %x: float32 = placeholder
+    %w: float32 = get_attr[fc.weight]
+    %linear = linear(%x, %w)              # reads bfloat16, puts out bfloat16
+    %exp = exp(%linear)                   # reads float32
+    return %exp
+
+After::
+
+    %x: float32 = placeholder
+    %w: float32 = get_attr[fc.weight]
+    %x_bf16: bfloat16 = cast(%x, torch.bfloat16)
+    %w_bf16: bfloat16 = cast(%w, torch.bfloat16)
+    %linear: bfloat16 = linear(%x_bf16, %w_bf16)
+    %linear_f32: float32 = cast(%linear, torch.float32)
+    %exp: float32 = exp(%linear_f32)
+    return %exp
+
+A cast is made right before its first reader and shared by the later ones, until something writes to the tensor or to a
+tensor that shares its memory; the next reader then gets a new one. A value whose dtype nobody can know without inputs
+is cast by ``cast_if_float``, which looks at run time. Additive attention masks are cast by ``cast_saturating``.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import Argument, map_arg
+
+from fxprec.passes.canonicalize import subgraphs
+from fxprec.passes.casts import cast, cast_if_float, cast_saturating
+from fxprec.passes.context import Context
+from fxprec.passes.ir import UNKNOWN, Op, PassResult, Precision, Rule, arg_nodes, is_castable, is_scalar
+from fxprec.passes.op_table import rule_of
+
+__all__ = ["actual_dtype", "alias_root", "insert_casts", "wanted_dtypes"]
+
+_SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_MASKED: Final = {"scaled_dot_product_attention": (3, "attn_mask")}
+
+
+def insert_casts(gm: GraphModule, context: Context) -> PassResult:
+    """Cast every argument whose dtype differs from what its reader wants; restore the outputs' original dtypes."""
+    changed = False
+    for sub in subgraphs(gm):
+        changed |= insert_casts(sub, context).changed
+    epochs = _Epochs(gm)
+    for node in list(gm.graph.nodes):
+        if node.op == "output":
+            changed |= epochs.restore_outputs(node, context)
+        elif node.op in ("call_function", "call_method"):
+            changed |= epochs.cast_arguments(node)
+            if node.meta.get("op", Op("")).in_place:
+                epochs.written(node)
+        roots = node.meta.get("root_dtype")
+        if roots is not None:
+            changed |= epochs.recast_root(node, roots)
+    return PassResult(gm, changed)
+
+
+def actual_dtype(node: Node) -> torch.dtype | None:
+    """The float dtype a node's value has in the rewritten graph, None where it is no float that a policy touches."""
+    precision: Precision | None = node.meta.get("precision")
+    return precision.output if precision is not None else None
+
+
+def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
+    """(port, source) -> the dtype in which ``node`` wants that castable argument; absent: as it comes."""
+    precision: Precision | None = node.meta.get("precision")
+    op: Op | None = node.meta.get("op")
+    if precision is None or op is None or op.name in ("getitem", "to", "getattr", "copy"):
+        return {}
+    row = rule_of(op.name)
+    wanted: dict[tuple[int | str, Node], torch.dtype] = {}
+    data: list[tuple[int | str, Node]] = []
+    for port, source in arg_nodes(node):
+        if not is_castable(source.meta.get("dtype")) or (op.in_place and port == 0):
+            continue  # the target of a write is never a copy
+        if precision.reads is None or (row is not None and row.ports is not None and port not in row.ports):
+            original = source.meta["dtype"]
+            wanted[port, source] = original if isinstance(original, torch.dtype) else torch.float32
+        else:
+            data.append((port, source))
+    if precision.reads is None:
+        return wanted
+    if row is not None and row.native_promotion:
+        data = _not_promoted(data, precision.reads, op)
+    return wanted | dict.fromkeys(data, precision.reads)
+
+
+def _not_promoted(data: list[tuple[int | str, Node]], reads: torch.dtype, op: Op) -> list[tuple[int | str, Node]]:
+    """The arguments that still want a cast where the kernel itself promotes mixed inputs (0-dim ones do not count)."""
+    if op.in_place:
+        return []  # computes in the promoted dtype and writes its target's
+    dimensioned = [(port, source) for port, source in data if not is_scalar(source)]
+    if reads is not torch.float32:
+        return dimensioned or data
+    if any(actual_dtype(source) is torch.float32 for _, source in dimensioned):
+        return []
+    return (dimensioned or data)[:1]
+
+
+def alias_root(node: Node) -> Node:
+    """The node whose memory ``node`` may share: through views and in-place writes back to where it was made."""
+    while node.op in ("call_function", "call_method") and node.args and isinstance(node.args[0], Node):
+        op: Op | None = node.meta.get("op")
+        row = rule_of(op.name) if op is not None else None
+        if op is None or not (op.in_place or (row is not None and row.view)):
+            break
+        node = node.args[0]
+    return node
+
+
+class _Epochs:
+    """The casts made so far, per tensor, forgotten when its memory is written."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.graph = gm.graph
+        self.made: dict[Node, dict[tuple[Node, torch.dtype, object], Node]] = {}
+
+    def cast_arguments(self, node: Node) -> bool:
+        changed = False
+        wanted = wanted_dtypes(node)
+        if not wanted:
+            return False
+
+        def convert(port: int | str, argument: Argument) -> Argument:
+            def one(source: Node) -> Node:
+                nonlocal changed
+                replacement = self.cast(source, wanted.get((port, source)), node, port)
+                changed |= replacement is not source
+                return replacement
+
+            return map_arg(argument, one)
+
+        node.args = tuple(convert(i, a) for i, a in enumerate(node.args))
+        node.kwargs = {k: convert(k, a) for k, a in node.kwargs.items()}
+        return changed
+
+    def cast(self, source: Node, wanted: torch.dtype | None, reader: Node, port: int | str) -> Node:
+        info = source.meta.get("dtype")
+        have = actual_dtype(source)
+        if wanted is None or not is_castable(info) or (have == wanted and info is not UNKNOWN):
+            return source
+        function = cast_if_float if info is UNKNOWN else cast
+        op = reader.meta.get("op")
+        if op is not None and port in _MASKED.get(op.name, ()) and wanted is not torch.float32:
+            function = cast_saturating
+        made = self.made.setdefault(alias_root(source), {})
+        key = (source, wanted, function)
+        if key not in made:
+            with self.graph.inserting_before(reader):
+                new = self.graph.call_function(function, (source, wanted))
+            new.name = self.graph._graph_namespace.create_name(f"{source.name}_{_SHORT[wanted]}", new)
+            new.meta = {
+                key: source.meta[key]
+                for key in ("nn_module_stack", "stack_trace", "numel", "val")
+                if key in source.meta
+            }
+            new.meta |= {
+                "op": Op("to"),
+                "dtype": info if info is UNKNOWN else wanted,
+                "precision": Precision(None, wanted, wanted, Rule.KEEP, "cast inserted for " + reader.name),
+                "inserted": True,
+            }
+            made[key] = new
+        return made[key]
+
+    def written(self, node: Node) -> None:
+        self.made.pop(alias_root(node), None)
+
+    def recast_root(self, node: Node, dtype: torch.dtype) -> bool:
+        """A written class lives in another dtype than its maker puts out: its members use a copy from the start."""
+        with self.graph.inserting_after(node):
+            new = self.graph.call_function(cast, (node, dtype))
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        new.meta = {k: v for k, v in node.meta.items() if k not in ("op", "root_dtype")}
+        new.meta |= {
+            "op": Op("to"),
+            "precision": Precision(None, dtype, dtype, Rule.KEEP, "written in place later on"),
+            "inserted": True,
+        }
+        return True
+
+    def restore_outputs(self, node: Node, context: Context) -> bool:
+        changed = False
+
+        def one(source: Node) -> Node:
+            nonlocal changed
+            info = source.meta.get("dtype")
+            wanted = torch.float32 if info is UNKNOWN else info
+            if actual_dtype(source) is None or not isinstance(wanted, torch.dtype):
+                return source
+            replacement = self.cast(source, wanted, node, 0)
+            changed |= replacement is not source
+            return replacement
+
+        if context.keep_output_dtype:
+            node.args = tuple(map_arg(a, one) for a in node.args)
+        return changed

@@ -1,0 +1,58 @@
+"""Run the passes in order; after each: lint, check the invariants on the *result*, log one line.
+
+torch.fx's own PassManager checks the input of a pass and never lints: hence this small one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from fxprec.passes.decide import decide
+from fxprec.passes.propagate import propagate
+from torch.fx import GraphModule
+
+from fxprec.passes.canonicalize import canonicalize
+from fxprec.passes.context import Context
+from fxprec.passes.fold_casts import fold_casts
+from fxprec.passes.fuse import fuse
+from fxprec.passes.insert_casts import insert_casts
+from fxprec.passes.ir import Pass
+from fxprec.passes.verify import check, verify
+
+__all__ = ["PIPELINE", "run_passes"]
+
+log = logging.getLogger(__name__)
+
+PIPELINE: Final[tuple[Pass, ...]] = (canonicalize, propagate, decide, insert_casts, fold_casts, fuse, verify)
+
+
+def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPELINE) -> GraphModule:
+    """Rewrite ``gm`` in place (its graph; never parameter data) and return it.
+
+    ``gm.meta["declined"]`` collects 'pass: node: reason' for every rewrite that a pass saw and did not make.
+
+    Raises:
+        InvariantError: a pass broke an invariant; names pass, node, got and expected.
+    """
+    done: list[str] = []
+    declined: list[str] = []
+    for step in passes:
+        started = time.perf_counter()
+        gm, changed, refused = step(gm, context)
+        gm.graph.lint()
+        done.append(step.__name__)
+        check(gm, context, done, step.__name__)
+        declined += [f"{step.__name__}: {reason}" for reason in refused]
+        log.debug(
+            "%s: %s, %d nodes, %.1f ms",
+            step.__name__,
+            "changed" if changed else "unchanged",
+            len(gm.graph.nodes),
+            1e3 * (time.perf_counter() - started),
+        )
+    gm.meta["declined"] = declined
+    gm.recompile()
+    return gm

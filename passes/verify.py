@@ -1,0 +1,149 @@
+"""The invariants of a rewritten graph, checked on the result of each pass from the one on that establishes them.
+
+Nothing is rewritten here. A broken invariant is a bug of fxprec: the error names the pass, the node, what was found and
+what was expected::
+
+    insert_casts broke "every float edge has the dtype its reader wants": node exp, argument linear:
+    got bfloat16, expected float32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxprec.errors import InvariantError
+from fxprec.passes.canonicalize import subgraphs
+from fxprec.passes.casts import CASTS, cast, cast_if_float
+from fxprec.passes.context import Context
+from fxprec.passes.insert_casts import actual_dtype, alias_root, wanted_dtypes
+from fxprec.passes.ir import CASTABLE, UNKNOWN, Op, PassResult, Precision, Rule, dtype_name, is_castable
+from fxprec.passes.op_table import rule_of
+
+__all__ = ["INVARIANTS", "Invariant", "Violation", "check", "verify"]
+
+
+class Violation(NamedTuple):
+    """One node that breaks an invariant."""
+
+    node: str
+    got: str
+    expected: str
+
+
+class Invariant(NamedTuple):
+    """``holds_after``: the first pass on whose result it must hold."""
+
+    text: str
+    holds_after: str
+    violations: Callable[[GraphModule, Context], Iterator[Violation]]
+
+
+def verify(gm: GraphModule, context: Context) -> PassResult:
+    """Check every invariant once more on the final graph; raises InvariantError."""
+    check(gm, context, [invariant.holds_after for invariant in INVARIANTS], "verify")
+    return PassResult(gm, False)
+
+
+def check(gm: GraphModule, context: Context, done: list[str], name: str) -> None:
+    """Raise InvariantError where the result of pass ``name`` breaks an invariant that the passes in ``done`` set up."""
+    for graph in (gm, *subgraphs(gm)):
+        for invariant in INVARIANTS:
+            if invariant.holds_after in done:
+                for node, got, expected in invariant.violations(graph, context):
+                    raise InvariantError(
+                        f'{name} broke "{invariant.text}": node {node}: got {got}, expected {expected}. '
+                        "This is a bug in fxprec: please report the graph (fxprec.graph_module(model).print_readable())."
+                    )
+
+
+def _dtypes_known(gm: GraphModule, context: Context) -> Iterator[Violation]:
+    for node in gm.graph.nodes:
+        if node.op != "output" and "dtype" not in node.meta:
+            yield Violation(node.name, "no dtype", "a dtype, UNKNOWN or NON_TENSOR")
+
+
+def _decided(gm: GraphModule, context: Context) -> Iterator[Violation]:
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            continue
+        precision: Precision | None = node.meta.get("precision")
+        if precision is None:
+            yield Violation(node.name, "no precision", "what it reads, computes and puts out")
+        elif node.meta.get("dtype") in (torch.float64, torch.int64, torch.bool) and precision.output in (
+            torch.float16,
+            torch.bfloat16,
+        ):
+            yield Violation(node.name, dtype_name(precision.output), dtype_name(node.meta["dtype"]) + " untouched")
+
+
+def _edges(gm: GraphModule, context: Context) -> Iterator[Violation]:
+    for node in gm.graph.nodes:
+        for (_, source), wanted in wanted_dtypes(node).items():
+            have = actual_dtype(source)
+            guarded = source.target is cast_if_float or source.meta.get("dtype") is UNKNOWN
+            if have != wanted and not (guarded and have is None):
+                yield Violation(f"{node.name}, argument {source.name}", dtype_name(have), dtype_name(wanted))
+
+
+def _full_in_fp32(gm: GraphModule, context: Context) -> Iterator[Violation]:
+    for node in gm.graph.nodes:
+        precision: Precision | None = node.meta.get("precision")
+        op: Op | None = node.meta.get("op")
+        if precision is None or op is None or precision.rule is not Rule.FULL or context.policy.level == "O3":
+            continue
+        row = rule_of(op.name)
+        if precision.compute not in (torch.float32, torch.float64, None):
+            yield Violation(node.name, f"computes in {dtype_name(precision.compute)}", "computes in float32")
+        elif precision.reads in (torch.float16, torch.bfloat16):
+            served = row is not None and (context.device in row.mixed or "dtype" in node.kwargs)
+            if not served:
+                yield Violation(node.name, f"reads {dtype_name(precision.reads)}", "a kernel with FP32 inside")
+
+
+def _non_floats_untouched(gm: GraphModule, context: Context) -> Iterator[Violation]:
+    for node in gm.graph.nodes:
+        if node.target in CASTS and isinstance(node.args[0], Node) and not is_castable(node.args[0].meta.get("dtype")):
+            yield Violation(node.name, "a cast of " + dtype_name(node.args[0].meta.get("dtype")), "no cast")
+
+
+def _outputs(gm: GraphModule, context: Context) -> Iterator[Violation]:
+    if not context.keep_output_dtype:
+        return
+    for source in gm.graph.output_node().all_input_nodes:
+        original, have = source.meta.get("dtype"), actual_dtype(source)
+        if isinstance(original, torch.dtype) and original in CASTABLE and have not in (original, None):
+            yield Violation(f"output {source.name}", dtype_name(have), dtype_name(original))
+
+
+def _least_casts(gm: GraphModule, context: Context) -> Iterator[Violation]:
+    epoch: dict[Node, int] = {}
+    seen: set[tuple[Node, int, object, object]] = set()
+    for node in gm.graph.nodes:
+        op: Op | None = node.meta.get("op")
+        if op is not None and op.in_place:
+            root = alias_root(node)
+            epoch[root] = epoch.get(root, 0) + 1
+        if node.target not in CASTS or not isinstance(node.args[0], Node):
+            continue
+        source = node.args[0]
+        key = (source, epoch.get(alias_root(source), 0), node.args[1], node.target)
+        if key in seen:
+            yield Violation(node.name, f"a second cast of {source.name}", "one per dtype and mutation epoch")
+        seen.add(key)
+        if node.target is cast and actual_dtype(source) == node.args[1] and source.meta.get("dtype") is not UNKNOWN:
+            yield Violation(node.name, f"{source.name} is {dtype_name(node.args[1])} already", "no cast")
+
+
+INVARIANTS: Final = (
+    Invariant("every value's original dtype is stated", "propagate", _dtypes_known),
+    Invariant("every node has a precision, and only castable floats change", "decide", _decided),
+    Invariant("every float edge has the dtype its reader wants", "insert_casts", _edges),
+    Invariant("non-float and float64 values are untouched", "insert_casts", _non_floats_untouched),
+    Invariant("module outputs keep their original dtype", "insert_casts", _outputs),
+    Invariant("no cast is idle or made twice", "fold_casts", _least_casts),
+    Invariant("a FULL op computes in FP32", "fuse", _full_in_fp32),
+)
