@@ -15,6 +15,7 @@ key            written by      value
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,6 +36,7 @@ __all__ = [
     "Rule",
     "Special",
     "arg_nodes",
+    "clean_path",
     "dtype_name",
     "format_graph",
     "is_castable",
@@ -164,11 +166,8 @@ def module_path(node: Node) -> str:
 
 def clean_path(name: str) -> str:
     """dynamo writes ``L['self']._modules['fc']`` or ``L['self'].fc``: make it ``fc``."""
-    for prefix in ("L['self'].", "L['self']", "self."):
-        name = name.removeprefix(prefix)
-    for old, new in (("_modules['", ""), ("']", ""), ("[", ""), ("]", ""), ("'", "")):
-        name = name.replace(old, new)
-    return name.strip(".")
+    name = re.sub(r"^L\['\w+'\]|^self\b", "", name)
+    return re.sub(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]", r".\1\2", name).strip(".")
 
 
 def format_graph(gm: GraphModule) -> str:

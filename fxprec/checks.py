@@ -1,0 +1,114 @@
+"""What ``convert`` refuses before it touches anything: what, where, why, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from fxprec.errors import ConversionError
+from fxprec.module import is_converted
+from fxprec.settings import Settings
+
+__all__ = ["refuse_unfit", "settled_device"]
+
+_WRAPPERS = {
+    "DistributedDataParallel": "torch.nn.parallel",
+    "DataParallel": "torch.nn.parallel",
+    "FullyShardedDataParallel": "torch.distributed.fsdp",
+}
+
+
+def settled_device(model: Any, example_inputs: Any) -> str:
+    """The device type that the conversion is for: that of the parameters, else of the example inputs, else "cpu"."""
+    tensors: list[Any] = []
+    if isinstance(model, nn.Module):
+        tensors += list(model.parameters())
+    elif isinstance(model, ExportedProgram):
+        tensors += list(model.state_dict.values())
+    if isinstance(example_inputs, Mapping):
+        tensors += list(example_inputs.values())
+    elif isinstance(example_inputs, Sequence):
+        tensors += list(example_inputs)
+    kinds = [tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)]
+    return next((kind for kind in kinds if kind != "meta"), "cpu")
+
+
+def refuse_unfit(model: Any, settings: Settings) -> None:
+    """Raise for a model or an environment that cannot be converted; nothing was changed.
+
+    Raises:
+        TypeError: not a module, GraphModule, ExportedProgram or function.
+        ConversionError: see ``convert``.
+    """
+    if isinstance(model, type) or not (isinstance(model, nn.Module | ExportedProgram) or callable(model)):
+        what = f"the class {model.__name__}: make an object of it" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"convert takes an nn.Module, GraphModule, ExportedProgram or function of tensors, not {what}")
+    for device in {settings.device, "cpu", "cuda"}:
+        if torch.is_autocast_enabled(device):
+            raise ConversionError(
+                f"convert was called under torch.autocast({device!r}): both would insert casts. "
+                "Convert outside of it, and leave the autocast context away when training"
+            )
+    if settings.fuse is True:
+        _refuse_fuse(settings)
+    if isinstance(model, nn.Module):
+        _refuse_module(model)
+        _refuse_weights(type(model).__name__, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+
+
+def _refuse_fuse(settings: Settings) -> None:
+    if settings.device != "cuda" or not torch.cuda.is_available():
+        raise ConversionError(
+            f"fuse=True wants Triton kernels, and the parameters are on {settings.device!r} "
+            f"(CUDA {'is' if torch.cuda.is_available() else 'is not'} available): "
+            "use fuse='auto', which takes native mixed-precision kernels there"
+        )
+    import importlib.util
+
+    if importlib.util.find_spec("triton") is None:
+        raise ConversionError("fuse=True wants Triton, which is not installed: pip install triton, or use fuse='auto'")
+
+
+def _refuse_module(model: nn.Module) -> None:
+    name = type(model).__name__
+    if name in _WRAPPERS and type(model).__module__.startswith(_WRAPPERS[name]):
+        raise ConversionError(f"the model is wrapped in {name}: convert first, then wrap: {name}(fxprec.convert(model)[0])")
+    if hasattr(model, "_orig_mod") and name == "OptimizedModule":
+        raise ConversionError(
+            "the model is a torch.compile'd module: convert the original (model._orig_mod), "
+            "with executor='inductor' to have it compiled"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConversionError(f"{name} is a TorchScript module, whose graph fxprec cannot read: convert the eager model")
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if is_converted(module):
+            where = f"its submodule {path!r}" if path else name
+            raise ConversionError(f"{where} is converted already: fxprec.revert it first, then convert again")
+        if path and kind in _WRAPPERS and type(module).__module__.startswith(_WRAPPERS[kind]):
+            raise ConversionError(f"the submodule {path!r} is wrapped in {kind}: convert first, then wrap")
+
+
+def _refuse_weights(name: str, tensors: dict[str, Tensor]) -> None:
+    if not tensors:
+        return
+    quantized = [path for path, tensor in tensors.items() if tensor.is_quantized]
+    if quantized:
+        raise ConversionError(f"{name}.{quantized[0]} is quantized: fxprec rewrites FP32 models; convert before quantizing")
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() or tensor.is_complex()}
+    if not dtypes or torch.float32 in dtypes:
+        return
+    first = next(path for path, tensor in tensors.items() if tensor.dtype in dtypes)
+    kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    if dtypes <= {torch.float16, torch.bfloat16}:
+        advice = (
+            "its FP32 values are gone, and without them small updates are lost. Load the model in FP32 "
+            "(transformers: dtype=torch.float32; else model.float()) and convert that"
+        )
+    else:
+        advice = "fxprec lowers float32 only; leave such a model as it is, or convert its float32 parts"
+    raise ConversionError(f"all weights of {name} are {kinds} (such as {first!r}): {advice}")

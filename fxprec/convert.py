@@ -1,0 +1,170 @@
+"""``convert``: from a user's model to the same model running a rewritten graph, and the scaler that belongs to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from fxprec.checks import refuse_unfit, settled_device
+from fxprec.errors import ConversionError
+from fxprec.loss_scaler import LossScaler, make_scaler
+from fxprec.module import attach, conversion_of, revert
+from fxprec.passes.policy import Policy
+from fxprec.program import Executor
+from fxprec.settings import Capture, Placement, Settings
+from fxprec.warm_up import warm_up
+
+__all__ = ["Converted", "convert"]
+
+
+class Converted(NamedTuple):
+    """What ``convert`` returns: ``model, scaler = fxprec.convert(model)``."""
+
+    module: nn.Module
+    scaler: LossScaler
+
+
+def convert(
+    model: nn.Module | GraphModule | ExportedProgram | Callable[..., Any],
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    *,
+    level: str | None = None,
+    dtype: torch.dtype | None = None,
+    policy: Policy | None = None,
+    placement: Placement = "mincut",
+    lower: Literal["always", "pays"] = "always",
+    fuse: bool | Literal["auto"] = "auto",
+    capture: Capture = "auto",
+    executor: Executor = "eager",
+    keep_output_dtype: bool = True,
+    loss: nn.Module | Callable[..., Any] | None = None,
+    scaler: LossScaler | float | Literal[False] | None = None,
+) -> Converted:
+    """Rewrite a model to mixed precision; returns ``(module, scaler)``.
+
+    Args:
+        model: an ``nn.Module`` is converted in place: the same object comes back. A GraphModule, an ExportedProgram or
+            a function of tensors gives a new module.
+        example_inputs: tuple of positional or dict of keyword inputs: the graph exists at once, and casts are placed
+            by their size. Buffers and random state are as before afterwards.
+        level: "O0" (nothing lowered), "O1" (default), "O2" (the residual stream too), "O3" (parameters too).
+        dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 for parameters on CUDA, else bfloat16.
+        policy: a ``Policy``, which carries its level.
+        placement: "mincut": the cheapest casts; "autocast": where torch.autocast has them.
+        lower: "always"; "pays": with shapes known, leave an op in FP32 where a cost model says lowering loses.
+        fuse: "auto" and False: native mixed kernels or none; True: Triton regions, an error without CUDA and Triton.
+        capture: "auto", "symbolic" (torch.fx, at once, no inputs) or "dynamo" (at the first call).
+        executor: "eager" runs the rewritten graph, "inductor" compiles it.
+        keep_output_dtype: outputs keep the dtypes of the original program.
+        loss: a loss module or function: a new module ``(*inputs, target) -> loss`` around model and loss comes back,
+            converted as one graph; ``model`` itself stays as it is.
+        scaler: None: dynamic for float16, disabled for bfloat16; False: disabled; a number: static; or a LossScaler.
+
+    Raises:
+        TypeError: model, example inputs or scaler of a type that cannot serve.
+        ValueError: an unknown level, dtype, placement, capture or executor; PolicyError for a policy that disagrees
+            with the level or matches nothing.
+        ConversionError: converted already; wrapped in DDP, FSDP or DataParallel; only low, quantized or complex
+            weights; an active torch.autocast; ``fuse=True`` without CUDA. The model is left as it was.
+        CaptureError: ``capture="symbolic"`` and the forward depends on data; names the line.
+
+    Sources: DESIGN of torch.autocast (https://docs.pytorch.org/docs/stable/amp.html); Micikevicius et al.,
+    "Mixed Precision Training", ICLR 2018.
+    """
+    policy = _policy(level, policy)
+    device = settled_device(model, example_inputs)
+    settings = Settings(
+        policy=policy,
+        dtype=dtype or (torch.float16 if device == "cuda" else torch.bfloat16),
+        device=device,
+        placement=placement,
+        lower=lower,
+        fuse=fuse,
+        capture=capture,
+        executor=executor,
+        keep_output_dtype=keep_output_dtype,
+    )
+    made = make_scaler(scaler, settings.dtype, policy.level, device)
+    refuse_unfit(model, settings)
+    module = _as_module(model, loss)
+    policy.check_modules(dict(module.named_modules()))
+    conversion = attach(module, settings)
+    try:
+        if policy.level == "O3":
+            _lower_parameters(module, settings.dtype)
+        if example_inputs is not None:
+            warm_up(module, conversion, example_inputs)
+        else:
+            conversion.capture_now(module)
+    except BaseException:
+        revert(module)
+        raise
+    return Converted(module, made)
+
+
+def _policy(level: str | None, policy: Policy | None) -> Policy:
+    if policy is None:
+        return Policy.preset(level if level is not None else "O1")
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"policy must be a fxprec.Policy, not {type(policy).__name__}: Policy.preset('O1').override(...) "
+            "or Policy.from_toml(path)"
+        )
+    if level is not None and Policy.preset(level).level != policy.level:
+        raise ValueError(
+            f"level={level!r} and a policy of level {policy.level!r}: a policy carries its level, leave one of them out"
+        )
+    return policy
+
+
+class _Function(nn.Module):
+    """A plain function of tensors as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["forward"] = function
+
+
+class _WithLoss(nn.Module):
+    """Model and loss as one forward: ``(*inputs, target) -> loss``."""
+
+    def __init__(self, model: Callable[..., Any], loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.loss(self.model(*inputs[:-1]), inputs[-1])
+
+
+def _as_module(model: Any, loss: Any) -> nn.Module:
+    if isinstance(model, ExportedProgram):
+        module: nn.Module = model.module()
+    elif isinstance(model, GraphModule):
+        module = GraphModule(model, copy.deepcopy(model.graph), class_name=type(model).__name__)
+        module.train(model.training)
+    elif isinstance(model, nn.Module):
+        module = model
+    else:
+        module = _Function(model)
+    if loss is None:
+        return module
+    if not callable(loss):
+        raise TypeError(f"loss must be a module or a function of (output, target), not {type(loss).__name__}")
+    around = _WithLoss(module, loss)
+    around.train(module.training)
+    return around
+
+
+def _lower_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """O3: the parameters themselves become low; buffers (running statistics) stay FP32."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dtype is torch.float32:
+                parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,60 @@
+"""Shadows under the user's hand: refresh, accumulate, and freeze for deployment."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from fxprec.errors import ConversionError
+from fxprec.module import conversion_of, graphs
+
+__all__ = ["accumulate", "freeze", "refresh"]
+
+
+def refresh(model: nn.Module) -> None:
+    """Copy every weight to its shadow now: after ``param.data.mul_()`` and the like, which torch does not record.
+
+    Training forwards refresh by themselves; this is for writes through ``.data`` before a forward under ``no_grad``.
+    """
+    conversion_of(model).store.refresh()
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Gradient accumulation: the weights stay as they are in the block, so only its first forward refreshes shadows."""
+    with conversion_of(model).store.accumulating():
+        yield
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """Drop the FP32 masters of the lowered weights, for deployment: half the memory. Returns the model, in eval mode.
+
+    A weight that every graph reads in the low dtype becomes low itself; one that some graph reads in FP32 stays.
+    Training forwards and ``load_state_dict`` afterwards raise ConversionError; there is no way back but the checkpoint.
+
+    Raises:
+        NotCapturedError: nothing captured yet: which weights are lowered is known from the graphs.
+        ConversionError: frozen already, or not converted.
+    """
+    conversion = conversion_of(model)
+    conversion.refuse_if_frozen("freeze")
+    if conversion.bypassed:
+        raise ConversionError("freeze within fxprec.original(model): leave that block first")
+    graphs(model)
+    model.eval()
+    names = conversion.lowered_weights(model)
+    with torch.no_grad():
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            parameter = model.get_submodule(path)._parameters[leaf]
+            assert parameter is not None
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(conversion.settings.dtype)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    conversion.store.clear()
+    conversion.frozen = frozenset(names)
+    return model

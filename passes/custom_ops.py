@@ -1,0 +1,52 @@
+"""What torch's registry knows of custom ops, named ``namespace::name`` (or ``namespace::name.overload``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["is_registered", "registered_autocast"]
+
+
+def is_registered(op_name: str) -> bool:
+    """Whether torch has an op of this name."""
+    return _packet(op_name) is not None
+
+
+def registered_autocast(op_name: str, device: str | None = None) -> torch.dtype | None:
+    """The dtype that ``torch.library.register_autocast`` was given for an op on a device type (None: on any), or None.
+
+    torch offers no way to ask: ``custom_op`` definitions keep it in ``_autocast_dtype``, ops of a ``Library`` in the
+    closure of their Python kernel. What a version of torch keeps elsewhere counts as not registered.
+    """
+    packet = _packet(op_name)
+    if packet is None:
+        return None
+    kernels = getattr(getattr(packet, op_name.partition(".")[2] or "default", None), "py_kernels", {})
+    registered = _custom_op_dtypes(op_name)
+    for device_type in ("cuda", "cpu", "xpu") if device is None else (device,):
+        key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}", None)
+        dtype = registered.get(device_type) or _closure(kernels.get(key)).get("cast_inputs")
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    return None
+
+
+def _packet(op_name: str) -> Any:
+    namespace, separator, name = op_name.partition("::")
+    if not (separator and namespace and name):
+        return None
+    return getattr(getattr(torch.ops, namespace), name.partition(".")[0], None)
+
+
+def _custom_op_dtypes(op_name: str) -> dict[str, torch.dtype | None]:
+    from torch._library.custom_ops import OPDEFS
+
+    return getattr(OPDEFS.get(op_name.partition(".")[0]), "_autocast_dtype", {})
+
+
+def _closure(function: Any) -> dict[str, object]:
+    if function is None or not function.__closure__:
+        return {}
+    return dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__), strict=True))
