@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch.export import ExportedProgram
 
 from fxprec.errors import ConversionError
 from fxprec.module import is_converted
+from fxprec.passes.policy import Policy
 from fxprec.settings import Settings
 
-__all__ = ["refuse_unfit", "settled_device"]
+__all__ = ["check_module_overrides", "refuse_unfit", "settled_device"]
 
 _WRAPPERS = {
     "DistributedDataParallel": "torch.nn.parallel",
@@ -58,6 +60,12 @@ def refuse_unfit(model: Any, settings: Settings) -> None:
     if isinstance(model, nn.Module):
         _refuse_module(model)
         _refuse_weights(type(model).__name__, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+
+
+def check_module_overrides(policy: Policy, module: nn.Module) -> None:
+    """Raise PolicyError for an override of a module path or class that the model does not have, before any capture."""
+    of_modules = tuple(override for override in policy.overrides if override.kind == "modules")
+    replace(policy, overrides=of_modules, rules=()).check_matches((), dict(module.named_modules()), ())
 
 
 def _refuse_fuse(settings: Settings) -> None:

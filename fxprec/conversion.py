@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from fxprec import dynamo
 from fxprec.errors import CaptureError, ConversionError, NotCapturedError
 from fxprec.outputs import has_low_input, restore_dtypes
+from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.runner import run_passes
 from fxprec.program import Program, lift
 from fxprec.settings import Settings
@@ -91,6 +92,8 @@ class Conversion:
         self._static_allowed = self.settings.capture != "dynamo"
         self._dynamo: dynamo.DynamoCapture | None = None
         self._warned_autocast = False
+        self.settled = False  # no call has gone through yet
+        self._policy_checked = not self.settings.policy.overrides and not self.settings.policy.rules
         self._lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
@@ -108,9 +111,6 @@ class Conversion:
             )
         if torch.is_autocast_enabled(self.settings.device):
             self._warn_autocast()
-        callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
-        if callback is not None and callback is not False:
-            return torch._dynamo.disable(self._call)(module, args, kwargs)  # type: ignore[attr-defined]
         return self._call(module, args, kwargs)
 
     def _call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,6 +119,13 @@ class Conversion:
         if self.frozen is not None and module.training and torch.is_grad_enabled():
             self.refuse_if_frozen("a training forward")
         self.store.begin()
+        output = self._run(module, args, kwargs)
+        if not self.settled:
+            self.check_policy(module)
+            self.settled = True
+        return output
+
+    def _run(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._static_allowed:
             try:
                 entry, tensors = self._static_entry(module, args, kwargs)
@@ -206,10 +213,14 @@ class Conversion:
             bound = self.instance_forward is not None
             call = (lambda _, *a, **k: function(*a, **k)) if bound else function
             self._dynamo = dynamo.DynamoCapture(call, self)
-        before = len(self.net)
         with self._net():
             output = self._dynamo.call(module, *args, **kwargs)
-        if self.net or len(self.net) != before:
+        if not self.graphs:
+            raise CaptureError(
+                f"no graph of {self.original_class.__name__} was captured (is TORCHDYNAMO_DISABLE set, or dynamo "
+                f"disabled for its forward?): {self.net or 'dynamo gave no reason'}. Nothing would have been rewritten"
+            )
+        if self.net:
             output = self._restored(output, args, kwargs)
         return output
 
@@ -260,6 +271,17 @@ class Conversion:
         self.graphs.append(gm)
         self.programs.append(program)
         return program
+
+    def check_policy(self, module: torch.nn.Module) -> None:
+        """Once graphs exist: raise PolicyError if an override matched nothing in any of them."""
+        if self._policy_checked or not self.graphs:
+            return
+        everything = [node for gm in self.graphs for graph in (gm, *subgraphs(gm)) for node in graph.graph.nodes]
+        ops = {node.meta["op"].name for node in everything if "op" in node.meta}
+        self.settings.policy.check_matches(
+            ops, dict(module.named_modules()), {node.name for node in everything}
+        )
+        self._policy_checked = True
 
     def active(self, module: torch.nn.Module) -> GraphModule:
         """The graph captured last, capturing statically if nothing was yet."""

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from fxprec.checks import refuse_unfit, settled_device
-from fxprec.errors import ConversionError
+from fxprec.checks import check_module_overrides, refuse_unfit, settled_device
 from fxprec.loss_scaler import LossScaler, make_scaler
 from fxprec.module import attach, conversion_of, revert
 from fxprec.passes.policy import Policy
@@ -93,7 +92,7 @@ def convert(
     made = make_scaler(scaler, settings.dtype, policy.level, device)
     refuse_unfit(model, settings)
     module = _as_module(model, loss)
-    policy.check_modules(dict(module.named_modules()))
+    check_module_overrides(policy, module)
     conversion = attach(module, settings)
     try:
         if policy.level == "O3":
@@ -102,6 +101,7 @@ def convert(
             warm_up(module, conversion, example_inputs)
         else:
             conversion.capture_now(module)
+        conversion.check_policy(module)
     except BaseException:
         revert(module)
         raise

@@ -67,7 +67,7 @@ class DynamoCapture:
                 f"{where.filename}:{where.lineno} in {where.name}" if where else "?",
                 "graph break: " + str(reason.reason).strip().split("\n")[0],
             )
-        return self._recorder.rewritten(gm, inputs)
+        return self._recorder.rewritten(own_graph(gm), inputs)
 
 
 class _Compiling:
@@ -107,6 +107,16 @@ def own_code(function: Callable[..., Any]) -> types.FunctionType:
     )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
+
+
+def own_graph(gm: GraphModule) -> GraphModule:
+    """A copy to rewrite: dynamo still reads the placeholders of the graph that it handed over."""
+    graph = torch.fx.Graph()
+    values: dict[torch.fx.Node, torch.fx.Node] = {}
+    graph.graph_copy(gm.graph, values)
+    output = gm.graph.output_node()
+    graph.output(torch.fx.node.map_arg(output.args[0], lambda node: values[node]))
+    return GraphModule(gm, graph)
 
 
 def modes_active() -> str | None:
@@ -187,6 +197,5 @@ def relocate(gm: GraphModule) -> None:
             node.meta["val"] = node.meta["example_value"]
         stack = node.meta.get("nn_module_stack")
         if stack:
-            path, kind = list(stack.values())[-1]
-            full = ".".join(filter(None, (prefix, clean_path(str(path)))))
-            node.meta["nn_module_stack"] = {full: (full, kind)}
+            paths = [(".".join(filter(None, (prefix, clean_path(str(path))))), kind) for path, kind in stack.values()]
+            node.meta["nn_module_stack"] = {path: (path, kind) for path, kind in paths}

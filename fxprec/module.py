@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.fx import Graph, GraphModule
 
 from fxprec.conversion import Conversion
-from fxprec.errors import ConversionError
+from fxprec.errors import ConversionError, FxprecError
 from fxprec.settings import Settings
 
 __all__ = ["attach", "conversion_of", "graph_module", "graphs", "is_converted", "original", "revert"]
@@ -96,7 +98,15 @@ def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
 def _converted_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_STATE](self, args, kwargs)
+        outer = set_eval_frame(None)
+        try:
+            return self.__dict__[_STATE](self, args, kwargs)
+        except FxprecError:
+            if not self.__dict__[_STATE].settled:
+                revert(self)  # refused at its first call: put back as it was
+            raise
+        finally:
+            set_eval_frame(outer)
 
     _hide_from_dynamo(forward)
 
@@ -133,11 +143,19 @@ def _graph(self: torch.nn.Module) -> Graph:
     return graph_module(self).graph
 
 
-def _hide_from_dynamo(forward: Callable[..., Any]) -> None:
-    """An outer torch.compile breaks here and keeps our graphs. (The flag spares importing dynamo for its decorator.)"""
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-    forward._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+def _hide_from_dynamo(forward: Any) -> None:
+    """An outer torch.compile breaks here and keeps our graphs.
+
+    What torch._dynamo.disable does, without importing dynamo: a flag for its inliner, the frame itself skipped, and (in
+    forward) its callback taken off while ours run.
+    """
+    forward._torchdynamo_disable = True
+    forward._torchdynamo_disable_msg = (
         "a model converted by fxprec captures its own graphs; to export or compile one, use fxprec.graph_module(model)"
+    )
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(
+        forward.__code__, eval_frame._FrameExecStrategy(skip, eval_frame._FrameAction.DEFAULT)
     )
 
 

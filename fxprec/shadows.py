@@ -25,12 +25,14 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C import _get_dispatch_mode, _get_tracing_state, _len_torch_dispatch_stack, _TorchDispatchModeKey
+from torch._C._functorch import maybe_current_level
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fxprec.errors import FxprecError
@@ -42,9 +44,9 @@ _pointer = Tensor.data_ptr
 
 #: Modes under which a persistent tensor would enter a trace as a constant, or be made fake.
 _TRACING_MODES = (
-    torch._C._TorchDispatchModeKey.FAKE,
-    torch._C._TorchDispatchModeKey.PROXY,
-    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+    _TorchDispatchModeKey.FAKE,
+    _TorchDispatchModeKey.PROXY,
+    _TorchDispatchModeKey.FUNCTIONAL,
 )
 
 #: Python references to a weight that only its own shadow keeps alive, as `_living` counts them: the list, the call of
@@ -53,13 +55,14 @@ _HELD_BY_SHADOW_ONLY = 3
 
 
 class StaleShadowError(FxprecError, RuntimeError):
-    """A weight was written in a way that nothing shows, and a forward under ``no_grad`` would have read the old value."""
+    """A weight was written in a way that nothing shows: a forward under ``no_grad`` would have read the old value."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One shadow. ``alias`` shares its storage, not its version counter; the rest is the key it was last copied under."""
+    """One shadow. ``alias`` shares its storage but not its version counter; the last three: its weight when copied."""
 
+    key: int
     weight: weakref.ref[Tensor]
     shadow: Tensor
     alias: Tensor
@@ -119,21 +122,24 @@ class ShadowStore:
         """The low copies of ``weights``, in order."""
         if _is_traced():
             return [weight.to(self.dtype) for weight in weights]
-        plan = self._plans.get(tuple(map(id, weights)))
+        ids = tuple(map(id, weights))
+        plan = self._plans.get(ids)
         if (
-            plan is None
-            or self._stale
-            or (self._entered and torch.is_grad_enabled())
-            or [*map(_version, weights)] != plan.versions
-            or [*map(_pointer, weights)] != plan.pointers
+            plan is not None
+            and not self._stale
+            and not (self._entered and torch.is_grad_enabled())
+            and [*map(_version, weights)] == plan.versions
+            and [*map(_pointer, weights)] == plan.pointers
         ):
-            return self._settle(weights)
-        return plan.shadows.copy()
+            return plan.shadows.copy()
+        # Nothing may hold an old shadow while a new one is made: its memory, and an AccumulateGrad of the old shape.
+        del plan
+        return self._settle(weights, ids)
 
     def refresh(self) -> None:
         """Copy every weight to its shadow now."""
         with self._lock:
-            self._refresh_all(every=True)
+            self._refresh_all(everything=True)
 
     def mark_stale(self) -> None:
         """Refresh at the next read, also under ``no_grad``."""
@@ -157,81 +163,84 @@ class ShadowStore:
             self._stepped.clear()
             self._stale = False
 
-    def _settle(self, weights: Sequence[Tensor]) -> list[Tensor]:
+    def _settle(self, weights: Sequence[Tensor], ids: tuple[int, ...]) -> list[Tensor]:
         """``read`` when something changed, or might have."""
         with self._lock:
             recording = self._entered and torch.is_grad_enabled()
             if recording or self._stale:
-                copies = recording and not self._held and any(e.requires_grad for e in [*self._entries.values()])
-                self._refresh_all(every=copies or self._stale)
+                everything = recording and not self._held and any(e.requires_grad for e in [*self._entries.values()])
+                self._refresh_all(everything or self._stale)
+            else:
+                known = [weight for weight in weights if id(weight) in self._entries]
+                self._sync([(weight, self._entries[id(weight)]) for weight in known], everything=False)
             if recording:
-                # Only now: a thread that came in meanwhile has to wait for the copies.
+                # Only now: a thread that comes in meanwhile has to wait for the copies.
                 self._entered = False
                 self._held = self._accumulating > 0
-            self._sync([(weight, entry) for weight in weights if (entry := self._entries.get(id(weight)))], every=False)
-            if any(_is_lasting(weight) and id(weight) not in self._entries for weight in weights):
+            entries = [*map(self._entries.get, ids)]
+            if None in entries:
                 self._living()  # new weights often replace old ones: let those go before memory grows
-            entries = [self._entry(weight) for weight in weights]
-            shadows = [
-                weight.to(self.dtype) if entry is None else entry.shadow
-                for weight, entry in zip(weights, entries, strict=True)
-            ]
-            # A plan may hold lasting shadows only: an id that a temporary leaves behind can come back as a weight.
+                entries = [*map(self._entry, weights)]
             lasting = [entry for entry in entries if entry is not None]
-            if len(lasting) == len(entries):
-                self._plans[tuple(map(id, weights))] = _Plan(
-                    shadows.copy(), [entry.version for entry in lasting], [entry.pointer for entry in lasting]
-                )
-            return shadows
+            if len(lasting) < len(entries):
+                # No plan: the id of a temporary may come back as that of a weight.
+                pairs = zip(weights, entries, strict=True)
+                return [weight.to(self.dtype) if entry is None else entry.shadow for weight, entry in pairs]
+            shadows = [entry.shadow for entry in lasting]
+            versions, pointers = [entry.version for entry in lasting], [entry.pointer for entry in lasting]
+            self._plans[ids] = _Plan(shadows, versions, pointers)
+            return shadows.copy()
 
     def _entry(self, weight: Tensor) -> _Entry | None:
         """The entry of a weight, made on first sight; None where it is to be cast afresh."""
-        entry = self._entries.get(id(weight))
-        if entry is not None or not _is_lasting(weight):
-            return entry
-        # Whatever mode is on now, the shadow outlives it: made here under inference_mode or no_grad it could never
-        # give a gradient.
+        key = id(weight)
+        if key in self._entries or not _is_lasting(weight):
+            return self._entries.get(key)
+        # Whatever mode is on now, the shadow outlives it: made under inference_mode or no_grad it would have no edge.
         with torch.inference_mode(False), torch.enable_grad():
             shadow = weight.to(self.dtype)
-        reference = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), id(weight)))
-        entry = _Entry(
-            reference, shadow, shadow.data, weight.device, weight.requires_grad, weight._version, weight.data_ptr()
-        )
-        self._entries[id(weight)] = entry
+        reference = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key))
+        version, pointer = weight._version, weight.data_ptr()
+        entry = _Entry(key, reference, shadow, shadow.data, weight.device, weight.requires_grad, version, pointer)
+        self._entries[key] = entry
         return entry
 
-    def _refresh_all(self, every: bool) -> None:
-        self._sync(self._living(), every)
+    def _refresh_all(self, everything: bool) -> None:
+        self._sync(self._living(), everything)
         self._stepped.clear()
         self._stale = False
 
     def _living(self) -> list[tuple[Tensor, _Entry]]:
-        """Weights and entries. A frozen weight takes its entry along when it dies (`_forget`), but the edge of a
-        shadow keeps its weight alive: weights that nobody else refers to are let go here."""
-        items = [*self._entries.items()]
-        weights = [entry.weight() for _, entry in items]
-        references = [*map(sys.getrefcount, weights)]
+        """Weights and their entries, after letting go of dead weights.
+
+        A frozen weight takes its entry along when it dies (`_forget`). The edge of a shadow keeps its weight alive,
+        though: one that nobody else refers to is dead.
+        """
+        entries = [*self._entries.values()]
+        weights = [entry.weight() for entry in entries]
+        counts = [*map(sys.getrefcount, weights)]
         pairs: list[tuple[Tensor, _Entry]] = []
-        for (key, entry), weight, count in zip(items, weights, references, strict=True):
+        for entry, weight, count in zip(entries, weights, counts, strict=True):
             if weight is None or (entry.requires_grad and count <= _HELD_BY_SHADOW_ONLY):
-                self._drop(key)
+                self._drop(entry.key)
             else:
                 pairs.append((weight, entry))
         return pairs
 
-    def _sync(self, pairs: Iterable[tuple[Tensor, _Entry]], every: bool) -> None:
-        """Copy the changed weights (or ``every`` weight) to their shadows, and drop the shadows that no longer fit."""
+    def _sync(self, pairs: list[tuple[Tensor, _Entry]], everything: bool) -> None:
+        """Copy the changed weights, or ``everything``, to their shadows; drop the shadows that no longer fit."""
         copies: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        stepped = self._stepped
         for weight, entry in pairs:
-            key, version = id(weight), weight._version
-            changed = version != entry.version or key in self._stepped
+            version = weight._version
+            changed = version != entry.version or entry.key in stepped
             if (
                 weight.data_ptr() != entry.pointer
                 or weight.requires_grad is not entry.requires_grad
                 or (changed and weight.shape != entry.shadow.shape)
             ):
-                self._drop(key)
-            elif changed or every:
+                self._drop(entry.key)
+            elif changed or everything:
                 entry.version = version
                 targets, sources = copies.get(entry.device) or copies.setdefault(entry.device, ([], []))
                 targets.append(entry.shadow if changed else entry.alias)
@@ -241,7 +250,7 @@ class ShadowStore:
         try:
             with torch.no_grad():
                 for targets, sources in copies.values():
-                    torch._foreach_copy_(targets, sources)
+                    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
         except BaseException:
             self.clear()  # half copied, and the keys say otherwise
             raise
@@ -267,11 +276,12 @@ class ShadowStore:
             for weight, entry in [] if self._stale else self._living():
                 if weight._version != entry.version or weight.data_ptr() != entry.pointer:
                     continue
-                if not torch.equal(weight.detach().to(self.dtype).view(torch.int16), entry.alias.view(torch.int16)):
+                now = weight.detach().to(self.dtype)
+                if not torch.equal(now.view(torch.int16), entry.alias.view(torch.int16)):  # as bits: NaN equals NaN
                     raise StaleShadowError(
-                        f"the {self.dtype} shadow of a weight of shape {tuple(weight.shape)} on {entry.device} is stale: "
-                        "the weight was written through .data (or by a kernel that bumps no version) since the last "
-                        "forward that recorded gradients. Call fxprec.refresh(model) after such a write."
+                        f"the {self.dtype} shadow of a weight of shape {tuple(weight.shape)} on {weight.device} is "
+                        "stale: the weight was written through .data (or by a kernel that bumps no version) since the "
+                        "last forward that recorded gradients. Call fxprec.refresh(model) after such a write."
                     )
 
 
@@ -292,9 +302,8 @@ def _stores() -> weakref.WeakSet[ShadowStore]:
     return stores
 
 
-def _forget(store: weakref.ref[ShadowStore], key: int, reference: weakref.ref[Tensor]) -> None:
-    alive = store()
-    if alive is not None and (entry := alive._entries.get(key)) is not None and entry.weight is reference:
+def _forget(store: weakref.ref[ShadowStore], key: int, _dead: weakref.ref[Tensor]) -> None:
+    if (alive := store()) is not None:
         alive._drop(key)
 
 
@@ -313,10 +322,7 @@ def _is_lasting(weight: Tensor) -> bool:
 def _is_traced() -> bool:
     """Whether a functorch transform or a tracer is running: what is made or read now must not outlive it."""
     return (
-        torch._C._functorch.maybe_current_level() is not None
-        or torch._C._get_tracing_state() is not None
-        or (
-            torch._C._len_torch_dispatch_stack() > 0
-            and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES)
-        )
+        maybe_current_level() is not None
+        or _get_tracing_state() is not None
+        or (_len_torch_dispatch_stack() > 0 and any(_get_dispatch_mode(mode) is not None for mode in _TRACING_MODES))
     )

@@ -1,10 +1,10 @@
 """One canonical name for every spelling of an op.
 
-``torch.add``, ``Tensor.add``, ``x + y``, ``x += y``, ``operator.iadd``, ``aten.add_.Tensor`` and ``x.__radd__(y)`` are all
-``Op("add", in_place)``. Names have no trailing underscore, no ``special_`` prefix, and follow the function namespaces:
-``linalg_norm``, ``fft_rfft``. Ops of other libraries keep their namespace: ``torchvision::nms``.
+``torch.add``, ``Tensor.add``, ``x + y``, ``x += y``, ``operator.iadd``, ``aten.add_.Tensor`` and ``x.__radd__(y)`` are
+all ``Op("add", in_place)``. Names have no trailing underscore, no ``special_`` prefix, and follow the function
+namespaces: ``linalg_norm``, ``fft_rfft``. Ops of other libraries keep their namespace: ``torchvision::nms``.
 
-Only the callee is looked at, never the arguments; ``inplace=True`` and ``out=`` are for ``canonicalize`` to resolve.
+``inplace=True`` and ``out=`` are for ``canonicalize`` to resolve.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.fx import Node
 from fxprec.passes.casts import CASTS
 from fxprec.passes.ir import Op
 
-__all__ = ["ALIASES", "canonical_name", "cast_target"]
+__all__ = ["ALIASES", "canonical_name", "canonical_op", "cast_target", "dtype_argument"]
 
 #: Spelling (no trailing underscore) -> canonical name, where they differ.
 ALIASES: Final = MappingProxyType(
@@ -86,6 +86,8 @@ ALIASES: Final = MappingProxyType(
         "upsample_nearest": "upsample_nearest2d",
         "upsample_bilinear": "upsample_bilinear2d",
         "grid_sampler": "grid_sample",
+        "cudnn_grid_sampler": "grid_sample",
+        "cudnn_affine_grid_generator": "affine_grid",
         "grid_sampler_2d": "grid_sample",
         "grid_sampler_3d": "grid_sample",
         "affine_grid_generator": "affine_grid",
@@ -170,9 +172,7 @@ ALIASES: Final = MappingProxyType(
         "local_scalar_dense": "item",
         "lazy_clone": "clone",
         # casts: the target dtype is found by cast_target
-        **dict.fromkeys(
-            ("float", "half", "bfloat16", "double", "cfloat", "cdouble", "chalf"), "to"
-        ),
+        **dict.fromkeys(("float", "half", "bfloat16", "double", "cfloat", "cdouble", "chalf"), "to"),
         **dict.fromkeys(("int", "long", "short", "char", "byte", "bool"), "to"),
         **dict.fromkeys(("type", "type_as", "to_copy", "convert_element_type"), "to"),
         **dict.fromkeys(("cpu", "cuda", "xpu", "ipu", "mtia"), "to"),
@@ -221,16 +221,17 @@ _EXPLICIT: Final[tuple[tuple[Any, str], ...]] = (
 
 #: Operators that write their first argument: operator.iadd and x.__iadd__.
 _AUGMENTED: Final = frozenset(
-    {"iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
-     "irshift"}
+    {"iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
+     "ilshift", "irshift"}
 )  # fmt: skip
 
-#: Reflected dunders that share a name with a torch function of another meaning.
+#: Dunders whose bare name is a torch function of another meaning.
 _DUNDERS: Final = MappingProxyType(
-    {
-        "__rand__": "bitwise_and",
-        **dict.fromkeys(("__bool__", "__nonzero__", "__int__", "__long__", "__index__", "__float__", "__complex__"), "item"),
-    }
+    dict.fromkeys(
+        ("__bool__", "__nonzero__", "__int__", "__long__", "__index__", "__float__", "__complex__"),
+        "item",
+    )
+    | {"__rand__": "bitwise_and"}
 )
 
 #: Methods and aten ops that cast to one fixed dtype.
@@ -256,7 +257,7 @@ _OWN_NAMESPACES: Final = frozenset({"aten", "prims", "prim"})
 
 
 def canonical_name(target: Any, node_op: str = "call_function") -> Op | None:
-    """Canonical op of a ``call_function`` or ``call_method`` target; None for a callable that is no op of any library."""
+    """Canonical op of a ``call_function`` or ``call_method`` target; None for a callable that is nobody's op."""
     if node_op == "call_method":
         return _method_op(target)
     if node_op != "call_function":
@@ -272,7 +273,7 @@ def canonical_name(target: Any, node_op: str = "call_function") -> Op | None:
 
 
 def cast_target(node: Node) -> torch.dtype | None:
-    """The dtype that a node named "to" casts to; None where it only moves, or where no one can know it from the call."""
+    """The dtype that a node named "to" casts to; None where it only moves, or where the call does not say."""
     if node.op == "call_method":
         fixed = _FIXED_CASTS.get(str(node.target))
     elif isinstance(node.target, OpOverload | OpOverloadPacket):
@@ -281,11 +282,34 @@ def cast_target(node: Node) -> torch.dtype | None:
         fixed = _FIXED_CASTS.get(getattr(node.target, "__name__", ""))
     if fixed is not None:
         return fixed
-    for argument in (*node.args[1:], *node.kwargs.values()):
+    return dtype_argument(node)
+
+
+def dtype_argument(node: Node) -> torch.dtype | None:
+    """The dtype among a call's arguments (``softmax(x, 0, dtype=torch.float32)``): its result has it, come what may."""
+    for argument in (*node.args, *node.kwargs.values()):
         dtype = _as_dtype(argument)
         if dtype is not None:
             return dtype
     return None
+
+
+def canonical_op(node: Node) -> Op | None:
+    """``canonical_name`` of a call, told apart by its arguments where one callee does several things."""
+    op = canonical_name(node.target, node.op)
+    if op is None:
+        return None
+    if op.name == "interpolate":
+        mode = node.args[3] if len(node.args) > 3 else node.kwargs.get("mode", "nearest")
+        return Op(_INTERPOLATION.get(str(mode), op.name))
+    if op.name == "div" and node.target is operator.truediv and not isinstance(node.args[0], Node):
+        return Op("rdiv")
+    return op
+
+
+_INTERPOLATION: Final = MappingProxyType(
+    {"nearest": "interpolate_nearest", "nearest-exact": "interpolate_nearest", "area": "interpolate_area"}
+)
 
 
 def _as_dtype(argument: object) -> torch.dtype | None:
@@ -409,5 +433,6 @@ def _namespaces() -> Iterator[tuple[Callable[..., Any], Op]]:
 #: Callables in those namespaces that only make other callables or are Python machinery.
 _NO_OPS: Final = frozenset(
     {"boolean_dispatch", "handle_torch_function", "has_torch_function", "has_torch_function_unary", "Callable",
-     "has_torch_function_variadic", "assert_int_or_pair", "compile", "classproperty", "__init__", "__new__", "__class__"}
+     "has_torch_function_variadic", "assert_int_or_pair", "compile", "classproperty", "__init__", "__new__",
+     "__class__"}
 )  # fmt: skip

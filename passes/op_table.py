@@ -1,51 +1,24 @@
-"""The op table: canonical op name -> rule, as data. (Skeleton: the rows follow.)"""
+"""The op table: canonical op name -> what a policy may do with it, and why. Data, gathered from the op_rows_* files.
+
+The rules agree with the lists of ``torch.autocast`` on CUDA wherever those say something (one exception is written in
+``OpRule.autocast``: copies that autocast widens for nothing), and say more where they are silent. An op without a row
+is kept: every float argument arrives in its original dtype.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
-from fxprec.passes.ir import Rule
+from fxprec.passes.op_rows_linalg import LINALG_ROWS
+from fxprec.passes.op_rows_math import MATH_ROWS
+from fxprec.passes.op_rows_nn import NN_ROWS
+from fxprec.passes.op_rows_tensor import TENSOR_ROWS
+from fxprec.passes.op_rule import OpRule, table
 
 __all__ = ["OP_TABLE", "OpRule", "rule_of"]
 
-
-@dataclass(frozen=True, slots=True)
-class OpRule:
-    """What is known of one canonical op.
-
-    Attributes:
-        rule: LOW, FULL, FOLLOW, PROMOTE or KEEP.
-        why: one clause, shown in the report and in docs/precision.md.
-        ports: the argument positions or keyword names that carry the rule's dtype; None: every float tensor argument
-            (nested lists included). The other float arguments keep their original dtype (a norm's weight, running
-            statistics).
-        result: how the dtype of the result follows from the inputs in the original program:
-            "promote" (type promotion over the float tensor arguments and scalars), "first" (the first tensor
-            argument's), "bool", "int64", "int32", "none" (no tensor: sizes, numbers, None), "dtype" (the dtype keyword,
-            else as for "fallback"), "float" (as promote, but integers become float32), "unknown" (ask FakeTensor); or a
-            tuple of these for several results; "first*" for a list/tuple of unknown length, each as the first.
-        native_promotion: the eager kernel takes mixed low/FP32 inputs and promotes inside: no cast is needed to
-            compute in FP32.
-        mixed: device types on which the eager kernel reads a low data port, computes in FP32 inside with the other
-            ports FP32, and writes low (free ports): {"cpu"} for layer_norm.
-        dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
-        view: the result aliases the first argument.
-    """
-
-    rule: Rule
-    why: str
-    ports: tuple[int | str, ...] | None = None
-    result: str | tuple[str, ...] = "promote"
-    native_promotion: bool = False
-    mixed: frozenset[str] = frozenset()
-    dtype_keyword: bool = False
-    view: bool = False
-
-
-OP_TABLE: Final[Mapping[str, OpRule]] = MappingProxyType({})
+OP_TABLE: Final[Mapping[str, OpRule]] = table(NN_ROWS, MATH_ROWS, TENSOR_ROWS, LINALG_ROWS)
 
 
 def rule_of(name: str) -> OpRule | None:

@@ -1,0 +1,72 @@
+"""Casts executed in forward and backward of a 12-layer pre-LN GPT: eager autocast beside fxprec.
+
+    python -m benchmarks.casts [--layers 12]
+
+Counted by a dispatch mode on a CPU in bfloat16: every ``_to_copy`` between float dtypes. The loss is inside the model,
+the optimizer is not. README.md shows the table that this prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import fxprec
+from benchmarks.models import GPT
+from fxprec.testing import CastCounts, count_casts
+
+__all__ = ["VARIANTS", "count"]
+
+
+def _autocast(model: nn.Module) -> Callable[..., Tensor]:
+    def forward(*inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(*inputs)
+
+    return forward
+
+
+#: name -> from an FP32 model to what is called in its stead
+VARIANTS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
+    "eager autocast": _autocast,
+    "fxprec O1": lambda model: fxprec.convert(model, level="O1").module,
+    "fxprec O2": lambda model: fxprec.convert(model, level="O2").module,
+}
+
+
+def count(model: nn.Module, inputs: tuple[Tensor, ...], variant: str) -> CastCounts:
+    """Casts of one forward and backward of a copy of ``model``, after one step that warms up (captures, makes shadows)."""
+    copied = copy.deepcopy(model)
+    run = VARIANTS[variant](copied)
+    run(*inputs).backward()
+    with count_casts(copied) as counts:
+        run(*inputs).backward()
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Count executed casts")
+    parser.add_argument("--layers", type=int, default=12)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = GPT(layers=options.layers)
+    inputs = (torch.randint(256, (2, 32)), torch.randint(256, (2, 32)))
+    table = Table(title=f"Casts executed, forward + backward, {options.layers}-layer pre-LN GPT, bfloat16, CPU")
+    for column in ("variant", "all", "of weights", "of weight gradients", "of activations"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for variant in VARIANTS:
+        counts = count(model, inputs, variant)
+        table.add_row(
+            variant, *map(str, (counts.total, counts.weights, counts.weight_gradients, counts.activations))
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What ``convert`` costs, beside the capture that it stands on, from hundreds to a hundred thousand nodes.
+
+    python -m benchmarks.convert [--layers 12 50 200] [--nodes 1000 10000 100000]
+
+First table: stacks of pre-norm blocks, captured by torch.fx (no inputs) and by dynamo (first call). Second table: the
+passes alone on synthetic graphs, with milliseconds per 1,000 nodes: a linear cost keeps that column flat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, symbolic_trace
+
+import fxprec
+from fxprec.passes.context import Context
+from fxprec.passes.policy import Policy
+from fxprec.passes.runner import PIPELINE, run_passes
+
+__all__ = ["synthetic"]
+
+
+class Mlp(nn.Module):
+    """Residual blocks of layer norm, two linears and GELU: 8 nodes a block in torch.fx."""
+
+    def __init__(self, layers: int, dim: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim)) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def synthetic(nodes: int) -> GraphModule:
+    """A residual network of about ``nodes`` nodes over one shared weight, as tracing would leave it."""
+    root = nn.Module()
+    root.w = nn.Parameter(torch.randn(4, 4))
+    graph = Graph()
+    x = graph.placeholder("x")
+    w = graph.get_attr("w")
+    w.meta["kind"] = "parameter"
+    while len(graph.nodes) < nodes:
+        h = graph.call_function(F.layer_norm, (x, (4,)))
+        h = graph.call_function(F.linear, (h, w))
+        h = graph.call_function(F.gelu, (h,))
+        h = graph.call_function(F.linear, (h, w))
+        h = graph.call_function(F.dropout, (h, 0.1))
+        x = graph.call_function(torch.add, (x, h))
+    graph.output(x)
+    return GraphModule(root, graph)
+
+
+def seconds(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def captures(layers: list[int]) -> Table:
+    table = Table(title="convert beside its capture, seconds")
+    for column in ("blocks", "nodes", "symbolic_trace", "convert, static", "ratio", "convert, dynamo", "per 1,000 nodes"):
+        table.add_column(column, justify="right")
+    for count in layers:
+        inputs = (torch.randn(2, 16),)
+        trace = min(seconds(lambda: symbolic_trace(Mlp(count))) for _ in range(3))  # noqa: B023
+        static = min(seconds(lambda: fxprec.convert(Mlp(count), capture="symbolic")) for _ in range(3))  # noqa: B023
+        model = Mlp(count)
+        dynamo = seconds(lambda: fxprec.convert(model, inputs, capture="dynamo"))  # noqa: B023
+        nodes = len(fxprec.graph_module(model).graph.nodes)
+        table.add_row(
+            str(count), str(nodes), f"{trace:.3f}", f"{static:.3f}", f"{static / trace:.2f}", f"{dynamo:.3f}",
+            f"{1e3 * static / nodes:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def passes(nodes: list[int]) -> Table:
+    table = Table(title="The passes alone, milliseconds per 1,000 nodes")
+    for column in ("nodes", *(step.__name__ for step in PIPELINE), "all with checks"):
+        table.add_column(column, justify="right")
+    context = Context(torch.bfloat16, Policy.preset("O1"))
+    for count in nodes:
+        gm = synthetic(count)
+        each = []
+        for step in PIPELINE:
+            each.append(seconds(lambda: step(gm, context)))  # noqa: B023
+        whole = synthetic(count)
+        each.append(seconds(lambda: run_passes(whole, context)))  # noqa: B023
+        table.add_row(str(count), *(f"{1e6 * each_seconds / count:.0f}" for each_seconds in each))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time convert")
+    parser.add_argument("--layers", type=int, nargs="*", default=[12, 50, 200, 800])
+    parser.add_argument("--nodes", type=int, nargs="*", default=[1_000, 10_000, 100_000])
+    options = parser.parse_args()
+    console = Console()
+    fxprec.convert(Mlp(1), (torch.randn(2, 16),), capture="dynamo")  # imports dynamo
+    console.print(captures(options.layers))
+    console.print(passes(options.nodes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What distinguishes one call of a forward from another: which arguments are tensors, and what the others are."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxprec.declined import CaptureDeclined
+
+__all__ = ["Constants", "call_key", "default_key"]
+
+#: The hashable part of a key: (name, value) pairs of the arguments that are no tensors.
+Constants = tuple[tuple[str, Hashable], ...]
+
+_PLAIN: Final = (str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, type(...))
+_NUMBERS: Final = (bool, int, float, complex)
+_VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class _Typed(tuple[str, Hashable]):
+    """A pair that tells True, 1 and 1.0 apart, which are equal and hash alike."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) is True and _types(self[1]) == _types(other[1])  # type: ignore[index]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self[0], self[1], _types(self[1])))
+
+
+def _types(value: object) -> Hashable:
+    return tuple(map(_types, value)) if isinstance(value, tuple) else type(value)
+
+
+def call_key(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[str, ...], Constants, tuple[Tensor, ...]]:
+    """Sort the arguments of a call into tensors and constants; defaults count as passed.
+
+    Returns:
+        Names of the tensor arguments, the (name, value) pairs of the others, and the tensors in the order of the names.
+
+    Raises:
+        CaptureDeclined: an argument is neither (tensors in a list, an object), or goes into ``*args`` or ``**kwargs``.
+        TypeError: the call does not fit the signature.
+    """
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    constants: list[tuple[str, Hashable]] = []
+    position, keywords, given = 0, 0, len(args)
+    for name, parameter in signature.parameters.items():
+        kind = parameter.kind
+        if kind in _VARIADIC:
+            continue
+        if kind in _POSITIONAL and position < given:
+            value = args[position]
+            position += 1
+        elif name in kwargs and kind is not inspect.Parameter.POSITIONAL_ONLY:
+            value = kwargs[name]
+            keywords += 1
+        else:
+            value = parameter.default
+            if value is not inspect.Parameter.empty and (pair := _pair(name, value)) is not None:
+                constants.append(pair)
+            elif value is inspect.Parameter.empty:
+                signature.bind(*args, **kwargs)  # raises: a required argument is missing
+            continue
+        if isinstance(value, Tensor):
+            names.append(name)
+            tensors.append(value)
+        elif (pair := _pair(name, value)) is not None:
+            constants.append(pair)
+        else:
+            raise CaptureDeclined(f"argument '{name}' is {_described(value)}")
+    if position < given or keywords < len(kwargs):
+        signature.bind(*args, **kwargs)  # raises where no *args or **kwargs takes the rest
+        raise CaptureDeclined("the call fills *args or **kwargs")
+    return tuple(names), tuple(constants), tuple(tensors)
+
+
+def default_key(signature: inspect.Signature) -> tuple[tuple[str, ...], Constants]:
+    """The call that one expects without having seen one: required arguments are tensors, optional ones are left out.
+
+    An optional argument must not become a placeholder: ``if mask is not None`` would take the branch of a call with a
+    mask.
+
+    Raises:
+        CaptureDeclined: the signature takes ``*args`` or ``**kwargs``: nobody knows what.
+    """
+    names: list[str] = []
+    constants: list[tuple[str, Hashable]] = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in _VARIADIC:
+            stars = "*" if parameter.kind is inspect.Parameter.VAR_POSITIONAL else "**"
+            raise CaptureDeclined(f"forward takes {stars}{name}, which only a call can tell")
+        if parameter.default is inspect.Parameter.empty:
+            names.append(name)
+        elif (pair := _pair(name, parameter.default)) is not None:
+            constants.append(pair)
+    return tuple(names), tuple(constants)
+
+
+def _pair(name: str, value: object) -> tuple[str, Hashable] | None:
+    """The pair of a constant argument; None if the value is none that a key can hold."""
+    if value is None or isinstance(value, _PLAIN):
+        return (name, value)
+    if type(value) in _NUMBERS:
+        return _Typed((name, value))
+    if type(value) in (tuple, torch.Size) and all(_pair(name, element) is not None for element in value):  # type: ignore[attr-defined]
+        return _Typed((name, value))
+    return None
+
+
+def _described(value: object) -> str:
+    kind = type(value).__name__
+    elements = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    return f"a {kind} that holds tensors" if any(isinstance(e, Tensor) for e in elements) else f"an object ({kind})"

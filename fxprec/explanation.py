@@ -1,0 +1,101 @@
+"""Why one part of a model runs as it does: ``print(fxprec.explain(model, "encoder.layer.3"))``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.fx import Node
+
+from fxprec.nodes import (
+    Place,
+    is_inserted,
+    is_shadow,
+    op_name,
+    places,
+    rewritten_graphs,
+    select,
+    shown_dtype,
+    source_line,
+)
+from fxprec.passes.ir import Precision, arg_nodes, dtype_name, module_path
+
+__all__ = ["Explanation", "explain"]
+
+
+class Explanation(str):
+    """A text that shows as itself at a prompt."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def explain(model: nn.Module, pattern: str) -> Explanation:
+    """What every node of a part of the model reads, computes and puts out, by which rule, why, and with which casts.
+
+    Args:
+        model: a converted module, or a GraphModule that ``fxprec.graph_module`` returned.
+        pattern: a module path (all below it too), or a node name; may hold ``*`` and ``?``; or ``op:softmax``.
+
+    Raises:
+        ValueError: the pattern names nothing; with the nearest names.
+        NotCapturedError: the model is captured at its first call, which did not happen yet.
+    """
+    graphs = rewritten_graphs(model)
+    found = [place for number, gm in enumerate(graphs) for place in places(number, gm)]
+    chosen = select(found, pattern, [name for name, _ in model.named_modules() if name])
+    lines: list[str] = []
+    for number in range(len(graphs)):
+        own = [place for place in chosen if place.graph == number]
+        ops = [place for place in own if place.node.op not in ("get_attr", "output") and not is_inserted(place.node)]
+        if own:
+            heading = f"{pattern} in graph {number + 1} of {len(graphs)}" if len(graphs) > 1 else pattern
+            lines.append(f"{heading}: {len(ops) or len(own)} node{'' if len(ops or own) == 1 else 's'}")
+        # A cast shows at its readers; by itself only where it is all that was asked for.
+        for place in ops or own:
+            lines += _describe(place)
+    return Explanation("\n".join(lines))
+
+
+def _describe(place: Place) -> Iterator[str]:
+    node = place.node
+    where = ", ".join(filter(None, (module_path(node) and f"in {module_path(node)}", source_line(node))))
+    yield f"%{place.name} = {op_name(node)}" + (f"  ({where})" if where else "")
+    sources = list(dict.fromkeys(source for _, source in arg_nodes(node)))
+    if sources:
+        yield "    reads     " + ", ".join(map(_read, sources))
+    precision: Precision | None = node.meta.get("precision")
+    if precision is not None and precision.compute is not None and not is_inserted(node):
+        yield f"    computes  {dtype_name(precision.compute)}"
+    yield "    puts out  " + _put_out(node)
+    if precision is not None:
+        yield f"    because   {precision.rule}: {precision.why}" if precision.why else f"    because   {precision.rule}"
+
+
+def _read(source: Node) -> str:
+    """An argument, through the cast that was inserted for it."""
+    if is_inserted(source) and isinstance(source.args[0], Node):
+        origin = source.args[0]
+        if is_shadow(source):
+            return f"{origin.target} as its {shown_dtype(source)} shadow"
+        name = str(origin.target) if origin.op == "get_attr" else f"%{origin.name}"
+        return f"{name} cast from {shown_dtype(origin)} to {shown_dtype(source)}"
+    name = str(source.target) if source.op == "get_attr" else f"%{source.name}"
+    return f"{name}: {shown_dtype(source)}"
+
+
+def _put_out(node: Node) -> str:
+    now, before = shown_dtype(node), dtype_name(node.meta.get("dtype"))
+    text = now if now == before or is_inserted(node) else f"{now} ({before} in the original)"
+    direct = [user for user in node.users if not is_inserted(user)]
+    parts = [f"to {_readers(direct)}"] if direct else []
+    for cast in node.users:
+        if is_inserted(cast):
+            parts.append(f"cast to {shown_dtype(cast)} for {_readers(list(cast.users))}")
+    return ", ".join([text, *parts])
+
+
+def _readers(users: list[Node]) -> str:
+    return ", ".join("the result" if user.op == "output" else f"%{user.name}" for user in users) or "nobody"

@@ -1,0 +1,137 @@
+"""Bytes: what the values of a rewritten graph take against the original, and what shadows add to the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from fxprec.nodes import Place, is_inserted, is_shadow
+from fxprec.passes.ir import CASTABLE, NON_TENSOR, UNKNOWN, Op, Precision, dtype_name
+from fxprec.passes.op_table import rule_of
+
+__all__ = ["Activations", "Weights", "activations", "count", "weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of float values that one run of the graphs writes to memory of their own (no views, no in-place ops).
+
+    Attributes:
+        original: in the original dtypes.
+        rewritten: in the dtypes now, casts included; what a cast inserted costs is in ``casts`` too.
+        casts: bytes written by inserted casts, those of weights apart.
+        values: how many values these are.
+        unknown: values left out because nobody knows their shape.
+    """
+
+    original: int = 0
+    rewritten: int = 0
+    casts: int = 0
+    values: int = 0
+    unknown: int = 0
+
+    def __add__(self, other: Activations) -> Activations:
+        return Activations(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "unknown without shapes: call the model, or give convert(model, example_inputs=...)"
+        saved = self.original - self.rewritten
+        text = (
+            f"{_size(self.rewritten)} written, {_size(self.original)} in the original: "
+            f"{'saves' if saved >= 0 else 'costs'} {_size(abs(saved))}, {_size(self.casts)} written by casts counted in"
+        )
+        return text + (f"; {self.unknown} values of unknown shape left out" if self.unknown else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of the parameters as they are, by dtype, and of the low copies beside them (``shadows``: how many)."""
+
+    parameters: Mapping[str, int]
+    shadows: int
+    shadow_bytes: int
+
+    def __str__(self) -> str:
+        own = ", ".join(f"{_size(size)} {dtype}" for dtype, size in self.parameters.items()) or "none"
+        if not self.shadows:
+            return f"{own}; no shadows"
+        return f"{own}, and on top {_size(self.shadow_bytes)} for {count(self.shadows, 'shadow')}"
+
+
+def activations(nodes: Iterable[Node]) -> Activations:
+    """What one run of these nodes writes."""
+    total = Activations()
+    for node in nodes:
+        if not _writes_memory(node):
+            continue
+        precision: Precision | None = node.meta.get("precision")
+        now = precision.output if precision else None
+        for info, numel in _values(node.meta.get("dtype"), node.meta.get("numel")):
+            before = torch.float32 if info is UNKNOWN else info
+            if before not in CASTABLE:
+                continue
+            if numel is None:
+                total += Activations(unknown=1)
+                continue
+            size = numel * (now or before).itemsize
+            if is_inserted(node):
+                total += Activations(rewritten=size, casts=size, values=1)
+            else:
+                total += Activations(original=numel * before.itemsize, rewritten=size, values=1)
+    return total
+
+
+def _writes_memory(node: Node) -> bool:
+    op: Op | None = node.meta.get("op")
+    if op is None or op.in_place or op.name in ("getitem", "getattr") or is_shadow(node):
+        return False
+    row = rule_of(op.name)
+    return row is None or not row.view or op.name == "to"
+
+
+def _values(info: Any, numel: Any) -> Iterator[tuple[Any, int | None]]:
+    """(dtype, elements) of every value of a node, of which there may be several."""
+    if not isinstance(info, tuple):
+        yield info, numel if isinstance(numel, int) else None
+        return
+    counts = numel if isinstance(numel, tuple) and len(numel) == len(info) else (None,) * len(info)
+    for one, count in zip(info, counts, strict=True):
+        if one is not NON_TENSOR:
+            yield from _values(one, count)
+
+
+def weights(model: nn.Module, graphs: Sequence[GraphModule], found: Iterable[Place]) -> Weights:
+    """The parameters of a model, and the shadows that its graphs read."""
+    parameters: Counter[str] = Counter()
+    for value in model.parameters():
+        parameters[dtype_name(value.dtype)] += value.numel() * value.element_size()
+    shadows: dict[int, int] = {}
+    for place in found:
+        source = place.node.args[0] if is_shadow(place.node) else None
+        if isinstance(source, Node) and "." not in place.name:
+            weight = graphs[place.graph].get_parameter(str(source.target))
+            low = place.node.args[1]
+            if isinstance(low, torch.dtype) and weight.dtype != low:
+                shadows[id(weight)] = weight.numel() * low.itemsize
+    return Weights(dict(parameters), len(shadows), sum(shadows.values()))
+
+
+def _size(size: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if unit != "B" else f"{size} B"
+        size = size / 1000  # type: ignore[assignment]
+    return f"{size:.3g} GB"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 cast``, ``2 casts``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,170 @@
+"""Find nodes of rewritten graphs by name, and say where in the user's source each comes from.
+
+A pattern is a module path (it covers everything below), or else a node name; ``*``, ``?`` and ``[...]`` are wildcards,
+and ``*`` crosses dots, as in a Policy. ``op:softmax``, ``node:softmax_1`` and ``module:encoder`` say which is meant.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from fxprec.module import conversion_of, graphs, is_converted
+from fxprec.passes.casts import CASTS, cast
+from fxprec.passes.ir import Op, Precision, dtype_name, module_path
+from fxprec.passes.policy_terms import did_you_mean
+
+__all__ = [
+    "Place",
+    "annotated_graphs",
+    "is_inserted",
+    "is_shadow",
+    "op_name",
+    "places",
+    "rewritten_graphs",
+    "select",
+    "short_paths",
+    "shown_dtype",
+    "source_line",
+]
+
+_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
+_PATH: Final = re.compile(r"(?:[A-Za-z]:)?[/\\][^\s:\"'(),]*\.pyw?\b")
+_LIBRARIES: Final = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+
+
+class Place(NamedTuple):
+    """A node, the position of its graph, and its name there ("body.relu" in the body of a higher-order op)."""
+
+    graph: int
+    name: str
+    node: Node
+
+
+def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
+    """The graphs of a converted module, or a rewritten GraphModule itself.
+
+    Raises:
+        NotCapturedError: the module waits for its first call.
+        ConversionError: it is neither.
+    """
+    if isinstance(model, GraphModule) and not is_converted(model) and annotated_graphs(model):
+        return (model,)
+    conversion_of(model)
+    return graphs(model)
+
+
+def annotated_graphs(gm: GraphModule) -> bool:
+    """Whether the passes went over this graph."""
+    return any("precision" in node.meta for node in gm.graph.nodes)
+
+
+def places(graph: int, gm: GraphModule, prefix: str = "") -> Iterator[Place]:
+    """Every node of a graph and, at the point where it is read, of each body that a higher-order op calls."""
+    seen: set[int] = set()
+    for node in gm.graph.nodes:
+        yield Place(graph, prefix + node.name, node)
+        body = getattr(gm, node.target, None) if node.op == "get_attr" and "." not in node.target else None
+        if isinstance(body, GraphModule) and id(body) not in seen:
+            seen.add(id(body))
+            yield from places(graph, body, f"{prefix}{node.target}.")
+
+
+def select(found: Sequence[Place], pattern: str, modules: Sequence[str] = ()) -> list[Place]:
+    """The places that a pattern names.
+
+    Args:
+        found: where to look.
+        pattern: see the docstring of this module.
+        modules: paths of all the model's modules, to tell one that made no node from one that does not exist.
+
+    Raises:
+        ValueError: it names nothing; with the nearest names.
+    """
+    kind, _, rest = pattern.partition(":")
+    kinds = (kind,) if kind in ("op", "node", "module") else ("module", "node")
+    wanted = rest if len(kinds) == 1 else pattern
+    known: set[str] = set()
+    for kind in kinds:
+        names = [_names(place, kind) for place in found]
+        known.update(*names)
+        hits = {name for name in known if fnmatchcase(name, wanted)}
+        chosen = [place for place, own in zip(found, names, strict=True) if not hits.isdisjoint(own)]
+        if chosen:
+            return chosen
+    if "module" in kinds and any(fnmatchcase(name, wanted) for name in modules):
+        raise ValueError(f"no node of the graphs belongs to module {wanted!r}: it was not called, or computes nothing")
+    raise ValueError(
+        f"{pattern!r} names no {' or '.join(kinds)} of the rewritten graphs{did_you_mean(wanted, known | set(modules))}; "
+        "a pattern is a module path, a node name or 'op:softmax', and may hold * and ?. fxprec.report lists all"
+    )
+
+
+def _names(place: Place, kind: str) -> tuple[str, ...]:
+    if kind == "node":
+        return (place.name,)
+    if kind == "op":
+        return (op_name(place.node),)
+    parts = module_path(place.node).split(".")
+    return tuple(".".join(parts[:length]) for length in range(len(parts) + 1))
+
+
+def is_inserted(node: Node) -> bool:
+    """Whether a pass put this cast there."""
+    return bool(node.meta.get("inserted"))
+
+
+def is_shadow(node: Node) -> bool:
+    """Whether this is an inserted cast of a parameter to a low dtype: at run time a shadow stands in its place."""
+    if node.target is not cast or node.args[1] not in (torch.float16, torch.bfloat16):
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and source.meta.get("kind") == "parameter" and is_inserted(node)
+
+
+def op_name(node: Node) -> str:
+    """The canonical op, with the underscore of an in-place one; "cast" for those that we insert."""
+    op: Op | None = node.meta.get("op")
+    if node.target in CASTS:
+        return "cast"
+    if op is not None:
+        return op.name
+    return str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else node.op
+
+
+def shown_dtype(node: Node) -> str:
+    """The dtype a node's value has in the rewritten graph."""
+    precision: Precision | None = node.meta.get("precision")
+    return dtype_name(precision.output if precision and precision.output else node.meta.get("dtype"))
+
+
+def source_line(node: Node) -> str:
+    """``model.py:12``: the innermost line of the user's own source that made the node; "" where nobody recorded it."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
+    file, line = (own or frames)[-1]
+    return f"{_short(file)}:{line}"
+
+
+def short_paths(text: Any) -> str:
+    """A text of ours or of torch's with every source path shortened as in ``source_line``."""
+    return _PATH.sub(lambda match: _short(match[0]), str(text))
+
+
+def _short(file: str) -> str:
+    """Relative to the working directory where it lies below; else its last two parts."""
+    path = Path(file)
+    here = Path.cwd()
+    if path.is_relative_to(here) and here.parent != here and "site-packages" not in path.parts:
+        return path.relative_to(here).as_posix()
+    return "/".join(path.parts[-2:]) if path.is_absolute() else file

@@ -1,0 +1,222 @@
+"""What a conversion did, for people and for programs: ``print(fxprec.report(model))``, ``report(model).to_dict()``."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from fxprec.explanation import Explanation, explain
+from fxprec.figures import Activations, Weights, activations, count, weights
+from fxprec.module import conversion_of, is_converted
+from fxprec.nodes import (
+    Place,
+    is_inserted,
+    is_shadow,
+    op_name,
+    places,
+    rewritten_graphs,
+    short_paths,
+    shown_dtype,
+    source_line,
+)
+from fxprec.passes.ir import CASTABLE, NON_TENSOR, UNKNOWN, Op, Precision, dtype_name, module_path
+from fxprec.text import columns, plain, titled
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Activations", "Explanation", "GraphReport", "Headline", "Report", "Row", "Weights", "explain", "report"]
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One node. ``kind``: "op", "cast" (inserted, at every call), "shadow" (inserted cast of a weight) or "input"."""
+
+    node: str
+    kind: str
+    module: str
+    op: str
+    compute: str
+    output: str
+    rule: str
+    why: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Headline:
+    """The figures of a conversion; prints as a few lines.
+
+    Attributes:
+        settings: level, dtype and placement; empty for a bare graph.
+        computes: compute dtype -> nodes.
+        casts: inserted casts that run at every call.
+        shadow_casts: inserted casts of weights, in whose place shadows are read.
+        folded: casts removed again.
+        captures, graphs, breaks: how often a forward was captured, what came of it, and the graph breaks between.
+        net: where -> why of what runs outside the graphs, under torch.autocast.
+        not_static: why static capture was declined.
+        declined: what passes declined, "pass: node: reason".
+    """
+
+    model: str
+    settings: str
+    computes: Mapping[str, int]
+    casts: int
+    shadow_casts: int
+    folded: int
+    activations: Activations
+    weights: Weights
+    captures: int
+    graphs: int
+    breaks: int
+    net: Mapping[str, str]
+    not_static: tuple[str, ...]
+    declined: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> RenderableType:
+        title = f"{self.model}: {self.settings}" if self.settings else self.model
+        return titled(title, columns(("", ""), self._lines()))
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        yield "nodes", ", ".join(f"{count} compute in {dtype}" for dtype, count in self.computes.items()) or "no floats"
+        yield "casts", f"{self.casts} inserted, {self.shadow_casts} of weights read as shadows instead, {self.folded} folded"
+        yield "activations", str(self.activations) + (f" (all {self.graphs} graphs)" if self.graphs > 1 else "")
+        yield "weights", str(self.weights)
+        yield "graphs", (
+            f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}"
+        )
+        for where, why in self.net.items():
+            yield "in the net", f"{where}: {why} (runs under torch.autocast)"
+        for why in self.not_static:
+            yield "not static", why
+        for what in self.declined:
+            yield "declined", what
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """One rewritten graph. ``inputs``: names of its placeholders."""
+
+    inputs: tuple[str, ...]
+    rows: tuple[Row, ...]
+    activations: Activations
+    declined: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Report:
+    """What ``report`` returns: ``print`` it, or read ``headline`` and ``graphs[0].rows``."""
+
+    headline: Headline
+    graphs: tuple[GraphReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, ready for json."""
+        return {"headline": _plain_data(self.headline), "graphs": [_plain_data(graph) for graph in self.graphs]}
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+
+        parts: list[RenderableType] = [self.headline]
+        names = ("node", "module", "op", "computes", "output", "rule", "why", "source")
+        for number, graph in enumerate(self.graphs, 1):
+            title = f"\ngraph {number} of {len(self.graphs)}: ({', '.join(graph.inputs)})"
+            rows = (
+                (row.node, row.module, row.op, row.compute, row.output, row.rule, row.why, row.source)
+                for row in graph.rows
+                if row.kind != "shadow"
+            )
+            parts.append(titled(title, columns(names, rows)))
+        return Group(*parts)
+
+
+def report(model: nn.Module) -> Report:
+    """Every node of the rewritten graphs with its dtypes, rule and reason, and the figures of the whole.
+
+    Args:
+        model: a converted module, or a GraphModule that ``fxprec.graph_module`` returned.
+
+    Raises:
+        NotCapturedError: the model is captured at its first call, which did not happen yet.
+        ConversionError: it is not converted.
+    """
+    graphs = rewritten_graphs(model)
+    sections = []
+    found: list[Place] = []
+    for number, gm in enumerate(graphs):
+        own = list(places(number, gm))
+        found += own
+        inputs = tuple(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
+        rows = tuple(_row(place) for place in own if place.node.op not in ("get_attr", "output"))
+        declined = tuple(short_paths(text) for text in gm.meta.get("declined", ()))
+        sections.append(GraphReport(inputs, rows, activations(place.node for place in own), declined))
+    return Report(_headline(model, graphs, found, sections), tuple(sections))
+
+
+def _headline(
+    model: nn.Module, graphs: tuple[GraphModule, ...], found: list[Place], sections: list[GraphReport]
+) -> Headline:
+    rows = [row for section in sections for row in section.rows]
+    kinds = Counter(row.kind for row in rows)
+    conversion = conversion_of(model) if is_converted(model) else None
+    settings = conversion.settings if conversion else None
+    net = {short_paths(where): short_paths(why) for where, why in (conversion.net if conversion else {}).items()}
+    return Headline(
+        model=conversion.original_class.__name__ if conversion else type(model).__name__,
+        settings=f"{settings.policy.level}, {dtype_name(settings.dtype)}, {settings.placement}" if settings else "",
+        computes=dict(Counter(row.compute for row in rows if row.kind == "op" and row.compute != "-").most_common()),
+        casts=kinds["cast"],
+        shadow_casts=kinds["shadow"],
+        folded=sum(gm.meta.get("folded", 0) for gm in graphs),
+        activations=sum((section.activations for section in sections), Activations()),
+        weights=weights(model, graphs, found),
+        captures=conversion.captures if conversion else 1,
+        graphs=len(graphs),
+        breaks=sum("graph break" in why for why in net.values()),
+        net=net,
+        not_static=tuple(dict.fromkeys(short_paths(why) for why in (conversion.declined if conversion else ()))),
+        declined=tuple(dict.fromkeys(what for section in sections for what in section.declined)),
+    )
+
+
+def _row(place: Place) -> Row:
+    node = place.node
+    precision: Precision | None = node.meta.get("precision")
+    computes = precision is not None and not is_inserted(node) and node.op != "placeholder"
+    return Row(
+        node=place.name,
+        kind="input" if node.op == "placeholder" else "shadow" if is_shadow(node) else "cast" if is_inserted(node) else "op",
+        module=module_path(node),
+        op=op_name(node),
+        compute=dtype_name(precision.compute) if precision and computes else "-",
+        output=shown_dtype(node),
+        rule=str(precision.rule) if precision and computes else "-",
+        why=precision.why if precision else "",
+        source=source_line(node),
+    )
+
+
+def _plain_data(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain_data(item) for key, item in value.items()}
+    return [_plain_data(item) for item in value] if isinstance(value, tuple | list) else value

@@ -1,0 +1,84 @@
+"""Which line of the user's code runs: the text for ``node.meta["stack_trace"]`` and for the reasons of a decline."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from types import CodeType, FrameType, TracebackType
+from typing import Final
+
+import torch
+
+__all__ = ["SourceLines"]
+
+_TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OURS: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_CHECKPOINT: Final = os.path.join(_TORCH, "utils", "checkpoint.py")
+
+
+class SourceLines:
+    """Finds the innermost frame of user code below ``stop`` (the code object that calls the traced forward).
+
+    fx's own ``record_stack_traces`` formats whole stacks, which costs more than the rest of tracing; one line is enough
+    to say where a node comes from, and the lines repeat.
+    """
+
+    def __init__(self, stop: CodeType) -> None:
+        self._stop = stop
+        self._is_user: dict[str, bool] = {}
+        self._texts: dict[tuple[str, int], str] = {}
+
+    def user_frame(self, frame: FrameType | None) -> tuple[FrameType | None, bool]:
+        """The innermost user frame from ``frame`` outwards, and whether an activation checkpoint lies on the way.
+
+        In models made of torch's own modules only, no frame is the user's: the innermost ``forward`` stands in.
+        """
+        found: FrameType | None = None
+        forward: FrameType | None = None
+        checkpoint = False
+        is_user = self._is_user
+        while frame is not None and frame.f_code is not self._stop:
+            code = frame.f_code
+            file = code.co_filename
+            user = is_user.get(file)
+            if user is None:
+                user = is_user[file] = not file.startswith((_TORCH, _OURS))
+            if user:
+                if found is None:
+                    found = frame
+            elif file == _CHECKPOINT:
+                checkpoint = True
+            elif forward is None and code.co_name == "forward":
+                forward = frame
+            frame = frame.f_back
+        return found or forward, checkpoint
+
+    def stack_trace(self, frame: FrameType) -> str:
+        """One entry in the form of ``traceback``: file, line, function and the source line."""
+        code, line = frame.f_code, frame.f_lineno
+        key = (code.co_filename, line)
+        text = self._texts.get(key)
+        if text is None:
+            source = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+            text = f'File "{code.co_filename}", line {line}, in {code.co_name}\n    {source}'
+            self._texts[key] = text
+        return text
+
+    def place(self, frame: FrameType | None, line: int | None = None) -> str:
+        """``model.py:12 `x = self.fc(x)``` for a reason; '' without a frame."""
+        if frame is None:
+            return ""
+        file, line = frame.f_code.co_filename, line or frame.f_lineno
+        source = linecache.getline(file, line, frame.f_globals).strip()
+        return f"{os.path.basename(file)}:{line}" + (f" `{source}`" if source else "")
+
+    def place_of_error(self, trace: TracebackType | None) -> str:
+        """The innermost user line that an exception passed through."""
+        frames = [
+            (frame, line)
+            for frame, line in traceback.walk_tb(trace)
+            if not frame.f_code.co_filename.startswith((_TORCH, _OURS))
+        ]
+        inside = [index for index, (frame, _) in enumerate(traceback.walk_tb(trace)) if frame.f_code is self._stop]
+        return self.place(*frames[-1]) if frames and inside else ""

@@ -1,0 +1,47 @@
+"""Tables for a terminal, a notebook or a log. rich is imported when something is printed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["columns", "plain", "titled"]
+
+#: Columns of the plain text: wide enough that names stay whole, whatever the terminal.
+_WIDTH: Final = 160
+
+_STYLES: Final = {"float16": "green", "bfloat16": "green", "float32": "yellow", "cast": "magenta"}
+
+
+def titled(title: str, *parts: RenderableType) -> RenderableType:
+    """A bold line, and what follows it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(Text(title, style="bold"), *parts)
+
+
+def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+    """Columns without a frame or rules between them, so that plain text stays plain."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(names), header_style="bold")
+    for name in names:
+        table.add_column(name, overflow="fold", no_wrap=name in ("computes", "output", "rule"))
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    return table
+
+
+def plain(renderable: RenderableType) -> str:
+    """The text that rich would print, without colours and of a fixed width."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    Console(file=file, width=_WIDTH, color_system=None, force_terminal=False).print(renderable)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))

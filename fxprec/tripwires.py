@@ -1,0 +1,63 @@
+"""Temporary replacements in torch while a forward is traced: what a graph cannot hold raises instead of vanishing.
+
+``torch.fx`` runs ``with torch.no_grad():`` while it traces and records nothing of it; the same goes for autocast regions
+and the forward of an autograd.Function, whose backward would be lost. Each of these passes through one function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+__all__ = ["TRIPWIRES", "replaced", "tripwires"]
+
+_GRAD_MODE: Final = "sets or asks for the grad mode (no_grad, enable_grad, set_grad_enabled, inference_mode)"
+
+#: (owner, attribute, what the forward does that calls it).
+TRIPWIRES: Final[tuple[tuple[Any, str, str], ...]] = (
+    (torch._C, "_set_grad_enabled", _GRAD_MODE),
+    (torch._C, "_InferenceMode", _GRAD_MODE),
+    (torch, "is_grad_enabled", _GRAD_MODE),
+    (torch, "is_inference_mode_enabled", _GRAD_MODE),
+    (torch, "set_autocast_enabled", "enters a torch.autocast region"),
+    (torch.autograd.Function, "apply", "calls a torch.autograd.Function"),
+)
+
+
+@contextlib.contextmanager
+def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes of modules and classes, and take every one back on the way out, whatever is raised."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replacements:
+            stack.callback(_restore, owner, name, vars(owner).get(name, _restore))
+            setattr(owner, name, value)
+        yield
+
+
+def _restore(owner: ModuleType | type, name: str, value: Any) -> None:
+    if value is not _restore:
+        setattr(owner, name, value)
+    elif name in vars(owner):
+        delattr(owner, name)
+
+
+def tripwires(decline: Callable[[str], Any]) -> list[tuple[Any, str, Any]]:
+    """Replacements that call ``decline`` in this thread; other threads go on as ever."""
+    tracing = threading.get_ident()
+
+    def wire(original: Any, what: str) -> Any:
+        function = original.__func__ if isinstance(original, classmethod) else original
+
+        def tripped(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == tracing:
+                decline(what)
+            return function(*args, **kwargs)
+
+        return classmethod(tripped) if isinstance(original, classmethod) else tripped
+
+    return [(owner, name, wire(vars(owner)[name], what)) for owner, name, what in TRIPWIRES]

@@ -1,0 +1,129 @@
+"""Put a model and the random number generators back as they were before a trace, and say what had moved.
+
+Tracing runs the user's forward once, with stand-ins for tensors. What it writes (a step counter, a cached mask, a list
+of statistics, which would hold stand-ins) must not stay; and a graph that leaves the write out would be wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from operator import is_
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+__all__ = ["ModelState", "RandomState"]
+
+_CONTAINERS: Final = frozenset({list, dict, set, OrderedDict, defaultdict, deque})
+#: What nn.Module keeps its parts in: a write there is named by the part alone.
+_PARTS: Final = dict.fromkeys(("_parameters", "_buffers", "_modules"), "")
+
+
+class ModelState:
+    """A shallow copy of every module's attributes, and of the lists, dicts and sets among them."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules: list[tuple[str, dict[str, Any], list[str], list[Any]]] = []
+        self._filled: list[tuple[str, Any, Any]] = []
+        self._empty: list[tuple[str, Any]] = []
+        for path, module in root.named_modules():
+            attributes = module.__dict__
+            names, values = list(attributes), list(attributes.values())
+            self._modules.append((path, attributes, names, values))
+            for name, value in zip(names, values, strict=True):
+                if type(value) not in _CONTAINERS:
+                    continue
+                label = _joined(path, _PARTS.get(name, name))
+                if value:
+                    self._filled.append((label, value, value.copy()))
+                else:
+                    self._empty.append((label, value))
+        self._contents = [value for _, value in self._empty]
+
+    def restore(self) -> str | None:
+        """Undo every write; the name of the first thing written, or None if nothing was."""
+        written: list[str] = []
+        for path, attributes, names, values in self._modules:
+            if list(attributes) != names or not all(map(is_, attributes.values(), values)):
+                saved = dict(zip(names, values, strict=True))
+                written += [_joined(path, name) for name in _differing(attributes, saved)]
+                attributes.clear()
+                attributes.update(saved)
+        for label, value, saved in self._filled:
+            if not _same(value, saved):
+                is_part = isinstance(value, dict) and (not label or label[-1] == ".")
+                written.append(label + _differing(value, saved)[0] if is_part else f"the contents of {label}")
+                _refill(value, saved)
+        if any(self._contents):
+            for label, value in self._empty:
+                if value:
+                    is_part = isinstance(value, dict) and (not label or label[-1] == ".")
+                    written.append(label + next(iter(value)) if is_part else f"the contents of {label}")
+                    value.clear()
+        return written[0] if written else None
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _differing(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    return [name for name in {**saved, **now} if name not in now or name not in saved or now[name] is not saved[name]]
+
+
+def _same(now: Any, saved: Any) -> bool:
+    if isinstance(now, set):
+        return now == saved
+    if isinstance(now, dict):
+        return list(now) == list(saved) and all(map(is_, now.values(), saved.values()))
+    return len(now) == len(saved) and all(map(is_, now, saved))
+
+
+def _refill(value: Any, saved: Any) -> None:
+    value.clear()
+    if isinstance(value, dict | set):
+        value.update(saved)
+    else:
+        value.extend(saved)
+
+
+class RandomState:
+    """The global random number generators: torch's (every initialized CUDA device too), Python's, numpy's if imported.
+
+    Only numbers that are drawn while tracing move them: these would be constants in the graph. A traced dropout is not
+    run, and moves nothing.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[tuple[str, Any, Callable[[], Any], Callable[[Any], Any]]] = []
+        self._add("torch", torch.get_rng_state, torch.set_rng_state)
+        if torch.cuda.is_initialized():
+            self._add("torch.cuda", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
+        self._add("random", random.getstate, random.setstate)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            self._add("numpy.random", numpy.random.get_state, numpy.random.set_state)
+
+    def _add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self._states.append((name, get(), get, put))
+
+    def restore(self) -> str | None:
+        """Put the generators back; the name of the first one that had moved, or None."""
+        moved: list[str] = []
+        for name, state, get, put in self._states:
+            if not _equal(get(), state):
+                put(state)
+                moved.append(name)
+        return moved[0] if moved else None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b

@@ -1,0 +1,75 @@
+"""A row of the op table, and the short form in which the tables write many rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from fxprec.passes.ir import Rule
+
+__all__ = ["OpRule", "rows", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpRule:
+    """What is known of one canonical op.
+
+    Attributes:
+        rule: LOW, FULL, FOLLOW, PROMOTE or KEEP.
+        why: one clause, shown in the report and in docs/precision.md.
+        ports: the argument positions or keyword names that carry the rule's dtype; None: every float tensor argument
+            (nested lists included). The other float arguments keep their original dtype (a norm's weight, running
+            statistics).
+        result: how the dtype of the result follows from the inputs in the original program. A ``torch.dtype`` among
+            the arguments of the call (``dtype=torch.float32``) always wins; else:
+
+            ==============  ====================================================================================
+            "promote"       torch's type promotion over the tensor arguments and numbers
+            "first"         the first tensor argument's
+            "float"         as "promote", but integers and bool become the default float
+            "accumulate"    the first's, but integers and bool become int64 (sum, prod)
+            "real"          as "float", but complex becomes its real part's (abs, norms)
+            "complex"       as "float", but real becomes complex
+            "default"       torch.get_default_dtype()
+            "bool", "int64", "int32", "uint8", "float64"   itself
+            "none"          no tensor: sizes, numbers, None
+            "unknown"       ask FakeTensor
+            "first*"        a list of unknown length, each as the first
+            a tuple         several results
+            ==============  ====================================================================================
+        native_promotion: the eager kernel takes mixed low/FP32 inputs and promotes inside: no cast is needed to
+            compute in FP32.
+        mixed: device types on which the eager kernel reads a low data port, computes in FP32 inside with the other
+            ports FP32, and writes low (free ports): {"cpu"} for layer_norm.
+        dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
+        view: the result may alias the first argument.
+        autocast: what torch.autocast's CUDA lists say where ``rule`` says something better; for placement="autocast".
+    """
+
+    rule: Rule
+    why: str
+    ports: tuple[int | str, ...] | None = None
+    result: str | tuple[str, ...] = "promote"
+    native_promotion: bool = False
+    mixed: frozenset[str] = frozenset()
+    dtype_keyword: bool = False
+    view: bool = False
+    autocast: Rule | None = None
+
+
+def rows(rule: Rule, why: str, names: str, **options: Any) -> dict[str, OpRule]:
+    """One row for each of the blank-separated names, all alike."""
+    row = OpRule(rule, why, **options)
+    return dict.fromkeys(names.split(), row)
+
+
+def table(*groups: Mapping[str, OpRule]) -> Mapping[str, OpRule]:
+    """All groups in one read-only table; a name in two of them is a mistake."""
+    merged: dict[str, OpRule] = {}
+    for group in groups:
+        if twice := merged.keys() & group.keys():
+            raise ValueError(f"op table: {', '.join(sorted(twice))} in two places; keep one row for each op")
+        merged.update(group)
+    return MappingProxyType(merged)

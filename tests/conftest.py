@@ -1,0 +1,58 @@
+"""What most tests share: graphs traced from small functions, and the pipeline up to a named pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, symbolic_trace
+
+from fxprec.passes.context import Context
+from fxprec.passes.policy import Policy
+from fxprec.passes.runner import PIPELINE, run_passes
+from fxprec.shapes import propagate_shapes
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def context(level: str = "O1", low: torch.dtype = torch.bfloat16, **settings: Any) -> Context:
+    """A context with the defaults of ``convert``."""
+    return Context(low=low, policy=settings.pop("policy", None) or Policy.preset(level), **settings)
+
+
+def traced(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
+    """The FX graph of a function or module; with inputs, dtypes and shapes are known."""
+    gm = symbolic_trace(function)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = gm.get_parameter(node.target) if node.target in dict(gm.named_parameters()) else None
+        node.meta["kind"] = "parameter" if value is not None else "buffer"
+        if value is not None:
+            node.meta["ndim"] = value.dim()
+    if inputs:
+        propagate_shapes(gm, inputs)
+    return gm
+
+
+def rewritten(gm: GraphModule, ctx: Context, until: str = "verify") -> GraphModule:
+    """Run the pipeline up to and including the pass of that name."""
+    names = [step.__name__ for step in PIPELINE]
+    return run_passes(gm, ctx, PIPELINE[: names.index(until) + 1])
+
+
+class Tools:
+    """The helpers above, for tests (fixtures travel across files, imports between them do not)."""
+
+    context = staticmethod(context)
+    traced = staticmethod(traced)
+    rewritten = staticmethod(rewritten)
+
+
+@pytest.fixture
+def tools() -> type[Tools]:
+    return Tools

@@ -1,0 +1,490 @@
+import copy
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from fxprec.errors import PolicyError
+from fxprec.passes.ir import Rule
+from fxprec.passes.op_table import OP_TABLE, rule_of
+from fxprec.passes.policy import LEVELS, Override, Policy, registered_autocast
+from fxprec.passes.policy_terms import CustomRule
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "policy.toml"
+
+
+def node(name: str = "linear", stack: dict[str, object] | None = None) -> Node:
+    made = Graph().create_node("call_function", torch.relu, name=name)
+    if stack is not None:
+        made.meta["nn_module_stack"] = stack
+    return made
+
+
+def resolved(policy: Policy, op: str = "linear", path: str = "", name: str = "n", **more) -> Rule | torch.dtype:
+    return policy.resolve(op, node(name, more.pop("stack", None)), path, rule_of(op), **more)[0]
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[torch.library.Library]:
+    """Ops of the two kinds that torch knows: of a Library, and by the custom_op decorator (fxtest::decorated)."""
+    made = torch.library.Library("fxtest", "FRAGMENT")
+
+    @torch.library.custom_op("fxtest::decorated", mutates_args=())
+    def decorated(x: Tensor) -> Tensor:
+        return x.clone()
+
+    made.define("plain(Tensor x) -> Tensor")
+    made.define("silent(Tensor x) -> Tensor")
+    torch.library.register_autocast("fxtest::decorated", "cpu", torch.bfloat16)
+    torch.library.register_autocast("fxtest::plain", "cpu", torch.float32, lib=made)
+    yield made
+    made._destroy()
+
+
+# levels
+
+
+def test_the_levels_are_views_of_the_table():
+    views = {
+        level: [resolved(Policy.preset(level), op) for op in ("linear", "softmax", "relu", "add", "randn")]
+        for level in LEVELS
+    }
+    as_table = [Rule.LOW, Rule.FULL, Rule.FOLLOW, Rule.PROMOTE, Rule.KEEP]
+    assert views == {
+        "O0": [Rule.KEEP] * 5,
+        "O1": as_table,
+        "O2": as_table,
+        "O3": [Rule.LOW, Rule.LOW, Rule.FOLLOW, Rule.PROMOTE, Rule.KEEP],
+    }
+    assert [level for level in LEVELS if Policy.preset(level).lowers_sources] == ["O2", "O3"]
+    assert [level for level in LEVELS if Policy.preset(level).lowers_parameters] == ["O3"]
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("01", "O1"), ("o1", "O1"), ("2", "O2"), (3, "O3"), ("00", "O0")])
+def test_an_unknown_level_suggests_the_one_that_was_meant(wrong, meant):
+    with pytest.raises(ValueError, match=rf"unknown level .*O0, O1, O2, O3.*did you mean '{meant}'"):
+        Policy.preset(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["O4", "fast", None, "", 7])
+def test_a_level_far_from_any_suggests_nothing(wrong):
+    with pytest.raises(PolicyError) as caught:
+        Policy.preset(wrong)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_the_reason_is_the_tables_or_the_overrides():
+    policy = Policy.preset("O1").override(modules={"encoder.*": torch.float32})
+    assert policy.resolve("linear", node(), "head", rule_of("linear"))[1] == OP_TABLE["linear"].why
+    reason = policy.resolve("linear", node(), "encoder.fc", rule_of("linear"))[1]
+    assert reason == "override modules 'encoder.*' = float32"
+    assert "level O3" in Policy.preset("O3").resolve("softmax", node(), "", rule_of("softmax"))[1]
+    assert "level O0" in Policy.preset("O0").resolve("softmax", node(), "", rule_of("softmax"))[1]
+
+
+def test_an_op_without_a_row_keeps_its_dtypes_at_every_level():
+    for level in LEVELS:
+        rule, why = Policy.preset(level).resolve("mylib::gate", node(), "", None)
+        assert rule is Rule.KEEP
+        assert level == "O0" or "with_rule" in why
+
+
+# overrides
+
+
+def test_ops_modules_and_nodes_match_by_name_and_glob():
+    policy = Policy().override(
+        ops={"softmax": torch.bfloat16, "*_norm": "low"},
+        modules={"encoder.*.attn": torch.float32},
+        nodes={"add_*": "keep"},
+    )
+    assert resolved(policy, "softmax") is torch.bfloat16
+    assert resolved(policy, "layer_norm") is Rule.LOW
+    assert resolved(policy, "linear") is Rule.LOW
+    assert resolved(policy, "linear", path="encoder.layers.0.attn") is torch.float32
+    assert resolved(policy, "linear", path="encoder.layers.0.mlp") is Rule.LOW
+    assert resolved(policy, "add", name="add_3") is Rule.KEEP
+    assert resolved(policy, "add", name="add") is Rule.PROMOTE
+
+
+def test_a_module_covers_everything_below_it():
+    policy = Policy().override(modules={"encoder.*.attn": torch.float32})
+    assert resolved(policy, path="encoder.layers.0.attn.q_proj") is torch.float32
+    assert resolved(policy, path="encoder.layers.0.attn2.q_proj") is Rule.LOW
+    root = Policy().override(modules={"*": torch.float32})
+    assert resolved(root, path="") is torch.float32 and resolved(root, path="a.b") is torch.float32
+
+
+def test_modules_match_by_the_stack_that_capture_recorded():
+    symbolic = {"block": ("block", nn.Sequential), "block.norm": ("block.norm", nn.LayerNorm)}
+    dynamo = {"L__self__": ("", nn.Module), "x": ("L['self']._modules['block']._modules['norm']", nn.LayerNorm)}
+    exported = {"y": ("block.norm", "torch.nn.modules.normalization.LayerNorm")}
+    for pattern in ("block", "block.norm", "*.norm", "LayerNorm", nn.LayerNorm):
+        policy = Policy().override(modules={pattern: torch.float32})
+        for stack in (symbolic, dynamo, exported):
+            assert resolved(policy, stack=stack) is torch.float32, (pattern, stack)
+    for pattern in ("norm", "bloc", "GroupNorm", nn.GroupNorm):
+        policy = Policy().override(modules={pattern: torch.float32})
+        for stack in (symbolic, dynamo, exported):
+            assert resolved(policy, stack=stack) is Rule.LOW, (pattern, stack)
+
+
+def test_a_class_matches_its_subclasses():
+    class Mine(nn.LayerNorm):
+        pass
+
+    for pattern in (nn.LayerNorm, "LayerNorm", Mine, "Mine"):
+        policy = Policy().override(modules={pattern: torch.float32})
+        assert resolved(policy, stack={"a": ("a", Mine)}) is torch.float32
+    policy = Policy().override(modules={Mine: torch.float32})
+    assert resolved(policy, stack={"a": ("a", nn.LayerNorm)}) is Rule.LOW
+
+
+def test_the_last_match_wins_across_kinds_and_calls():
+    policy = Policy().override(nodes={"n": torch.bfloat16}).override(ops={"linear": torch.float16})
+    assert resolved(policy) is torch.float16
+    assert resolved(policy.override(modules={"a": "full"}), path="a") is Rule.FULL
+    in_one_call = Policy().override(nodes={"n": "low"}, modules={"*": "full"}, ops={"linear": "keep"})
+    assert resolved(in_one_call) is Rule.LOW
+    in_one_table = Policy().override(modules={"a.b": "keep", "a": torch.float32})
+    assert resolved(in_one_table, path="a.b") is torch.float32
+
+
+def test_where_decides_node_by_node():
+    policy = Policy().override(ops={"linear": "keep"}, where=lambda n: torch.float32 if n.name == "head" else None)
+    assert resolved(policy, name="head") is torch.float32
+    assert resolved(policy, name="body") is Rule.KEEP
+    assert "float32" in policy.resolve("linear", node("head"), "", rule_of("linear"))[1]
+    with pytest.raises(PolicyError, match="node 'head': 'int8' is no precision"):
+        resolved(Policy().override(where=lambda n: torch.int8), name="head")
+
+
+def test_module_overrides_leave_kept_and_unknown_ops_alone_but_names_are_obeyed():
+    of_module = Policy().override(modules={"a": "low"})
+    assert resolved(of_module, "randn", path="a") is Rule.KEEP
+    assert of_module.resolve("mylib::gate", node(), "a", None)[0] is Rule.KEEP
+    assert resolved(of_module, "softmax", path="a") is Rule.LOW
+    assert resolved(Policy().override(ops={"randn": "low"}), "randn") is Rule.LOW
+    assert resolved(Policy().override(nodes={"n": "low"}), "randn") is Rule.LOW
+    assert resolved(Policy().override(where=lambda n: "low"), "randn") is Rule.LOW
+
+
+def test_level_o0_is_bit_for_bit_whatever_the_overrides():
+    policy = Policy.preset("O0").override(ops={"linear": "low"}).with_rule("mylib::gate", "low", "")
+    assert resolved(policy) is Rule.KEEP
+    assert policy.resolve("mylib::gate", node(), "", None)[0] is Rule.KEEP
+
+
+def test_an_override_outlives_level_o3():
+    assert resolved(Policy.preset("O3").override(ops={"softmax": "full"}), "softmax") is Rule.FULL
+
+
+def test_policies_are_values():
+    base = Policy()
+    changed = base.override(ops={"softmax": "keep"}).with_rule("mylib::gate", "low", "why")
+    assert base == Policy() and changed != base
+    assert copy.deepcopy(changed) == changed and pickle.loads(pickle.dumps(changed)) == changed
+    assert hash(changed) == hash(copy.copy(changed))
+
+
+@pytest.mark.parametrize("value", [torch.float32, "float32", "torch.float32"])
+def test_precisions_are_dtypes_or_their_names(value):
+    assert resolved(Policy().override(ops={"linear": value})) is torch.float32
+
+
+@pytest.mark.parametrize("value", [torch.int8, torch.float64, torch.bool, "int8", "fp32", None, 1.0, True, nn.Linear])
+def test_other_precisions_are_refused(value):
+    with pytest.raises(PolicyError, match=r"override modules 'head'.* is no precision: use one of bfloat16, float16,"):
+        Policy().override(modules={"head": value})
+
+
+def test_a_precision_suggests_its_neighbour():
+    with pytest.raises(PolicyError, match="did you mean 'bfloat16'"):
+        Policy().override(nodes={"n": "bfloat61"})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ops": {torch.softmax: "low"}}, "not the canonical name of an op"),
+        ({"nodes": {3: "low"}}, "not the name of a graph node"),
+        ({"nodes": {nn.Linear: "low"}}, "not the name of a graph node"),
+        ({"modules": {nn.Linear(1, 1): "low"}}, "not a dotted module path, a class name or a module class"),
+        ({"modules": {"": "low"}}, "not a dotted module path"),
+        ({"where": "float32"}, "not a function of a node"),
+    ],
+)
+def test_patterns_of_the_wrong_type_are_refused(wrong, message):
+    with pytest.raises(PolicyError, match=message):
+        Policy().override(**wrong)
+
+
+# ops that nobody knows, and custom ops
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("sofmax", "softmax"), ("conv_2d", "conv2d"), ("layernorm", "layer_norm")]
+)
+def test_an_unknown_op_suggests_its_neighbours(wrong, meant):
+    with pytest.raises(PolicyError, match=rf"ops '{wrong}' = low: no op has this name .*'{meant}'"):
+        Policy().override(ops={wrong: "low"})
+
+
+def test_a_glob_that_matches_no_op_is_refused():
+    with pytest.raises(PolicyError, match=r"conv4d\*"):
+        Policy().override(ops={"conv4d*": "low"})
+
+
+def test_a_custom_op_is_known_by_its_row_or_its_registration(library):
+    policy = Policy().with_rule("mylib::gate", "low", "accumulates in FP32")
+    assert policy.resolve("mylib::gate", node(), "", None) == (Rule.LOW, "accumulates in FP32")
+    assert policy.with_rule("mylib::gate", Rule.FULL, "").resolve("mylib::gate", node(), "", None)[0] is Rule.FULL
+    for name in ("mylib::gate", "mylib::*", "fxtest::silent"):
+        policy = policy.override(ops={name: "full"})
+    assert policy.resolve("fxtest::silent", node(), "", None)[0] is Rule.FULL
+    with pytest.raises(PolicyError, match="import what registers it"):
+        policy.override(ops={"yourlib::gate": "low"})
+
+
+def test_rows_are_checked():
+    with pytest.raises(PolicyError, match="has a row in the op table: use override"):
+        Policy().with_rule("softmax", "low", "")
+    with pytest.raises(PolicyError, match="is float32, but must be one of low, full, follow, promote, keep"):
+        Policy().with_rule("mylib::gate", "float32", "")
+    with pytest.raises(PolicyError, match="is not the name of an op"):
+        Policy().with_rule(torch.relu, "low", "")  # type: ignore[arg-type]
+
+
+def test_register_autocast_is_honoured(library):
+    assert registered_autocast("fxtest::decorated", "cpu") is torch.bfloat16
+    assert registered_autocast("fxtest::decorated.default", "cpu") is torch.bfloat16
+    assert registered_autocast("fxtest::plain", "cpu") is torch.float32
+    assert registered_autocast("fxtest::plain", "cuda") is None
+    assert registered_autocast("fxtest::plain") is torch.float32
+    for other in ("fxtest::silent", "fxtest::absent", "nowhere::op", "linear", "::", "aten::mm"):
+        assert registered_autocast(other) is None
+    with torch.autocast("cpu"):
+        assert torch.ops.fxtest.decorated(torch.ones(1)).dtype is torch.bfloat16  # the promise that we keep
+    rule, why = Policy().resolve("fxtest::decorated", node(), "", None, "cpu")
+    assert rule is torch.bfloat16 and "register_autocast" in why
+    assert resolved(Policy(), "fxtest::decorated", device="cuda") is Rule.KEEP
+    assert resolved(Policy().with_rule("fxtest::plain", "low", ""), "fxtest::plain", device="cpu") is Rule.LOW
+    assert resolved(Policy().override(modules={"a": "full"}), "fxtest::plain", path="a", device="cpu") is Rule.FULL
+
+
+# what matches nothing
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        self.head = nn.Linear(2, 2)
+
+
+def check(policy: Policy) -> None:
+    modules = dict(Model().named_modules())
+    policy.check_matches({"linear", "layer_norm", "add"}, modules, {"linear", "linear_1", "layer_norm", "add"})
+
+
+def test_overrides_that_match_pass():
+    check(
+        Policy().override(
+            ops={"linear": "keep", "*norm": "keep"},
+            modules={"encoder.*": "keep", "head": "keep", "LayerNorm": "keep", nn.Linear: "keep", "*": "keep"},
+            nodes={"linear_*": "keep", "add": "keep"},
+            where=lambda n: None,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            {"ops": {"layer_norm": "low", "linalg_norm": "low"}},
+            r"ops 'linalg_norm' = low: .* no such op \(.*'layer_norm'",
+        ),
+        ({"modules": {"encode.*": "low"}}, r"modules 'encode\.\*' = low: no module has this path or class .*'encoder"),
+        ({"modules": {"Layernorm": "low"}}, r"modules 'Layernorm' .* did you mean 'LayerNorm'"),
+        ({"modules": {nn.GroupNorm: "low"}}, r"modules 'GroupNorm' .*'LayerNorm'"),
+        ({"modules": {"norm": "low"}}, "modules 'norm' = low"),
+        ({"nodes": {"linear_2": "low"}}, r"nodes 'linear_2' = low: .* no such node .*'linear_1'"),
+    ],
+)
+def test_an_override_that_matches_nothing_names_itself_and_its_neighbours(override, message):
+    with pytest.raises(PolicyError, match=message) as caught:
+        check(Policy().override(**override))
+    assert "Correct or remove them" in str(caught.value)
+    assert "'layer_norm' = low" not in str(caught.value)  # only what failed is named
+
+
+def test_all_that_matches_nothing_is_said_at_once():
+    with pytest.raises(PolicyError) as caught:
+        check(Policy().override(modules={"body": "low"}, nodes={"mul": "low"}).with_rule("mylib::gate", "low", ""))
+    assert all(name in str(caught.value) for name in ("'body'", "'mul'", "'mylib::gate'"))
+
+
+def test_a_row_for_a_registered_op_that_the_model_does_not_use_is_fine(library):
+    check(Policy().with_rule("fxtest::silent", "low", ""))
+
+
+def test_bare_paths_serve_where_no_class_is_known():
+    Policy().override(modules={"encoder.*": "low"}).check_matches((), ["encoder.0", "head"], ())
+    with pytest.raises(PolicyError, match="'LayerNorm'"):
+        Policy().override(modules={"LayerNorm": "low"}).check_matches((), ["encoder.0", "head"], ())
+
+
+# TOML
+
+FILE = """\
+# comment
+[policy]
+level = "O2"
+
+[modules]
+"encoder.*.attn" = "float32"
+LayerNorm = "low"
+
+[ops]
+softmax = "bfloat16"
+"mylib::gate" = "keep"
+
+[nodes]
+'add_*' = "keep"
+
+[[rules]]
+op = "mylib::gate"
+rule = "low"
+why = "accumulates in \\"FP32\\""
+
+[[rules]]
+op = "mylib::other"
+rule = "full"
+why = "sums"
+"""
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def read(text: str) -> Policy:
+        path = tmp_path / "mine.toml"
+        path.write_text(text, encoding="utf-8")
+        return Policy.from_toml(path)
+
+    return read
+
+
+def without_sources(policy: Policy) -> Policy:
+    return Policy(
+        policy.level,
+        tuple(Override(each.kind, each.pattern, each.precision) for each in policy.overrides),
+        tuple(CustomRule(row.op, row.rule, row.why) for row in policy.rules),
+    )
+
+
+def test_a_file_says_what_code_says(toml):
+    expected = (
+        Policy.preset("O2")
+        .with_rule("mylib::gate", "low", 'accumulates in "FP32"')
+        .with_rule("mylib::other", "full", "sums")
+        .override(modules={"encoder.*.attn": torch.float32, "LayerNorm": "low"})
+        .override(ops={"softmax": torch.bfloat16, "mylib::gate": "keep"}, nodes={"add_*": "keep"})
+    )
+    assert without_sources(toml(FILE)) == expected
+    assert toml("") == Policy()
+
+
+def test_files_round_trip(toml):
+    policy = toml(FILE)
+    assert without_sources(toml(policy.to_toml())) == without_sources(policy)
+    awkward = Policy().override(modules={'a"b\\c.é': "low", nn.LayerNorm: torch.float32})
+    assert resolved(toml(awkward.to_toml()), stack={"x": ("x", nn.LayerNorm)}) is torch.float32
+    assert toml(awkward.to_toml()).overrides[0].pattern == 'a"b\\c.é'
+
+
+def test_a_pattern_given_twice_keeps_its_last_place(toml):
+    policy = Policy().override(modules={"a": "low", "*": "full"}).override(modules={"a": "keep"})
+    assert resolved(policy, path="a") is resolved(toml(policy.to_toml()), path="a") is Rule.KEEP
+    policy = Policy().override(modules={"a": "low"}).override(modules={"*": "full"})
+    assert resolved(toml(policy.to_toml()), path="a") is Rule.FULL
+
+
+def test_what_a_file_cannot_say_is_refused():
+    with pytest.raises(PolicyError, match="where= has no TOML form"):
+        Policy().override(where=lambda n: None).to_toml()
+    with pytest.raises(PolicyError, match=r"one \[ops\] table"):
+        Policy().override(ops={"add": "low"}).override(modules={"a": "low"}).override(ops={"mul": "low"}).to_toml()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[polcy]\n", r"mine\.toml:1: unknown table or key 'polcy' \(did you mean 'policy'"),
+        ('\nlevel = "O1"\n', r"mine\.toml:2: unknown table or key 'level'.*\[policy\]"),
+        ('[policy]\n\nlevle = "O1"\n', r"mine\.toml:3: unknown key 'levle' in \[policy\] \(did you mean 'level'"),
+        ('[policy]\nlevel = "01"\n', r"mine\.toml:2: unknown level '01'.*did you mean 'O1'"),
+        ("[policy]\nlevel = 1\n", r"mine\.toml:2: unknown level 1.*did you mean 'O1'"),
+        ('ops = "low"\n', r"mine\.toml:1: 'ops' must be a table"),
+        ('[ops]\nadd = "low"\nsofmax = "low"\n', r"'sofmax' = low .*mine\.toml:3\): no op has this name.*'softmax'"),
+        ('[ops]\nadd = "fp32"\n', r"override ops 'add' \(.*mine\.toml:2\): 'fp32' is no precision"),
+        ("[ops]\nadd = 3\n", r"mine\.toml:2: 3 must be a string"),
+        ('[modules]\nfeatures.0 = "low"\n', r"mine\.toml:2: .*quote names that contain dots"),
+        ('[modules]\n"a" = "low"\n"a" = "low"\n', r"mine\.toml is not valid TOML: .*line 3"),
+        ('[rules]\nop = "mylib::gate"\n', r"mine\.toml:1: .*write \[\[rules\]\]"),
+        ("rules = [1]\n", r"mine\.toml:1: each of \[\[rules\]\] must be a table"),
+        ('[[rules]]\nop = "a::b"\nrule = "low"\n', r"mine\.toml:2: \[\[rules\]\] lacks why"),
+        ('[[rules]]\nop = "a::b"\nrule = "low"\nwhy = ""\nwy = ""\n', r"mine\.toml:2: unknown key 'wy' .*'why'"),
+        (
+            '[[rules]]\nop = "a::b"\nrule = "low"\nwhy = ""\n[[rules]]\nop = "a::c"\nrule = "lo"\nwhy = ""\n',
+            r"rule of op 'a::c' \(.*mine\.toml:6\): 'lo' is no precision.*'low'",
+        ),
+        ('[[rules]]\nop = "add"\nrule = "low"\nwhy = ""\n', r"rule \(.*mine\.toml:2\): op 'add' has a row"),
+        ('[[rules]]\nop = 3\nrule = "low"\nwhy = ""\n', r"rule \(.*mine\.toml:2\): 3 is not the name of an op"),
+    ],
+)
+def test_mistakes_in_a_file_name_the_line(toml, text, message):
+    with pytest.raises(PolicyError, match=message):
+        toml(text)
+
+
+def test_what_matches_nothing_names_the_line(toml):
+    policy = toml('[modules]\nhead = "low"\n\n"encoder.5" = "low"\n')
+    with pytest.raises(
+        PolicyError, match=r"modules 'encoder\.5' = low \(.*mine\.toml:4\).*did you mean 'encoder\.[01]'"
+    ):
+        check(policy)
+
+
+def test_a_missing_file_suggests_its_neighbours(tmp_path):
+    (tmp_path / "policy.toml").write_text("")
+    with pytest.raises(PolicyError, match=r"cannot read .*polcy\.toml.*No such file.*'policy\.toml'"):
+        Policy.from_toml(tmp_path / "polcy.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(PolicyError, match="not UTF-8"):
+        Policy.from_toml(tmp_path / "binary.toml")
+
+
+def test_the_shipped_example_fits_the_digits_model():
+    policy = Policy.from_toml(EXAMPLE)
+    blocks = [nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(2)]
+    classifier = [nn.Flatten(), nn.Linear(2, 2), nn.ReLU(), nn.Dropout(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)]
+    model = nn.ModuleDict({"features": nn.Sequential(*blocks), "classifier": nn.Sequential(*classifier)})
+    policy.check_matches({"conv2d", "max_pool2d", "linear"}, dict(model.named_modules()), {"conv2d"})
+    assert policy.level == "O1"
+    assert resolved(policy, "conv2d", path="features.0") is torch.float32
+    assert resolved(policy, "conv2d", path="features.3") is Rule.LOW
+    assert resolved(policy, "linear", path="classifier.6") is torch.float32
+    assert resolved(policy, "linear", path="classifier.4") is Rule.LOW
+
+
+def test_the_commented_out_examples_are_valid_too(toml):
+    text = EXAMPLE.read_text(encoding="utf-8")
+    policy = toml(re.sub(r"^#(?=[^\s#])", "", text, flags=re.M))
+    assert {each.pattern for each in policy.overrides} >= {"softmax", "encoder.*.attention", "add_3"}
+    assert [row.op for row in policy.rules] == ["mylib::fused_gate"]
