@@ -29,6 +29,10 @@ _CONFIG = {
 }
 
 
+#: Skipped frames that hold no tensor work: torch's own, and those without tensors.
+_HARMLESS = ("skipfiles", "no tensor-related objects", "namedtuple")
+
+
 class Recorder(Protocol):
     """Where a capture reports to."""
 
@@ -86,7 +90,7 @@ class _Compiling:
             result = self._inner(frame, *args, **kwargs)
         skipped = getattr(result, "skip_reason", None)
         code = frame.f_code
-        if skipped and "skipfiles" not in skipped and "<" not in code.co_filename:
+        if skipped and not any(harmless in skipped for harmless in _HARMLESS) and "<" not in code.co_filename:
             self._recorder.in_net(f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}", skipped)
         return result
 

@@ -68,7 +68,7 @@ class Weights:
 
 def activations(nodes: Iterable[Node]) -> Activations:
     """What one run of these nodes writes."""
-    total = Activations()
+    sums: Counter[str] = Counter()
     for node in nodes:
         if not _writes_memory(node):
             continue
@@ -79,14 +79,16 @@ def activations(nodes: Iterable[Node]) -> Activations:
             if before not in CASTABLE:
                 continue
             if numel is None:
-                total += Activations(unknown=1)
+                sums["unknown"] += 1
                 continue
             size = numel * (now or before).itemsize
+            sums["values"] += 1
+            sums["rewritten"] += size
             if is_inserted(node):
-                total += Activations(rewritten=size, casts=size, values=1)
+                sums["casts"] += size
             else:
-                total += Activations(original=numel * before.itemsize, rewritten=size, values=1)
-    return total
+                sums["original"] += numel * before.itemsize
+    return Activations(**sums)
 
 
 def _writes_memory(node: Node) -> bool:

@@ -103,7 +103,7 @@ def select(found: Sequence[Place], pattern: str, modules: Sequence[str] = ()) ->
     if "module" in kinds and any(fnmatchcase(name, wanted) for name in modules):
         raise ValueError(f"no node of the graphs belongs to module {wanted!r}: it was not called, or computes nothing")
     raise ValueError(
-        f"{pattern!r} names no {' or '.join(kinds)} of the rewritten graphs{did_you_mean(wanted, known | set(modules))}; "
+        f"{pattern!r} names no {' or '.join(kinds)} of the graphs{did_you_mean(wanted, known | set(modules))}; "
         "a pattern is a module path, a node name or 'op:softmax', and may hold * and ?. fxprec.report lists all"
     )
 

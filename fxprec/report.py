@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -27,13 +25,14 @@ from fxprec.nodes import (
     shown_dtype,
     source_line,
 )
-from fxprec.passes.ir import CASTABLE, NON_TENSOR, UNKNOWN, Op, Precision, dtype_name, module_path
+from fxprec.passes.ir import Precision, dtype_name, module_path
 from fxprec.text import columns, plain, titled
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = ["Activations", "Explanation", "GraphReport", "Headline", "Report", "Row", "Weights", "explain", "report"]
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -91,13 +90,14 @@ class Headline:
         return titled(title, columns(("", ""), self._lines()))
 
     def _lines(self) -> Iterator[tuple[str, str]]:
-        yield "nodes", ", ".join(f"{count} compute in {dtype}" for dtype, count in self.computes.items()) or "no floats"
-        yield "casts", f"{self.casts} inserted, {self.shadow_casts} of weights read as shadows instead, {self.folded} folded"
+        yield "computing", ", ".join(f"{number} in {dtype}" for dtype, number in self.computes.items()) or "no floats"
+        yield (
+            "casts",
+            f"{self.casts} inserted, {self.shadow_casts} of weights read as shadows instead, {self.folded} folded",
+        )
         yield "activations", str(self.activations) + (f" (all {self.graphs} graphs)" if self.graphs > 1 else "")
         yield "weights", str(self.weights)
-        yield "graphs", (
-            f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}"
-        )
+        yield "graphs", f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}"
         for where, why in self.net.items():
             yield "in the net", f"{where}: {why} (runs under torch.autocast)"
         for why in self.not_static:
@@ -203,7 +203,7 @@ def _row(place: Place) -> Row:
     computes = precision is not None and not is_inserted(node) and node.op != "placeholder"
     return Row(
         node=place.name,
-        kind="input" if node.op == "placeholder" else "shadow" if is_shadow(node) else "cast" if is_inserted(node) else "op",
+        kind=_kind(node),
         module=module_path(node),
         op=op_name(node),
         compute=dtype_name(precision.compute) if precision and computes else "-",
@@ -212,6 +212,14 @@ def _row(place: Place) -> Row:
         why=precision.why if precision else "",
         source=source_line(node),
     )
+
+
+def _kind(node: Node) -> str:
+    if node.op == "placeholder":
+        return "input"
+    if is_inserted(node):
+        return "shadow" if is_shadow(node) else "cast"
+    return "op"
 
 
 def _plain_data(value: Any) -> Any:

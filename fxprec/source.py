@@ -29,6 +29,14 @@ class SourceLines:
         self._is_user: dict[str, bool] = {}
         self._texts: dict[tuple[str, int], str] = {}
 
+    def is_user(self, code: CodeType) -> bool:
+        """Whether this is neither torch's code nor that of the capture."""
+        file = code.co_filename
+        user = self._is_user.get(file)
+        if user is None:
+            user = self._is_user[file] = not file.startswith((_TORCH, _OURS))
+        return user
+
     def user_frame(self, frame: FrameType | None) -> tuple[FrameType | None, bool]:
         """The innermost user frame from ``frame`` outwards, and whether an activation checkpoint lies on the way.
 

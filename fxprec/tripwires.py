@@ -1,7 +1,7 @@
 """Temporary replacements in torch while a forward is traced: what a graph cannot hold raises instead of vanishing.
 
-``torch.fx`` runs ``with torch.no_grad():`` while it traces and records nothing of it; the same goes for autocast regions
-and the forward of an autograd.Function, whose backward would be lost. Each of these passes through one function.
+``torch.fx`` runs ``with torch.no_grad():`` while it traces and records nothing of it; the same goes for autocast
+regions and for the forward of an autograd.Function, whose backward would be lost. Each passes through one function.
 """
 
 from __future__ import annotations

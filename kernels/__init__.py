@@ -1,2 +1,7 @@
-if __name__ != "fxprec.kernels":  # found as a top-level 'kernels' from the checkout's root: it would load twice
-    raise ImportError("import fxprec.kernels, not kernels")
+"""What runs on a device: one kernel a file, each with its launcher and its eager reference. (The first ones come later.)"""
+
+if __name__ != "fxprec.kernels":
+    # Found as a top-level 'kernels' from the checkout's root. It must not load twice, and must not pass for the PyPI
+    # package of that name either, which transformers looks for: a package without file and content counts as absent.
+    __path__ = []
+    __file__ = None

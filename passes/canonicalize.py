@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-from fxprec.passes.op_names import canonical_name
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.ir import Op, PassResult, Rule, module_path
+from fxprec.passes.op_names import canonical_name
 from fxprec.passes.op_table import rule_of
 
 __all__ = ["canonicalize", "subgraphs"]

@@ -20,7 +20,6 @@ and wherever its value is written to in place, since a cast makes a copy and fol
 from __future__ import annotations
 
 import torch
-from fxprec.passes.op_names import cast_target
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.canonicalize import subgraphs
@@ -28,6 +27,7 @@ from fxprec.passes.casts import CASTS, cast
 from fxprec.passes.context import Context
 from fxprec.passes.insert_casts import actual_dtype, alias_root
 from fxprec.passes.ir import Op, PassResult, Precision, Rule
+from fxprec.passes.op_names import cast_target
 from fxprec.passes.op_table import rule_of
 
 __all__ = ["fold_casts"]

@@ -18,14 +18,16 @@ variable is a comparison of two sums, and only the others are cut. Ties go to FP
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final, NamedTuple
 
 __all__ = ["CutProblem", "Tensor", "cost_of", "solve"]
 
 _S: Final = -1
 _T: Final = -2
+_FAN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class CutProblem:
 class _Edge(NamedTuple):
     tail: int
     head: int
-    capacity: float | None  # None: infinite
+    capacity: float
 
 
 def solve(problem: CutProblem) -> list[bool]:
@@ -83,7 +85,7 @@ def solve(problem: CutProblem) -> list[bool]:
         auxiliary += 2
     for x, y in closures:
         components.union(x, y)
-        edges.setdefault(x, []).append(_Edge(x, y, None))
+        edges.setdefault(x, []).append(_Edge(x, y, inf))
     for variable, cost in problem.unary.items():
         if variable not in pins and cost:
             edge = _Edge(variable, _T, cost) if cost > 0 else _Edge(_S, variable, -cost)
@@ -94,7 +96,11 @@ def solve(problem: CutProblem) -> list[bool]:
         grouped.setdefault(components.find(variable), []).extend(own)
     full = {variable for variable, pin in pins.items() if pin}
     for component in grouped.values():
-        full |= _cut(component)
+        if any(edge.tail == _S for edge in component):  # else nothing asks for FP32
+            network = _Network(component)
+            full |= network.reduce()
+            for part in network.parts():
+                full |= network.cut(part)
     return [variable in full for variable in range(problem.variables)]
 
 
@@ -142,7 +148,7 @@ def _tensor_edges(tensor: Tensor, pins: Mapping[int, bool], auxiliary: int) -> l
             edges.append(_Edge(tail, readers[0], cost))
         elif readers:
             edges.append(_Edge(tail, auxiliary, cost))
-            edges += [_Edge(auxiliary, user, None) for user in readers]
+            edges += [_Edge(auxiliary, user, inf) for user in readers]
     if not pins.get(producer):  # it may be low: does some user read FP32?
         head = _T if producer in pins else producer
         readers = [user for user in upward if user not in pins]
@@ -152,33 +158,110 @@ def _tensor_edges(tensor: Tensor, pins: Mapping[int, bool], auxiliary: int) -> l
             edges.append(_Edge(readers[0], head, cost))
         elif readers:
             edges.append(_Edge(auxiliary + 1, head, cost))
-            edges += [_Edge(user, auxiliary + 1, None) for user in readers]
+            edges += [_Edge(user, auxiliary + 1, inf) for user in readers]
     return [edge for edge in edges if (edge.tail, edge.head) != (_S, _T)]
 
 
-def _cut(edges: list[_Edge]) -> set[int]:
-    """The FP32 side of one component (auxiliary nodes may be among it)."""
-    if all(edge.tail != _S for edge in edges):
-        return set()  # nothing asks for FP32
-    nodes = {edge.tail for edge in edges} | {edge.head for edge in edges}
-    if len(nodes) <= 3:
-        wide = sum(edge.capacity or 0 for edge in edges if edge.head == _T)
-        narrow = sum(edge.capacity or 0 for edge in edges if edge.tail == _S)
-        return nodes - {_S, _T} if wide <= narrow else set()
-    import networkx as nx  # 0.15 s that only a conversion should pay
-    from networkx.algorithms.flow import boykov_kolmogorov
+class _Network:
+    """One component as a flow network over its nodes; terminal edges are one signed number a node."""
 
-    graph = nx.DiGraph()
-    graph.add_nodes_from((_S, _T))
-    for tail, head, capacity in edges:
-        if capacity is None:
-            graph.add_edge(tail, head)
-        elif not graph.has_edge(tail, head):
-            graph.add_edge(tail, head, capacity=capacity)
-        elif "capacity" in graph[tail][head]:
-            graph[tail][head]["capacity"] += capacity
-    _, (full, _) = nx.minimum_cut(graph, _S, _T, flow_func=boykov_kolmogorov)
-    return full - {_S}
+    def __init__(self, edges: list[_Edge]) -> None:
+        self.pull: dict[int, float] = {}  # capacity from S less capacity to T
+        self.out: dict[int, dict[int, float]] = {}
+        self.into: dict[int, dict[int, float]] = {}
+        for tail, head, capacity in edges:
+            for node in (tail, head):
+                if node >= 0 and node not in self.pull:
+                    self.pull[node], self.out[node], self.into[node] = 0.0, {}, {}
+            if tail == _S:
+                self.pull[head] += capacity
+            elif head == _T:
+                self.pull[tail] -= capacity
+            else:
+                self.out[tail][head] = self.into[head][tail] = self.out[tail].get(head, 0.0) + capacity
+
+    def reduce(self) -> set[int]:
+        """Settle every node whose own pull outweighs all its neighbours, and what that settles; the FP32 ones."""
+        full: set[int] = set()
+        waiting = dict.fromkeys(self.pull)
+        while waiting:
+            node, _ = waiting.popitem()
+            pull = self.pull[node]
+            if -pull >= sum(self.into[node].values()):
+                low = True
+            elif pull > sum(self.out[node].values()):
+                low = False
+                full.add(node)
+            else:
+                continue
+            for other, capacity in self.into.pop(node).items():
+                del self.out[other][node]
+                waiting[other] = None
+                if low:
+                    self.pull[other] -= capacity
+            for other, capacity in self.out.pop(node).items():
+                del self.into[other][node]
+                waiting[other] = None
+                if not low:
+                    self.pull[other] += capacity
+            del self.pull[node]
+        return full
+
+    def parts(self) -> Iterator[list[int]]:
+        """The connected parts of what is left."""
+        seen: set[int] = set()
+        for start in self.pull:
+            if start in seen:
+                continue
+            seen.add(start)
+            part = [start]
+            for node in part:
+                for other in (*self.out[node], *self.into[node]):
+                    if other not in seen:
+                        seen.add(other)
+                        part.append(other)
+            yield part
+
+    def cut(self, part: list[int]) -> set[int]:
+        """The FP32 side of a connected part."""
+        import networkx as nx  # 0.15 s that only a conversion should pay
+        from networkx.algorithms.flow import boykov_kolmogorov
+
+        graph = nx.DiGraph()
+        for node in part:
+            for other, capacity in self.out[node].items():
+                if capacity == inf:
+                    graph.add_edge(node, other)
+                else:
+                    graph.add_edge(node, other, capacity=capacity)
+        sources = {node: self.pull[node] for node in part if self.pull[node] > 0}
+        sinks = {node: -self.pull[node] for node in part if self.pull[node] < 0}
+        if not sources or not sinks:
+            return set(part) if sources else set()
+        _fan(graph, sources, lambda outer, node, **c: graph.add_edge(outer, node, **c), _S)
+        _fan(graph, sinks, lambda outer, node, **c: graph.add_edge(node, outer, **c), _T)
+        _, (full, _) = nx.minimum_cut(graph, _S, _T, flow_func=boykov_kolmogorov)
+        return full
+
+
+def _fan(graph, leaves: dict[int, float], link, terminal) -> None:
+    """Join leaves and terminal by a tree of unlimited edges: networkx rescans a terminal's edges for every path."""
+    level = {}
+    for start, (node, capacity) in enumerate(leaves.items()):
+        group = (terminal, 0, start // _FAN)
+        link(group, node, capacity=capacity)
+        level[group] = None
+    depth = 0
+    while len(level) > _FAN:
+        depth += 1
+        upper = {}
+        for start, node in enumerate(level):
+            group = (terminal, depth, start // _FAN)
+            link(group, node)
+            upper[group] = None
+        level = upper
+    for node in level:
+        link(terminal, node)
 
 
 class _Components:

@@ -216,6 +216,11 @@ _EXPLICIT: Final[tuple[tuple[Any, str], ...]] = (
     (F.unfold, "im2col"),
     (builtins.getattr, "getattr"),
     (operator.index, "item"),
+    (torch.adaptive_max_pool1d, "adaptive_max_pool1d_with_indices"),
+    (torch._C._nn.adaptive_max_pool2d, "adaptive_max_pool2d_with_indices"),
+    (torch._C._nn.adaptive_max_pool3d, "adaptive_max_pool3d_with_indices"),
+    (torch._C._nn.fractional_max_pool2d, "fractional_max_pool2d_with_indices"),
+    (torch._C._nn.fractional_max_pool3d, "fractional_max_pool3d_with_indices"),
     (torch._C._autograd._get_data_attr, "detach"),
 )
 

@@ -31,14 +31,14 @@ SOLVERS: Final = table(
     rows(Rule.KEEP, _SOLVER, "linalg_svd svd svd_lowrank pca_lowrank", result=("first", "real", "first")),
     rows(Rule.KEEP, _SOLVER, "slogdet", result=("first", "real")),
     rows(Rule.KEEP, _SOLVER, "lu_unpack linalg_lu", result=("first", "first", "first")),
-    rows(Rule.KEEP, _SOLVER, "linalg_lstsq", result=("first", "first", "int64", "real")),
+    rows(Rule.KEEP, _SOLVER, "linalg_lstsq", result=("first", "real", "int64", "real")),
     rows(Rule.KEEP, _SOLVER, "lu lobpcg", result="unknown")
 )  # fmt: skip
 
 FOURIER: Final = table(
     rows(Rule.KEEP, _FFT, "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_rfft2 fft_rfftn "
          "fft_ihfft fft_ihfft2 fft_ihfftn", result="complex"),
-    rows(Rule.KEEP, _FFT, "fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_hfft2 fft_hfftn", result="real"),
+    rows(Rule.KEEP, _FFT, "fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_hfft2 fft_hfftn", result="float_real"),
     rows(Rule.KEEP, _FFT, "stft istft", result="unknown"),
     rows(Rule.KEEP, "frequency tables", "fft_fftfreq fft_rfftfreq", result="default"),
     rows(Rule.FOLLOW, "rolls values: exact in any dtype", "fft_fftshift fft_ifftshift", result="first")
@@ -47,7 +47,7 @@ FOURIER: Final = table(
 COMPLEX: Final = table(
     rows(Rule.KEEP, _COMPLEX, "complex polar view_as_complex", result="complex"),
     rows(Rule.KEEP, _COMPLEX, "view_as_real real imag", result="real", view=True),
-    rows(Rule.KEEP, _COMPLEX, "angle", result="real"),
+    rows(Rule.KEEP, _COMPLEX, "angle", result="float_real"),
     rows(Rule.KEEP, _COMPLEX, "conj neg_view", result="first", view=True),
     rows(Rule.KEEP, _COMPLEX, "conj_physical", result="first")
 )  # fmt: skip

@@ -41,7 +41,8 @@ BINARY: Final = table(
 UNARY: Final = table(
     rows(Rule.FOLLOW, "exact, or one rounding", "neg positive nan_to_num", result="first"),
     rows(Rule.FOLLOW, "exact, or one rounding", "abs", result="real"),
-    rows(Rule.FOLLOW, "one rounding", "sqrt square deg2rad rad2deg", result="float"),
+    rows(Rule.FOLLOW, "one rounding", "sqrt deg2rad rad2deg", result="float"),
+    rows(Rule.FOLLOW, "one rounding", "square", result="first"),
     rows(Rule.FOLLOW, "bounded slope: follows its input without widening", "erf erfc", result="float"),
     rows(Rule.FOLLOW, _SIGN, "sign sgn floor ceil trunc frac", result="first"),
     rows(Rule.FULL, "rounding to decimals multiplies first, and has no float16 kernel on CPU", "round", result="first"),
@@ -68,7 +69,7 @@ REDUCTIONS: Final = table(
     rows(Rule.FULL, "sums products of differences", "cov corrcoef", result="float"),
     rows(Rule.FULL, "interpolates between values; the kernel takes FP32 or float64 only", "quantile nanquantile",
            result="first"),
-    rows(Rule.FULL, "a quotient of small differences", "gradient", result="first*"),
+    rows(Rule.FULL, "a quotient of small differences", "gradient", result="float*"),
     rows(Rule.FULL, _SUM, "segment_reduce", result="first"),
     rows(Rule.FOLLOW, _PICKS, "amax amin max min median nanmedian", result="first"),
     rows(Rule.FOLLOW, _PICKS, "aminmax", result=("first", "first")),
@@ -79,8 +80,9 @@ REDUCTIONS: Final = table(
 )  # fmt: skip
 
 COUNTING: Final = table(
-    rows(Rule.KEEP, "compares values: rounding would merge them", "unique unique_consecutive unique_dim isin bucketize "
+    rows(Rule.KEEP, "compares values: rounding would merge them", "unique unique_consecutive unique_dim bucketize "
          "searchsorted hash_tensor", result="unknown"),
+    rows(Rule.KEEP, "compares values: rounding would merge them", "isin", result="bool"),
     rows(Rule.KEEP, "counts into bins: rounding moves values between them", "histc", result="first"),
     rows(Rule.KEEP, "counts into bins: rounding moves values between them", "histogram", result=("first", "first")),
     rows(Rule.KEEP, "counts into bins: rounding moves values between them", "histogramdd bincount", result="unknown")

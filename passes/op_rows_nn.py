@@ -47,7 +47,7 @@ NORMS: Final = table(
     # not mixed: a weight of another dtype makes rms_norm warn and fall back to separate kernels
     rows(Rule.FULL, _NORM, "rms_norm", ports=_INPUT, result="first"),
     rows(Rule.FULL, "sums squares over channels; its pooling has no low kernel on CPU", "local_response_norm",
-           result="first"),
+           result="float"),
     rows(Rule.FULL, "divides by a norm: sums squares", "normalize weight_norm weight_norm_interface", result="first")
 )  # fmt: skip
 
@@ -59,11 +59,13 @@ SOFTMAX: Final = table(
 )
 
 LOSSES: Final = table(
-    rows(Rule.FULL, _LOSS, "cross_entropy nll_loss ctc_loss gaussian_nll_loss poisson_nll_loss kl_div"),
-    rows(Rule.FULL, _LOSS, "l1_loss mse_loss smooth_l1_loss huber_loss", native_promotion=True),
+    rows(Rule.FULL, _LOSS, "cross_entropy nll_loss ctc_loss gaussian_nll_loss kl_div"),
+    rows(Rule.FULL, _LOSS, "poisson_nll_loss", result="float"),
+    rows(Rule.FULL, _LOSS, "mse_loss smooth_l1_loss huber_loss", native_promotion=True),
+    rows(Rule.FULL, _LOSS, "l1_loss", result="float_real", native_promotion=True),
     rows(Rule.FULL, _LOSS, "cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss"),
     rows(Rule.FULL, _LOSS, "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"),
-    rows(Rule.FULL, _LOSS, "triplet_margin_loss triplet_margin_with_distance_loss"),
+    rows(Rule.FULL, _LOSS, "triplet_margin_loss triplet_margin_with_distance_loss", result="float_real"),
     rows(Rule.FULL, _LOSS, "binary_cross_entropy_with_logits"),
     rows(Rule.FULL, "logarithms of probabilities near 0 and 1: torch.autocast refuses it, here it runs in FP32",
            "binary_cross_entropy"),
@@ -71,8 +73,9 @@ LOSSES: Final = table(
 )  # fmt: skip
 
 ACTIVATIONS: Final = table(
-    rows(Rule.FOLLOW, _SMOOTH, "relu relu6 leaky_relu elu celu selu gelu silu mish glu tanh sigmoid", result="first"),
-    rows(Rule.FOLLOW, _SMOOTH, "hardtanh hardsigmoid hardswish hardshrink softshrink softsign tanhshrink threshold",
+    rows(Rule.FOLLOW, _SMOOTH, "relu relu6 leaky_relu elu celu selu gelu silu mish glu", result="first"),
+    rows(Rule.FOLLOW, _SMOOTH, "tanh sigmoid softsign tanhshrink", result="float"),
+    rows(Rule.FOLLOW, _SMOOTH, "hardtanh hardsigmoid hardswish hardshrink softshrink threshold",
            result="first"),
     rows(Rule.FULL, "no float16 kernel on CPU", "rrelu", result="first"),
     rows(Rule.FOLLOW, "zeroes and scales: nothing is accumulated",
@@ -120,7 +123,10 @@ LOOKUP: Final = table(
 )
 
 DISTANCES: Final = rows(
-    Rule.FULL, "a difference of close values, squared and summed", "pairwise_distance cdist pdist dist", result="float"
+    Rule.FULL,
+    "a difference of close values, squared and summed",
+    "pairwise_distance cdist pdist dist",
+    result="float_real",
 ) | rows(Rule.FULL, "sums squares and divides by norms", "cosine_similarity", result="float")
 
 QUANTIZED: Final = table(

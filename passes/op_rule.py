@@ -30,13 +30,15 @@ class OpRule:
             "first"         the first tensor argument's
             "float"         as "promote", but integers and bool become the default float
             "accumulate"    the first's, but integers and bool become int64 (sum, prod)
-            "real"          as "float", but complex becomes its real part's (abs, norms)
+            "real"          the first's, but complex becomes its real part's (abs, norms)
+            "float_real"    as "float", but complex becomes its real part's (distances)
             "complex"       as "float", but real becomes complex
+            "float64"       float64, of complex complex128
             "default"       torch.get_default_dtype()
-            "bool", "int64", "int32", "uint8", "float64"   itself
+            "bool", "int64", "int32"   itself
             "none"          no tensor: sizes, numbers, None
             "unknown"       ask FakeTensor
-            "first*"        a list of unknown length, each as the first
+            "first*"        a list of unknown length, each as the first (any of the above can have the star)
             a tuple         several results
             ==============  ====================================================================================
         native_promotion: the eager kernel takes mixed low/FP32 inputs and promotes inside: no cast is needed to

@@ -6,7 +6,7 @@ Python number, where there is a dimensioned one; a one-element vector counts in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -15,15 +15,16 @@ from torch.fx import Node
 
 from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, is_scalar
 
-__all__ = ["RESULT_KINDS", "Operands", "promote"]
+__all__ = ["NUMBERS", "RESULT_KINDS", "Operands", "first", "promote"]
+
+#: Python number types, narrowest first.
+NUMBERS: Final = (bool, int, float, complex)
 
 _FIXED: Final[Mapping[str, DTypeInfo]] = MappingProxyType(
     {
         "bool": torch.bool,
         "int64": torch.int64,
         "int32": torch.int32,
-        "uint8": torch.uint8,
-        "float64": torch.float64,
         "none": NON_TENSOR,
     }
 )
@@ -59,7 +60,7 @@ def promote(operands: Operands) -> DTypeInfo:
     return _combine(_combine(dimensioned, scalar), _number_dtype(operands.numbers))
 
 
-def _widest(infos) -> torch.dtype | None:  # type: ignore[no-untyped-def]
+def _widest(infos: Iterable[DTypeInfo]) -> torch.dtype | None:
     widest: torch.dtype | None = None
     for info in infos:
         if isinstance(info, torch.dtype):
@@ -68,7 +69,7 @@ def _widest(infos) -> torch.dtype | None:  # type: ignore[no-untyped-def]
 
 
 def _combine(higher: DTypeInfo | None, lower: torch.dtype | None) -> DTypeInfo:
-    """A lower-priority operand changes the dtype only where it is of a higher category (bool < int < float < complex)."""
+    """A lower-priority operand changes the dtype only where its category is higher: bool, int, float, complex."""
     if not isinstance(higher, torch.dtype):
         return lower if lower is not None else NON_TENSOR if higher is None else higher
     if lower is None or higher.is_complex:
@@ -91,7 +92,8 @@ def _number_dtype(number: type | None) -> torch.dtype | None:
     return default.to_complex() if number is complex else default
 
 
-def _first(operands: Operands) -> DTypeInfo:
+def first(operands: Operands) -> DTypeInfo:
+    """The first tensor argument's dtype."""
     return operands.tensors[0][0] if operands.tensors else NON_TENSOR
 
 
@@ -103,15 +105,25 @@ def _float(operands: Operands) -> DTypeInfo:
 
 
 def _accumulate(operands: Operands) -> DTypeInfo:
-    info = _first(operands)
+    info = first(operands)
     if isinstance(info, torch.dtype) and not (info.is_floating_point or info.is_complex):
         return torch.int64
     return info
 
 
 def _real(operands: Operands) -> DTypeInfo:
-    info = _first(operands)
+    info = first(operands)
     return info.to_real() if isinstance(info, torch.dtype) and info.is_complex else info
+
+
+def _float_real(operands: Operands) -> DTypeInfo:
+    info = _float(operands)
+    return info.to_real() if isinstance(info, torch.dtype) else info
+
+
+def _float64(operands: Operands) -> DTypeInfo:
+    info = first(operands)
+    return torch.complex128 if isinstance(info, torch.dtype) and info.is_complex else torch.float64
 
 
 def _complex(operands: Operands) -> DTypeInfo:
@@ -127,10 +139,12 @@ def _default(operands: Operands) -> DTypeInfo:
 RESULT_KINDS: Final[Mapping[str, Callable[[Operands], DTypeInfo]]] = MappingProxyType(
     {
         "promote": promote,
-        "first": _first,
+        "first": first,
         "float": _float,
         "accumulate": _accumulate,
         "real": _real,
+        "float_real": _float_real,
+        "float64": _float64,
         "complex": _complex,
         "default": _default,
         **{name: (lambda operands, info=info: info) for name, info in _FIXED.items()},

@@ -16,18 +16,17 @@ After::
     %eq: bool = eq(%linear, 0)
     %size: - = size(%x, 0)                       # no tensor
 
-One walk forwards: the op table says how a result's dtype follows from the inputs (``OpRule.result``), ``_SPECIAL`` holds
-the ops that decide by their arguments (``max(x)`` and ``max(x, dim)``). Where neither has an answer the node's fake value
-is asked, recomputed with the *original* dtypes if those it was captured with differ. Bodies of higher-order ops get their
-placeholders' dtypes from the operands.
+One walk forwards: the op table says how a result's dtype follows from the inputs (``OpRule.result``),
+``special_results`` holds the ops that decide by their arguments (``max(x)`` and ``max(x, dim)``). Where neither has an
+answer the node's fake value is asked, recomputed with the *original* dtypes if those it was captured with differ.
+Bodies of higher-order ops get their placeholders' dtypes from the operands.
 
 A list whose length nobody knows (``x.unbind()`` without shapes) has a tuple of one dtype.
 """
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -38,9 +37,9 @@ from torch.fx import GraphModule, Node
 from fxprec.passes.context import Context
 from fxprec.passes.fake_results import fake_result, numel_of, value_dtype
 from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op, PassResult, Rule
-from fxprec.passes.op_names import cast_target, dtype_argument
 from fxprec.passes.op_table import rule_of
-from fxprec.passes.promotion import RESULT_KINDS, Operands, promote
+from fxprec.passes.promotion import NUMBERS, RESULT_KINDS, Operands, first
+from fxprec.passes.special_results import SPECIAL, Facts
 
 __all__ = ["propagate"]
 
@@ -56,19 +55,10 @@ _OVERLOAD_RESULTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 
-#: Results of torch.return_types by name -> position.
-_RESULT_FIELDS: Final[Mapping[str, int]] = MappingProxyType(
-    {"values": 0, "indices": 1, "min": 0, "max": 1, "sign": 0, "logabsdet": 1, "mantissa": 0, "exponent": 1,
-     "Q": 0, "R": 1, "U": 0, "S": 1, "V": 2, "Vh": 2, "P": 0, "L": 1, "eigenvalues": 0, "eigenvectors": 1,
-     "solution": 0, "residuals": 1, "rank": 2, "singular_values": 3, "hist": 0, "bin_edges": 1, "result": 0,
-     "info": 1, "LU": 0, "pivots": 1, "output": 0, "counts": 2}
-)  # fmt: skip
+#: Higher-order ops whose bodies compute something else than the result.
+_OPAQUE: Final = frozenset({"flex_attention", "flex_attention_backward"})
 
-_TENSOR_ATTRIBUTES: Final = frozenset({"T", "H", "mT", "mH", "data", "grad"})
-_NO_TENSOR_ATTRIBUTES: Final = frozenset(
-    {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_cpu", "is_sparse",
-     "is_quantized", "is_meta", "is_nested", "itemsize", "nbytes", "names", "grad_fn", "_version", "is_mps", "is_xpu"}
-)  # fmt: skip
+_FLOAT_NUMBERS: Final = frozenset({"div", "rdiv", "float", "sqrt", "sym_float", "sym_sqrt", "log", "exp", "truediv"})
 
 
 def propagate(gm: GraphModule, context: Context) -> PassResult:
@@ -83,8 +73,7 @@ class _Walk:
     def __init__(self, gm: GraphModule, context: Context) -> None:
         self.gm = gm
         self.context = context
-        self.floats: set[Node] = set()  # nodes whose value is a Python float (of the other numbers we take int)
-        self.dtypes: dict[Node, DTypeInfo] = {}  # x.dtype as a value
+        self.facts = Facts(context.low)
 
     def run(self) -> DTypeInfo:
         """Walk; the dtype of what the graph returns."""
@@ -129,30 +118,31 @@ class _Walk:
         if op is None:
             return self._opless(node, operands)
         if op.in_place:
-            return NON_TENSOR if op.name == "setitem" else self._first(operands)
+            return NON_TENSOR if op.name == "setitem" else first(operands)
         if node.meta.get("derived_cast"):
             return torch.float32
-        special = _SPECIAL.get(op.name)
+        special = SPECIAL.get(op.name)
         if special is not None:
-            info = special(self, node, operands)
+            info = special(self.facts, node, operands)
             if info is not None:
                 return self._number(node, operands, info)
-        dtype = self._requested(node)
+        dtype = self.facts.requested(node)
         row = rule_of(op.name)
         if dtype is not None and (row is None or row.result != "none"):
             return dtype
         if row is None or row.result == "unknown":
-            return fake_result(node, self.context.low)
+            return fake_result(node, self.facts.low)
         kind: str | tuple[str, ...] = row.result
         if isinstance(node.target, OpOverload):
             kind = _overload_kind(node.target, kind)
-        operands = operands._replace(equal=row.rule is Rule.LOW)
+        if row.rule is Rule.LOW:  # one dtype for all tensors; alpha, beta and the like do not promote
+            operands = operands._replace(equal=True, numbers=None)
         if isinstance(kind, tuple):
             return tuple(RESULT_KINDS[each](operands) for each in kind)
-        if kind == "first*":
+        if kind.endswith("*"):
             value = node.meta.get("val")
             length = len(value) if isinstance(value, tuple | list) else 1
-            return (self._first(operands),) * max(length, 1)
+            return (RESULT_KINDS[kind.removesuffix("*")](operands),) * max(length, 1)
         return self._number(node, operands, RESULT_KINDS[kind](operands))
 
     def _operands(self, node: Node) -> Operands:
@@ -162,60 +152,98 @@ class _Walk:
             if isinstance(leaf, Node):
                 info = leaf.meta["dtype"]
                 if info is NON_TENSOR:
-                    rank = max(rank, 2 if leaf in self.floats else 1)
+                    rank = max(rank, 2 if leaf in self.facts.floats else 1)
                 else:
                     tensors += [(each, leaf) for each in _flat(info)]
             else:
-                rank = max(rank, _NUMBER_RANK.get(type(leaf), -1))
-        return Operands(tuple(tensors), _NUMBERS[rank] if rank >= 0 else None, equal=False)
-
-    def _first(self, operands: Operands) -> DTypeInfo:
-        return RESULT_KINDS["first"](operands)
+                rank = max(rank, NUMBERS.index(type(leaf)) if type(leaf) in NUMBERS else -1)
+        return Operands(tuple(tensors), NUMBERS[rank] if rank >= 0 else None, equal=False)
 
     def _number(self, node: Node, operands: Operands, info: DTypeInfo) -> DTypeInfo:
         """Remember which numbers are floats: they turn an integer tensor into a float one."""
         if info is NON_TENSOR:
             op: Op | None = node.meta.get("op")
             name = op.name if op is not None else getattr(node.target, "__name__", "")
-            first = operands.tensors[0][0] if operands.tensors else None
-            item = name == "item" and isinstance(first, torch.dtype) and first.is_floating_point
+            source = first(operands)
+            item = name == "item" and isinstance(source, torch.dtype) and source.is_floating_point
             if operands.numbers is float or item or name in _FLOAT_NUMBERS or _is_float(node.meta.get("val")):
-                self.floats.add(node)
+                self.facts.floats.add(node)
         return info
-
-    def _requested(self, node: Node) -> DTypeInfo | None:
-        """The dtype that the call itself asks for: a constant, or ``dtype=x.dtype``."""
-        dtype = dtype_argument(node)
-        if dtype is not None:
-            return dtype
-        given = node.kwargs.get("dtype")
-        return self.dtypes.get(given, UNKNOWN) if isinstance(given, Node) else None
 
     def _opless(self, node: Node, operands: Operands) -> DTypeInfo:
         """A callable of no library: Python's own functions give numbers, of a user's function the fake value knows."""
         home = getattr(node.target, "__module__", None)
         if home in ("builtins", "math", "_operator") or (not operands.tensors and node.meta.get("val") is None):
             return self._number(node, operands, NON_TENSOR)
-        return fake_result(node, self.context.low)
+        return fake_result(node, self.facts.low)
 
     def _higher_order(self, node: Node) -> DTypeInfo:
-        """Give the bodies their placeholders' dtypes; the result is what the last body returns."""
-        result: DTypeInfo | None = None
-        bodies = [source for source in node.all_input_nodes if self._body(source) is not None]
-        operands = [leaf for leaf in _leaves((node.args, node.kwargs)) if leaf not in bodies]
-        for source in bodies:
-            body = self._body(source)
-            assert body is not None
-            inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-            for placeholder, operand in _matched(inputs, operands):
-                placeholder.meta["dtype"] = operand.meta["dtype"] if isinstance(operand, Node) else NON_TENSOR
-            returned = _Walk(body, self.context).run()
-            if result is None or "while_loop" in str(node.target):
-                result = returned  # a loop's condition comes first, a branch's or a backward's body comes last
-        return fake_result(node, self.context.low) if result is None else result
+        """Give the bodies their placeholders' dtypes; the result is what the body that makes it returns."""
+        bodies = [body for source in node.all_input_nodes if (body := self._body(source)) is not None]
+        operands = [leaf for leaf in _leaves(node.args) if not (isinstance(leaf, Node) and self._body(leaf))]
+        name = node.target.name()
+        results: list[DTypeInfo] = []
+        for position, body in enumerate(bodies):
+            if name != "autograd_function_apply" or position == 0:  # its backward takes gradients, not the operands
+                _bind(body, operands)
+            results.append(_Walk(body, self.context).run())
+        if not bodies or name in _OPAQUE:
+            return fake_result(node, self.facts.low)
+        return results[-1] if name == "while_loop" else results[0]
 
     def _body(self, source: Node) -> GraphModule | None:
         if source.op != "get_attr":
             return None
         value = getattr(self.gm, str(source.target), None)
         return value if isinstance(value, GraphModule) else None
+
+
+def _bind(body: GraphModule, operands: list[Any]) -> None:
+    """A body's inputs are the last operands of the call: predicates, flags and names come before them."""
+    inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
+    if len(inputs) > len(operands):
+        return
+    for placeholder, operand in zip(inputs, operands[len(operands) - len(inputs) :], strict=True):
+        placeholder.meta["dtype"] = operand.meta["dtype"] if isinstance(operand, Node) else NON_TENSOR
+
+
+def _leaves(argument: Any) -> Iterator[Any]:
+    if isinstance(argument, tuple | list):
+        for element in argument:
+            yield from _leaves(element)
+    elif isinstance(argument, dict):
+        for element in argument.values():
+            yield from _leaves(element)
+    else:
+        yield argument
+
+
+def _flat(info: DTypeInfo) -> Iterator[DTypeInfo]:
+    if isinstance(info, tuple):
+        for element in info:
+            yield from _flat(element)
+    elif info is not NON_TENSOR:
+        yield info
+
+
+def _structure(argument: Any) -> DTypeInfo:
+    """The dtypes of what a graph returns, nested as it is."""
+    if isinstance(argument, Node):
+        return argument.meta["dtype"]
+    if isinstance(argument, tuple | list):
+        return tuple(_structure(element) for element in argument)
+    return NON_TENSOR
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, float | torch.SymFloat)
+
+
+def _overload_kind(target: OpOverload, kind: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """An aten overload may give more results than the function whose row it shares, or one where that gives several."""
+    results = len(target._schema.returns)
+    if results == 1:
+        return kind[0] if isinstance(kind, tuple) else kind
+    if isinstance(kind, str) and kind in RESULT_KINDS:
+        return _OVERLOAD_RESULTS.get(target._opname, (kind,) * results)
+    return kind

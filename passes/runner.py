@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from fxprec.passes.decide import decide
-from fxprec.passes.propagate import propagate
 from torch.fx import GraphModule
 
 from fxprec.passes.canonicalize import canonicalize
@@ -20,6 +19,7 @@ from fxprec.passes.fold_casts import fold_casts
 from fxprec.passes.fuse import fuse
 from fxprec.passes.insert_casts import insert_casts
 from fxprec.passes.ir import Pass
+from fxprec.passes.propagate import propagate
 from fxprec.passes.verify import check, verify
 
 __all__ = ["PIPELINE", "run_passes"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, symbolic_trace
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxprec.passes.context import Context
 from fxprec.passes.policy import Policy
@@ -45,12 +46,40 @@ def rewritten(gm: GraphModule, ctx: Context, until: str = "verify") -> GraphModu
     return run_passes(gm, ctx, PIPELINE[: names.index(until) + 1])
 
 
+class MatmulDtypes(TorchDispatchMode):
+    """Counts the matmuls and convolutions that run, by the dtype of their first float operand. Lets dynamo's code run."""
+
+    HEAVY = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "mkldnn")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[torch.dtype, int] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::").startswith(self.HEAVY):
+            dtype = next(a.dtype for a in args if isinstance(a, Tensor))
+            self.counts[dtype] = self.counts.get(dtype, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def matmul_dtypes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[torch.dtype, int]:
+    """dtype -> matmuls of one call."""
+    with MatmulDtypes() as mode:
+        function(*args, **kwargs)
+    return mode.counts
+
+
 class Tools:
     """The helpers above, for tests (fixtures travel across files, imports between them do not)."""
 
     context = staticmethod(context)
     traced = staticmethod(traced)
     rewritten = staticmethod(rewritten)
+    matmul_dtypes = staticmethod(matmul_dtypes)
 
 
 @pytest.fixture

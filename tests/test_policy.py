@@ -69,6 +69,8 @@ def test_the_levels_are_views_of_the_table():
 def test_an_unknown_level_suggests_the_one_that_was_meant(wrong, meant):
     with pytest.raises(ValueError, match=rf"unknown level .*O0, O1, O2, O3.*did you mean '{meant}'"):
         Policy.preset(wrong)
+    with pytest.raises(PolicyError, match="unknown level"):
+        Policy(wrong)
 
 
 @pytest.mark.parametrize("wrong", ["O4", "fast", None, "", 7])
@@ -268,6 +270,7 @@ def test_register_autocast_is_honoured(library):
     assert registered_autocast("fxtest::plain") is torch.float32
     for other in ("fxtest::silent", "fxtest::absent", "nowhere::op", "linear", "::", "aten::mm"):
         assert registered_autocast(other) is None
+    assert not {"linear", "::", ""} & set(vars(torch.ops))  # asking leaves no namespaces behind
     with torch.autocast("cpu"):
         assert torch.ops.fxtest.decorated(torch.ones(1)).dtype is torch.bfloat16  # the promise that we keep
     rule, why = Policy().resolve("fxtest::decorated", node(), "", None, "cpu")
@@ -311,7 +314,7 @@ def test_overrides_that_match_pass():
             r"ops 'linalg_norm' = low: .* no such op \(.*'layer_norm'",
         ),
         ({"modules": {"encode.*": "low"}}, r"modules 'encode\.\*' = low: no module has this path or class .*'encoder"),
-        ({"modules": {"Layernorm": "low"}}, r"modules 'Layernorm' .* did you mean 'LayerNorm'"),
+        ({"modules": {"Layernorm": "low"}}, r"modules 'Layernorm' .*did you mean 'LayerNorm'"),
         ({"modules": {nn.GroupNorm: "low"}}, r"modules 'GroupNorm' .*'LayerNorm'"),
         ({"modules": {"norm": "low"}}, "modules 'norm' = low"),
         ({"nodes": {"linear_2": "low"}}, r"nodes 'linear_2' = low: .* no such node .*'linear_1'"),

@@ -90,6 +90,13 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
+def assert_same_where_present(left: nn.Module, right: nn.Module) -> None:
+    """The same parameters have a gradient, and the same one."""
+    left_grads, right_grads = ({name: p.grad for name, p in m.named_parameters()} for m in (left, right))
+    assert [g is None for g in left_grads.values()] == [g is None for g in right_grads.values()]
+    assert_same(*([g for g in grads.values() if g is not None] for grads in (left_grads, right_grads)))
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
@@ -172,12 +179,6 @@ def new_shape(net: Net) -> None:
     net.first.bias.data = torch.ones(9)
 
 
-def resized(net: Net) -> None:
-    with torch.no_grad():
-        net.first.weight.requires_grad_(False).resize_(3, 5)
-        net.first.bias.requires_grad_(False).resize_(3)
-
-
 def new_parameter(net: Net) -> None:
     net.first.weight = nn.Parameter(torch.ones(7, 5))
 
@@ -233,7 +234,6 @@ WRITES = [
     data_swap,
     new_data,
     new_shape,
-    resized,
     new_parameter,
     loaded,
     loaded_by_assignment,
@@ -263,9 +263,17 @@ def test_a_write_is_seen(write: Callable[[Net], None], first: Any, then: Any) ->
         reference.first = copy.deepcopy(net.first)
         hidden.float().sum().backward()
         reference.hidden(x).float().sum().backward()
-        for p, q in zip(net.first.parameters(), reference.first.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            assert p.grad is None or torch.equal(p.grad, q.grad)
+        assert_same_where_present(net.first, reference.first)
+
+
+def test_a_frozen_weight_resized_in_place() -> None:
+    store = ShadowStore(LOW)
+    weight = nn.Parameter(torch.randn(4, 3), requires_grad=False)
+    store.read([weight])
+    address = weight.data_ptr()
+    weight.resize_(2, 3)
+    assert weight.data_ptr() == address
+    assert torch.equal(store.read([weight])[0], weight.to(LOW))
 
 
 def test_a_silent_write_is_seen_by_the_next_recording_forward() -> None:
@@ -322,9 +330,7 @@ def test_frozen_then_unfrozen_then_frozen() -> None:
             model.first.requires_grad_(not frozen)
             model.zero_grad()
             model(x).sum().backward()
-        for p, q in zip(net.parameters(), reference.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            assert p.grad is None or torch.equal(p.grad, q.grad)
+        assert_same_where_present(net, reference)
         assert (net.first.weight.grad is None) == frozen
 
 
@@ -525,6 +531,18 @@ def test_low_weights_are_handed_back_and_other_dtypes_cast() -> None:
         assert a is low
         assert torch.equal(b, double.to(LOW))
         assert b.grad_fn is not None
+        assert store.read([double])[0] is not b
+
+
+def test_a_computed_weight_takes_its_history_along() -> None:
+    store = ShadowStore(LOW)
+    leaf = torch.ones(3, requires_grad=True)
+    weight = 2 * leaf
+    store.read([weight])
+    weight.mul_(3)
+    store.read([weight])[0].float().sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [6, 6, 6]
 
 
 class Doubled(nn.Module):
@@ -591,23 +609,39 @@ def test_functorch_transforms() -> None:
     assert_same(all_of_it(net), all_of_it(reference))
 
 
-def test_tracers_see_the_weight_and_leave_no_trace_in_the_store() -> None:
+def jit_trace(net: Net, x: Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return torch.jit.trace(net.eval(), x)
+
+
+def fx_trace(net: Net, x: Tensor) -> Any:
+    return make_fx(lambda x: net(x))(x)
+
+
+def fake_run(net: Net, x: Tensor) -> Any:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert isinstance(net(mode.from_tensor(x)), torch._subclasses.FakeTensor)
+    return net
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["new", "seen before"])
+@pytest.mark.parametrize("trace", [jit_trace, fx_trace, fake_run])
+def test_a_tracer_sees_the_weights_and_leaves_no_trace(trace: Callable[[Net, Tensor], Any], seen: bool) -> None:
     net, reference = pair()
     x = torch.randn(2, 5)
-    for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch.jit is deprecated
-            jitted: Any = torch.jit.trace(net.eval(), x)
-        graph = make_fx(lambda x: net(x))(x)
-        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            assert isinstance(net(mode.from_tensor(x)), torch._subclasses.FakeTensor)
-        with torch.no_grad():
-            net.first.weight.mul_(2)
-            reference.first.weight.mul_(2)
-        assert torch.equal(jitted(x), reference(x))
-        assert torch.equal(graph(x), reference(x))
-        assert torch.equal(net(x), reference(x))
-        assert type(shadow(net)) is Tensor
+    if seen:
+        net(x)
+        for model in (net, reference):
+            model.first.weight.data.mul_(2)
+    traced = trace(net, x)
+    assert type(shadow(net)) is Tensor
+    assert torch.equal(net(x), reference(x))
+    store_of(net).clear()  # a trace that holds a shadow is left with the old values
+    with torch.no_grad():
+        for model in (net, reference):
+            model.first.weight.mul_(2)
+    assert torch.equal(traced(x), reference(x))
 
 
 def test_subclasses_are_cast_afresh() -> None:
@@ -633,9 +667,51 @@ def test_weights_without_storage() -> None:
         assert low.is_meta
         assert low.dtype == nothing.dtype == LOW
         assert nothing.shape == (0, 3)
+    empty.data = torch.empty(0, 5)
+    assert store.read([empty])[0].shape == (0, 5)
     real = meta.to_empty(device="cpu")
     nn.init.ones_(real.weight)
     assert torch.equal(store.read([real.weight])[0], torch.ones(3, 3, dtype=LOW))
+
+
+def test_sparse_weights() -> None:
+    weight = torch.eye(3).to_sparse()
+    (low,) = ShadowStore(LOW).read([weight])
+    assert low.is_sparse
+    assert torch.equal(low.to_dense(), torch.eye(3, dtype=LOW))
+
+
+def test_a_failed_copy_leaves_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    net, _ = pair()
+    net(torch.randn(2, 5))
+    ema_swap(net)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(torch, "_foreach_copy_", fail)
+        shadow(net)
+    assert torch.equal(shadow(net), net.first.weight.to(LOW))
+
+
+@pytest.mark.gpu
+def test_weights_on_two_devices() -> None:
+    net, reference = (nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).cuda()) for _ in range(2))
+    reference.load_state_dict(net.state_dict())
+    store, calls = ShadowStore(LOW), Calls()
+    x = torch.randn(2, 4, dtype=LOW)
+    for _ in range(2):
+        store.begin()
+        with calls:
+            low = store.read([*net.parameters()])
+        ((x @ low[0]).cuda() @ low[1]).sum().backward()
+        low = [w.to(LOW) for w in reference.parameters()]
+        ((x @ low[0]).cuda() @ low[1]).sum().backward()
+        assert_same(gradients(net), gradients(reference))
+        for model in (net, reference):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert calls.names.count("_foreach_copy_") == 2
+    assert store.refreshes == 1
 
 
 def test_a_freed_storage_is_let_go() -> None:
@@ -701,8 +777,10 @@ def released(store: ShadowStore, make: Callable[[], Tensor]) -> tuple[weakref.re
     return weakref.ref(weight), weakref.ref(low)
 
 
-def test_a_dead_frozen_weight_takes_its_shadow_along() -> None:
-    weight, low = released(ShadowStore(LOW), lambda: torch.randn(3))
+@pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=str)
+def test_a_dead_frozen_weight_takes_its_shadow_along(dtype: torch.dtype) -> None:
+    store = ShadowStore(LOW)
+    weight, low = released(store, lambda: torch.randn(3, dtype=dtype))
     assert weight() is None
     assert low() is None
 
@@ -710,12 +788,12 @@ def test_a_dead_frozen_weight_takes_its_shadow_along() -> None:
 @pytest.mark.parametrize("event", ["forward", "refresh", "new weight"])
 def test_a_replaced_weight_and_its_shadow_are_released(event: str) -> None:
     store = ShadowStore(LOW)
-    kept = nn.Parameter(torch.randn(3))
-    (kept_low,) = store.read([kept])
+    kept = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3), requires_grad=False)]
+    kept_low = store.read(kept)
     weight, low = released(store, lambda: nn.Parameter(torch.randn(3)))
     if event == "forward":
         store.begin()
-        store.read([kept])
+        store.read(kept)
     elif event == "refresh":
         store.refresh()
     else:
@@ -723,7 +801,7 @@ def test_a_replaced_weight_and_its_shadow_are_released(event: str) -> None:
             store.read([nn.Parameter(torch.randn(3))])
     assert weight() is None
     assert low() is None
-    assert store.read([kept])[0] is kept_low
+    assert [*map(id, store.read(kept))] == [*map(id, kept_low)]
 
 
 def test_a_dead_store_releases_everything() -> None:
@@ -769,6 +847,35 @@ def test_debug_finds_a_stale_shadow() -> None:
             net(x)
         store_of(net).refresh()
         net(x)
+
+
+def test_the_answer_belongs_to_the_caller() -> None:
+    net, _ = pair()
+    weights = [*net.parameters()]
+    store_of(net).read(weights).clear()
+    store_of(net).read(weights).clear()
+    assert len(store_of(net).read(weights)) == 4
+
+
+def test_threads_make_one_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = ShadowStore._entry
+
+    def slowly(self: ShadowStore, weight: Tensor) -> Any:
+        if id(weight) not in self._entries:
+            gate.wait(0.05)  # room for another thread to make it too
+        return make(self, weight)
+
+    monkeypatch.setattr(ShadowStore, "_entry", slowly)
+    gate = threading.Event()
+    store = ShadowStore(LOW)
+    weight = nn.Parameter(torch.randn(3))
+    found: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: found.extend(store.read([weight]))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({*map(id, found)}) == 1
 
 
 def test_threads_share_a_store() -> None:

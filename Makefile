@@ -1,0 +1,35 @@
+# make demo: set up and run the main example.  make test: set up, lint, type-check and test.
+# Everything lives in .venv; a stamp there makes a second run start at once.
+
+PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
+VENV := .venv
+BIN := $(VENV)/bin
+comma := ,
+
+# CI also installs the packages whose models the tests marked "zoo" convert; elsewhere those skip where they are absent.
+EXTRAS := $(if $(filter true 1,$(CI)),dev$(comma)zoo,dev)
+STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+
+.PHONY: demo test lint install clean
+
+demo: install
+	$(BIN)/python examples/digits_cnn.py
+
+test: lint
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

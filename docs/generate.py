@@ -1,0 +1,130 @@
+"""Write docs/precision.md from the op table: ``python docs/generate.py`` (``--check`` only compares)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from fxprec.passes.ir import Rule
+from fxprec.passes.op_rows_modules import MODULE_EXCEPTIONS, MODULE_OPS
+from fxprec.passes.op_table import OP_TABLE, OpRule
+
+PAGE: Final = Path(__file__).with_name("precision.md")
+
+_HEAD: Final = """\
+# Which ops and layers stay in FP32, and why
+
+Generated from the op table by `python docs/generate.py`; do not edit.
+
+This is what level O1 does by default. *Low* is float16 or bfloat16, as chosen at `convert`. An op has one name here
+for all its spellings: `linear` is `nn.Linear`, `F.linear`, and `aten.linear`; `add` is `x + y`, `x += y`, `torch.add`
+and `Tensor.add_`. The rules agree with the lists of `torch.autocast` on CUDA wherever those say something; where they
+are silent, the reason below is ours. A policy can change any of it: `Policy.preset("O1").override(ops={"sum": "low"})`.
+
+An op that is not listed (one of your own, say) is kept: every float argument arrives in the dtype it would have had
+without fxprec. int, bool, complex and float64 tensors are never touched.
+
+| rule | what it means | ops |
+|---|---|---|
+"""
+
+_MEANING: Final = {
+    Rule.FULL: "computes in FP32",
+    Rule.LOW: "computes in the low dtype",
+    Rule.FOLLOW: "computes in the dtype of its input",
+    Rule.PROMOTE: "computes in the widest dtype among its inputs",
+    Rule.KEEP: "gets its inputs in their original dtype",
+}
+
+_TITLE: Final = {
+    Rule.FULL: "Stay in FP32",
+    Rule.LOW: "Lowered",
+    Rule.FOLLOW: "Follow their input",
+    Rule.PROMOTE: "Take the widest of their inputs",
+    Rule.KEEP: "Kept as they were",
+}
+
+
+def page() -> str:
+    """The whole text of docs/precision.md."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    counts = {rule: sum(row.rule is rule for row in OP_TABLE.values()) for rule in _MEANING}
+    yield _HEAD + "\n".join(f"| {rule.upper()} | {_MEANING[rule]} | {counts[rule]} |" for rule in _MEANING)
+    for rule in (Rule.FULL, Rule.LOW):
+        yield from _section(rule)
+    yield from _layers()
+    for rule in (Rule.FOLLOW, Rule.PROMOTE, Rule.KEEP):
+        yield from _section(rule)
+
+
+def _section(rule: Rule) -> Iterator[str]:
+    yield f"\n## {_TITLE[rule]} ({rule.upper()})\n"
+    yield "| ops | why |"
+    yield "|---|---|"
+    groups: dict[str, list[str]] = {}
+    for name, row in OP_TABLE.items():
+        if row.rule is rule:
+            groups.setdefault(row.why + _notes(row), []).append(name)
+    for why, names in groups.items():
+        yield f"| {_code(names)} | {why} |"
+
+
+def _notes(row: OpRule) -> str:
+    notes = []
+    if row.mixed:
+        where = " and ".join({"cpu": "CPU", "cuda": "CUDA"}[device] for device in sorted(row.mixed))
+        notes.append(f"on {where} its kernel reads and writes low and computes in FP32 inside")
+    if row.dtype_keyword:
+        notes.append("reads low and accumulates in FP32 by `dtype=`")
+    if row.autocast is not None:
+        notes.append(f'{row.autocast.upper()} with `placement="autocast"`')
+    return "".join(f". {note[0].upper()}{note[1:]}" for note in notes)
+
+
+def _layers() -> Iterator[str]:
+    yield "\n## Layers of torch.nn\n"
+    yield "A layer is what its ops are.\n"
+    yield "| layer | its ops | rule |"
+    yield "|---|---|---|"
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for layer, ops in MODULE_OPS.items():
+        groups.setdefault(ops, []).append(layer)
+    for ops, layers in sorted(groups.items(), key=lambda group: (list(_MEANING).index(_rules(group[0])[0]), group[1])):
+        yield f"| {_code(layers)} | {_code(ops)} | {', '.join(rule.upper() for rule in _rules(ops))} |"
+    yield "\nThe others run no op of their own:\n"
+    yield "| layer | |"
+    yield "|---|---|"
+    reasons: dict[str, list[str]] = {}
+    for layer, reason in MODULE_EXCEPTIONS.items():
+        reasons.setdefault(reason, []).append(layer)
+    for reason, layers in reasons.items():
+        yield f"| {_code(layers)} | {reason} |"
+
+
+def _rules(ops: Iterable[str]) -> list[Rule]:
+    return list(dict.fromkeys(OP_TABLE[op].rule for op in ops))
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or with ``--check`` tell whether it is up to date."""
+    text = page()
+    if "--check" not in arguments:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{PAGE} is out of date: run python docs/generate.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""Check the annotations of rewritten graphs against what really runs: the dtype of every value of every node."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from fxprec.module import is_converted
+from fxprec.passes.ir import CASTABLE, Precision, dtype_name
+from fxprec.program import Executor, Program, lift
+
+__all__ = ["assert_annotations_hold"]
+
+
+def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Run rewritten graphs node by node and compare the dtype of every float value with its annotation.
+
+    Args:
+        model: a converted module: it is copied, and every graph that a call of the copy runs is checked as it runs, on
+            shadows; or a rewritten GraphModule, whose buffers and the random state are as before afterwards.
+        args, kwargs: what to call it with.
+
+    Raises:
+        AssertionError: a value has another dtype than the annotation: names node, got and expected.
+        ValueError: the GraphModule holds no annotations, or the call ran no graph at all.
+    """
+    ran: list[str] = []
+    if is_converted(model):
+        with torch.random.fork_rng(), mock.patch("fxprec.conversion.lift", _checking_lift(ran)):
+            copy.deepcopy(model)(*args, **kwargs)
+    elif isinstance(model, GraphModule) and any("precision" in node.meta for node in model.graph.nodes):
+        with torch.random.fork_rng(), _buffers_kept(model):
+            _Checking(model, "", ran).run(*args, *kwargs.values())
+    else:
+        raise ValueError(f"{type(model).__name__} is neither converted nor a GraphModule that the passes went over")
+    if not ran:
+        raise ValueError(
+            f"the call of {type(model).__name__} ran none of its graphs: see fxprec.report(model).headline"
+        )
+
+
+class _Checking(Interpreter):
+    """Runs a graph, and the bodies of the higher-order ops in it whose calls are plain."""
+
+    def __init__(self, gm: GraphModule, prefix: str, ran: list[str]) -> None:
+        super().__init__(gm, garbage_collect_values=True)
+        self.extra_traceback = False
+        self._prefix = prefix
+        self._ran = ran
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n.op != "output" and not isinstance(value, GraphModule):
+            self._ran.append(n.name)
+            _check(self._prefix + n.name, n, value)
+        return value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Bodies are handed over as functions: what calls them, once or twice, in whatever context, calls the check.
+        def checked(value: Any) -> Any:
+            return _Body(value, self._prefix, self._ran) if isinstance(value, GraphModule) else value
+
+        return super().call_function(target, tuple(map(checked, args)), kwargs)
+
+
+class _Body(nn.Module):
+    """The body of a higher-order op, checked while it runs."""
+
+    def __init__(self, gm: GraphModule, prefix: str, ran: list[str]) -> None:
+        super().__init__()
+        self.gm = gm
+        self.meta = gm.meta
+        self._checking = _Checking(gm, f"{prefix}{type(gm).__name__}.", ran)
+
+    def forward(self, *args: Any) -> Any:
+        return self._checking.run(*args)
+
+
+def _check(name: str, node: Node, value: Any) -> None:
+    precision: Precision | None = node.meta.get("precision")
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.dtype in CASTABLE:
+            expected = precision.output if precision is not None else None
+        else:
+            info = node.meta.get("dtype")
+            expected = info if isinstance(info, torch.dtype) else leaf.dtype
+        if leaf.dtype != expected:
+            raise AssertionError(
+                f"node %{name} ({node.format_node()}): got {dtype_name(leaf.dtype)}, expected {dtype_name(expected)}"
+                + (f" ({precision.rule}: {precision.why})" if precision is not None else "")
+            )
+
+
+def _checking_lift(ran: list[str]) -> Callable[..., Program]:
+    def checking(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Program:
+        program = lift(gm, low, "eager")
+        return Program(_Checking(program.gm, "", ran).run, program.low, program.plain, program.gm)
+
+    return cast("Callable[..., Program]", checking)
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -1,0 +1,184 @@
+"""Watch what a forward reads of its modules while it is traced: the material of the guards.
+
+``nn.Module`` gets a ``__getattribute__`` for the time of the trace. Reading what a guard cannot hold (a config object)
+declines the trace, and so does the first look at a module that static capture leaves to dynamo.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fxprec.guard_values import UNGUARDED, guarded_copy, plain_reads
+from fxprec.guards import HOOKS, Guards, Reads, Slot
+
+__all__ = ["Recorder", "unfit"]
+
+_PARTS: Final = ("_modules", "_parameters", "_buffers")
+_STANDARD: Final = frozenset(vars(nn.Module()))
+#: Read at every call of a module and no business of a guard, or guarded for every module that was read.
+_INTERNAL: Final = frozenset(dir(nn.Module())) - {"training", *_PARTS}
+_METHODS: Final = _INTERNAL - _STANDARD
+_CALLABLES: Final = (FunctionType, MethodType, BuiltinFunctionType, type)
+
+#: Classes of torch, by name (most are imported only when used), and why static capture leaves them to dynamo.
+_UNFIT: Final = {
+    "RNNBase": "a recurrent layer (its kernel takes flattened weights)",
+    "RNNCellBase": "a recurrent cell (it looks at the rank of its input)",
+    "MultiheadAttention": "nn.MultiheadAttention (it chooses a path by its inputs)",
+    "Transformer": "nn.Transformer (it chooses a path by its inputs)",
+    "TransformerEncoder": "nn.TransformerEncoder (it chooses a path by its inputs)",
+    "TransformerEncoderLayer": "nn.TransformerEncoderLayer (it chooses a path by its inputs)",
+    "TransformerDecoder": "nn.TransformerDecoder (it chooses a path by its inputs)",
+    "TransformerDecoderLayer": "nn.TransformerDecoderLayer (it chooses a path by its inputs)",
+    "ScriptModule": "a TorchScript module",
+    "OptimizedModule": "a torch.compile'd module",
+    "LazyModuleMixin": "a lazy module",
+    "DataParallel": "wrapped in DataParallel",
+    "DistributedDataParallel": "wrapped in DistributedDataParallel",
+    "FullyShardedDataParallel": "managed by FSDP",
+    "FSDPModule": "managed by FSDP",
+}
+
+
+def unfit(module: nn.Module) -> str | None:
+    """Why this module, whatever its forward does, is left to dynamo: a predicate, or None."""
+    cls = type(module)
+    for base in cls.__mro__:
+        if base.__name__ in _UNFIT and base.__module__.startswith("torch."):
+            return f"is {_UNFIT[base.__name__]}"
+    if module._compiled_call_impl is not None:
+        return "is compiled (module.compile())"
+    if cls.__call__ is not nn.Module.__call__ and not isinstance(module, torch.fx.GraphModule):
+        return "has a __call__ of its own"
+    if hasattr(cls, "__torch_function__"):
+        return "has a __torch_function__"
+    if any(is_lazy(tensor) for part in ("_parameters", "_buffers") for tensor in vars(module)[part].values()):
+        return "has uninitialized parameters"
+    return None
+
+
+class Recorder:
+    """Collects the reads of one trace, in this thread.
+
+    Args:
+        root: the traced module.
+        decline: called with a reason; raises.
+    """
+
+    def __init__(self, root: nn.Module, decline: Callable[[str], Any]) -> None:
+        self._root = root
+        self._decline = decline
+        self._paths = {id(module): path for path, module in root.named_modules()}
+        self._reads: dict[int, Reads] = {}
+        self._seen: set[tuple[int, str]] = set()
+        self._functions: list[Any] = []
+        self._shapes: dict[tuple[int, str], tuple[Slot, tuple[int, ...]]] = {}
+        self.slots: dict[int, tuple[str, str, Slot]] = {}
+        self._ties: list[tuple[Slot, Slot]] = []
+        for path, module in root.named_modules():
+            for kind, slots in (("parameter", vars(module)["_parameters"]), ("buffer", vars(module)["_buffers"])):
+                for name, tensor in slots.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) in self.slots:
+                        self._ties.append(((slots, name), self.slots[id(tensor)][2]))
+                    else:
+                        self.slots[id(tensor)] = (f"{path}.{name}" if path else name, kind, (slots, name))
+
+    def getattribute(self) -> Callable[[nn.Module, str], Any]:
+        """What takes the place of ``nn.Module.__getattribute__`` (that of object)."""
+        get, thread, tracing = object.__getattribute__, threading.get_ident, threading.get_ident()
+        all_reads, seen = self._reads, self._seen
+
+        def __getattribute__(module: nn.Module, name: str) -> Any:
+            if name in _INTERNAL or thread() != tracing:
+                return get(module, name)
+            reads = all_reads.get(id(module)) or self._first_read(module)
+            try:
+                value = get(module, name)
+            except AttributeError:
+                attributes = get(module, "__dict__")
+                if not any(name in attributes[part] for part in _PARTS):
+                    reads.missing.add(name)
+                raise
+            if (id(module), name) not in seen:
+                seen.add((id(module), name))
+                self._read(reads, name, value)
+            return value
+
+        return __getattribute__
+
+    def called(self, module: nn.Module) -> None:
+        """A call of a submodule: its hooks would run."""
+        reads = self._reads.get(id(module)) or self._first_read(module)
+        if not reads.called:
+            attributes = vars(module)
+            for name in HOOKS:
+                if attributes[name]:
+                    self._decline(f"submodule '{reads.path}' has hooks ({name})")
+            reads.called = True
+            self.traces(attributes.get("forward", type(module).forward))
+
+    def traces(self, function: Any) -> None:
+        """A function whose code is traced: its globals are guarded."""
+        self._functions.append(getattr(function, "__func__", function))
+
+    def asks_shape(self, tensor: Tensor) -> None:
+        """The forward used the shape of this parameter or buffer as a constant."""
+        _, _, (slots, name) = self.slots[id(tensor)]
+        self._shapes[id(slots), name] = ((slots, name), tuple(tensor.shape))
+
+    def guards(self) -> Guards:
+        """The guards of everything read so far."""
+        return Guards(
+            self._root, [*self._reads.values()], plain_reads(self._functions), self._ties, [*self._shapes.values()]
+        )
+
+    def _first_read(self, module: nn.Module) -> Reads:
+        path = self._paths.get(id(module), type(module).__name__)
+        reads = self._reads[id(module)] = Reads(path, module)
+        if (why := unfit(module)) is not None:
+            self._decline(f"submodule '{path}' {why}" if module is not self._root else f"the model {why}")
+        attributes = vars(module)
+        if not _METHODS.isdisjoint(attributes):
+            for name in _METHODS.intersection(attributes):
+                if module is not self._root or name != "forward":
+                    self._read(reads, name, attributes[name])
+        if "forward" not in attributes and module is not self._root:
+            reads.missing.add("forward")
+        return reads
+
+    def _read(self, reads: Reads, name: str, value: Any) -> None:
+        attributes = vars(reads.module)
+        if name in _PARTS or (name.startswith("__") and name.endswith("__")):
+            return
+        if name in attributes:
+            if isinstance(value, Tensor):
+                reads.tensors[name] = value
+            elif value is attributes[name]:
+                reads.values[name] = self._copy(reads, name, value)
+            return
+        raw = next((vars(base)[name] for base in type(reads.module).__mro__ if name in vars(base)), None)
+        if isinstance(raw, property):
+            self.traces(raw.fget)
+        elif isinstance(value, _CALLABLES):
+            self.traces(value)
+            reads.missing.add(name)
+        elif raw is value:
+            reads.on_class[name] = self._copy(reads, name, value)
+            reads.missing.add(name)
+
+    def _copy(self, reads: Reads, name: str, value: Any) -> Any:
+        copy = guarded_copy(value)
+        if copy is UNGUARDED:
+            self._decline(
+                f"the forward reads {reads.label(name)}, an object ({type(value).__name__}) that may change inside"
+            )
+        return copy

@@ -1,0 +1,182 @@
+"""Static capture: one symbolic trace of a forward, with what it read as guards, or a reason why not.
+
+::
+
+    class Net(nn.Module):                            %x = placeholder
+        def forward(self, x, mask=None):             %fc_weight = get_attr[fc.weight]
+            x = F.relu(self.fc(x))                   %fc_bias = get_attr[fc.bias]
+            if mask is not None:             ->      %linear = linear(%x, %fc_weight, %fc_bias)
+                x = x * mask                         %relu = relu(%linear)
+            return x / self.scale                    %truediv = truediv(%relu, 2.0)
+                                                     return %truediv        (guard: scale is 2.0)
+
+The trace goes through modules of torch.nn down to functionals, and takes any input shape. The model is left as it was:
+whatever the forward wrote is undone, and declines the capture, since the graph would not write it. What is left to
+dynamo, each with a reason that names module or line: control flow on values, hooks on submodules, activation
+checkpointing, regions of autocast or of a grad mode, autograd functions, recurrent layers, randomness drawn in Python.
+
+Globals and closure variables are guarded only where they are numbers, strings or None, and side effects outside of the
+model (prints, lists elsewhere) happen once, at the trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.fx import traceback as fx_traceback
+from torch.nn.modules import module as nn_module
+
+from fxprec.call_key import call_key, default_key
+from fxprec.constant_writes import spoiled_constant
+from fxprec.declined import CaptureDeclined
+from fxprec.guards import HOOKS, Guards
+from fxprec.recorder import unfit
+from fxprec.tracer import ForwardTracer
+from fxprec.untouched import ModelState, RandomState
+
+__all__ = ["CaptureDeclined", "StaticCapture", "call_key", "default_key", "trace_static"]
+
+#: Tracing patches nn.Module for the whole process: one trace at a time.
+_LOCK: Final = threading.RLock()
+
+
+@dataclass(frozen=True)
+class StaticCapture:
+    """A traced forward.
+
+    Attributes:
+        gm: the graph; get_attr nodes name parameters and buffers by their path in the model, and hold the same tensors.
+        guards: what must still hold for the graph to be right.
+        arguments: names of the tensor arguments, in the order of the placeholders.
+    """
+
+    gm: fx.GraphModule
+    guards: Guards
+    arguments: tuple[str, ...]
+
+
+def trace_static(
+    module_or_function: nn.Module | Callable[..., Any],
+    tensor_arguments: Sequence[str],
+    constants: Mapping[str, object],
+) -> StaticCapture:
+    """Trace a module's forward, or a function of tensors.
+
+    Args:
+        module_or_function: what to trace; a module's own ``forward`` attribute counts.
+        tensor_arguments: the arguments that become placeholders.
+        constants: values of the others; arguments in neither keep their defaults.
+
+    Raises:
+        CaptureDeclined: the forward cannot be captured so; the model is as it was.
+    """
+    is_module = isinstance(module_or_function, nn.Module)
+    root = module_or_function if is_module else nn.Module()
+    with _LOCK, _neutral():
+        if fx._symbolic_trace._is_fx_tracing_flag:
+            raise CaptureDeclined("another torch.fx trace is running")
+        if any(getattr(nn_module, f"_global{name}") for name in HOOKS):
+            raise CaptureDeclined("hooks are registered for all modules")
+        if (why := unfit(root)) is not None:
+            raise CaptureDeclined(f"the model {why}")
+        forward = root.forward if is_module else module_or_function
+        arguments = _bound(inspect.signature(forward), tensor_arguments, constants)
+        tracer = ForwardTracer(root, _interpreted(root) or forward, arguments, tensor_arguments)
+        graph = _trace(tracer, root, is_module)
+        _check_constants(tracer, graph)
+        guards = tracer.recorder.guards()
+        name = type(root).__name__ if is_module else getattr(forward, "__name__", "function")
+        return StaticCapture(_graph_module(tracer, graph, name, root.training), guards, tuple(tensor_arguments))
+
+
+def _bound(
+    signature: inspect.Signature, tensor_arguments: Sequence[str], constants: Mapping[str, object]
+) -> inspect.BoundArguments:
+    for name in (*tensor_arguments, *constants):
+        if name not in signature.parameters:
+            raise TypeError(f"the forward has no argument {name!r}: {signature}")
+    return inspect.BoundArguments(signature, OrderedDict(constants))
+
+
+def _interpreted(root: nn.Module) -> Callable[..., Any] | None:
+    """Run a GraphModule node by node, so that new nodes take over the old ones' module paths and source lines."""
+    if not isinstance(root, fx.GraphModule):
+        return None
+    interpreter = fx.Interpreter(root)
+
+    def run(*args: Any) -> Any:
+        with fx_traceback.preserve_node_meta():
+            return interpreter.run(*args)
+
+    return run
+
+
+def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
+    """Run the trace; put the model and the random number generators back, whatever happens."""
+    model, random = ModelState(root), RandomState()
+    graph: fx.Graph | None = None
+    reason = ""
+    try:
+        graph = tracer.trace(root if is_module else _no_module)
+    except CaptureDeclined:
+        pass
+    except Exception as error:
+        where = tracer.lines.place_of_error(error.__traceback__)
+        message = (str(error).splitlines() or [""])[0]
+        reason = f"tracing failed with {type(error).__name__}: {message}" + (f", at {where}" if where else "")
+    finally:
+        moved, written = random.restore(), model.restore()
+    if tracer.declined is not None:
+        reason = tracer.declined.reason
+    elif written is not None and not reason:
+        reason = f"the forward writes {written} of the model"
+    elif moved is not None and not reason:
+        reason = f"the forward draws random numbers in Python ({moved})"
+    if reason or graph is None:
+        raise CaptureDeclined(reason)
+    graph._tracer_cls = None  # a pickled graph is traced again by fx's own tracer
+    return graph
+
+
+def _no_module() -> None:
+    """For fx, which wants a function with code: a plain callable may have none, and ForwardTracer calls it itself."""
+
+
+def _check_constants(tracer: ForwardTracer, graph: fx.Graph) -> None:
+    node = spoiled_constant(graph, tracer.made)
+    if node is None:
+        return
+    if node.op == "output":
+        raise CaptureDeclined("the forward returns a tensor that it makes anew at each call")
+    line = (node.stack_trace or "").rpartition("\n")[2].strip()
+    raise CaptureDeclined(f"the forward writes into a tensor that the graph would keep, at `{line}`")
+
+
+def _graph_module(tracer: ForwardTracer, graph: fx.Graph, name: str, training: bool) -> fx.GraphModule:
+    for node in reversed(graph.find_nodes(op="get_attr")):
+        if not node.users:  # for instance of `if self.bias is not None`
+            graph.erase_node(node)
+    used = {node.target for node in graph.find_nodes(op="get_attr")}
+    gm = fx.GraphModule({path: tensor for path, tensor in tracer.attributes.items() if path in used}, graph, name)
+    gm.training = training
+    return gm
+
+
+@contextlib.contextmanager
+def _neutral() -> Iterator[None]:
+    """Outside of the caller's inference mode, grad mode and autocast: constants made now serve every later call."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

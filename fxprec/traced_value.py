@@ -1,0 +1,167 @@
+"""The stand-ins for tensors while a forward is traced: fx's Proxy without its silent wrong turns.
+
+====================================  ==========================================================================
+the forward says                      plain ``torch.fx.Proxy``, and what these do instead
+====================================  ==========================================================================
+``x += y``                            records ``x = x + y``, though others may see x: records ``operator.iadd``
+``x[i] = y``                          fails: records ``operator.setitem``
+``isinstance(x, Tensor)``             says no: the truth for arguments and weights, otherwise declines
+``hasattr(x, "decompose")``           says yes: the truth for arguments and weights
+``x.requires_grad = True``            is lost: declines
+``self.weight.shape``                 is a Proxy, which no ``if`` takes: the shape itself, guarded
+``a, b = x.shape``                    disassembles the forward each time: once
+====================================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.fx.proxy import Attribute, Proxy
+
+if TYPE_CHECKING:
+    from fxprec.tracer import ForwardTracer
+
+__all__ = ["CheckedInput", "TracedAttribute", "TracedTensor", "TracedValue"]
+
+_OWN: Final = frozenset({"tracer", "node", "root", "attr", "_node", "tensor", "rank", "channels"})
+_IN_PLACE: Final = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
+#: torch's own Python code that asks what a value is on the user's behalf.
+_ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, type(nn.Parameter).__instancecheck__.__code__})
+
+
+class TracedValue(Proxy):
+    """What an operation gave: mostly a tensor, but a size or a tuple too."""
+
+    tracer: ForwardTracer
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        # isinstance() asks for it when the real type does not match; torch and fx get the real one.
+        code = sys._getframe(1).f_code
+        if code in _ASKS_FOR_USER or self.tracer.lines.is_user(code):
+            return self._claimed()
+        return type(self)
+
+    def _claimed(self) -> type:
+        if self.node.op == "placeholder":
+            return Tensor
+        return self.tracer.decline("asks for the type of a traced value")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or (self.node.op == "placeholder" and not hasattr(Tensor, name)):
+            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        return TracedAttribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _OWN:
+            self.tracer.decline(f"sets the attribute '{name}' of a traced tensor")
+        object.__setattr__(self, name, value)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __iter__(self) -> Iterator[Any]:
+        frame = sys._getframe(1)
+        count = self.tracer.unpacks(frame.f_code).get(frame.f_lasti)
+        if count is None:
+            self.tracer.decline("iterates over a traced value")
+        return iter([self[i] for i in range(count)])
+
+    def __len__(self) -> int:
+        return self.tracer.decline("takes len() of a traced value")
+
+    def __int__(self) -> int:
+        return self.tracer.decline("makes a Python number of a traced value")
+
+    def __float__(self) -> float:
+        return self.tracer.decline("makes a Python number of a traced value")
+
+
+def _in_place(name: str) -> Callable[[TracedValue, Any], Any]:
+    target = getattr(operator, f"i{name}")
+
+    def method(self: TracedValue, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", target, (self, other), {})
+
+    return method
+
+
+for _name in _IN_PLACE:
+    setattr(TracedValue, f"__i{_name}__", _in_place(_name))
+
+
+class TracedAttribute(Attribute, TracedValue):  # type: ignore[misc]
+    """``x.shape`` or ``x.relu``, before it is known whether it is called."""
+
+
+class TracedTensor(TracedValue):
+    """A parameter or buffer: its shape is known, and guarded where the forward asks for it."""
+
+    tensor: Tensor
+
+    def _claimed(self) -> type:
+        return type(self.tensor)
+
+    def _shape(self) -> torch.Size:
+        self.tracer.recorder.asks_shape(self.tensor)
+        return self.tensor.shape
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape()
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shape())
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._shape() if dim is None else self._shape()[dim]
+
+    def dim(self) -> int:
+        return len(self._shape())
+
+    def numel(self) -> int:
+        return self._shape().numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        return self._shape()[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(self.tensor, name):
+            raise AttributeError(f"'{type(self.tensor).__name__}' object has no attribute '{name}'")
+        return TracedAttribute(self, name)
+
+
+class CheckedInput(TracedValue):
+    """The input of a batch norm whose rank a recorded call checks: torch's own check, run while tracing, must pass."""
+
+    rank: int
+    channels: int
+
+    def dim(self) -> int:
+        return self.rank
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.channels if dim is not None else self.tracer.decline("asks for the size of a traced value")

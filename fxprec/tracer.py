@@ -1,0 +1,274 @@
+"""The fx tracer of static capture: through torch.nn modules down to functionals, declining what a graph cannot hold."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from types import CodeType, FunctionType
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fxprec.declined import CaptureDeclined
+from fxprec.real_tensors import RealTensorOps
+from fxprec.recorder import Recorder
+from fxprec.source import SourceLines
+from fxprec.traced_value import CheckedInput, TracedTensor, TracedValue
+from fxprec.tripwires import replaced, tripwires
+
+__all__ = ["ForwardTracer", "check_dim"]
+
+_PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, type(...)})
+_DECLINED_METHODS: Final = {"numpy": "leaves torch for numpy", "backward": "runs a backward pass"}
+
+#: ``_check_input_dim`` of torch's batch norms: lowest and highest rank, and how torch names them.
+_RANKS: Final = {
+    nn.BatchNorm1d._check_input_dim: (2, 3, "2D or 3D"),
+    nn.BatchNorm2d._check_input_dim: (4, 4, "4D"),
+    nn.BatchNorm3d._check_input_dim: (5, 5, "5D"),
+    nn.SyncBatchNorm._check_input_dim: (2, 64, "at least 2D"),
+}
+
+
+def check_dim(dim: int, lowest: int, highest: int, expected: str) -> None:
+    """The rank check of torch's batch norms, at run time: the graph calls it with ``x.dim()``."""
+    if not lowest <= dim <= highest:
+        raise ValueError(f"expected {expected} input (got {dim}D input)")
+
+
+fx.node.has_side_effect(check_dim)
+
+
+class ForwardTracer(fx.Tracer):
+    """Records one run of ``forward``, in this thread; modules that other threads call go on as ever.
+
+    Args:
+        root: the module whose forward it is (an empty one for a plain function).
+        forward: what is called.
+        arguments: the arguments that are no tensors, bound to the forward's signature.
+        names: the tensor arguments, in the order of their placeholders.
+
+    Attributes:
+        recorder: what was read of the modules.
+        attributes: value of every get_attr target: parameters, buffers, and tensors made while tracing.
+        made: targets of the tensors that were made while tracing.
+        declined: the first decline, even if the forward caught it.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(
+        self, root: nn.Module, forward: Callable[..., Any], arguments: inspect.BoundArguments, names: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.lines = SourceLines(ForwardTracer._run_forward.__code__)
+        self.recorder = Recorder(root, self.decline)
+        self.recorder.traces(forward)
+        self.attributes: dict[str, Any] = {}
+        self.made: set[str] = set()
+        self.declined: CaptureDeclined | None = None
+        self._forward, self._arguments, self._names = forward, arguments, names
+        self._values: dict[str, TracedValue] = {}
+        self._real = RealTensorOps(self.decline)
+        self._accepted: set[Any] = set()
+        self._unpacks: dict[CodeType, dict[int, int]] = {}
+        self._thread = threading.get_ident()
+        namespace = sys.modules.get(getattr(forward, "__module__", None) or "")
+        if namespace is not None:  # there, functions imported from math by name are recorded too
+            self._autowrap_search.append(namespace)
+
+    def decline(self, reason: str) -> NoReturn:
+        """Give up, naming the user's line."""
+        frame, checkpoint = self.lines.user_frame(sys._getframe(1))
+        place = self.lines.place(frame)
+        if checkpoint:
+            reason = "uses activation checkpointing"
+        error = CaptureDeclined(f"{reason}, at {place}" if place else reason)
+        self.declined = self.declined or error
+        raise error
+
+    def unpacks(self, code: CodeType) -> dict[int, int]:
+        """Instructions of ``code`` that unpack a sequence: offset -> number of targets."""
+        if code not in self._unpacks:
+            found = (i for i in dis.get_instructions(code) if i.opname == "UNPACK_SEQUENCE")
+            self._unpacks[code] = {instruction.offset: instruction.argval for instruction in found}
+        return self._unpacks[code]
+
+    # -- what fx calls ---------------------------------------------------------------------------------------------
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        for name in self._names:
+            self._arguments.arguments[name] = self.create_proxy("placeholder", name, (), {})
+        order = self._arguments.signature.parameters
+        self._arguments.arguments = {n: self._arguments.arguments[n] for n in order if n in self._arguments.arguments}
+        return self._run_forward, []
+
+    def _run_forward(self) -> Any:
+        patches = [*tripwires(self.decline), (nn.Module, "__getattribute__", self.recorder.getattribute())]
+        with replaced(patches), self._real:
+            return self.create_arg(self._forward(*self._arguments.args, **self._arguments.kwargs))
+
+    def proxy(self, node: fx.Node) -> TracedValue:
+        return TracedValue(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return False
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        path = (self.submodule_paths or {}).get(mod)
+        return self.decline(f"calls a {type(mod).__name__} that is no submodule") if path is None else path
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        self.recorder.called(m)
+        if isinstance(m, _BatchNorm):
+            forward = self._with_recorded_check(m, forward)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if not isinstance(attr_val, Tensor) or threading.get_ident() != self._thread:
+            return attr_val
+        weight = self._weight(attr_val)
+        return attr_val if weight is None else weight
+
+    def create_node(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+    ) -> fx.Node:
+        if kind == "call_function" and target not in self._accepted:
+            self._accept(target)
+        elif kind == "call_method" and target in _DECLINED_METHODS:
+            self.decline(_DECLINED_METHODS[target])
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        if kind not in ("placeholder", "output"):
+            frame, checkpoint = self.lines.user_frame(sys._getframe(1))
+            if checkpoint:
+                self.decline("uses activation checkpointing")
+            if frame is not None and not node.stack_trace:
+                node.stack_trace = self.lines.stack_trace(frame)
+            if self.module_stack and "nn_module_stack" not in node.meta:
+                node.meta["nn_module_stack"] = self.module_stack.copy()
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        kind = type(a)
+        if kind in _PLAIN or kind is fx.Node:
+            return a
+        if issubclass(kind, fx.Proxy):
+            return a.node
+        if kind is tuple or kind is torch.Size:
+            return tuple([self.create_arg(element) for element in a])
+        if kind is list:
+            return [self.create_arg(element) for element in a]
+        if kind is dict and all(type(key) is str for key in a):
+            return {key: self.create_arg(value) for key, value in a.items()}
+        if kind is slice:
+            return slice(self.create_arg(a.start), self.create_arg(a.stop), self.create_arg(a.step))
+        if isinstance(a, Tensor):
+            return self._tensor(a)
+        if isinstance(a, tuple) and hasattr(kind, "_fields"):
+            return self.create_node("call_function", kind, tuple([self.create_arg(element) for element in a]), {})
+        if _is_plain_dataclass(kind):
+            values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(a)}
+            return self.create_node("call_function", kind, (), values)
+        if isinstance(a, tuple | list | dict | nn.Module):
+            self.decline(f"passes on or returns an object ({kind.__name__})")
+        return super().create_arg(a)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return self.decline("branches on a traced value")
+
+    # -- tensors ---------------------------------------------------------------------------------------------------
+
+    def _weight(self, tensor: Tensor) -> TracedValue | None:
+        """The stand-in of a parameter or buffer, one however often it is read; None for another tensor."""
+        slot = self.recorder.slots.get(id(tensor))
+        if slot is None:
+            return None
+        path, kind, _ = slot
+        if path not in self._values:
+            value = TracedTensor(self._attribute(path, kind, tensor), self)
+            value.tensor = tensor
+            self._values[path] = value
+        return self._values[path]
+
+    def _tensor(self, tensor: Tensor) -> fx.Node:
+        if (weight := self._weight(tensor)) is not None:
+            return weight.node
+        if type(tensor) is not Tensor or tensor.requires_grad:
+            self.decline(f"uses a {type(tensor).__name__} that is no parameter or buffer")
+        path = self.tensor_attrs.get(tensor)
+        if path is None:
+            if id(tensor) not in self._real.made:
+                self.decline("uses a tensor that is no attribute of the model")
+            path = f"_tensor_constant{len(self.made)}"
+            self.made.add(path)
+            self.tensor_attrs[tensor] = path
+        if path not in self._values:
+            self._values[path] = self.proxy(self._attribute(path, "constant", tensor))
+        return self._values[path].node
+
+    def _attribute(self, path: str, kind: str, tensor: Tensor) -> fx.Node:
+        node = self.create_node("get_attr", path, (), {})
+        node.meta["kind"] = kind
+        self.attributes[path] = tensor
+        return node
+
+    # -- declines --------------------------------------------------------------------------------------------------
+
+    def _accept(self, target: Any) -> None:
+        name = getattr(target, "__name__", str(target))
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            self.decline(f"calls the higher-order operator {name}")
+        if isinstance(target, torch.jit.ScriptFunction):
+            self.decline("calls a TorchScript function")
+        if target in (torch.autograd.grad, torch.autograd.backward):
+            self.decline("runs a backward pass")
+        if isinstance(target, FunctionType) and target.__module__.partition(".")[0] not in ("torch", "fxprec"):
+            self.decline(f"calls {name}, which torch.fx.wrap keeps whole")
+        self._accepted.add(target)
+
+    def _with_recorded_check(self, norm: _BatchNorm, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The norm's check of the input's rank becomes a node; while tracing, it sees a rank that passes."""
+        ranks = _RANKS.get(type(norm)._check_input_dim)
+        if ranks is None or type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+            return forward
+        if norm.training and norm.track_running_stats and norm.momentum is None:
+            self.decline(f"'{self.path_of_module(norm)}' has momentum=None, an average over a count known at run time")
+        if norm.training and isinstance(norm, nn.SyncBatchNorm):
+            self.decline(f"'{self.path_of_module(norm)}' is a SyncBatchNorm in training, which asks the process group")
+
+        def checked(input: Any) -> Any:
+            if not isinstance(input, fx.Proxy):
+                return forward(input)
+            dim = self.create_proxy("call_method", "dim", (input,), {})
+            self.create_proxy("call_function", check_dim, (dim, *ranks), {})
+            stand_in = CheckedInput(input.node, self)
+            stand_in.rank, stand_in.channels = ranks[0], norm.num_features
+            return forward(stand_in)
+
+        return checked
+
+
+def _is_plain_dataclass(kind: type) -> bool:
+    """Whether calling the class with its fields makes an equal object."""
+    return (
+        is_dataclass(kind)
+        and not hasattr(kind, "__post_init__")
+        and not issubclass(kind, dict | list | tuple)
+        and all(field.init for field in fields(kind))
+    )
