@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from fxprec.module import is_converted
@@ -63,22 +63,25 @@ class _Checking(Interpreter):
             _check(self._prefix + n.name, n, value)
         return value
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Bodies are handed over as functions: what calls them, once or twice, in whatever context, calls the check.
-        def checked(value: Any) -> Any:
-            return _Body(value, self._prefix, self._ran) if isinstance(value, GraphModule) else value
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self._checked_body(target, value) if isinstance(value, GraphModule) else value
 
-        return super().call_function(target, tuple(map(checked, args)), kwargs)
+    def _checked_body(self, name: str, body: GraphModule) -> GraphModule:
+        """A graph of one call, of the check: whoever runs it, in whatever way a higher-order op does."""
+        graph = Graph()
+        inputs = [graph.placeholder(str(node.target)) for node in body.graph.find_nodes(op="placeholder")]
+        graph.output(graph.call_module("checked", tuple(inputs)))
+        checked = _Checked(_Checking(body, f"{self._prefix}{name}.", self._ran))
+        gm = GraphModule({"checked": checked}, graph)
+        gm.meta = body.meta
+        return gm
 
 
-class _Body(nn.Module):
-    """The body of a higher-order op, checked while it runs."""
-
-    def __init__(self, gm: GraphModule, prefix: str, ran: list[str]) -> None:
+class _Checked(nn.Module):
+    def __init__(self, checking: Interpreter) -> None:
         super().__init__()
-        self.gm = gm
-        self.meta = gm.meta
-        self._checking = _Checking(gm, f"{prefix}{type(gm).__name__}.", ran)
+        self._checking = checking
 
     def forward(self, *args: Any) -> Any:
         return self._checking.run(*args)

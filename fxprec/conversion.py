@@ -91,6 +91,7 @@ class Conversion:
         self._static: dict[Any, list[StaticEntry]] = {}
         self._static_allowed = self.settings.capture != "dynamo"
         self._dynamo: dynamo.DynamoCapture | None = None
+        self._under_net = True
         self._warned_autocast = False
         self.settled = False  # no call has gone through yet
         self._policy_checked = not self.settings.policy.overrides and not self.settings.policy.rules
@@ -209,12 +210,14 @@ class Conversion:
         if why is not None:
             return self.run_in_net(module, args, kwargs, why)
         if self._dynamo is None:
-            function = self.instance_forward or self.original_class.forward
-            bound = self.instance_forward is not None
-            call = (lambda _, *a, **k: function(*a, **k)) if bound else function
-            self._dynamo = dynamo.DynamoCapture(call, self)
-        with self._net():
-            output = self._dynamo.call(module, *args, **kwargs)
+            self._dynamo = dynamo.DynamoCapture(self._unbound_forward(), self)
+        try:
+            with self._net() if self._under_net else contextlib.nullcontext():
+                output = self._dynamo.call(module, *args, **kwargs)
+        except RuntimeError as error:
+            if not self._under_net or (self.graphs and not dynamo.failed_while_tracing(error)):
+                raise
+            output = self._run_without_net(module, args, kwargs, error)
         if not self.graphs:
             raise CaptureError(
                 f"no graph of {self.original_class.__name__} was captured (is TORCHDYNAMO_DISABLE set, or dynamo "
@@ -223,6 +226,27 @@ class Conversion:
         if self.net:
             output = self._restored(output, args, kwargs)
         return output
+
+    def _run_without_net(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: RuntimeError
+    ) -> Any:
+        """What eager autocast itself cannot run (mixed dtypes in scatter_add) is captured whole, with autocast off."""
+        capture = dynamo.DynamoCapture(self._unbound_forward(), self, fullgraph=True)
+        graphs, programs = list(self.graphs), list(self.programs)
+        try:
+            output = capture.call(module, *args, **kwargs)
+        except Exception:
+            self.graphs, self.programs = graphs, programs
+            raise error from None
+        self._dynamo, self._under_net = capture, False
+        self.net.clear()
+        return output
+
+    def _unbound_forward(self) -> Callable[..., Any]:
+        bound = self.instance_forward
+        if bound is None:
+            return self.original_class.forward
+        return lambda _, *args, **kwargs: bound(*args, **kwargs)
 
     def rewritten(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""

@@ -123,6 +123,11 @@ def own_graph(gm: GraphModule) -> GraphModule:
     return GraphModule(gm, graph)
 
 
+def failed_while_tracing(error: Exception) -> bool:
+    """Whether an op failed on dynamo's fake tensors (nothing has run yet) rather than in a graph or in the net."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException)  # type: ignore[attr-defined]
+
+
 def modes_active() -> str | None:
     """Why dynamo must not be entered now: it would skip the frame, for good. None where it may be."""
     if torch._C._len_torch_dispatch_stack() > 0:
@@ -162,7 +167,7 @@ def name_weights(
         name, kind = known
         prefix = prefix or _frame_prefix(node, name)
         with gm.graph.inserting_before(node):
-            weight = gm.graph.create_node("get_attr", name, name=name.replace(".", "_"))
+            weight = gm.graph.create_node("get_attr", name, name="p_" + name.replace(".", "_"))
         weight.meta = {**node.meta, "kind": kind, "ndim": value.dim()}
         attach(gm, name, value)
         node.replace_all_uses_with(weight)

@@ -6,14 +6,14 @@ The check runs at every call, so it is a handful of C loops over flat lists: abo
   of different types count as the same;
 - children, and which tensor slots hold a parameter, a tensor or None (not which tensor: those are read at each call);
 - classes and their ``forward``, methods overridden on an instance, attributes that were asked for and missing;
-- hooks, global ones too; tied weights, still tied; shapes of parameters, where they were asked for;
+- hooks, global ones too; tied weights, still tied; shape or device of parameters, where they were asked for;
 - globals and closure variables of the traced functions that are numbers, strings or None.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, call, contains, itemgetter
@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-__all__ = ["HOOKS", "Guards", "Reads", "Slot"]
+__all__ = ["HOOKS", "Fact", "Guards", "Reads", "Slot"]
 
 #: Attributes of a module that hold hooks which run when it is called.
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -30,13 +30,15 @@ _GLOBAL_HOOKS: Final = {f"_global{name}": getattr(nn_module, f"_global{name}") f
 
 #: Where a tensor lives: a module's ``_parameters`` or ``_buffers``, and the name in it.
 Slot = tuple[dict[str, Any], str]
+#: Something that was asked of the tensor in a slot, and the answer.
+Fact = tuple[Slot, Callable[[Tensor], Any], Any]
 
 
 @dataclass(eq=False)
 class Reads:
     """What was read of one module: ``values`` and ``tensors`` of the instance, ``on_class`` of its class.
 
-    ``missing``: names that were looked for on the instance and must stay absent (attributes, overrides of methods).
+    ``missing``: names found on the class that the instance must not override. ``absent``: names found nowhere.
     """
 
     path: str
@@ -46,6 +48,7 @@ class Reads:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     on_class: dict[str, Any] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)
 
     def label(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
@@ -60,7 +63,7 @@ class Guards:
         reads: Sequence[Reads],
         plain: Sequence[tuple[Any, dict[str, Any]]] = (),
         ties: Sequence[tuple[Slot, Slot]] = (),
-        shapes: Sequence[tuple[Slot, tuple[int, ...]]] = (),
+        facts: Sequence[Fact] = (),
     ) -> None:
         # The root's own class and hooks are the caller's: a converted module's class is swapped, and its hooks run
         # around the graph.
@@ -73,8 +76,8 @@ class Guards:
             _Slots(reads),
         ]
         identical = [((vars(read.module), name), tensor) for read in reads for name, tensor in read.tensors.items()]
-        if identical or ties or shapes:
-            self._checks.append(_Tensors(identical, ties, shapes))
+        if identical or ties or facts:
+            self._checks.append(_Tensors(identical, ties, facts))
 
     def failing(self) -> str | None:
         """What changed, from what to what; None if nothing did."""
@@ -128,10 +131,13 @@ class _Hooks:
 
 class _Missing:
     def __init__(self, reads: Sequence[Reads]) -> None:
-        pairs = [(read, name) for read in reads for name in sorted(read.missing)]
-        self._labels = [read.label(name) for read, name in pairs]
-        self._scopes = [vars(read.module) for read, _ in pairs]
-        self._names = [name for _, name in pairs]
+        names = [(vars(read.module), name, read) for read in reads for name in sorted(read.missing | read.absent)]
+        for read in reads:
+            for part in ("_parameters", "_buffers", "_modules"):
+                names += [(vars(read.module)[part], name, read) for name in sorted(read.absent)]
+        self._labels = [read.label(name) for _, name, read in names]
+        self._scopes = [scope for scope, _, _ in names]
+        self._names = [name for _, name, _ in names]
 
     def holds(self) -> bool:
         return not any(map(contains, self._scopes, self._names))
@@ -154,7 +160,7 @@ class _Values:
         self._values = [(next(iter(values.values())), *values.values()) for _, _, values in expected]
 
     def holds(self) -> bool:
-        return [*map(call, self._getters, self._scopes)] == self._values
+        return [*map(call, self._getters, self._scopes)] == self._values  # type: ignore[arg-type]
 
     def change(self) -> str:
         for where, scope, names, (_, *values) in zip(self._where, self._scopes, self._names, self._values, strict=True):
@@ -193,21 +199,21 @@ class _Slots:
 
 
 class _Tensors:
-    """Tensors that are attributes but no buffers, tied slots, shapes that the forward asked for."""
+    """Tensors that are attributes but no buffers, tied slots, shapes and other facts that the forward asked for."""
 
     def __init__(
         self,
         identical: Sequence[tuple[Slot, Tensor]],
         ties: Sequence[tuple[Slot, Slot]],
-        shapes: Sequence[tuple[Slot, tuple[int, ...]]],
+        facts: Sequence[Fact],
     ) -> None:
-        self._identical, self._ties, self._shapes = identical, ties, shapes
+        self._identical, self._ties, self._facts = identical, ties, facts
 
     def holds(self) -> bool:
         return (
             all(scope[name] is tensor for (scope, name), tensor in self._identical)
             and all(a[name] is b[other] for (a, name), (b, other) in self._ties)
-            and all(scope[name].shape == shape for (scope, name), shape in self._shapes)
+            and all(ask(scope[name]) == fact for (scope, name), ask, fact in self._facts)
         )
 
     def change(self) -> str:
@@ -217,7 +223,8 @@ class _Tensors:
         for (a, name), (b, other) in self._ties:
             if a.get(name) is not b.get(other):
                 return f"{name} and {other} are no longer the same tensor"
-        return "the shape of a parameter or buffer changed"
+        changed = [(name, fact, ask(scope[name])) for (scope, name), ask, fact in self._facts]
+        return next(f"{name} changed from {fact} to {now}" for name, fact, now in changed if now != fact)
 
 
 def _values_of(reads: Iterable[Reads], root: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any]]]:

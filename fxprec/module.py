@@ -18,7 +18,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.fx import Graph, GraphModule
 
 from fxprec.conversion import Conversion
-from fxprec.errors import ConversionError, FxprecError
+from fxprec.errors import CaptureError, ConversionError, PolicyError
 from fxprec.settings import Settings
 
 __all__ = ["attach", "conversion_of", "graph_module", "graphs", "is_converted", "original", "revert"]
@@ -98,15 +98,7 @@ def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
 def _converted_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        outer = set_eval_frame(None)
-        try:
-            return self.__dict__[_STATE](self, args, kwargs)
-        except FxprecError:
-            if not self.__dict__[_STATE].settled:
-                revert(self)  # refused at its first call: put back as it was
-            raise
-        finally:
-            set_eval_frame(outer)
+        return _enter(self, args, kwargs)
 
     _hide_from_dynamo(forward)
 
@@ -143,20 +135,34 @@ def _graph(self: torch.nn.Module) -> Graph:
     return graph_module(self).graph
 
 
-def _hide_from_dynamo(forward: Any) -> None:
-    """An outer torch.compile breaks here and keeps our graphs.
+def _enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    conversion: Conversion = module.__dict__[_STATE]
+    outer = set_eval_frame(None)
+    try:
+        return conversion(module, args, kwargs)
+    except (CaptureError, PolicyError):
+        if not conversion.settled:
+            revert(module)  # refused at its first call: put back as it was
+        raise
+    finally:
+        set_eval_frame(outer)
+
+
+def _hide_from_dynamo(function: Any) -> None:
+    """An outer torch.compile breaks here and keeps our graphs; a strict torch.export says what to do.
 
     What torch._dynamo.disable does, without importing dynamo: a flag for its inliner, the frame itself skipped, and (in
-    forward) its callback taken off while ours run.
+    _enter) its callback taken off while ours run.
     """
-    forward._torchdynamo_disable = True
-    forward._torchdynamo_disable_msg = (
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = (
         "a model converted by fxprec captures its own graphs; to export or compile one, use fxprec.graph_module(model)"
     )
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(
-        forward.__code__, eval_frame._FrameExecStrategy(skip, eval_frame._FrameAction.DEFAULT)
-    )
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+_hide_from_dynamo(_enter)
 
 
 def _reduce(module: torch.nn.Module, cls: type[torch.nn.Module], protocol: Any) -> Any:

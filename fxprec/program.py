@@ -74,7 +74,7 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Pro
 def _replace(node: Node, slots: dict[str, Node], target: Any, suffix: str, graph: Graph, first: Node) -> None:
     if target not in slots:
         with graph.inserting_before(first):
-            slots[target] = graph.placeholder(target.replace(".", "_") + suffix)
+            slots[target] = graph.placeholder("p_" + target.replace(".", "_") + suffix)
         slots[target].meta = dict(node.meta)
     node.replace_all_uses_with(slots[target])
     graph.erase_node(node)

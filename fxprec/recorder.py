@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxprec.guard_values import UNGUARDED, guarded_copy, plain_reads
-from fxprec.guards import HOOKS, Guards, Reads, Slot
+from fxprec.guards import HOOKS, Fact, Guards, Reads, Slot
 
 __all__ = ["Recorder", "unfit"]
 
@@ -25,6 +26,8 @@ _STANDARD: Final = frozenset(vars(nn.Module()))
 #: Read at every call of a module and no business of a guard, or guarded for every module that was read.
 _INTERNAL: Final = frozenset(dir(nn.Module())) - {"training", *_PARTS}
 _METHODS: Final = _INTERNAL - _STANDARD
+_SHAPE: Final = attrgetter("shape")
+_FACTS: Final = attrgetter("shape", "dtype", "device", "requires_grad")
 _CALLABLES: Final = (FunctionType, MethodType, BuiltinFunctionType, type)
 
 #: Classes of torch, by name (most are imported only when used), and why static capture leaves them to dynamo.
@@ -79,7 +82,7 @@ class Recorder:
         self._reads: dict[int, Reads] = {}
         self._seen: set[tuple[int, str]] = set()
         self._functions: list[Any] = []
-        self._shapes: dict[tuple[int, str], tuple[Slot, tuple[int, ...]]] = {}
+        self._facts: dict[tuple[int, str, Any], Fact] = {}
         self.slots: dict[int, tuple[str, str, Slot]] = {}
         self._ties: list[tuple[Slot, Slot]] = []
         for path, module in root.named_modules():
@@ -106,7 +109,7 @@ class Recorder:
             except AttributeError:
                 attributes = get(module, "__dict__")
                 if not any(name in attributes[part] for part in _PARTS):
-                    reads.missing.add(name)
+                    reads.absent.add(name)
                 raise
             if (id(module), name) not in seen:
                 seen.add((id(module), name))
@@ -132,13 +135,17 @@ class Recorder:
 
     def asks_shape(self, tensor: Tensor) -> None:
         """The forward used the shape of this parameter or buffer as a constant."""
-        _, _, (slots, name) = self.slots[id(tensor)]
-        self._shapes[id(slots), name] = ((slots, name), tuple(tensor.shape))
+        self._add_fact(self.slots[id(tensor)][2], _SHAPE)
+
+    def _add_fact(self, slot: Slot, facts: Callable[[Tensor], Any]) -> None:
+        slots, name = slot
+        if slots[name] is not None:
+            self._facts[id(slots), name, facts] = (slot, facts, facts(slots[name]))
 
     def guards(self) -> Guards:
         """The guards of everything read so far."""
         return Guards(
-            self._root, [*self._reads.values()], plain_reads(self._functions), self._ties, [*self._shapes.values()]
+            self._root, [*self._reads.values()], plain_reads(self._functions), self._ties, [*self._facts.values()]
         )
 
     def _first_read(self, module: nn.Module) -> Reads:
@@ -157,7 +164,12 @@ class Recorder:
 
     def _read(self, reads: Reads, name: str, value: Any) -> None:
         attributes = vars(reads.module)
-        if name in _PARTS or (name.startswith("__") and name.endswith("__")):
+        if name in ("_parameters", "_buffers"):
+            # for instance by next(self.parameters()).device: what needs no arithmetic is open to the forward
+            for slot in value:
+                self._add_fact((value, slot), _FACTS)
+            return
+        if name == "_modules" or (name.startswith("__") and name.endswith("__")):
             return
         if name in attributes:
             if isinstance(value, Tensor):

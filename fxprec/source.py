@@ -45,17 +45,11 @@ class SourceLines:
         found: FrameType | None = None
         forward: FrameType | None = None
         checkpoint = False
-        is_user = self._is_user
         while frame is not None and frame.f_code is not self._stop:
             code = frame.f_code
-            file = code.co_filename
-            user = is_user.get(file)
-            if user is None:
-                user = is_user[file] = not file.startswith((_TORCH, _OURS))
-            if user:
-                if found is None:
-                    found = frame
-            elif file == _CHECKPOINT:
+            if self.is_user(code):
+                found = found or frame
+            elif code.co_filename == _CHECKPOINT:
                 checkpoint = True
             elif forward is None and code.co_name == "forward":
                 forward = frame
@@ -73,20 +67,18 @@ class SourceLines:
             self._texts[key] = text
         return text
 
-    def place(self, frame: FrameType | None, line: int | None = None) -> str:
-        """``model.py:12 `x = self.fc(x)``` for a reason; '' without a frame."""
-        if frame is None:
-            return ""
-        file, line = frame.f_code.co_filename, line or frame.f_lineno
+    def place(self, frame: FrameType, line: int) -> str:
+        """``model.py:12 `x = self.fc(x)```, for a reason."""
+        file = frame.f_code.co_filename
         source = linecache.getline(file, line, frame.f_globals).strip()
         return f"{os.path.basename(file)}:{line}" + (f" `{source}`" if source else "")
 
     def place_of_error(self, trace: TracebackType | None) -> str:
-        """The innermost user line that an exception passed through."""
-        frames = [
-            (frame, line)
-            for frame, line in traceback.walk_tb(trace)
-            if not frame.f_code.co_filename.startswith((_TORCH, _OURS))
-        ]
-        inside = [index for index, (frame, _) in enumerate(traceback.walk_tb(trace)) if frame.f_code is self._stop]
-        return self.place(*frames[-1]) if frames and inside else ""
+        """The innermost user line below ``stop`` that an exception passed through; '' if there is none."""
+        place = ""
+        inside = False
+        for frame, line in traceback.walk_tb(trace):
+            inside = inside or frame.f_code is self._stop
+            if inside and self.is_user(frame.f_code):
+                place = self.place(frame, line)
+        return place

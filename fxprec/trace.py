@@ -31,6 +31,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch.fx import _symbolic_trace
 from torch.fx import traceback as fx_traceback
 from torch.nn.modules import module as nn_module
 
@@ -81,14 +82,14 @@ def trace_static(
     is_module = isinstance(module_or_function, nn.Module)
     root = module_or_function if is_module else nn.Module()
     with _LOCK, _neutral():
-        if fx._symbolic_trace._is_fx_tracing_flag:
+        if _symbolic_trace._is_fx_tracing_flag:
             raise CaptureDeclined("another torch.fx trace is running")
         if any(getattr(nn_module, f"_global{name}") for name in HOOKS):
             raise CaptureDeclined("hooks are registered for all modules")
         if (why := unfit(root)) is not None:
             raise CaptureDeclined(f"the model {why}")
         forward = root.forward if is_module else module_or_function
-        arguments = _bound(inspect.signature(forward), tensor_arguments, constants)
+        arguments = _bound(forward, tensor_arguments, constants)
         tracer = ForwardTracer(root, _interpreted(root) or forward, arguments, tensor_arguments)
         graph = _trace(tracer, root, is_module)
         _check_constants(tracer, graph)
@@ -98,8 +99,12 @@ def trace_static(
 
 
 def _bound(
-    signature: inspect.Signature, tensor_arguments: Sequence[str], constants: Mapping[str, object]
+    forward: Callable[..., Any], tensor_arguments: Sequence[str], constants: Mapping[str, object]
 ) -> inspect.BoundArguments:
+    try:
+        signature = inspect.signature(forward)
+    except ValueError as error:
+        raise CaptureDeclined(str(error)) from None
     for name in (*tensor_arguments, *constants):
         if name not in signature.parameters:
             raise TypeError(f"the forward has no argument {name!r}: {signature}")
@@ -126,8 +131,8 @@ def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
     reason = ""
     try:
         graph = tracer.trace(root if is_module else _no_module)
-    except CaptureDeclined:
-        pass
+    except CaptureDeclined as declined:
+        reason = declined.reason
     except Exception as error:
         where = tracer.lines.place_of_error(error.__traceback__)
         message = (str(error).splitlines() or [""])[0]

@@ -5,7 +5,7 @@ the forward says                      plain ``torch.fx.Proxy``, and what these d
 ====================================  ==========================================================================
 ``x += y``                            records ``x = x + y``, though others may see x: records ``operator.iadd``
 ``x[i] = y``                          fails: records ``operator.setitem``
-``isinstance(x, Tensor)``             says no: the truth for arguments and weights, otherwise declines
+``isinstance(x, Tensor)``             says no: the truth where it is certain, otherwise declines
 ``hasattr(x, "decompose")``           says yes: the truth for arguments and weights
 ``x.requires_grad = True``            is lost: declines
 ``self.weight.shape``                 is a Proxy, which no ``if`` takes: the shape itself, guarded
@@ -22,7 +22,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.fx.proxy import Attribute, Proxy
+
+from fxprec.passes.op_names import canonical_op
+from fxprec.passes.op_table import rule_of
 
 if TYPE_CHECKING:
     from fxprec.tracer import ForwardTracer
@@ -45,6 +49,7 @@ _IN_PLACE: Final = (
     "lshift",
     "rshift",
 )
+_NUMBER_METHODS: Final = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "item"})
 #: torch's own Python code that asks what a value is on the user's behalf.
 _ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, type(nn.Parameter).__instancecheck__.__code__})
 
@@ -63,9 +68,9 @@ class TracedValue(Proxy):
         return type(self)
 
     def _claimed(self) -> type:
-        if self.node.op == "placeholder":
-            return Tensor
-        return self.tracer.decline("asks for the type of a traced value")
+        if not _is_tensor(self.node):
+            self.tracer.decline("asks for the type of a traced value")
+        return Tensor
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or (self.node.op == "placeholder" and not hasattr(Tensor, name)):
@@ -85,7 +90,7 @@ class TracedValue(Proxy):
         count = self.tracer.unpacks(frame.f_code).get(frame.f_lasti)
         if count is None:
             self.tracer.decline("iterates over a traced value")
-        return iter([self[i] for i in range(count)])
+        return iter([operator.getitem(self, i) for i in range(count)])
 
     def __len__(self) -> int:
         return self.tracer.decline("takes len() of a traced value")
@@ -97,17 +102,41 @@ class TracedValue(Proxy):
         return self.tracer.decline("makes a Python number of a traced value")
 
 
-def _in_place(name: str) -> Callable[[TracedValue, Any], Any]:
-    target = getattr(operator, f"i{name}")
-
+def _in_place(target: Callable[[Any, Any], Any], otherwise: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def method(self: TracedValue, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", target, (self, other), {})
+        # fx prints iadd as a statement, which would rebind the name that later users of a number read
+        recorded = otherwise if _is_number(self.node) else target
+        return self.tracer.create_proxy("call_function", recorded, (self, other), {})
 
     return method
 
 
 for _name in _IN_PLACE:
-    setattr(TracedValue, f"__i{_name}__", _in_place(_name))
+    _bare = f"{_name}_" if _name in ("and", "or") else _name
+    setattr(TracedValue, f"__i{_name}__", _in_place(getattr(operator, f"i{_name}"), getattr(operator, _bare)))
+
+
+def _is_tensor(node: Node) -> bool:
+    """Whether the value is certainly one tensor."""
+    if node.op == "placeholder":
+        return True
+    op = canonical_op(node)
+    rule = None if op is None or _is_number(node) else rule_of(op.name)
+    if rule is None or not isinstance(rule.result, str):
+        return False
+    return rule.result not in ("none", "unknown") and not rule.result.endswith("*")
+
+
+def _is_number(node: Node) -> bool:
+    """Sizes, and what is computed from nothing but sizes."""
+    if node.op == "call_method":
+        return node.target in _NUMBER_METHODS
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim")
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    computes = getattr(node.target, "__module__", None) in ("_operator", "math", "builtins")
+    return computes and all(map(_is_number, node.all_input_nodes))
 
 
 class TracedAttribute(Attribute, TracedValue):  # type: ignore[misc]
@@ -149,7 +178,9 @@ class TracedTensor(TracedValue):
         return self._shape()[0]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(self.tensor, name):
+        if name.startswith("__") or not hasattr(type(self.tensor), name):
+            if name in vars(self.tensor):
+                self.tracer.decline(f"reads the attribute '{name}' that somebody set on a parameter or buffer")
             raise AttributeError(f"'{type(self.tensor).__name__}' object has no attribute '{name}'")
         return TracedAttribute(self, name)
 

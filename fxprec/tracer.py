@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import has_side_effect
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxprec.declined import CaptureDeclined
@@ -42,7 +43,7 @@ def check_dim(dim: int, lowest: int, highest: int, expected: str) -> None:
         raise ValueError(f"expected {expected} input (got {dim}D input)")
 
 
-fx.node.has_side_effect(check_dim)
+has_side_effect(check_dim)
 
 
 class ForwardTracer(fx.Tracer):
@@ -86,10 +87,9 @@ class ForwardTracer(fx.Tracer):
     def decline(self, reason: str) -> NoReturn:
         """Give up, naming the user's line."""
         frame, checkpoint = self.lines.user_frame(sys._getframe(1))
-        place = self.lines.place(frame)
         if checkpoint:
             reason = "uses activation checkpointing"
-        error = CaptureDeclined(f"{reason}, at {place}" if place else reason)
+        error = CaptureDeclined(reason if frame is None else f"{reason}, at {self.lines.place(frame, frame.f_lineno)}")
         self.declined = self.declined or error
         raise error
 
@@ -183,7 +183,7 @@ class ForwardTracer(fx.Tracer):
         if isinstance(a, tuple) and hasattr(kind, "_fields"):
             return self.create_node("call_function", kind, tuple([self.create_arg(element) for element in a]), {})
         if _is_plain_dataclass(kind):
-            values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(a)}
+            values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(kind)}
             return self.create_node("call_function", kind, (), values)
         if isinstance(a, tuple | list | dict | nn.Module):
             self.decline(f"passes on or returns an object ({kind.__name__})")

@@ -19,50 +19,43 @@ from torch import nn
 __all__ = ["ModelState", "RandomState"]
 
 _CONTAINERS: Final = frozenset({list, dict, set, OrderedDict, defaultdict, deque})
-#: What nn.Module keeps its parts in: a write there is named by the part alone.
-_PARTS: Final = dict.fromkeys(("_parameters", "_buffers", "_modules"), "")
+#: The dicts that nn.Module keeps its parts in: a write there is named by the part alone.
+_PARTS: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class ModelState:
     """A shallow copy of every module's attributes, and of the lists, dicts and sets among them."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules: list[tuple[str, dict[str, Any], list[str], list[Any]]] = []
-        self._filled: list[tuple[str, Any, Any]] = []
-        self._empty: list[tuple[str, Any]] = []
+        self._modules: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._filled: list[tuple[str, str, Any, Any]] = []
+        self._empty: list[tuple[str, str, Any]] = []
         for path, module in root.named_modules():
             attributes = module.__dict__
-            names, values = list(attributes), list(attributes.values())
-            self._modules.append((path, attributes, names, values))
-            for name, value in zip(names, values, strict=True):
-                if type(value) not in _CONTAINERS:
-                    continue
-                label = _joined(path, _PARTS.get(name, name))
-                if value:
-                    self._filled.append((label, value, value.copy()))
-                else:
-                    self._empty.append((label, value))
-        self._contents = [value for _, value in self._empty]
+            self._modules.append((path, attributes, attributes.copy()))
+            for name, value in attributes.items():
+                if type(value) in _CONTAINERS:
+                    if value:
+                        self._filled.append((path, name, value, value.copy()))
+                    else:
+                        self._empty.append((path, name, value))
+        self._contents = [value for _, _, value in self._empty]
 
     def restore(self) -> str | None:
         """Undo every write; the name of the first thing written, or None if nothing was."""
         written: list[str] = []
-        for path, attributes, names, values in self._modules:
-            if list(attributes) != names or not all(map(is_, attributes.values(), values)):
-                saved = dict(zip(names, values, strict=True))
-                written += [_joined(path, name) for name in _differing(attributes, saved)]
-                attributes.clear()
-                attributes.update(saved)
-        for label, value, saved in self._filled:
+        for path, attributes, saved in self._modules:
+            if not _same(attributes, saved):
+                written.append(_joined(path, _first_difference(attributes, saved)))
+                _refill(attributes, saved)
+        for path, name, value, saved in self._filled:
             if not _same(value, saved):
-                is_part = isinstance(value, dict) and (not label or label[-1] == ".")
-                written.append(label + _differing(value, saved)[0] if is_part else f"the contents of {label}")
+                written.append(_described(path, name, value, saved))
                 _refill(value, saved)
         if any(self._contents):
-            for label, value in self._empty:
+            for path, name, value in self._empty:
                 if value:
-                    is_part = isinstance(value, dict) and (not label or label[-1] == ".")
-                    written.append(label + next(iter(value)) if is_part else f"the contents of {label}")
+                    written.append(_described(path, name, value, {}))
                     value.clear()
         return written[0] if written else None
 
@@ -71,16 +64,22 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _differing(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
-    return [name for name in {**saved, **now} if name not in now or name not in saved or now[name] is not saved[name]]
+def _described(path: str, name: str, value: Any, saved: Any) -> str:
+    if name in _PARTS:
+        return _joined(path, _first_difference(value, saved))
+    return f"the contents of {_joined(path, name)}"
+
+
+def _first_difference(now: dict[str, Any], saved: dict[str, Any]) -> str:
+    return next(
+        name for name in {**saved, **now} if name not in now or name not in saved or now[name] is not saved[name]
+    )
 
 
 def _same(now: Any, saved: Any) -> bool:
-    if isinstance(now, set):
-        return now == saved
     if isinstance(now, dict):
         return list(now) == list(saved) and all(map(is_, now.values(), saved.values()))
-    return len(now) == len(saved) and all(map(is_, now, saved))
+    return now == saved if isinstance(now, set) else len(now) == len(saved) and all(map(is_, now, saved))
 
 
 def _refill(value: Any, saved: Any) -> None:

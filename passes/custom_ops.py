@@ -17,17 +17,16 @@ def is_registered(op_name: str) -> bool:
 def registered_autocast(op_name: str, device: str | None = None) -> torch.dtype | None:
     """The dtype that ``torch.library.register_autocast`` was given for an op on a device type (None: on any), or None.
 
-    torch offers no way to ask: ``custom_op`` definitions keep it in ``_autocast_dtype``, ops of a ``Library`` in the
+    torch offers no way to ask: ``custom_op`` definitions keep it in an attribute, ops of a ``Library`` in the
     closure of their Python kernel. What a version of torch keeps elsewhere counts as not registered.
     """
     packet = _packet(op_name)
     if packet is None:
         return None
     kernels = getattr(getattr(packet, op_name.partition(".")[2] or "default", None), "py_kernels", {})
-    registered = _custom_op_dtypes(op_name)
     for device_type in ("cuda", "cpu", "xpu") if device is None else (device,):
         key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}", None)
-        dtype = registered.get(device_type) or _closure(kernels.get(key)).get("cast_inputs")
+        dtype = _custom_op_dtype(op_name, device_type) or _closure(kernels.get(key)).get("cast_inputs")
         if isinstance(dtype, torch.dtype):
             return dtype
     return None
@@ -40,10 +39,13 @@ def _packet(op_name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), name.partition(".")[0], None)
 
 
-def _custom_op_dtypes(op_name: str) -> dict[str, torch.dtype | None]:
+def _custom_op_dtype(op_name: str, device_type: str) -> torch.dtype | None:
     from torch._library.custom_ops import OPDEFS
 
-    return getattr(OPDEFS.get(op_name.partition(".")[0]), "_autocast_dtype", {})
+    definition = OPDEFS.get(op_name.partition(".")[0])
+    by_device = getattr(definition, "_autocast_dtype", {})
+    older = getattr(definition, f"_autocast_{device_type}_dtype", None)  # as earlier versions of torch have it
+    return by_device.get(device_type) or older
 
 
 def _closure(function: Any) -> dict[str, object]:

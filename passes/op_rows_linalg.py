@@ -45,11 +45,11 @@ FOURIER: Final = table(
 )  # fmt: skip
 
 COMPLEX: Final = table(
-    rows(Rule.KEEP, _COMPLEX, "complex polar view_as_complex", result="complex"),
+    rows(Rule.KEEP, _COMPLEX, "complex polar", result="complex"),
+    rows(Rule.KEEP, _COMPLEX, "view_as_complex", result="complex", view=True),
     rows(Rule.KEEP, _COMPLEX, "view_as_real real imag", result="real", view=True),
     rows(Rule.KEEP, _COMPLEX, "angle", result="float_real"),
-    rows(Rule.KEEP, _COMPLEX, "conj neg_view", result="first", view=True),
-    rows(Rule.KEEP, _COMPLEX, "conj_physical", result="first")
+    rows(Rule.KEEP, _COMPLEX, "conj neg_view conj_physical", result="first", view=True)
 )  # fmt: skip
 
 LINALG_ROWS: Final[Mapping[str, OpRule]] = table(SOLVERS, FOURIER, COMPLEX)

@@ -24,8 +24,11 @@ BINARY: Final = table(
     rows(Rule.PROMOTE, _WIDEST, "add sub rsub mul addcmul maximum minimum fmax fmin clamp clamp_min clamp_max",
          native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "remainder floor_divide fmod where", native_promotion=True),
-    rows(Rule.PROMOTE, _WIDEST, "div addcdiv atan2 hypot copysign ldexp", result="float", native_promotion=True),
-    rows(Rule.PROMOTE, _WIDEST, "outer kron diff block_diag cartesian_prod", native_promotion=True),
+    rows(Rule.PROMOTE, _WIDEST, "div addcdiv atan2 hypot copysign", result="float", native_promotion=True),
+    rows(Rule.PROMOTE, _WIDEST, "outer kron diff block_diag", native_promotion=True),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "cartesian_prod", view=True),
+    # the kernel is a product with 2 ** other, computed in other's dtype
+    rows(Rule.PROMOTE, _ONE_DTYPE, "ldexp", result="float"),
     rows(Rule.PROMOTE, _WIDEST, "cat stack hstack vstack dstack column_stack", native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "eq ne lt le gt ge", result="bool", native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "logical_and logical_or logical_xor", result="bool", native_promotion=True),
@@ -39,7 +42,8 @@ BINARY: Final = table(
 )  # fmt: skip
 
 UNARY: Final = table(
-    rows(Rule.FOLLOW, "exact, or one rounding", "neg positive nan_to_num", result="first"),
+    rows(Rule.FOLLOW, "exact, or one rounding", "neg nan_to_num", result="first"),
+    rows(Rule.FOLLOW, "gives its input back", "positive", result="first", view=True),
     rows(Rule.FOLLOW, "exact, or one rounding", "abs", result="real"),
     rows(Rule.FOLLOW, "one rounding", "sqrt deg2rad rad2deg", result="float"),
     rows(Rule.FOLLOW, "one rounding", "square", result="first"),

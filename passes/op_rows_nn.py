@@ -79,7 +79,8 @@ ACTIVATIONS: Final = table(
            result="first"),
     rows(Rule.FULL, "no float16 kernel on CPU", "rrelu", result="first"),
     rows(Rule.FOLLOW, "zeroes and scales: nothing is accumulated",
-           "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout", result="first")
+           "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout", result="first",
+         view=True)
 )  # fmt: skip
 
 POOLING: Final = table(

@@ -82,7 +82,7 @@ NO_TENSOR: Final = rows(
     "is_contiguous is_coalesced is_pinned is_shared is_tensor is_storage is_distributed is_grad_enabled "
     "is_inference_mode_enabled len length_hint sequence_concat countOf indexOf result_type promote_types can_cast "
     "broadcast_shapes get_default_dtype typename dense_dim sparse_dim dim_order storage storage_type typed_storage "
-    "untyped_storage is_view qscheme sym_size sym_max sym_min sym_not sym_float sym_int sym_ite sym_sqrt sym_sum nnz",
+    "untyped_storage is_view qscheme sym_max sym_min sym_not sym_float sym_int sym_ite sym_sqrt sym_sum nnz",
     result="none",
 )  # fmt: skip
 

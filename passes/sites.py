@@ -6,30 +6,48 @@ A *site* is one call as the policy sees it. ``data`` are the float arguments on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.ir import UNKNOWN, DTypeInfo, Op, Rule, is_castable, module_path
+from fxprec.passes.ir import UNKNOWN, DTypeInfo, Op, Rule, is_castable, is_scalar, module_path
 from fxprec.passes.op_table import OpRule, rule_of
 
-__all__ = ["Site", "bodies", "carries_float", "dtype_reference", "is_metadata", "operands", "original", "site_of"]
+__all__ = [
+    "Site",
+    "bind_operands",
+    "bodies",
+    "body_calls",
+    "carries_float",
+    "dtype_reference",
+    "is_metadata",
+    "is_zero_dim",
+    "may_be_container",
+    "original",
+    "runs_bodies",
+    "site_of",
+]
 
 #: Higher-order ops that run their body once, there and then: its nodes are decided as part of the caller's graph.
-TRANSPARENT: Final = frozenset(
+_TRANSPARENT: Final = frozenset(
     f"higher_order::{name}"
     for name in ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "invoke_subgraph",
                  "wrap_with_set_grad_enabled", "wrap_with_autocast", "strict_mode", "hints_wrapper")
 )  # fmt: skip
 
 #: Branches and loops: bodies are decided alone, and what enters and leaves them has its original dtype.
-BOUNDED: Final = frozenset(
+_BOUNDED: Final = frozenset(
     f"higher_order::{name}" for name in ("cond", "while_loop", "scan", "associative_scan", "map", "map_impl")
 )
+
+#: Reductions that give a 0-dim tensor unless they are told a dimension (``is_scalar`` looks).
+_REDUCE_ALL: Final = frozenset({"sum", "mean", "prod", "max", "min", "amax", "amin", "norm", "std", "var"})
 
 #: Methods without a tensor result that still read the values.
 _READ_VALUES: Final = frozenset({"numpy", "tolist", "item", "storage", "typed_storage", "untyped_storage", "data_ptr"})
@@ -61,13 +79,27 @@ class Site:
     kept: tuple[Node, ...]
 
     @property
+    def base(self) -> Node:
+        """The first argument: what a view looks at, a write writes, a cast casts."""
+        first = self.node.args[0] if self.node.args else next(iter(self.node.kwargs.values()))
+        return first if isinstance(first, Node) else self.node
+
+    @property
     def promotes(self) -> bool:
         """Whether the eager kernel takes mixed inputs."""
         return self.row is not None and self.row.native_promotion
 
     def has_mixed_kernel(self, context: Context) -> bool:
         """Whether an eager kernel reads and writes low, and computes in FP32 inside."""
-        return context.native_mixed and self.row is not None and context.device in self.row.mixed
+        return self.dtype is None and context.native_mixed and self.row is not None and context.device in self.row.mixed
+
+    def accumulates_wide(self, context: Context, asked: torch.dtype | None) -> bool:
+        """Whether the kernel takes a dtype to compute in, so that it may read low: ours, or one that the user asked for."""
+        if self.dtype is not None or not context.native_mixed or self.row is None:
+            return False
+        if asked is None:
+            return self.row.dtype_keyword
+        return asked is torch.float32 and "dtype" in self.node.kwargs
 
 
 def site_of(node: Node, context: Context) -> Site:
@@ -120,17 +152,55 @@ def dtype_reference(node: Node) -> Node | None:
     return None
 
 
+def may_be_container(node: Node) -> bool:
+    """Whether an input of unknown dtype is read like a list or dict: then it may be no tensor, and is left alone."""
+    return node.meta.get("dtype") is UNKNOWN and any(
+        (op := user.meta.get("op")) is not None and op.name == "getitem" and isinstance(user.args[1], int | str)
+        for user in node.users
+    )
+
+
+def is_zero_dim(node: Node, known: Container[Node]) -> bool:
+    """``is_scalar`` for one node after the other: what it needs of the earlier ones is ``known``, nothing is walked."""
+    op: Op | None = node.meta.get("op")
+    if op is None or "val" in node.meta or op.name in _REDUCE_ALL:
+        return is_scalar(node)
+    sources = node.all_input_nodes
+    return bool(sources) and all(source in known for source in sources) and is_scalar(node)
+
+
 def bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
     """The graphs that a higher-order op calls."""
-    found = (_body(source, gm) for source in node.all_input_nodes if source.op == "get_attr")
-    return [body for body in found if body is not None]
+    if not isinstance(node.target, HigherOrderOperator):
+        return []
+    return [body for source in node.all_input_nodes if (body := _body(source, gm)) is not None]
 
 
-def operands(node: Node, gm: GraphModule) -> list[object]:
-    """What a higher-order op hands to its one body, in the order of the body's placeholders."""
-    leaves = list(_leaves(node.args))
-    first = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Node) and _body(leaf, gm) is not None), -1)
-    return [leaf for leaf in leaves[first + 1 :] if not isinstance(leaf, str)]
+def body_calls(gm: GraphModule) -> Counter[int]:
+    """How often each body (by id) is called from this graph."""
+    found = ((_body(node, gm), node) for node in gm.graph.find_nodes(op="get_attr"))
+    return Counter({id(body): len(node.users) for body, node in found if body is not None})
+
+
+def runs_bodies(node: Node) -> bool:
+    """Whether a higher-order op just runs its bodies, so that what is in them is ours to decide."""
+    name = node.meta["op"].name if "op" in node.meta else ""
+    if node.meta.get("autocast") is False or (name.endswith("wrap_with_autocast") and node.args[2] is False):
+        return False
+    return name in _TRANSPARENT or name in _BOUNDED
+
+
+def bind_operands(node: Node, gm: GraphModule) -> dict[Node, Node] | None:
+    """Placeholder of the one body -> the caller's operand; None where the op does not simply hand them on."""
+    if node.meta["op"].name not in _TRANSPARENT:
+        return None
+    leaves = [leaf for leaf in _leaves(node.args) if not isinstance(leaf, str)]
+    at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Node) and _body(leaf, gm) is not None)
+    given = leaves[at + 1 :]
+    inputs = list(bodies(node, gm)[0].graph.find_nodes(op="placeholder"))
+    if len(inputs) != len(given):
+        return None
+    return {into: operand for into, operand in zip(inputs, given, strict=True) if isinstance(operand, Node)}
 
 
 def _body(source: Node, gm: GraphModule) -> GraphModule | None:

@@ -13,7 +13,7 @@ import fxprec
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 8))
         self.idle = nn.Linear(2, 2)
 
     def forward(self, x):
@@ -27,7 +27,7 @@ def model():
 
 def test_a_module_covers_all_below_it(model):
     text = fxprec.explain(model, "body")
-    assert text.split("\n")[0] == "body: 3 nodes"
+    assert text.split("\n")[0] == "body: 4 nodes"
     assert "body.0.weight as its bfloat16 shadow" in text
     assert "%x cast from float32 to bfloat16" in text
     assert "softmax  (" not in text
@@ -35,7 +35,7 @@ def test_a_module_covers_all_below_it(model):
 
 
 def test_a_cast_shows_at_both_its_ends(model):
-    low = fxprec.explain(model, "body.2")
+    low = fxprec.explain(model, "body.3")
     assert "bfloat16 (float32 in the original), cast to float32 for %softmax" in low
     full = fxprec.explain(model, "op:softmax")
     assert "cast from bfloat16 to float32" in full

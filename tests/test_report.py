@@ -26,6 +26,11 @@ class Net(nn.Module):
         return F.softmax(self.fc2(self.norm(F.gelu(self.fc1(x)))), -1)
 
 
+class Dropping(Net):
+    def forward(self, x):
+        return F.dropout(super().forward(x), training=self.training)
+
+
 class Breaking(Net):
     def forward(self, x):
         hidden = self.fc1(x)
@@ -125,7 +130,7 @@ def test_rich_prints_it(model):
 
 
 def test_each_graph_has_a_section():
-    model, _ = fxprec.convert(Net(), dtype=torch.bfloat16)
+    model, _ = fxprec.convert(Dropping(), dtype=torch.bfloat16)
     model(torch.randn(2, 8))
     model.eval()
     model(torch.randn(2, 8))

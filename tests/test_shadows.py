@@ -22,11 +22,6 @@ from fxprec.shadows import ShadowStore, StaleShadowError
 LOW = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 class Net(nn.Module):
     """What a converted model does with its weights: two graphs, each of which reads its own."""
 
@@ -448,7 +443,8 @@ def test_activation_checkpointing(reentrant: bool, part: str) -> None:
             (a.sum() + b.square().sum()).backward()
             optimizer.step()
         # Not the same bits: the gradients of two forwards meet before their cast to FP32, or after it.
-        torch.testing.assert_close(gradients(net), gradients(reference), rtol=2e-2, atol=2e-2)
+        for a, b in zip(gradients(net), gradients(reference), strict=True):
+            assert (a - b).norm() <= 0.03 * b.norm()
 
 
 def test_accumulation_refreshes_once() -> None:
@@ -587,6 +583,7 @@ def test_functionally_replaced_weights() -> None:
     assert torch.equal(net(x), reference(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, on the way to jvp
 def test_functorch_transforms() -> None:
     net, reference = pair()
     x = torch.randn(4, 5)
@@ -695,6 +692,7 @@ def test_a_failed_copy_leaves_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_weights_on_two_devices() -> None:
     net, reference = (nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).cuda()) for _ in range(2))
     reference.load_state_dict(net.state_dict())

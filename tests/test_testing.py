@@ -20,7 +20,7 @@ class Net(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x, index):
-        hidden = self.norm(self.fc(x)).view(-1, 2, 4)
+        hidden = self.drop(self.norm(self.fc(x))).view(-1, 2, 4)
         return F.softmax(hidden[index], -1), index + 1
 
 

@@ -1,0 +1,78 @@
+"""Say of every node what it reads, computes and puts out, and why; rewrite nothing.
+
+Before (propagated)::
+
+    %x: float32 = placeholder
+    %w: float32 = get_attr[fc.weight]
+    %linear: float32 = linear(%x, %w)
+    %relu: float32 = relu(%linear)
+    %exp: float32 = exp(%relu)
+
+After: ``meta["precision"]``::
+
+    node      reads     compute   output    rule
+    %x        -         -         float32   keep
+    %w        -         -         float32   keep
+    %linear   bfloat16  bfloat16  bfloat16  low
+    %relu     bfloat16  bfloat16  bfloat16  follow
+    %exp      float32   float32   float32   full
+
+``placement`` chooses between the cheapest casts (placement_mincut) and torch.autocast's (placement_autocast). What the
+levels mean for both:
+
+====  ===============================================================================================================
+O0    every node keeps its original dtypes
+O1    inputs, parameters and buffers are FP32, and what promotes or follows is as wide as its widest input, so the
+      residual stream stays FP32 as under autocast
+O2    inputs and parameters count as low, so everything floats that nothing FP32 flows into: the residual stream is low
+O3    as O2; the policy turns FULL into LOW
+====  ===============================================================================================================
+
+How the annotation reads for who inserts casts:
+
+- ``reads`` is a dtype: the float arguments on data ports (``OpRule.ports``) are wanted in it, the others in their
+  original dtype; where the kernel promotes by itself and ``reads`` is FP32, low arguments may stay.
+- ``reads`` is None: with rule KEEP every float argument is wanted in its original dtype; with any other rule, and for
+  user casts ("to"), getitem, getattr and copy, it is taken as it arrives. The output node follows the same rule, and the
+  body of a checkpointed region returns what it has (rule FOLLOW).
+- ``output`` is what the kernel itself puts out. Where the node is the root of memory that is written later and has to
+  live in another dtype, ``meta["root_dtype"]`` names it (see ``pins``).
+- An input at O2 is annotated as it arrives; its readers ask for it in low.
+
+Bodies of checkpointed regions are decided together with their caller, without casts at the border. Branches, loops and
+bodies called more than once take and give original dtypes. Bodies of any other higher-order op are left alone.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from fxprec.passes.context import Context
+from fxprec.passes.ir import PassResult, Precision, Rule
+from fxprec.passes.placement_autocast import place_as_autocast
+from fxprec.passes.placement_mincut import place_by_cut
+from fxprec.passes.sites import bodies, carries_float, original
+
+__all__ = ["decide"]
+
+
+def decide(gm: GraphModule, context: Context) -> PassResult:
+    """Annotate ``meta["precision"]`` on every node of the graph and of the bodies it calls."""
+    declined: list[str] = []
+    if context.policy.level == "O0":
+        _keep_everything(gm)
+    elif context.placement == "autocast":
+        place_as_autocast(gm, context)
+    else:
+        declined = place_by_cut(gm, context)
+    return PassResult(gm, False, tuple(declined))
+
+
+def _keep_everything(gm: GraphModule) -> None:
+    for node in gm.graph.nodes:
+        info = node.meta.get("dtype")
+        output = original(info) if carries_float(info) and node.op != "output" else None
+        compute = output if node.op.startswith("call") else None
+        node.meta["precision"] = Precision(None, compute, output, Rule.KEEP, "level O0 changes nothing")
+        for body in bodies(node, gm):
+            _keep_everything(body)
