@@ -90,7 +90,8 @@ class TracedValue(Proxy):
         count = self.tracer.unpacks(frame.f_code).get(frame.f_lasti)
         if count is None:
             self.tracer.decline("iterates over a traced value")
-        return iter([operator.getitem(self, i) for i in range(count)])
+        create = self.tracer.create_proxy
+        return iter([create("call_function", operator.getitem, (self, i), {}) for i in range(count)])
 
     def __len__(self) -> int:
         return self.tracer.decline("takes len() of a traced value")

@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import has_side_effect
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -107,7 +108,7 @@ class ForwardTracer(fx.Tracer):
             self._arguments.arguments[name] = self.create_proxy("placeholder", name, (), {})
         order = self._arguments.signature.parameters
         self._arguments.arguments = {n: self._arguments.arguments[n] for n in order if n in self._arguments.arguments}
-        return self._run_forward, []
+        return lambda: self._run_forward(), []  # a method's annotations would become the graph's
 
     def _run_forward(self) -> Any:
         patches = [*tripwires(self.decline), (nn.Module, "__getattribute__", self.recorder.getattribute())]
@@ -172,9 +173,9 @@ class ForwardTracer(fx.Tracer):
             return a.node
         if kind is tuple or kind is torch.Size:
             return tuple([self.create_arg(element) for element in a])
-        if kind is list:
+        if kind is list or kind is immutable_list:
             return [self.create_arg(element) for element in a]
-        if kind is dict and all(type(key) is str for key in a):
+        if (kind is dict or kind is immutable_dict) and all(type(key) is str for key in a):
             return {key: self.create_arg(value) for key, value in a.items()}
         if kind is slice:
             return slice(self.create_arg(a.start), self.create_arg(a.stop), self.create_arg(a.step))
@@ -183,7 +184,7 @@ class ForwardTracer(fx.Tracer):
         if isinstance(a, tuple) and hasattr(kind, "_fields"):
             return self.create_node("call_function", kind, tuple([self.create_arg(element) for element in a]), {})
         if _is_plain_dataclass(kind):
-            values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(kind)}
+            values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(kind)}  # type: ignore[arg-type]
             return self.create_node("call_function", kind, (), values)
         if isinstance(a, tuple | list | dict | nn.Module):
             self.decline(f"passes on or returns an object ({kind.__name__})")

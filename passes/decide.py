@@ -48,10 +48,11 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from fxprec.passes.context import Context
+from fxprec.passes.graph_walk import bodies
 from fxprec.passes.ir import PassResult, Precision, Rule
 from fxprec.passes.placement_autocast import place_as_autocast
 from fxprec.passes.placement_mincut import place_by_cut
-from fxprec.passes.sites import bodies, carries_float, original
+from fxprec.passes.sites import carries_float, original
 
 __all__ = ["decide"]
 

@@ -17,7 +17,7 @@ _INTO: Final = "writes one float tensor into another: the kernel wants one dtype
 _CAST: Final = "a cast that the user wrote is obeyed"
 _RANDOM: Final = "random numbers keep their dtype: another one draws other numbers"
 _TABLE: Final = "positions and tables: low precision cannot count past 256 (bfloat16) or 2048 (float16)"
-_NO_TENSOR: Final = "no tensor comes out: asks the one that is there"
+_NO_TENSOR: Final = "no tensor comes out"
 _SPARSE: Final = "sparse and foreign layouts have few low kernels"
 
 VIEWS: Final = table(
@@ -76,14 +76,14 @@ RANDOM: Final = table(
 )  # fmt: skip
 
 NO_TENSOR: Final = rows(
-    Rule.FOLLOW, _NO_TENSOR,
+    Rule.KEEP, _NO_TENSOR,
     "size shape stride dim numel storage_offset item tolist numpy element_size nbytes itemsize data_ptr const_data_ptr "
     "get_device is_floating_point is_complex is_conj is_neg is_signed is_inference is_nonzero is_same_size is_set_to "
     "is_contiguous is_coalesced is_pinned is_shared is_tensor is_storage is_distributed is_grad_enabled "
     "is_inference_mode_enabled len length_hint sequence_concat countOf indexOf result_type promote_types can_cast "
     "broadcast_shapes get_default_dtype typename dense_dim sparse_dim dim_order storage storage_type typed_storage "
     "untyped_storage is_view qscheme sym_max sym_min sym_not sym_float sym_int sym_ite sym_sqrt sym_sum nnz",
-    result="none",
+    ports=(), result="none",
 )  # fmt: skip
 
 SPARSE: Final = rows(

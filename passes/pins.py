@@ -31,12 +31,13 @@ from fxprec.passes.op_names import cast_target
 from fxprec.passes.op_table import rule_of
 from fxprec.passes.sites import Site, original
 
-__all__ = ["commutes_with_rounding", "exp_chains", "unsafe_number", "written_classes"]
+__all__ = ["commutes_with_rounding", "exp_chains", "overflows", "unsafe_number", "written_classes"]
 
 _ARITHMETIC: Final = frozenset(
     {"add", "sub", "rsub", "mul", "div", "clamp", "clamp_min", "clamp_max", "masked_fill", "index_fill", "fill",
      "fill_diagonal", "full_like", "new_full", "where", "maximum", "minimum", "setitem", "threshold", "hardtanh"}
 )  # fmt: skip
+_FILLS: Final = frozenset({"masked_fill", "index_fill", "fill", "fill_diagonal", "full_like", "new_full"})
 _PROBABILITIES: Final = frozenset(
     {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
      "interpolate_nearest", "interpolate_area"}
@@ -66,6 +67,13 @@ def commutes_with_rounding(site: Site) -> bool:
     """Whether casting the input early is as good as casting the result: then the smaller of the two may be cast."""
     view = site.row is not None and site.row.view and site.rule is Rule.FOLLOW
     return (view or site.name in _EXACT) and site.rule in (Rule.FOLLOW, Rule.PROMOTE) and site.dtype is None
+
+
+def overflows(site: Site, low: torch.dtype) -> bool:
+    """Whether an op fills a tensor with a number that the low dtype cannot hold: torch raises then."""
+    numbers = (a for a in (*site.node.args, *site.node.kwargs.values()) if type(a) in (int, float))
+    largest = torch.finfo(low).max
+    return site.name in _FILLS and any(largest < abs(number) < math.inf for number in numbers)  # type: ignore[arg-type]
 
 
 def unsafe_number(site: Site, low: torch.dtype) -> str | None:

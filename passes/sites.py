@@ -1,4 +1,4 @@
-"""What both placements ask of a node before they decide it: its rule, its data ports, the bodies it calls.
+"""What both placements ask of a node before they decide it: its rule, its data ports, what its dtype depends on.
 
 A *site* is one call as the policy sees it. ``data`` are the float arguments on the ports that carry the rule's dtype,
 ``kept`` the others (a norm's weight), which arrive in their original dtype.
@@ -6,14 +6,12 @@ A *site* is one call as the policy sees it. ``data`` are the float arguments on 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch._ops import HigherOrderOperator
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.ir import UNKNOWN, DTypeInfo, Op, Rule, is_castable, is_scalar, module_path
@@ -21,30 +19,16 @@ from fxprec.passes.op_table import OpRule, rule_of
 
 __all__ = [
     "Site",
-    "bind_operands",
-    "bodies",
-    "body_calls",
+    "base_of",
     "carries_float",
     "dtype_reference",
     "is_metadata",
     "is_zero_dim",
+    "leaves",
     "may_be_container",
     "original",
-    "runs_bodies",
     "site_of",
 ]
-
-#: Higher-order ops that run their body once, there and then: its nodes are decided as part of the caller's graph.
-_TRANSPARENT: Final = frozenset(
-    f"higher_order::{name}"
-    for name in ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "invoke_subgraph",
-                 "wrap_with_set_grad_enabled", "wrap_with_autocast", "strict_mode", "hints_wrapper")
-)  # fmt: skip
-
-#: Branches and loops: bodies are decided alone, and what enters and leaves them has its original dtype.
-_BOUNDED: Final = frozenset(
-    f"higher_order::{name}" for name in ("cond", "while_loop", "scan", "associative_scan", "map", "map_impl")
-)
 
 #: Reductions that give a 0-dim tensor unless they are told a dimension (``is_scalar`` looks).
 _REDUCE_ALL: Final = frozenset({"sum", "mean", "prod", "max", "min", "amax", "amin", "norm", "std", "var"})
@@ -81,8 +65,7 @@ class Site:
     @property
     def base(self) -> Node:
         """The first argument: what a view looks at, a write writes, a cast casts."""
-        first = self.node.args[0] if self.node.args else next(iter(self.node.kwargs.values()))
-        return first if isinstance(first, Node) else self.node
+        return base_of(self.node)
 
     @property
     def promotes(self) -> bool:
@@ -120,6 +103,12 @@ def site_of(node: Node, context: Context) -> Site:
         bucket = data if ports is None or port in ports else kept
         bucket.extend(source for source in _nodes(argument) if carries_float(source.meta.get("dtype")))
     return Site(node, name, row, rule, dtype, why, op is not None and op.in_place, tuple(data), tuple(kept))
+
+
+def base_of(node: Node) -> Node:
+    """The first argument of a call, the node itself where that is no node."""
+    first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+    return first if isinstance(first, Node) else node
 
 
 def is_metadata(site: Site) -> bool:
@@ -169,53 +158,15 @@ def is_zero_dim(node: Node, known: Container[Node]) -> bool:
     return bool(sources) and all(source in known for source in sources) and is_scalar(node)
 
 
-def bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
-    """The graphs that a higher-order op calls."""
-    if not isinstance(node.target, HigherOrderOperator):
-        return []
-    return [body for source in node.all_input_nodes if (body := _body(source, gm)) is not None]
-
-
-def body_calls(gm: GraphModule) -> Counter[int]:
-    """How often each body (by id) is called from this graph."""
-    found = ((_body(node, gm), node) for node in gm.graph.find_nodes(op="get_attr"))
-    return Counter({id(body): len(node.users) for body, node in found if body is not None})
-
-
-def runs_bodies(node: Node) -> bool:
-    """Whether a higher-order op just runs its bodies, so that what is in them is ours to decide."""
-    name = node.meta["op"].name if "op" in node.meta else ""
-    if node.meta.get("autocast") is False or (name.endswith("wrap_with_autocast") and node.args[2] is False):
-        return False
-    return name in _TRANSPARENT or name in _BOUNDED
-
-
-def bind_operands(node: Node, gm: GraphModule) -> dict[Node, Node] | None:
-    """Placeholder of the one body -> the caller's operand; None where the op does not simply hand them on."""
-    if node.meta["op"].name not in _TRANSPARENT:
-        return None
-    leaves = [leaf for leaf in _leaves(node.args) if not isinstance(leaf, str)]
-    at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Node) and _body(leaf, gm) is not None)
-    given = leaves[at + 1 :]
-    inputs = list(bodies(node, gm)[0].graph.find_nodes(op="placeholder"))
-    if len(inputs) != len(given):
-        return None
-    return {into: operand for into, operand in zip(inputs, given, strict=True) if isinstance(operand, Node)}
-
-
-def _body(source: Node, gm: GraphModule) -> GraphModule | None:
-    value = getattr(gm, str(source.target), None) if source.op == "get_attr" and "." not in str(source.target) else None
-    return value if isinstance(value, GraphModule) else None
-
-
-def _leaves(argument: object) -> Iterator[object]:
+def leaves(argument: object) -> Iterator[object]:
+    """What nested arguments are made of."""
     if isinstance(argument, tuple | list):
         for element in argument:
-            yield from _leaves(element)
+            yield from leaves(element)
     elif isinstance(argument, dict):
-        yield from _leaves(list(argument.values()))
+        yield from leaves(list(argument.values()))
     elif isinstance(argument, slice):
-        yield from _leaves([argument.start, argument.stop, argument.step])
+        yield from leaves([argument.start, argument.stop, argument.step])
     else:
         yield argument
 
@@ -224,5 +175,5 @@ def _nodes(argument: object) -> Iterable[Node]:
     if isinstance(argument, Node):
         return (argument,)
     if isinstance(argument, tuple | list | dict | slice):
-        return [leaf for leaf in _leaves(argument) if isinstance(leaf, Node)]
+        return [leaf for leaf in leaves(argument) if isinstance(leaf, Node)]
     return ()

@@ -183,7 +183,7 @@ def test_rules_that_differ_from_autocasts_only_copy_values() -> None:
 
 def small_samples(info: Any, dtype: torch.dtype, count: int) -> Iterator[tuple[list[Any], Any]]:
     """Flattened (input, args, kwargs) of a few samples, and how to put them together again."""
-    for _, sample in zip(range(count), info.sample_inputs("cpu", dtype), strict=False):
+    for _, sample in zip(range(count), info.sample_inputs_func(info, "cpu", dtype, requires_grad=False), strict=False):
         flat, spec = tree_flatten((sample.input, tuple(sample.args), sample.kwargs))
         if sum(leaf.numel() for leaf in flat if isinstance(leaf, torch.Tensor)) < 3000:
             yield flat, spec

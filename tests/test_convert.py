@@ -1,0 +1,365 @@
+"""convert: what goes in and comes out, and every input that it refuses, leaving the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxprec
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Branchy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            x = x + 1
+        return self.fc(x)
+
+
+@pytest.fixture
+def unchanged():
+    """Check after the test that the model is what it was."""
+    seen = []
+
+    def watch(model):
+        if isinstance(model, nn.Module):
+            seen.append((model, type(model), {k: v.clone() for k, v in model.state_dict().items()}, dict(model.__dict__)))
+        return model
+
+    yield watch
+    for model, kind, state, attributes in seen:
+        assert type(model) is kind
+        assert model.__dict__.keys() == attributes.keys()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, state[name])
+
+
+# -- what comes out
+
+
+def test_the_same_object_comes_back_and_outputs_stay_fp32(tools):
+    model = mlp()
+    parameters = dict(model.named_parameters())
+    keys = list(model.state_dict())
+    converted, scaler = fxprec.convert(model)
+    assert converted is model
+    assert isinstance(converted, nn.Sequential)
+    assert isinstance(scaler, torch.amp.GradScaler) and not scaler.is_enabled()
+    x = torch.randn(3, 8)
+    out = converted(x)
+    assert out.dtype is torch.float32
+    assert tools.matmul_dtypes(converted, x) == {torch.bfloat16: 2}
+    assert list(converted.state_dict()) == keys
+    assert all(p is parameters[name] for name, p in converted.named_parameters())
+
+
+def test_o0_is_equal_bit_for_bit(tools):
+    model = mlp()
+    x = torch.randn(3, 8)
+    expected = model(x)
+    for capture in ("auto", "dynamo"):
+        converted, scaler = fxprec.convert(copy.deepcopy(model), level="O0", capture=capture)
+        assert torch.equal(converted(x), expected)
+        assert not scaler.is_enabled()
+
+
+def test_o3_makes_the_parameters_low(tools):
+    converted, scaler = fxprec.convert(mlp(), level="O3")
+    x = torch.randn(3, 8)
+    assert {p.dtype for p in converted.parameters()} == {torch.bfloat16}
+    assert converted(x).dtype is torch.float32
+    converted(x).sum().backward()
+    assert {p.grad.dtype for p in converted.parameters()} == {torch.bfloat16}
+
+
+def test_float16_on_a_cpu_warns_once_that_it_is_slow():
+    with pytest.warns(UserWarning, match="float16 on a CPU"):
+        converted, scaler = fxprec.convert(nn.Linear(2, 2), dtype=torch.float16)
+    assert scaler.is_enabled()
+    loss = converted(torch.randn(1, 2)).sum()
+    scaler.scale(loss).backward()
+    assert torch.isfinite(converted.weight.grad).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxprec.convert(nn.Linear(2, 2), dtype=torch.float16)
+
+
+def test_a_function_gives_a_new_module(tools):
+    def f(x, w, scale=2.0):
+        return F.linear(x, w) * scale
+
+    module, _ = fxprec.convert(f)
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    assert torch.allclose(module(x, w), f(x, w), atol=0.1)
+    assert torch.allclose(module(x, w, scale=3.0), f(x, w, 3.0), atol=0.2)
+    assert tools.matmul_dtypes(module, x, w) == {torch.bfloat16: 1}
+
+
+def test_a_graph_module_gives_a_new_module(tools):
+    gm = torch.fx.symbolic_trace(mlp())
+    text = str(gm.graph)
+    module, _ = fxprec.convert(gm)
+    assert module is not gm and str(gm.graph) == text
+    x = torch.randn(3, 8)
+    assert tools.matmul_dtypes(module, x) == {torch.bfloat16: 2}
+    assert {id(p) for p in module.parameters()} == {id(p) for p in gm.parameters()}
+    assert torch.allclose(module(x), gm(x), atol=0.05)
+
+
+def test_an_exported_program_gives_a_new_module(tools):
+    x = torch.randn(3, 8)
+    model = mlp()
+    exported = torch.export.export(model, (x,))
+    module, _ = fxprec.convert(exported)
+    assert torch.allclose(module(x), model(x), atol=0.05)
+    assert tools.matmul_dtypes(module, x) == {torch.bfloat16: 2}
+
+
+def test_loss_makes_one_graph_of_model_and_loss(tools):
+    model = mlp()
+    x, y = torch.randn(3, 8), torch.tensor([0, 1, 2])
+    module, _ = fxprec.convert(model, (x, y), loss=nn.CrossEntropyLoss())
+    expected = F.cross_entropy(model(x), y)
+    loss = module(x, y)
+    assert loss.shape == () and loss.dtype is torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=0.02)
+    assert "cross_entropy" in {node.meta["op"].name for node in fxprec.graph_module(module).graph.nodes if "op" in node.meta}
+    assert tools.matmul_dtypes(module, x, y) == {torch.bfloat16: 2}
+    assert tools.matmul_dtypes(model, x) == {torch.float32: 2}  # the model itself stays as it was
+
+
+@dataclass
+class Out:
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
+class Odd(nn.Module):
+    """Returns what people return besides tensors."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.kind = kind
+
+    def forward(self, x):
+        y = self.fc(x)
+        if self.kind == "dataclass":
+            return Out(y)
+        if self.kind == "dict":
+            return {"y": y, "none": None, "n": 3, "name": "a"}
+        if self.kind == "tuple":
+            return y, None, (y.argmax(-1), [y])
+        return None
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "dict", "tuple", "none"])
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_outputs_that_are_no_tensors(kind, capture):
+    model = Odd(kind)
+    x = torch.randn(3, 8)
+    expected = model(x)
+    converted, _ = fxprec.convert(model, capture=capture) if kind != "none" else fxprec.convert(model)
+    out = converted(x)
+    assert type(out) is type(expected)
+    if kind == "dataclass":
+        assert out.hidden is None and out.logits.dtype is torch.float32
+        assert torch.allclose(out.logits, expected.logits, atol=0.05)
+    if kind == "dict":
+        assert out.keys() == expected.keys() and out["none"] is None and out["n"] == 3 and out["name"] == "a"
+    if kind == "tuple":
+        assert out[1] is None and out[2][0].dtype is torch.int64 and isinstance(out[2][1], list)
+
+
+def test_example_inputs_leave_no_trace():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    rng = torch.get_rng_state()
+    for capture in ("auto", "dynamo"):
+        converted, _ = fxprec.convert(copy.deepcopy(model), (torch.randn(2, 1, 8, 8, generator=torch.Generator()),),
+                                      capture=capture)  # fmt: skip
+        assert all(torch.equal(v, state[k]) for k, v in converted.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert all(p.grad is None for p in converted.parameters())
+        assert len(converted.graph.nodes) > 3
+
+
+def test_keyword_example_inputs():
+    converted, _ = fxprec.convert(mlp(), {"input": torch.randn(3, 8)})
+    assert len(fxprec.graphs(converted)) == 1
+
+
+def test_revert_and_original():
+    model = mlp()
+    x = torch.randn(3, 8)
+    expected = model(x)
+    converted, _ = fxprec.convert(model)
+    assert not torch.equal(converted(x), expected)
+    with fxprec.original(converted):
+        assert torch.equal(converted(x), expected)
+    assert not torch.equal(converted(x), expected)
+    fxprec.revert(converted)
+    assert type(model) is nn.Sequential
+    assert torch.equal(model(x), expected)
+    fxprec.convert(model)  # and again
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"level": "01"}, ValueError, "O1"),
+        ({"level": "O7"}, ValueError, "O0"),
+        ({"dtype": torch.float32}, ValueError, "bfloat16"),
+        ({"dtype": torch.int8}, ValueError, "bfloat16"),
+        ({"placement": "mincat"}, ValueError, "did you mean 'mincut'"),
+        ({"capture": "dynmo"}, ValueError, "did you mean 'dynamo'"),
+        ({"executor": "inducter"}, ValueError, "did you mean 'inductor'"),
+        ({"lower": "often"}, ValueError, "always"),
+        ({"fuse": "yes"}, ValueError, "auto"),
+        ({"level": "O2", "policy": fxprec.Policy.preset("O1")}, ValueError, "carries its level"),
+        ({"policy": "O1"}, TypeError, "Policy.preset"),
+        ({"scaler": "big"}, TypeError, "LossScaler"),
+        ({"fuse": True}, fxprec.ConversionError, "fuse='auto'"),
+        ({"policy": fxprec.Policy.preset("O1").override(modules={"encodr": torch.float32})}, fxprec.PolicyError, "encodr"),
+        ({"policy": fxprec.Policy.preset("O1").override(ops={"conv2d": torch.float32})}, fxprec.PolicyError, "conv2d"),
+        ({"policy": fxprec.Policy.preset("O1").override(nodes={"linaer": torch.float32})}, fxprec.PolicyError, "linear"),
+        ({"example_inputs": torch.randn(2, 8)}, TypeError, "(x,)"),
+        ({"example_inputs": (torch.randn(2, 8), torch.randn(2))}, TypeError, "example_inputs do not fit"),
+        ({"example_inputs": {"inptu": torch.randn(2, 8)}}, TypeError, "inptu"),
+        ({"example_inputs": (torch.randn(2, 9),)}, ValueError, "(2, 9)"),
+        ({"example_inputs": (torch.randn(2, 8, device="meta"),)}, ValueError, "meta"),
+        ({"loss": 3}, TypeError, "loss"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(arguments, kind, words, unchanged):
+    model = unchanged(mlp())
+    with pytest.raises(kind) as error:
+        fxprec.convert(model, **arguments)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "words"),
+    [
+        (3, TypeError, "int"),
+        ("model", TypeError, "str"),
+        (nn.Linear, TypeError, "make an object of it"),
+        (nn.Linear(2, 2).to(torch.bfloat16), fxprec.ConversionError, "Load the model in FP32"),
+        (nn.Linear(2, 2).double(), fxprec.ConversionError, "float64"),
+        (nn.Linear(2, 2).to(torch.complex64), fxprec.ConversionError, "complex64"),
+        (nn.DataParallel(nn.Linear(2, 2)), fxprec.ConversionError, "convert first, then wrap"),
+        (torch.compile(nn.Linear(2, 2)), fxprec.ConversionError, "_orig_mod"),
+        (torch.jit.script(nn.Linear(2, 2)), fxprec.ConversionError, "TorchScript"),
+    ],
+)
+def test_bad_models(model, kind, words, unchanged):
+    unchanged(model)
+    with pytest.raises(kind) as error:
+        fxprec.convert(model)
+    assert words in str(error.value)
+
+
+def test_converting_twice(unchanged):
+    converted, _ = fxprec.convert(mlp())
+    unchanged(converted)
+    with pytest.raises(fxprec.ConversionError, match="revert"):
+        fxprec.convert(converted)
+    outer = nn.Sequential(converted)
+    with pytest.raises(fxprec.ConversionError, match="submodule '0'"):
+        fxprec.convert(outer)
+
+
+def test_under_an_outer_autocast(unchanged):
+    model = unchanged(mlp())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(fxprec.ConversionError, match="autocast"):
+            fxprec.convert(model)
+
+
+def test_calling_under_autocast_warns_once(tools):
+    for capture in ("symbolic", "dynamo"):
+        converted, _ = fxprec.convert(mlp(), capture=capture)
+        x = torch.randn(3, 8)
+        expected = converted(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with pytest.warns(UserWarning, match="autocast"):
+                assert torch.equal(converted(x), expected)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                converted(x)
+
+
+def test_data_dependent_control_flow_names_the_line(unchanged):
+    model = unchanged(Branchy())
+    with pytest.raises(fxprec.CaptureError, match=r"test_convert.py:\d+") as error:
+        fxprec.convert(model, capture="symbolic")
+    assert "dynamo" in str(error.value)
+
+
+def test_data_dependent_control_flow_works_through_dynamo(tools):
+    model = Branchy()
+    x = torch.randn(3, 8).abs()
+    expected = model(x), model(-x)
+    converted, _ = fxprec.convert(model)
+    assert torch.allclose(converted(x), expected[0], atol=0.05)
+    assert torch.allclose(converted(-x), expected[1], atol=0.05)
+    assert tools.matmul_dtypes(converted, x) == {torch.bfloat16: 1}
+
+
+def test_a_lazy_policy_that_matches_nothing_is_refused_at_the_first_call(unchanged):
+    model = unchanged(Branchy())
+    policy = fxprec.Policy.preset("O1").override(ops={"conv2d": torch.float32})
+    converted, _ = fxprec.convert(model, policy=policy)
+    with pytest.raises(fxprec.PolicyError, match="conv2d"):
+        converted(torch.randn(3, 8))
+    assert type(model) is Branchy
+
+
+def test_inspecting_what_is_not_converted():
+    for inspect in (fxprec.graph_module, fxprec.graphs, fxprec.report, fxprec.revert, fxprec.refresh, fxprec.freeze):
+        with pytest.raises(fxprec.ConversionError, match="fxprec.convert"):
+            inspect(mlp())
+
+
+# -- deployment
+
+
+def test_freeze_halves_the_weights_and_refuses_training():
+    for capture in ("auto", "dynamo"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+        converted, _ = fxprec.convert(model, capture=capture)
+        x = torch.randn(3, 64)
+        converted.eval()
+        with torch.inference_mode():
+            expected = converted(x)
+            before = sum(p.numel() * p.element_size() for p in converted.parameters())
+            fxprec.freeze(converted)
+            after = sum(p.numel() * p.element_size() for p in converted.parameters())
+            assert torch.equal(converted(x), expected)
+        assert after < 0.52 * before
+        assert converted[1].weight.dtype is torch.float32
+        with pytest.raises(fxprec.ConversionError, match="frozen"):
+            converted.load_state_dict(converted.state_dict())
+        converted.train()
+        with pytest.raises(fxprec.ConversionError, match="frozen"):
+            converted(x)
+        with pytest.raises(fxprec.ConversionError, match="frozen"):
+            fxprec.freeze(converted)
+        converted.eval()
+        assert torch.equal(converted(x), expected)

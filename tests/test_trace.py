@@ -1,0 +1,463 @@
+"""Static capture: the graph computes what the module computes, bit for bit, and says where each node comes from."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import operator
+import pickle
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fxprec.passes.ir import module_path
+from fxprec.trace import StaticCapture, default_key, trace_static
+
+
+def capture(model: nn.Module | Callable[..., Any], *names: str, **constants: Any) -> StaticCapture:
+    """With the default call pattern where nothing is said."""
+    if names or constants:
+        return trace_static(model, names, constants)
+    names, pairs = default_key(inspect.signature(model.forward if isinstance(model, nn.Module) else model))
+    return trace_static(model, names, dict(pairs))
+
+
+def assert_equal_runs(model: nn.Module, *inputs: Tensor, **constants: Any) -> StaticCapture:
+    """Outputs, gradients and buffers of the capture and of the module, in two copies that start alike."""
+    original = copy.deepcopy(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names, pairs = default_key(inspect.signature(model.forward))
+    taken = trace_static(model, names, {**dict(pairs), **constants})
+    assert_same_tensors(before, model.state_dict())
+    assert taken.guards.failing() is None
+    torch.manual_seed(1)
+    expected = original(*inputs, **constants)
+    torch.manual_seed(1)
+    got = taken.gm(*inputs)
+    assert torch.equal(got, expected)
+    assert_same_tensors(original.state_dict(), model.state_dict())
+    if got.requires_grad:
+        torch.autograd.backward([got, expected], [torch.ones_like(got)] * 2)
+        assert_same_tensors(
+            {name: p.grad for name, p in original.named_parameters() if p.grad is not None},
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        )
+    return taken
+
+
+def assert_same_tensors(expected: dict[str, Tensor], got: dict[str, Tensor]) -> None:
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def targets(taken: StaticCapture) -> list[Any]:
+    return [node.target for node in taken.gm.graph.nodes if node.op.startswith("call")]
+
+
+class SmallCNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.down = nn.Conv2d(8, 16, 3, stride=2)
+        self.norm = nn.BatchNorm2d(16)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.down(self.stem(x))))
+        return self.head(self.drop(torch.flatten(self.pool(x), 1)))
+
+
+class ResidualMLP(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.heads, self.dropout = heads, 0.1
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, float("-inf"))
+        weights = F.dropout(F.softmax(scores, dim=-1), self.dropout if self.training else 0.0)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, t, c))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.attn, self.mlp = Attention(dim, 2), nn.Sequential(nn.Linear(dim, 16), nn.GELU(), nn.Linear(16, dim))
+        self.ln1, self.ln2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.register_buffer("tri", torch.ones(16, 16).tril())
+
+    def forward(self, x: Tensor, causal: bool = True) -> Tensor:
+        mask = self.tri[: x.size(1), : x.size(1)] if causal else None
+        x = x + self.attn(self.ln1(x), mask)
+        return x + self.mlp(self.ln2(x))
+
+
+class Fused(nn.Module):
+    """Attention by torch's kernel, a position table, weights tied between the ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.position = nn.Embedding(11, 8), nn.Embedding(16, 8)
+        self.qkv = nn.Linear(8, 24)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (SmallCNN, (2, 3, 9, 9)),
+        (ResidualMLP, (4, 8)),
+        (Block, (2, 5, 8)),
+        (lambda: nn.Sequential(nn.Linear(8, 2)), (3, 8)),
+    ],
+    ids=["cnn", "mlp", "block", "sequential"],
+)
+def test_runs_as_the_module(make: Callable[[], nn.Module], shape: tuple[int, ...], training: bool) -> None:
+    assert_equal_runs(make().train(training), torch.randn(shape))
+
+
+def test_token_model_with_tied_weights_reads_them_once() -> None:
+    taken = assert_equal_runs(Fused(), torch.randint(0, 11, (2, 7)))
+    weights = [node.target for node in taken.gm.graph.find_nodes(op="get_attr")]
+    assert weights.count("table.weight") == 1 and "head.weight" not in weights
+
+
+def test_any_shape_afterwards() -> None:
+    model = Block()
+    taken = capture(model)
+    for length in (1, 3, 16):
+        x = torch.randn(2, length, 8)
+        torch.manual_seed(2)
+        expected = model(x)
+        torch.manual_seed(2)
+        assert torch.equal(taken.gm(x), expected)
+
+
+def test_weights_are_the_modules_own() -> None:
+    model = SmallCNN()
+    taken = capture(model)
+    ours = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    read = [node for node in taken.gm.graph.find_nodes(op="get_attr")]
+    assert {node.target for node in read} == ours.keys()
+    for node in read:
+        owner, _, name = node.target.rpartition(".")
+        assert getattr(taken.gm.get_submodule(owner), name) is ours[node.target]
+        assert node.meta["kind"] == ("parameter" if isinstance(ours[node.target], nn.Parameter) else "buffer")
+
+
+def test_batch_counter_moves_when_the_graph_runs_not_before() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    taken = capture(model)
+    assert model[0].num_batches_tracked == 0
+    taken.gm(torch.randn(3, 4))
+    taken.gm(torch.randn(3, 4))
+    assert model[0].num_batches_tracked == 2
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape"), [(nn.BatchNorm1d, (2, 3, 4, 5)), (nn.BatchNorm2d, (2, 3)), (nn.BatchNorm3d, (2, 3, 4, 5))]
+)
+def test_rank_check_of_a_batch_norm_survives(norm: type[nn.Module], shape: tuple[int, ...]) -> None:
+    model = norm(3)
+    gm = capture(model).gm
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    with pytest.raises(ValueError) as expected:
+        model(torch.randn(shape))
+    with pytest.raises(ValueError) as got:
+        gm(torch.randn(shape))
+    assert str(got.value) == str(expected.value)
+
+
+def test_sync_batch_norm_in_eval() -> None:
+    assert_equal_runs(nn.SyncBatchNorm(3).eval(), torch.randn(2, 3, 4))
+
+
+def test_modules_of_torch_become_functionals() -> None:
+    assert targets(capture(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Softmax(dim=1)))) == [
+        torch._C._nn.linear,
+        F.relu,
+        F.softmax,
+    ]
+
+
+def test_module_paths_and_source_lines() -> None:
+    gm = capture(SmallCNN()).gm
+    paths = {module_path(node) for node in gm.graph.nodes if node.target is F.batch_norm}
+    assert paths == {"stem.1", "norm"}
+    head = next(node for node in gm.graph.nodes if node.target is torch._C._nn.linear)
+    file, line = head.stack_trace.splitlines()
+    assert file.startswith(f'File "{__file__}", line ') and file.endswith(", in forward")
+    assert line.strip() == "return self.head(self.drop(torch.flatten(self.pool(x), 1)))"
+    relu = next(node for node in gm.graph.nodes if node.target is F.relu and module_path(node) == "")
+    assert relu.stack_trace.endswith("x = F.relu(self.norm(self.down(self.stem(x))))")
+
+
+def test_models_of_torch_modules_only_have_source_lines_too() -> None:
+    gm = capture(nn.Sequential(nn.Linear(2, 2))).gm
+    linear = next(node for node in gm.graph.nodes if node.op == "call_function")
+    assert "F.linear" in linear.stack_trace and module_path(linear) == "0"
+
+
+class TestArguments:
+    def test_optional_tensor_left_out_or_passed(self) -> None:
+        model, x, mask = Attention(8, 2).eval(), torch.randn(2, 3, 8), torch.ones(3, 3).tril()
+        without = capture(model)
+        assert without.arguments == ("x",) and "masked_fill" not in targets(without)
+        assert torch.equal(without.gm(x), model(x))
+        with_mask = capture(model, "x", "mask")
+        assert with_mask.arguments == ("x", "mask")
+        assert torch.equal(with_mask.gm(x, mask), model(x, mask))
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_flag(self, causal: bool) -> None:
+        taken = assert_equal_runs(Block().eval(), torch.randn(2, 3, 8), causal=causal)
+        assert ("tri" in [node.target for node in taken.gm.graph.find_nodes(op="get_attr")]) is causal
+
+    def test_function_with_defaults(self) -> None:
+        def f(x: Tensor, /, w: Tensor, scale: float = 2.0, *, shift: float = 1.0) -> Tensor:
+            return (x @ w) * scale + shift
+
+        x, w = torch.randn(2, 3), torch.randn(3, 4)
+        assert torch.equal(capture(f).gm(x, w), f(x, w))
+        assert torch.equal(capture(f, "x", "w", shift=3.0).gm(x, w), f(x, w, shift=3.0))
+
+    def test_argument_in_the_middle_left_out(self) -> None:
+        def f(x: Tensor, mask: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+            return x if y is None else x + y
+
+        assert torch.equal(capture(f, "x", "y").gm(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
+
+    def test_unknown_argument_is_an_error(self) -> None:
+        with pytest.raises(TypeError, match="no argument 'z'"):
+            trace_static(ResidualMLP(), ["z"], {})
+
+    def test_method_and_partial(self) -> None:
+        class Scaler:
+            def apply(self, x: Tensor) -> Tensor:
+                return x * 3
+
+        x = torch.randn(3)
+        assert torch.equal(capture(Scaler().apply).gm(x), x * 3)
+        assert torch.equal(capture(lambda x: math.sqrt(4.0) * x).gm(x), 2 * x)
+
+
+class TestResults:
+    def test_nested(self) -> None:
+        def f(x: Tensor) -> Any:
+            return {"a": x + 1, "b": [x, (x * 2, None, 3)]}
+
+        x = torch.randn(2)
+        result = capture(f).gm(x)
+        assert torch.equal(result["a"], x + 1)
+        assert result["b"][0] is x and torch.equal(result["b"][1][0], x * 2) and result["b"][1][1:] == (None, 3)
+
+    def test_namedtuple_and_dataclass(self) -> None:
+        x = torch.randn(2)
+        pair = capture(lambda x: Pair(x, x + 1)).gm(x)
+        assert type(pair) is Pair and torch.equal(pair.b, x + 1)
+        record = capture(lambda x: Record(x, x + 1)).gm(x)
+        assert type(record) is Record and torch.equal(record.second, x + 1)
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclass
+class Record:
+    first: Tensor
+    second: Tensor
+
+
+class TestSemantics:
+    """Where plain fx records something else than what happens."""
+
+    def test_augmented_assignment_writes_in_place(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            y = x * 1
+            alias = y
+            y += 1
+            return alias
+
+        taken = capture(f)
+        assert operator.iadd in targets(taken)
+        assert torch.equal(taken.gm(torch.ones(2)), torch.full((2,), 2.0))
+
+    def test_augmented_assignment_of_a_number_rebinds(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            n = x.shape[0]
+            before = n
+            n += 1
+            return x * n * before
+
+        assert torch.equal(capture(f).gm(torch.ones(3)), torch.full((3,), 12.0))
+
+    def test_item_assignment(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            y = x.clone()
+            y[x > 0] = 7.0
+            return y
+
+        x = torch.randn(10)
+        assert torch.equal(capture(f).gm(x), f(x))
+
+    def test_isinstance_of_arguments_weights_and_results(self) -> None:
+        class Asks(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(2))
+                self.register_buffer("shift", torch.ones(2))
+
+            def forward(self, x: Tensor) -> Tensor:
+                weight = isinstance(self.weight, nn.Parameter) and not isinstance(self.shift, nn.Parameter)
+                certain = isinstance(x, Tensor) and torch.is_tensor(self.shift) and not isinstance(x, list | nn.Module)
+                return x + 1 if weight and certain and isinstance(F.relu(x), Tensor) else x - 1
+
+        assert_equal_runs(Asks(), torch.randn(2))
+
+    def test_hasattr_of_an_argument(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            return x.decompose() if hasattr(x, "decompose") else x + 1
+
+        assert torch.equal(capture(f).gm(torch.ones(1)), torch.full((1,), 2.0))
+
+    def test_shape_of_a_weight_steers(self) -> None:
+        class Steers(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(3, 2))
+
+            def forward(self, x: Tensor) -> Tensor:
+                rows, columns = self.weight.shape
+                if self.weight.dim() == 2 and self.weight.size(0) > columns and len(self.weight) == rows:
+                    return F.linear(x, self.weight.view(self.weight.numel() // 2, -1))
+                return x
+
+        assert_equal_runs(Steers(), torch.randn(4, 2))
+
+    def test_constants_are_made_once(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            mask = torch.triu(torch.full((3, 3), float("-inf")), diagonal=1)
+            return (x + mask).softmax(-1) * torch.tensor(2.0)
+
+        x = torch.randn(3, 3)
+        gm = capture(f).gm
+        assert torch.equal(gm(x), f(x))
+        assert [node.meta["kind"] for node in gm.graph.find_nodes(op="get_attr")] == ["constant"] * 2
+
+    def test_constant_made_under_inference_mode_can_be_saved_for_backward(self) -> None:
+        with torch.inference_mode():
+            gm = capture(lambda x: x * torch.tensor(2.0)).gm
+        x = torch.ones(2, requires_grad=True)
+        gm(x).sum().backward()
+        assert torch.equal(x.grad, torch.full((2,), 2.0))
+
+    def test_tensor_attribute_that_is_no_buffer(self) -> None:
+        class Plain(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scale = torch.tensor([2.0, 3.0])
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x * self.scale
+
+        model = Plain()
+        taken = assert_equal_runs(model, torch.randn(2))
+        assert taken.gm.scale is model.scale
+
+    def test_parametrization_is_in_the_graph(self) -> None:
+        model = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+        taken = assert_equal_runs(model, torch.randn(4, 3))
+        assert torch._weight_norm in targets(taken)
+
+    def test_decorated_forward(self) -> None:
+        def doubled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def wrapper(self: nn.Module, x: Tensor) -> Tensor:
+                return forward(self, x) * 2
+
+            return wrapper
+
+        class Decorated(nn.Linear):
+            forward = doubled(nn.Linear.forward)
+
+        assert_equal_runs(Decorated(2, 2), torch.randn(2, 2))
+
+    def test_forward_set_on_the_instance(self) -> None:
+        model = nn.Linear(2, 2)
+        model.forward = lambda input: F.linear(input, model.weight) + 1
+        x = torch.randn(1, 2)
+        assert torch.equal(capture(model).gm(x), model(x))
+
+    def test_unused_weights_and_submodules_stay_out(self) -> None:
+        class Partial(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.used, self.unused, self.rnn = nn.Linear(2, 2), nn.Linear(2, 2), nn.LSTM(2, 2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.used(x) if self.unused.weight is not None else x
+
+        taken = assert_equal_runs(Partial(), torch.randn(1, 2))
+        assert {n.target for n in taken.gm.graph.find_nodes(op="get_attr")} == {"used.weight", "used.bias"}
+
+
+class TestGraphModules:
+    def test_traced_down_to_functionals_with_their_paths_and_lines(self) -> None:
+        model = SmallCNN().eval()
+        outer = fx.Tracer()
+        outer.record_stack_traces = True
+        gm = fx.GraphModule(model, outer.trace(model))
+        assert gm.graph.find_nodes(op="call_module")
+        taken = capture(gm)
+        x = torch.randn(2, 3, 9, 9)
+        assert torch.equal(taken.gm(x), model(x))
+        assert not taken.gm.graph.find_nodes(op="call_module")
+        norms = [node for node in taken.gm.graph.nodes if node.target is F.batch_norm]
+        assert [module_path(node) for node in norms] == ["stem.1", "norm"]
+        assert norms[1].stack_trace.endswith("x = F.relu(self.norm(self.down(self.stem(x))))")
+
+    def test_as_a_submodule(self) -> None:
+        assert_equal_runs(nn.Sequential(fx.symbolic_trace(ResidualMLP()), nn.Linear(8, 2)), torch.randn(2, 8))
+
+    def test_exported_program(self) -> None:
+        x = torch.randn(2, 8)
+        program = torch.export.export(ResidualMLP(), (x,))
+        taken = capture(program.module(), "x")
+        assert torch.equal(taken.gm(x), program.module()(x))
+
+    def test_result_copies_and_pickles(self) -> None:
+        gm, x = capture(SmallCNN().eval()).gm, torch.randn(2, 3, 9, 9)
+        for again in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+            assert torch.equal(again(x), gm(x))
