@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -91,6 +93,8 @@ def convert(
     )
     made = make_scaler(scaler, settings.dtype, policy.level, device)
     refuse_unfit(model, settings)
+    if settings.dtype is torch.float16 and device == "cpu":
+        _warn_slow_float16()
     module = _as_module(model, loss)
     check_module_overrides(policy, module)
     conversion = attach(module, settings)
@@ -121,6 +125,16 @@ def _policy(level: str | None, policy: Policy | None) -> Policy:
             f"level={level!r} and a policy of level {policy.level!r}: a policy carries its level, leave one of them out"
         )
     return policy
+
+
+@functools.cache
+def _warn_slow_float16() -> None:
+    """Once a process: the cache remembers."""
+    warnings.warn(
+        "float16 on a CPU without float16 units is hundreds of times slower than bfloat16: fine for tests, "
+        "else leave dtype out",
+        stacklevel=3,
+    )
 
 
 class _Function(nn.Module):

@@ -13,6 +13,7 @@ from fxprec.nodes import (
     is_shadow,
     op_name,
     places,
+    reason,
     rewritten_graphs,
     select,
     shown_dtype,
@@ -70,8 +71,8 @@ def _describe(place: Place) -> Iterator[str]:
     if precision is not None and precision.compute is not None and not is_inserted(node):
         yield f"    computes  {dtype_name(precision.compute)}"
     yield "    puts out  " + _put_out(node)
-    if precision is not None:
-        yield f"    because   {precision.rule}: {precision.why}" if precision.why else f"    because   {precision.rule}"
+    rule, why = reason(node)
+    yield f"    because   {why}" if rule == "-" or is_inserted(node) else f"    because   {rule}: {why}"
 
 
 def _read(source: Node) -> str:

@@ -29,6 +29,7 @@ __all__ = [
     "is_shadow",
     "op_name",
     "places",
+    "reason",
     "rewritten_graphs",
     "select",
     "short_paths",
@@ -144,6 +145,14 @@ def shown_dtype(node: Node) -> str:
     """The dtype a node's value has in the rewritten graph."""
     precision: Precision | None = node.meta.get("precision")
     return dtype_name(precision.output if precision and precision.output else node.meta.get("dtype"))
+
+
+def reason(node: Node) -> tuple[str, str]:
+    """Rule and why. Of a node without floats (sizes, indices) there is nothing to decide, whatever its op's rule is."""
+    precision: Precision | None = node.meta.get("precision")
+    if precision is None or (precision.compute is None and precision.output is None):
+        return "-", "no floats"
+    return str(precision.rule), precision.why
 
 
 def source_line(node: Node) -> str:

@@ -177,6 +177,8 @@ class Recorder:
             elif value is attributes[name]:
                 reads.values[name] = self._copy(reads, name, value)
             return
+        if name == "_wrapped_call" and isinstance(reads.module, torch.fx.GraphModule):
+            return
         raw = next((vars(base)[name] for base in type(reads.module).__mro__ if name in vars(base)), None)
         if isinstance(raw, property):
             self.traces(raw.fget)

@@ -20,6 +20,7 @@ from fxprec.nodes import (
     is_shadow,
     op_name,
     places,
+    reason,
     rewritten_graphs,
     short_paths,
     shown_dtype,
@@ -200,6 +201,7 @@ def _headline(
 def _row(place: Place) -> Row:
     node = place.node
     precision: Precision | None = node.meta.get("precision")
+    rule, why = reason(node)
     computes = precision is not None and not is_inserted(node) and node.op != "placeholder"
     return Row(
         node=place.name,
@@ -208,8 +210,8 @@ def _row(place: Place) -> Row:
         op=op_name(node),
         compute=dtype_name(precision.compute) if precision and computes else "-",
         output=shown_dtype(node),
-        rule=str(precision.rule) if precision and computes else "-",
-        why=precision.why if precision else "",
+        rule=rule if computes else "-",
+        why=why,
         source=source_line(node),
     )
 

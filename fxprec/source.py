@@ -14,6 +14,7 @@ __all__ = ["SourceLines"]
 
 _TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STDLIB: Final = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _CHECKPOINT: Final = os.path.join(_TORCH, "utils", "checkpoint.py")
 
 
@@ -30,11 +31,13 @@ class SourceLines:
         self._texts: dict[tuple[str, int], str] = {}
 
     def is_user(self, code: CodeType) -> bool:
-        """Whether this is neither torch's code nor that of the capture."""
+        """Whether this is neither torch's code, nor the standard library's, nor that of the capture."""
         file = code.co_filename
         user = self._is_user.get(file)
         if user is None:
-            user = self._is_user[file] = not file.startswith((_TORCH, _OURS))
+            installed = "site-packages" in file or "dist-packages" in file
+            library = file.startswith((_TORCH, _OURS, "<frozen")) or (file.startswith(_STDLIB) and not installed)
+            user = self._is_user[file] = not library
         return user
 
     def user_frame(self, frame: FrameType | None) -> tuple[FrameType | None, bool]:

@@ -81,9 +81,10 @@ def trace_static(
     """
     is_module = isinstance(module_or_function, nn.Module)
     root = module_or_function if is_module else nn.Module()
-    with _LOCK, _neutral():
+    with _LOCK, contextlib.ExitStack() as stack:
         if _symbolic_trace._is_fx_tracing_flag:
             raise CaptureDeclined("another torch.fx trace is running")
+        stack.enter_context(_neutral())
         if any(getattr(nn_module, f"_global{name}") for name in HOOKS):
             raise CaptureDeclined("hooks are registered for all modules")
         if (why := unfit(root)) is not None:

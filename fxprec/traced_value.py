@@ -61,9 +61,10 @@ class TracedValue(Proxy):
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        # isinstance() asks for it when the real type does not match; torch and fx get the real one.
+        # isinstance() asks for it when the real type does not match; torch and fx get the real one. So does C code
+        # that the forward calls, which has no frame of its own: but then the forward need not name isinstance.
         code = sys._getframe(1).f_code
-        if code in _ASKS_FOR_USER or self.tracer.lines.is_user(code):
+        if code in _ASKS_FOR_USER or ("isinstance" in code.co_names and self.tracer.lines.is_user(code)):
             return self._claimed()
         return type(self)
 

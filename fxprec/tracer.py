@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import has_side_effect
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fxprec.declined import CaptureDeclined
 from fxprec.real_tensors import RealTensorOps
@@ -40,6 +41,8 @@ _RANKS: Final = {
 
 def check_dim(dim: int, lowest: int, highest: int, expected: str) -> None:
     """The rank check of torch's batch norms, at run time: the graph calls it with ``x.dim()``."""
+    if has_torch_function((dim,)):  # fx traces the graph's code again, for instance when it is unpickled
+        return handle_torch_function(check_dim, (dim,), dim, lowest, highest, expected)
     if not lowest <= dim <= highest:
         raise ValueError(f"expected {expected} input (got {dim}D input)")
 
@@ -113,7 +116,10 @@ class ForwardTracer(fx.Tracer):
     def _run_forward(self) -> Any:
         patches = [*tripwires(self.decline), (nn.Module, "__getattribute__", self.recorder.getattribute())]
         with replaced(patches), self._real:
-            return self.create_arg(self._forward(*self._arguments.args, **self._arguments.kwargs))
+            forward = self._forward
+            if isinstance(self.root, _BatchNorm):
+                forward = self._with_recorded_check(self.root, forward)
+            return self.create_arg(forward(*self._arguments.args, **self._arguments.kwargs))
 
     def proxy(self, node: fx.Node) -> TracedValue:
         return TracedValue(node, self)

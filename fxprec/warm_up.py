@@ -28,7 +28,7 @@ def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[
         conversion.signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"example_inputs do not fit {name}.forward{conversion.signature}: {error}. "
+            f"example_inputs {list(kwargs) or len(args)} do not fit {name}.forward{conversion.signature}: {error}. "
             "Give a tuple of positional or a dict of keyword arguments, as the model is called"
         ) from None
     _same_device(name, conversion.settings.device, args, kwargs)

@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.ir import Op, PassResult, Rule, module_path
-from fxprec.passes.op_names import canonical_name
+from fxprec.passes.op_names import canonical_name, cast_target
 from fxprec.passes.op_table import rule_of
 
 __all__ = ["canonicalize", "subgraphs"]
@@ -55,7 +55,9 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
         if op is None:
             continue
         node.meta["op"] = op = op._replace(in_place=op.in_place or _inplace_flag(node, op.name))
-        if op.in_place and op.name not in ("copy", "setitem", "to") and _must_not_write(node, op, context):
+        if op.name == "to":
+            _mark_derived(node, context)
+        elif op.in_place and op.name not in ("copy", "setitem") and _must_not_write(node, op, context):
             _write_by_copy(gm, node, op)
             changed = True
         elif isinstance(node.kwargs.get("out"), Node):
@@ -93,6 +95,19 @@ def _drop_autocast_regions(gm: GraphModule) -> bool:
     for node in reversed(erase):
         gm.graph.erase_node(node)
     return bool(erase)
+
+
+def _mark_derived(node: Node, context: Context) -> None:
+    """``x.to(y.dtype)``, traced where y was low already, reads as a cast to a literal low dtype: tell the two apart.
+
+    Only tracing under autocast bakes dtypes ("val" is there), and a literal stands in the source line.
+    """
+    if "val" not in node.meta or cast_target(node) is not context.low:
+        return
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    code = [line for line in lines if set(line.strip()) - set("^~ ")]
+    if code and not any(literal in code[-1] for literal in ("float16", "half")):
+        node.meta["derived_cast"] = True
 
 
 def _inplace_flag(node: Node, name: str) -> bool:

@@ -1,7 +1,7 @@
 """The variables, pins and costs that ``placement_mincut`` collects on its walk, and the cut problem made of them.
 
-A variable is a dtype to be found: FP32 or low. Values point to variables, so that a view of written memory, the parts of
-a tuple or a placeholder of a called body have the variable of what they come from.
+A variable is a dtype to be found: FP32 or low. Values point to variables, so that a view of written memory, the parts
+of a tuple and the placeholder of a called body have the variable of what they come from.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ How the annotation reads for who inserts casts:
 - ``reads`` is a dtype: the float arguments on data ports (``OpRule.ports``) are wanted in it, the others in their
   original dtype; where the kernel promotes by itself and ``reads`` is FP32, low arguments may stay.
 - ``reads`` is None: with rule KEEP every float argument is wanted in its original dtype; with any other rule, and for
-  user casts ("to"), getitem, getattr and copy, it is taken as it arrives. The output node follows the same rule, and the
-  body of a checkpointed region returns what it has (rule FOLLOW).
+  user casts ("to"), getitem, getattr and copy, it is taken as it arrives. The output node says likewise what becomes of
+  results: the body of a checkpointed region returns what it has (rule FOLLOW).
 - ``output`` is what the kernel itself puts out. Where the node is the root of memory that is written later and has to
   live in another dtype, ``meta["root_dtype"]`` names it (see ``pins``).
 - An input at O2 is annotated as it arrives; its readers ask for it in low.

@@ -41,6 +41,7 @@ from fxprec.passes.op_table import rule_of
 __all__ = ["actual_dtype", "alias_root", "insert_casts", "wanted_dtypes"]
 
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_AS_IT_COMES: Final = frozenset({"getitem", "to", "getattr", "copy"})
 _MASKED: Final = {"scaled_dot_product_attention": (3, "attn_mask")}
 
 
@@ -73,8 +74,11 @@ def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
     """(port, source) -> the dtype in which ``node`` wants that castable argument; absent: as it comes."""
     precision: Precision | None = node.meta.get("precision")
     op: Op | None = node.meta.get("op")
-    if precision is None or op is None or op.name in ("getitem", "to", "getattr", "copy"):
+    if precision is None or (op is not None and op.name in _AS_IT_COMES):
         return {}
+    if precision.reads is None and precision.rule is not Rule.KEEP:
+        return {}  # the body of a checkpointed region is decided together with its caller
+    op = op or Op("")
     row = rule_of(op.name)
     wanted: dict[tuple[int | str, Node], torch.dtype] = {}
     data: list[tuple[int | str, Node]] = []
@@ -155,8 +159,8 @@ class _Epochs:
         key = (source, wanted, function)
         if key not in made:
             with self.graph.inserting_before(reader):
-                new = self.graph.call_function(function, (source, wanted))
-            new.name = self.graph._graph_namespace.create_name(f"{source.name}_{_SHORT[wanted]}", new)
+                name = f"{source.name}_{_SHORT[wanted]}"
+                new = self.graph.create_node("call_function", function, (source, wanted), name=name)
             new.meta = {
                 key: source.meta[key]
                 for key in ("nn_module_stack", "stack_trace", "numel", "val")
@@ -200,6 +204,7 @@ class _Epochs:
             changed |= replacement is not source
             return replacement
 
-        if context.keep_output_dtype:
+        precision: Precision | None = node.meta.get("precision")
+        if context.keep_output_dtype and (precision is None or precision.rule is Rule.KEEP):
             node.args = tuple(map_arg(a, one) for a in node.args)
         return changed

@@ -9,19 +9,26 @@ two auxiliary nodes charge each direction once::
 A closure x -> y (x in FP32 forces y) is an edge of infinite capacity, and a unary cost an edge to T (or from S).
 
 Pins never become nodes: a tensor with a pinned end shrinks to a finite edge from S or to T. Closures are resolved before
-the cut: what an FP32 pin forces becomes a pin itself, and a closure into a LOW pin is dropped, since no answer could
-honour it whenever it mattered (the reader that is pinned low casts). So only finite edges touch S and T, every cut is
-finite and networkx.NetworkXUnbounded cannot be raised, whatever contradictions come in. What is left falls apart at the
-pins into components, which are solved one by one: one that no FP32 pin touches is low throughout, one of a single
-variable is a comparison of two sums, and only the others are cut. Ties go to FP32 unless a unary cost says otherwise.
+the cut: what an FP32 pin forces becomes a pin itself, and a closure into a low pin is dropped, since no answer could
+honour it where it matters (the pinned reader casts instead). So only finite edges touch S and T, every cut is finite,
+and networkx.NetworkXUnbounded cannot be raised, whatever contradictions come in.
+
+What is left is solved in three steps, of which the first two are linear and settle almost everything in real graphs:
+
+1. a node whose own pull towards one side is at least what all its neighbours could pull it the other way is settled, and
+   pulls at its neighbours in turn;
+2. the rest falls apart into connected parts; one that nothing pulls towards FP32 is low;
+3. the others are cut by networkx, one by one.
+
+Ties are broken the same way every time, mostly to low; a unary cost decides them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 __all__ = ["CutProblem", "Tensor", "cost_of", "solve"]
 
@@ -62,54 +69,28 @@ class CutProblem:
     unary: Mapping[int, float] = field(default_factory=dict)
 
 
-class _Edge(NamedTuple):
-    tail: int
-    head: int
-    capacity: float
-
-
 def solve(problem: CutProblem) -> list[bool]:
     """The cheapest assignment, True for FP32; the same one every time."""
     pins = dict(problem.pins)
     closures = _close(problem, pins)
-    components = _Components(problem.variables)
-    edges: dict[int, list[_Edge]] = {}
-    auxiliary = problem.variables
-    for tensor in problem.tensors:
-        free = [v for v in {tensor.producer, *tensor.users} if v not in pins]
-        if not free or tensor.cost <= 0:
-            continue
-        for other in free[1:]:
-            components.union(free[0], other)
-        edges.setdefault(free[0], []).extend(_tensor_edges(tensor, pins, auxiliary))
-        auxiliary += 2
+    network = _Network()
+    for position, tensor in enumerate(problem.tensors):
+        if tensor.cost > 0 and any(variable not in pins for variable in (tensor.producer, *tensor.users)):
+            _charge(network, tensor, pins, problem.variables + 2 * position)
     for x, y in closures:
-        components.union(x, y)
-        edges.setdefault(x, []).append(_Edge(x, y, inf))
+        network.add(x, y, inf)
     for variable, cost in problem.unary.items():
-        if variable not in pins and cost:
-            edge = _Edge(variable, _T, cost) if cost > 0 else _Edge(_S, variable, -cost)
-            edges.setdefault(variable, []).append(edge)
-
-    grouped: dict[int, list[_Edge]] = {}
-    for variable, own in edges.items():
-        grouped.setdefault(components.find(variable), []).extend(own)
-    full = {variable for variable, pin in pins.items() if pin}
-    for component in grouped.values():
-        if any(edge.tail == _S for edge in component):  # else nothing asks for FP32
-            network = _Network(component)
-            full |= network.reduce()
-            for part in network.parts():
-                full |= network.cut(part)
+        if variable not in pins:
+            network.add(*((variable, _T, cost) if cost > 0 else (_S, variable, -cost)))
+    full = {variable for variable, pin in pins.items() if pin} | network.reduce()
+    for part in network.parts():
+        full |= network.cut(part)
     return [variable in full for variable in range(problem.variables)]
 
 
 def cost_of(problem: CutProblem, full: list[bool]) -> float:
     """What an assignment costs; closures that it breaks are not counted."""
-    total = sum(
-        (cost if full[variable] else 0) if cost > 0 else (0 if full[variable] else -cost)
-        for variable, cost in problem.unary.items()
-    )
+    total = sum(abs(cost) for variable, cost in problem.unary.items() if full[variable] is (cost > 0))
     for tensor in problem.tensors:
         if full[tensor.producer]:
             casts = any(not full[user] for user in tensor.users)
@@ -123,7 +104,7 @@ def _close(problem: CutProblem, pins: dict[int, bool]) -> list[tuple[int, int]]:
     """Pin what FP32 pins force; hand back the closures that still bind, all between free variables."""
     after: dict[int, list[int]] = {}
     for x, y in problem.closures:
-        if pins.get(y) is None and pins.get(x) is not False:
+        if y not in pins and pins.get(x) is not False:
             after.setdefault(x, []).append(y)
     reached = [variable for variable in after if pins.get(variable)]
     while reached:
@@ -134,76 +115,74 @@ def _close(problem: CutProblem, pins: dict[int, bool]) -> list[tuple[int, int]]:
     return [(x, y) for x, ys in after.items() if x not in pins for y in dict.fromkeys(ys) if y not in pins and y != x]
 
 
-def _tensor_edges(tensor: Tensor, pins: Mapping[int, bool], auxiliary: int) -> list[_Edge]:
+def _charge(network: _Network, tensor: Tensor, pins: Mapping[int, bool], auxiliary: int) -> None:
+    """The edges of one tensor; ``auxiliary`` and the next number are free for its two nodes."""
     producer, cost = tensor.producer, tensor.cost
-    users = dict.fromkeys(user for user in tensor.users if user != producer)
-    upward = [user for user in users if user not in tensor.promoters]
-    edges: list[_Edge] = []
+    users = [user for user in dict.fromkeys(tensor.users) if user != producer]
     if pins.get(producer) is not False:  # it may be FP32: does some user read low?
         tail = _S if producer in pins else producer
         readers = [user for user in users if user not in pins]
         if any(pins.get(user) is False for user in users):
-            edges.append(_Edge(tail, _T, cost))
+            network.add(tail, _T, cost)
         elif len(readers) == 1:
-            edges.append(_Edge(tail, readers[0], cost))
+            network.add(tail, readers[0], cost)
         elif readers:
-            edges.append(_Edge(tail, auxiliary, cost))
-            edges += [_Edge(auxiliary, user, inf) for user in readers]
+            network.add(tail, auxiliary, cost)
+            for user in readers:
+                network.add(auxiliary, user, inf)
     if not pins.get(producer):  # it may be low: does some user read FP32?
         head = _T if producer in pins else producer
-        readers = [user for user in upward if user not in pins]
-        if any(pins.get(user) for user in upward):
-            edges.append(_Edge(_S, head, cost))
+        wide = [user for user in users if user not in tensor.promoters]
+        readers = [user for user in wide if user not in pins]
+        if any(pins.get(user) for user in wide):
+            network.add(_S, head, cost)
         elif len(readers) == 1:
-            edges.append(_Edge(readers[0], head, cost))
+            network.add(readers[0], head, cost)
         elif readers:
-            edges.append(_Edge(auxiliary + 1, head, cost))
-            edges += [_Edge(user, auxiliary + 1, inf) for user in readers]
-    return [edge for edge in edges if (edge.tail, edge.head) != (_S, _T)]
+            network.add(auxiliary + 1, head, cost)
+            for user in readers:
+                network.add(user, auxiliary + 1, inf)
 
 
 class _Network:
-    """One component as a flow network over its nodes; terminal edges are one signed number a node."""
+    """A flow network between S and T; the edges of a node from S and to T are one signed number, its pull to FP32."""
 
-    def __init__(self, edges: list[_Edge]) -> None:
-        self.pull: dict[int, float] = {}  # capacity from S less capacity to T
+    def __init__(self) -> None:
+        self.pull: dict[int, float] = {}
         self.out: dict[int, dict[int, float]] = {}
         self.into: dict[int, dict[int, float]] = {}
-        for tail, head, capacity in edges:
-            for node in (tail, head):
-                if node >= 0 and node not in self.pull:
-                    self.pull[node], self.out[node], self.into[node] = 0.0, {}, {}
-            if tail == _S:
-                self.pull[head] += capacity
-            elif head == _T:
-                self.pull[tail] -= capacity
-            else:
-                self.out[tail][head] = self.into[head][tail] = self.out[tail].get(head, 0.0) + capacity
+
+    def add(self, tail: int, head: int, capacity: float) -> None:
+        for node in (tail, head):
+            if node >= 0 and node not in self.pull:
+                self.pull[node], self.out[node], self.into[node] = 0.0, {}, {}
+        if tail >= 0 and head >= 0:
+            self.out[tail][head] = self.into[head][tail] = self.out[tail].get(head, 0.0) + capacity
+        elif head >= 0:
+            self.pull[head] += capacity
+        elif tail >= 0:
+            self.pull[tail] -= capacity
 
     def reduce(self) -> set[int]:
-        """Settle every node whose own pull outweighs all its neighbours, and what that settles; the FP32 ones."""
+        """Settle and remove nodes whose own pull outweighs all their neighbours; the FP32 ones."""
         full: set[int] = set()
         waiting = dict.fromkeys(self.pull)
         while waiting:
             node, _ = waiting.popitem()
             pull = self.pull[node]
-            if -pull >= sum(self.into[node].values()):
-                low = True
-            elif pull > sum(self.out[node].values()):
-                low = False
-                full.add(node)
-            else:
+            low = -pull >= sum(self.into[node].values())
+            if not low and pull <= sum(self.out[node].values()):
                 continue
+            if not low:
+                full.add(node)
             for other, capacity in self.into.pop(node).items():
                 del self.out[other][node]
+                self.pull[other] -= capacity if low else 0
                 waiting[other] = None
-                if low:
-                    self.pull[other] -= capacity
             for other, capacity in self.out.pop(node).items():
                 del self.into[other][node]
+                self.pull[other] += 0 if low else capacity
                 waiting[other] = None
-                if not low:
-                    self.pull[other] += capacity
             del self.pull[node]
         return full
 
@@ -216,67 +195,45 @@ class _Network:
             seen.add(start)
             part = [start]
             for node in part:
-                for other in (*self.out[node], *self.into[node]):
-                    if other not in seen:
-                        seen.add(other)
-                        part.append(other)
+                found = [other for other in (*self.out[node], *self.into[node]) if other not in seen]
+                seen.update(found)
+                part += dict.fromkeys(found)
             yield part
 
     def cut(self, part: list[int]) -> set[int]:
         """The FP32 side of a connected part."""
+        sources = {node: self.pull[node] for node in part if self.pull[node] > 0}
+        sinks = {node: -self.pull[node] for node in part if self.pull[node] < 0}
+        if not sources:
+            return set()
+        if not sinks:
+            return set(part)
         import networkx as nx  # 0.15 s that only a conversion should pay
         from networkx.algorithms.flow import boykov_kolmogorov
 
         graph = nx.DiGraph()
         for node in part:
             for other, capacity in self.out[node].items():
-                if capacity == inf:
-                    graph.add_edge(node, other)
-                else:
-                    graph.add_edge(node, other, capacity=capacity)
-        sources = {node: self.pull[node] for node in part if self.pull[node] > 0}
-        sinks = {node: -self.pull[node] for node in part if self.pull[node] < 0}
-        if not sources or not sinks:
-            return set(part) if sources else set()
-        _fan(graph, sources, lambda outer, node, **c: graph.add_edge(outer, node, **c), _S)
-        _fan(graph, sinks, lambda outer, node, **c: graph.add_edge(node, outer, **c), _T)
+                graph.add_edge(node, other, **({} if capacity == inf else {"capacity": capacity}))
+        _fan(sources, _S, graph.add_edge)
+        _fan(sinks, _T, lambda outer, inner, **capacity: graph.add_edge(inner, outer, **capacity))
         _, (full, _) = nx.minimum_cut(graph, _S, _T, flow_func=boykov_kolmogorov)
         return full
 
 
-def _fan(graph, leaves: dict[int, float], link, terminal) -> None:
-    """Join leaves and terminal by a tree of unlimited edges: networkx rescans a terminal's edges for every path."""
+def _fan(leaves: dict[int, float], terminal: int, join: Callable[..., Any]) -> None:
+    """Join nodes to a terminal by a tree of unlimited edges: networkx scans a node's edges anew for every path."""
     level = {}
-    for start, (node, capacity) in enumerate(leaves.items()):
-        group = (terminal, 0, start // _FAN)
-        link(group, node, capacity=capacity)
+    for position, (node, capacity) in enumerate(leaves.items()):
+        group = (terminal, 0, position // _FAN)
+        join(group, node, capacity=capacity)
         level[group] = None
-    depth = 0
     while len(level) > _FAN:
-        depth += 1
         upper = {}
-        for start, node in enumerate(level):
-            group = (terminal, depth, start // _FAN)
-            link(group, node)
+        for position, node in enumerate(level):
+            group = (terminal, node[1] + 1, position // _FAN)
+            join(group, node)
             upper[group] = None
         level = upper
     for node in level:
-        link(terminal, node)
-
-
-class _Components:
-    """Union-find over variables."""
-
-    def __init__(self, size: int) -> None:
-        self.parent = list(range(size))
-
-    def find(self, x: int) -> int:
-        while self.parent[x] != x:
-            self.parent[x] = self.parent[self.parent[x]]
-            x = self.parent[x]
-        return x
-
-    def union(self, x: int, y: int) -> None:
-        x, y = self.find(x), self.find(y)
-        if x != y:
-            self.parent[max(x, y)] = min(x, y)
+        join(terminal, node)

@@ -210,6 +210,8 @@ ALIASES: Final = MappingProxyType(
     }
 )
 
+_CORE: Final[Any] = torch._C  # what is built in C++ has no stubs
+
 #: Functions that several names reach with different meanings, or whose own name says nothing.
 _EXPLICIT: Final[tuple[tuple[Any, str], ...]] = (
     (F.fold, "fold"),
@@ -217,11 +219,11 @@ _EXPLICIT: Final[tuple[tuple[Any, str], ...]] = (
     (builtins.getattr, "getattr"),
     (operator.index, "item"),
     (torch.adaptive_max_pool1d, "adaptive_max_pool1d_with_indices"),
-    (torch._C._nn.adaptive_max_pool2d, "adaptive_max_pool2d_with_indices"),
-    (torch._C._nn.adaptive_max_pool3d, "adaptive_max_pool3d_with_indices"),
-    (torch._C._nn.fractional_max_pool2d, "fractional_max_pool2d_with_indices"),
-    (torch._C._nn.fractional_max_pool3d, "fractional_max_pool3d_with_indices"),
-    (torch._C._autograd._get_data_attr, "detach"),
+    (_CORE._nn.adaptive_max_pool2d, "adaptive_max_pool2d_with_indices"),
+    (_CORE._nn.adaptive_max_pool3d, "adaptive_max_pool3d_with_indices"),
+    (_CORE._nn.fractional_max_pool2d, "fractional_max_pool2d_with_indices"),
+    (_CORE._nn.fractional_max_pool3d, "fractional_max_pool3d_with_indices"),
+    (_CORE._autograd._get_data_attr, "detach"),
 )
 
 #: Operators that write their first argument: operator.iadd and x.__iadd__.
@@ -416,12 +418,12 @@ def _namespaces() -> Iterator[tuple[Callable[..., Any], Op]]:
     """Flat namespaces first: where a function is in several, torch.nn.functional's name for it wins."""
     for prefix, home in (
         ("", F),
-        ("", torch._C._nn),
+        ("", _CORE._nn),
         ("linalg_", torch.linalg),
         ("fft_", torch.fft),
         ("", torch.special),
         ("", torch),
-        ("", torch._C._VariableFunctions),
+        ("", _CORE._VariableFunctions),
         ("", torch.Tensor),
     ):
         for name in dir(home):

@@ -27,6 +27,7 @@ class OpRule:
 
             ==============  ====================================================================================
             "promote"       torch's type promotion over the tensor arguments and numbers
+            "tensors"       the same over the tensor arguments only: numbers are dimensions, factors of a product, ...
             "first"         the first tensor argument's
             "float"         as "promote", but integers and bool become the default float
             "accumulate"    the first's, but integers and bool become int64 (sum, prod)

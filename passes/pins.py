@@ -7,11 +7,11 @@ Safety pins keep an op that would follow or promote in FP32::
     %c: float32 = add(%y, 1e-05)                         # sqrt(y + eps), x / (y + eps): eps would vanish beside y
     %d: float32 = mul(%exp, %scale)                      # between exp and the sum over it
 
-Written classes: a tensor, its views and its in-place users share memory, so that one of them in another dtype would be a
-copy that misses the writes. ``written_classes`` finds them; a class without a write falls apart into ordinary ops. Who
-inserts casts keeps to two rules: a cast of a member is good until the next write to its class (its mutation epoch), and
-a member with ``meta["root_dtype"]`` (the root of a class that lives in another dtype than the root's kernel puts out) is
-cast right after it is made, and only the cast is used from then on::
+Written classes: a tensor, its views and its in-place users share memory, so that one of them in another dtype would be
+a copy that misses the writes. ``written_classes`` finds them; a class without a write falls apart into ordinary ops.
+Who inserts casts keeps to two rules: a cast of a member is good until the next write to its class (its mutation epoch),
+and a member with ``meta["root_dtype"]`` (the root of a class that lives in another dtype than the root's kernel puts
+out) is cast right after it is made, and only the cast is used from then on::
 
     %y: bfloat16 = linear(%x, %w)           # meta["root_dtype"] = float32
     %y_f32: float32 = cast(%y, torch.float32)

@@ -92,6 +92,10 @@ def _number_dtype(number: type | None) -> torch.dtype | None:
     return default.to_complex() if number is complex else default
 
 
+def _tensors(operands: Operands) -> DTypeInfo:
+    return promote(operands._replace(numbers=None))
+
+
 def first(operands: Operands) -> DTypeInfo:
     """The first tensor argument's dtype."""
     return operands.tensors[0][0] if operands.tensors else NON_TENSOR
@@ -139,6 +143,7 @@ def _default(operands: Operands) -> DTypeInfo:
 RESULT_KINDS: Final[Mapping[str, Callable[[Operands], DTypeInfo]]] = MappingProxyType(
     {
         "promote": promote,
+        "tensors": _tensors,
         "first": first,
         "float": _float,
         "accumulate": _accumulate,

@@ -112,7 +112,7 @@ class _Walk:
 
     def _call(self, node: Node) -> DTypeInfo:
         if isinstance(node.target, HigherOrderOperator):
-            return self._higher_order(node)
+            return self._higher_order(node, node.target.name())
         op: Op | None = node.meta.get("op")
         operands = self._operands(node)
         if op is None:
@@ -135,8 +135,7 @@ class _Walk:
         kind: str | tuple[str, ...] = row.result
         if isinstance(node.target, OpOverload):
             kind = _overload_kind(node.target, kind)
-        if row.rule is Rule.LOW:  # one dtype for all tensors; alpha, beta and the like do not promote
-            operands = operands._replace(equal=True, numbers=None)
+        operands = operands._replace(equal=row.rule is Rule.LOW)
         if isinstance(kind, tuple):
             return tuple(RESULT_KINDS[each](operands) for each in kind)
         if kind.endswith("*"):
@@ -177,11 +176,10 @@ class _Walk:
             return self._number(node, operands, NON_TENSOR)
         return fake_result(node, self.facts.low)
 
-    def _higher_order(self, node: Node) -> DTypeInfo:
+    def _higher_order(self, node: Node, name: str) -> DTypeInfo:
         """Give the bodies their placeholders' dtypes; the result is what the body that makes it returns."""
         bodies = [body for source in node.all_input_nodes if (body := self._body(source)) is not None]
         operands = [leaf for leaf in _leaves(node.args) if not (isinstance(leaf, Node) and self._body(leaf))]
-        name = node.target.name()
         results: list[DTypeInfo] = []
         for position, body in enumerate(bodies):
             if name != "autograd_function_apply" or position == 0:  # its backward takes gradients, not the operands

@@ -111,7 +111,8 @@ def _non_floats_untouched(gm: GraphModule, context: Context) -> Iterator[Violati
 
 
 def _outputs(gm: GraphModule, context: Context) -> Iterator[Violation]:
-    if not context.keep_output_dtype:
+    output = gm.graph.output_node().meta.get("precision")
+    if not context.keep_output_dtype or (output is not None and output.rule is not Rule.KEEP):
         return
     for source in gm.graph.output_node().all_input_nodes:
         original, have = source.meta.get("dtype"), actual_dtype(source)

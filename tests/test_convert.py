@@ -89,7 +89,7 @@ def test_float16_on_a_cpu_warns_once_that_it_is_slow():
     with pytest.warns(UserWarning, match="float16 on a CPU"):
         converted, scaler = fxprec.convert(nn.Linear(2, 2), dtype=torch.float16)
     assert scaler.is_enabled()
-    loss = converted(torch.randn(1, 2)).sum()
+    loss = converted(torch.randn(1, 2)).sum() / 64
     scaler.scale(loss).backward()
     assert torch.isfinite(converted.weight.grad).all()
     with warnings.catch_warnings():
@@ -240,7 +240,7 @@ def test_revert_and_original():
         ({"policy": fxprec.Policy.preset("O1").override(ops={"conv2d": torch.float32})}, fxprec.PolicyError, "conv2d"),
         ({"policy": fxprec.Policy.preset("O1").override(nodes={"linaer": torch.float32})}, fxprec.PolicyError, "linear"),
         ({"example_inputs": torch.randn(2, 8)}, TypeError, "(x,)"),
-        ({"example_inputs": (torch.randn(2, 8), torch.randn(2))}, TypeError, "example_inputs do not fit"),
+        ({"example_inputs": (torch.randn(2, 8), torch.randn(2))}, TypeError, "too many positional"),
         ({"example_inputs": {"inptu": torch.randn(2, 8)}}, TypeError, "inptu"),
         ({"example_inputs": (torch.randn(2, 9),)}, ValueError, "(2, 9)"),
         ({"example_inputs": (torch.randn(2, 8, device="meta"),)}, ValueError, "meta"),

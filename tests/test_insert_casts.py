@@ -26,7 +26,15 @@ class Exp(nn.Module):
 
 def test_the_graph_after(tools):
     gm = tools.rewritten(tools.traced(Exp(), torch.randn(2, 4)), tools.context(), until="insert_casts")
-    expecttest.assert_expected_inline(format_graph(gm), """""")
+    expecttest.assert_expected_inline(format_graph(gm), """\
+%x: float32 = placeholder
+%w: float32 = get_attr[w]
+%x_bf16: bfloat16 = to(%x, torch.bfloat16)
+%w_bf16: bfloat16 = to(%w, torch.bfloat16)
+%linear: bfloat16 = linear(%x_bf16, %w_bf16)
+%linear_f32: float32 = to(%linear, torch.float32)
+%exp: float32 = exp(%linear_f32)
+return %exp""")
 
 
 def test_a_shared_tensor_is_cast_once(tools):

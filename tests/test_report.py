@@ -60,6 +60,14 @@ def test_a_row_says_what_the_graph_does_and_where_it_comes_from(model):
     ]
 
 
+def test_where_no_floats_are_there_is_nothing_to_decide():
+    def f(x):
+        return x.reshape(x.size(0), -1).exp()
+
+    size = row(fxprec.report(fxprec.convert(f, (torch.randn(2, 2, 2),)).module), "size")
+    assert (size.compute, size.rule, size.why) == ("-", "-", "no floats")
+
+
 def test_the_text_holds_every_node_but_shadows_and_no_absolute_path(model):
     report = fxprec.report(model)
     text = str(report)

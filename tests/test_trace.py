@@ -446,7 +446,7 @@ class TestGraphModules:
         assert not taken.gm.graph.find_nodes(op="call_module")
         norms = [node for node in taken.gm.graph.nodes if node.target is F.batch_norm]
         assert [module_path(node) for node in norms] == ["stem.1", "norm"]
-        assert norms[1].stack_trace.endswith("x = F.relu(self.norm(self.down(self.stem(x))))")
+        assert "x = F.relu(self.norm(self.down(self.stem(x))))" in norms[1].stack_trace
 
     def test_as_a_submodule(self) -> None:
         assert_equal_runs(nn.Sequential(fx.symbolic_trace(ResidualMLP()), nn.Linear(8, 2)), torch.randn(2, 8))

@@ -60,7 +60,7 @@ class _Step:
 
         loss().backward()  # captures, makes shadows
         model.zero_grad()
-        with count_casts(model) as self.casts:
+        with count_casts() as self.casts:
             value = loss()
             value.backward()
         self.loss = value.item()
