@@ -124,6 +124,8 @@ class Conversion:
         if not self.settled:
             self.check_policy(module)
             self.settled = True
+        if self.settings.policy.lowers_parameters or self.frozen is not None:
+            output = self._restored(output, args, kwargs)  # the graph sees low weights, the original program had FP32
         return output
 
     def _run(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,7 +254,6 @@ class Conversion:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
         weights, inputs_at = dynamo.name_weights(gm, inputs, self._names())
         dynamo.relocate(gm)
-        self._remember_masters(gm)
         program = self.rewrite(gm)
         low = [weights[name] for name in program.low]
         rest = [weights[name] for name in program.plain] + inputs_at
@@ -269,12 +270,6 @@ class Conversion:
                 torch.set_autocast_enabled(device, enabled)
 
         return run
-
-    def _remember_masters(self, gm: GraphModule) -> None:
-        """A frozen weight is low by now, but the program is still that of an FP32 model."""
-        for node in gm.graph.nodes:
-            if self.frozen and node.op == "get_attr" and node.target in self.frozen:
-                node.meta["dtype"] = torch.float32
 
     def in_net(self, where: str, why: str) -> None:
         self.net.setdefault(where, why)

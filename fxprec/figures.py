@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxprec.nodes import Place, is_inserted, is_shadow
-from fxprec.passes.ir import CASTABLE, NON_TENSOR, UNKNOWN, Op, Precision, dtype_name
+from fxprec.passes.ir import CASTABLE, UNKNOWN, Op, Precision, dtype_name
 from fxprec.passes.op_table import rule_of
 
 __all__ = ["Activations", "Weights", "activations", "count", "weights"]
@@ -106,8 +106,7 @@ def _values(info: Any, numel: Any) -> Iterator[tuple[Any, int | None]]:
         return
     counts = numel if isinstance(numel, tuple) and len(numel) == len(info) else (None,) * len(info)
     for one, count in zip(info, counts, strict=True):
-        if one is not NON_TENSOR:
-            yield from _values(one, count)
+        yield from _values(one, count)
 
 
 def weights(model: nn.Module, graphs: Sequence[GraphModule], found: Iterable[Place]) -> Weights:

@@ -78,7 +78,7 @@ def plain_reads(functions: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
     of other modules and mutable globals are not found.
 
     Returns:
-        (globals, names and values) for each namespace, (cell, {'cell_contents': value}) for each closure cell.
+        (globals, names and values) for each namespace, (cell, {name: value}) for each closure variable.
     """
     namespaces: dict[int, tuple[Any, dict[str, Any]]] = {}
     seen: set[int] = set()
@@ -97,12 +97,12 @@ def plain_reads(functions: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
                 namespaces.setdefault(id(scope), (scope, {}))[1][name] = value
             elif isinstance(value, types.FunctionType):
                 stack.append(value)
-        for cell in function.__closure__ or ():
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             value = getattr(cell, "cell_contents", None)
             if isinstance(value, types.FunctionType):
                 stack.append(value)
             elif type(value) in _NUMBERS_AND_NAMES:
-                namespaces[id(cell)] = (cell, {"cell_contents": value})
+                namespaces[id(cell)] = (cell, {name: value})
     return list(namespaces.values())
 
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter, call, contains, itemgetter
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
@@ -28,8 +29,18 @@ __all__ = ["HOOKS", "Fact", "Guards", "Reads", "Slot"]
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS: Final = {f"_global{name}": getattr(nn_module, f"_global{name}") for name in HOOKS}
 
-#: Where a tensor lives: a module's ``_parameters`` or ``_buffers``, and the name in it.
-Slot = tuple[dict[str, Any], str]
+
+class Slot(NamedTuple):
+    """Where a tensor lives: the attributes, parameters or buffers of a module, the name among them, and its path."""
+
+    owner: dict[str, Any]
+    name: str
+    path: str
+
+    def tensor(self) -> Any:
+        return self.owner.get(self.name)
+
+
 #: Something that was asked of the tensor in a slot, and the answer.
 Fact = tuple[Slot, Callable[[Tensor], Any], Any]
 
@@ -75,7 +86,11 @@ class Guards:
             _Values([*_values_of(reads, root), *_plain_values(plain)]),
             _Slots(reads),
         ]
-        identical = [((vars(read.module), name), tensor) for read in reads for name, tensor in read.tensors.items()]
+        identical = [
+            (Slot(vars(read.module), name, read.label(name)), tensor)
+            for read in reads
+            for name, tensor in read.tensors.items()
+        ]
         if identical or ties or facts:
             self._checks.append(_Tensors(identical, ties, facts))
 
@@ -211,20 +226,20 @@ class _Tensors:
 
     def holds(self) -> bool:
         return (
-            all(scope[name] is tensor for (scope, name), tensor in self._identical)
-            and all(a[name] is b[other] for (a, name), (b, other) in self._ties)
-            and all(ask(scope[name]) == fact for (scope, name), ask, fact in self._facts)
+            all(slot.tensor() is tensor for slot, tensor in self._identical)
+            and all(one.tensor() is other.tensor() for one, other in self._ties)
+            and all(ask(slot.tensor()) == fact for slot, ask, fact in self._facts)
         )
 
     def change(self) -> str:
-        for (scope, name), tensor in self._identical:
-            if scope.get(name) is not tensor:
-                return f"the tensor {name} was replaced"
-        for (a, name), (b, other) in self._ties:
-            if a.get(name) is not b.get(other):
-                return f"{name} and {other} are no longer the same tensor"
-        changed = [(name, fact, ask(scope[name])) for (scope, name), ask, fact in self._facts]
-        return next(f"{name} changed from {fact} to {now}" for name, fact, now in changed if now != fact)
+        for slot, tensor in self._identical:
+            if slot.tensor() is not tensor:
+                return f"the tensor {slot.path} was replaced"
+        for one, other in self._ties:
+            if one.tensor() is not other.tensor():
+                return f"{one.path} and {other.path} are no longer the same tensor"
+        changed = [(slot.path, fact, ask(slot.tensor())) for slot, ask, fact in self._facts]
+        return next(f"{path} changed from {fact} to {now}" for path, fact, now in changed if now != fact)
 
 
 def _values_of(reads: Iterable[Reads], root: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any]]]:
@@ -235,33 +250,36 @@ def _values_of(reads: Iterable[Reads], root: nn.Module) -> Iterator[tuple[str, M
         children = {"_modules": dict(scope["_modules"])} if scope["_modules"] else {}
         yield read.path, scope, {**read.values, **hooks, **children}
         if read.on_class:
-            yield type(read.module).__name__, _Attributes(type(read.module)), read.on_class
+            yield type(read.module).__name__, _Lookup(partial(getattr, type(read.module))), read.on_class
 
 
 def _plain_values(
     plain: Iterable[tuple[Any, dict[str, Any]]],
 ) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any]]]:
     for owner, values in plain:
-        yield ("global", owner, values) if isinstance(owner, dict) else ("closure", _Attributes(owner), values)
+        if isinstance(owner, dict):
+            yield "global", owner, values
+        else:
+            yield "closure", _Lookup(lambda _, cell=owner: cell.cell_contents), values
 
 
-class _Attributes(Mapping[str, Any]):
-    """The attributes of a class or of a closure cell, looked up as in a dict."""
+class _Lookup(Mapping[str, Any]):
+    """The attributes of a class or the content of a closure cell, looked up as in a dict."""
 
-    def __init__(self, owner: object) -> None:
-        self._owner = owner
+    def __init__(self, get: Callable[[str], Any]) -> None:
+        self._get = get
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return getattr(self._owner, name)
-        except (AttributeError, ValueError):
+            return self._get(name)
+        except (AttributeError, ValueError):  # deleted; an emptied cell
             raise KeyError(name) from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dir(self._owner))
+        return iter(())
 
     def __len__(self) -> int:
-        return len(dir(self._owner))
+        return 0
 
 
 def _difference(label: str, scope: Mapping[str, Any], name: str, value: Any) -> str | None:
@@ -279,6 +297,11 @@ def _difference(label: str, scope: Mapping[str, Any], name: str, value: Any) -> 
             return None
     except Exception:  # for instance a tensor: reported as changed
         pass
-    return (
-        f"{label} got a hook" if name in HOOKS else f"{label} changed from {reprlib.repr(value)} to {reprlib.repr(now)}"
-    )
+    if name in HOOKS:
+        return f"{label} got a hook"
+    return f"{label} changed from {_shown(value)} to {_shown(now)}"
+
+
+def _shown(value: object) -> str:
+    name = getattr(value, "__qualname__", None)
+    return name if isinstance(name, str) else reprlib.repr(value)

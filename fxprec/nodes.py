@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxprec.module import conversion_of, graphs, is_converted
+from fxprec.module import graphs, is_converted
 from fxprec.passes.casts import CASTS, cast
 from fxprec.passes.ir import Op, Precision, dtype_name, module_path
 from fxprec.passes.policy_terms import did_you_mean
@@ -59,7 +59,6 @@ def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
     """
     if isinstance(model, GraphModule) and not is_converted(model) and annotated_graphs(model):
         return (model,)
-    conversion_of(model)
     return graphs(model)
 
 
@@ -124,11 +123,11 @@ def is_inserted(node: Node) -> bool:
 
 
 def is_shadow(node: Node) -> bool:
-    """Whether this is an inserted cast of a parameter to a low dtype: at run time a shadow stands in its place."""
+    """Whether this is a cast of ours of a parameter to a low dtype: at run time a shadow stands in its place."""
     if node.target is not cast or node.args[1] not in (torch.float16, torch.bfloat16):
         return False
     source = node.args[0]
-    return isinstance(source, Node) and source.meta.get("kind") == "parameter" and is_inserted(node)
+    return isinstance(source, Node) and source.meta.get("kind") == "parameter"
 
 
 def op_name(node: Node) -> str:

@@ -73,6 +73,9 @@ class Recorder:
     Args:
         root: the traced module.
         decline: called with a reason; raises.
+
+    Attributes:
+        slots: kind ("parameter" or "buffer") and place of every tensor, by its id; of tied ones, the first.
     """
 
     def __init__(self, root: nn.Module, decline: Callable[[str], Any]) -> None:
@@ -82,18 +85,19 @@ class Recorder:
         self._reads: dict[int, Reads] = {}
         self._seen: set[tuple[int, str]] = set()
         self._functions: list[Any] = []
-        self._facts: dict[tuple[int, str, Any], Fact] = {}
-        self.slots: dict[int, tuple[str, str, Slot]] = {}
+        self._facts: dict[tuple[str, Any], Fact] = {}
+        self.slots: dict[int, tuple[str, Slot]] = {}
         self._ties: list[tuple[Slot, Slot]] = []
         for path, module in root.named_modules():
             for kind, slots in (("parameter", vars(module)["_parameters"]), ("buffer", vars(module)["_buffers"])):
                 for name, tensor in slots.items():
                     if tensor is None:
                         continue
+                    slot = Slot(slots, name, f"{path}.{name}" if path else name)
                     if id(tensor) in self.slots:
-                        self._ties.append(((slots, name), self.slots[id(tensor)][2]))
+                        self._ties.append((slot, self.slots[id(tensor)][1]))
                     else:
-                        self.slots[id(tensor)] = (f"{path}.{name}" if path else name, kind, (slots, name))
+                        self.slots[id(tensor)] = (kind, slot)
 
     def getattribute(self) -> Callable[[nn.Module, str], Any]:
         """What takes the place of ``nn.Module.__getattribute__`` (that of object)."""
@@ -135,12 +139,11 @@ class Recorder:
 
     def asks_shape(self, tensor: Tensor) -> None:
         """The forward used the shape of this parameter or buffer as a constant."""
-        self._add_fact(self.slots[id(tensor)][2], _SHAPE)
+        self._add_fact(self.slots[id(tensor)][1], _SHAPE)
 
-    def _add_fact(self, slot: Slot, facts: Callable[[Tensor], Any]) -> None:
-        slots, name = slot
-        if slots[name] is not None:
-            self._facts[id(slots), name, facts] = (slot, facts, facts(slots[name]))
+    def _add_fact(self, slot: Slot, ask: Callable[[Tensor], Any]) -> None:
+        if slot.tensor() is not None:
+            self._facts[slot.path, ask] = (slot, ask, ask(slot.tensor()))
 
     def guards(self) -> Guards:
         """The guards of everything read so far."""
@@ -166,8 +169,8 @@ class Recorder:
         attributes = vars(reads.module)
         if name in ("_parameters", "_buffers"):
             # for instance by next(self.parameters()).device: what needs no arithmetic is open to the forward
-            for slot in value:
-                self._add_fact((value, slot), _FACTS)
+            for tensor_name in value:
+                self._add_fact(Slot(value, tensor_name, reads.label(tensor_name)), _FACTS)
             return
         if name == "_modules" or (name.startswith("__") and name.endswith("__")):
             return

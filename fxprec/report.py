@@ -183,7 +183,7 @@ def _headline(
     return Headline(
         model=conversion.original_class.__name__ if conversion else type(model).__name__,
         settings=f"{settings.policy.level}, {dtype_name(settings.dtype)}, {settings.placement}" if settings else "",
-        computes=dict(Counter(row.compute for row in rows if row.kind == "op" and row.compute != "-").most_common()),
+        computes=dict(Counter(row.compute for row in rows if row.compute != "-").most_common()),
         casts=kinds["cast"],
         shadow_casts=kinds["shadow"],
         folded=sum(gm.meta.get("folded", 0) for gm in graphs),

@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import _symbolic_trace
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import has_side_effect
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -103,6 +104,13 @@ class ForwardTracer(fx.Tracer):
             found = (i for i in dis.get_instructions(code) if i.opname == "UNPACK_SEQUENCE")
             self._unpacks[code] = {instruction.offset: instruction.argval for instruction in found}
         return self._unpacks[code]
+
+    def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace, through functions given to ``torch.fx.wrap`` too: as leaves, what they compute would stay unseen."""
+        wrapped = _symbolic_trace._wrapped_fns_to_patch
+        leaves = {key: scope for key, scope in wrapped.items() if key[1] not in scope}  # builtins, such as len
+        with replaced([(_symbolic_trace, "_wrapped_fns_to_patch", leaves)]):
+            return super().trace(root, concrete_args)
 
     # -- what fx calls ---------------------------------------------------------------------------------------------
 
@@ -203,15 +211,15 @@ class ForwardTracer(fx.Tracer):
 
     def _weight(self, tensor: Tensor) -> TracedValue | None:
         """The stand-in of a parameter or buffer, one however often it is read; None for another tensor."""
-        slot = self.recorder.slots.get(id(tensor))
-        if slot is None:
+        found = self.recorder.slots.get(id(tensor))
+        if found is None:
             return None
-        path, kind, _ = slot
-        if path not in self._values:
-            value = TracedTensor(self._attribute(path, kind, tensor), self)
+        kind, slot = found
+        if slot.path not in self._values:
+            value = TracedTensor(self._attribute(slot.path, kind, tensor), self)
             value.tensor = tensor
-            self._values[path] = value
-        return self._values[path]
+            self._values[slot.path] = value
+        return self._values[slot.path]
 
     def _tensor(self, tensor: Tensor) -> fx.Node:
         if (weight := self._weight(tensor)) is not None:
@@ -246,7 +254,7 @@ class ForwardTracer(fx.Tracer):
         if target in (torch.autograd.grad, torch.autograd.backward):
             self.decline("runs a backward pass")
         if isinstance(target, FunctionType) and target.__module__.partition(".")[0] not in ("torch", "fxprec"):
-            self.decline(f"calls {name}, which torch.fx.wrap keeps whole")
+            self.decline(f"calls {name}, which is no function of torch")
         self._accepted.add(target)
 
     def _with_recorded_check(self, norm: _BatchNorm, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ _BOUNDED: Final = frozenset(
 
 
 class GraphWalk:
-    """Subclasses keep values (``has`` to ``want_original``), record (``decide``), and judge (``compute``, ``write``)."""
+    """Subclasses keep values (``has`` to ``want_original``), record (``decide``), judge (``compute``, ``write``)."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -8,15 +8,15 @@ two auxiliary nodes charge each direction once::
 
 A closure x -> y (x in FP32 forces y) is an edge of infinite capacity, and a unary cost an edge to T (or from S).
 
-Pins never become nodes: a tensor with a pinned end shrinks to a finite edge from S or to T. Closures are resolved before
-the cut: what an FP32 pin forces becomes a pin itself, and a closure into a low pin is dropped, since no answer could
-honour it where it matters (the pinned reader casts instead). So only finite edges touch S and T, every cut is finite,
-and networkx.NetworkXUnbounded cannot be raised, whatever contradictions come in.
+Pins never become nodes: a tensor with a pinned end shrinks to a finite edge from S or to T. Closures are resolved
+before the cut: what an FP32 pin forces becomes a pin itself, and a closure into a low pin is dropped, since no answer
+could honour it where it matters (the pinned reader casts instead). So only finite edges touch S and T, every cut is
+finite, and networkx.NetworkXUnbounded cannot be raised, whatever contradictions come in.
 
 What is left is solved in three steps, of which the first two are linear and settle almost everything in real graphs:
 
-1. a node whose own pull towards one side is at least what all its neighbours could pull it the other way is settled, and
-   pulls at its neighbours in turn;
+1. a node whose own pull towards one side is at least what all its neighbours could pull it the other way is settled,
+   and pulls at its neighbours in turn;
 2. the rest falls apart into connected parts; one that nothing pulls towards FP32 is low;
 3. the others are cut by networkx, one by one.
 

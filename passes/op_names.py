@@ -223,7 +223,7 @@ _EXPLICIT: Final[tuple[tuple[Any, str], ...]] = (
     (_CORE._nn.adaptive_max_pool3d, "adaptive_max_pool3d_with_indices"),
     (_CORE._nn.fractional_max_pool2d, "fractional_max_pool2d_with_indices"),
     (_CORE._nn.fractional_max_pool3d, "fractional_max_pool3d_with_indices"),
-    (_CORE._autograd._get_data_attr, "detach"),
+    (getattr(_CORE._autograd, "_get_data_attr", None), "detach"),  # dynamo's x.data
 )
 
 #: Operators that write their first argument: operator.iadd and x.__iadd__.
@@ -395,7 +395,8 @@ def _functions() -> dict[Any, Op]:
 
 def _explicit() -> Iterator[tuple[Callable[..., Any], Op]]:
     for function, name in _EXPLICIT:
-        yield function, Op(name)
+        if function is not None:
+            yield function, Op(name)
     for function in CASTS:
         yield function, Op("to")
 

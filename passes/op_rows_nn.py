@@ -23,32 +23,20 @@ _PICKS: Final = "picks or copies values: exact in any dtype"
 _AVERAGE: Final = "a short average that the kernel accumulates in FP32"
 
 LOW: Final = table(
-    rows(Rule.LOW, _TENSOR_CORES, "linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum", result="tensors"),
-    rows(Rule.LOW, _TENSOR_CORES, "addmm_activation linalg_multi_dot linalg_vecdot grouped_mm", result="tensors"),
+    rows(Rule.LOW, _TENSOR_CORES, "linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum addmm_activation "
+         "linalg_multi_dot linalg_vecdot grouped_mm", result="tensors"),
     rows(Rule.LOW, _TENSOR_CORES, "addr", result="tensors", native_promotion=True),
-    rows(
-        Rule.LOW,
-        _CONVOLUTION,
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
-        result="tensors",
-    ),
-    rows(Rule.LOW, _CONVOLUTION, "convolution conv_tbc", result="tensors"),
+    rows(Rule.LOW, _CONVOLUTION, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution "
+         "conv_tbc", result="tensors"),
     rows(Rule.LOW, _RECURRENT, "lstm", result=("tensors",) * 3),
-    rows(Rule.LOW, _RECURRENT, "gru rnn_tanh rnn_relu", result=("tensors",) * 2),
-    rows(Rule.LOW, _RECURRENT, "cudnn_rnn miopen_rnn", result="unknown", result="tensors"),
-    rows(Rule.LOW, _RECURRENT, "lstm_cell", result=("tensors",) * 2),
+    rows(Rule.LOW, _RECURRENT, "gru rnn_tanh rnn_relu lstm_cell", result=("tensors",) * 2),
     rows(Rule.LOW, _RECURRENT, "gru_cell rnn_tanh_cell rnn_relu_cell", result="tensors"),
-    rows(Rule.LOW, _ATTENTION, "scaled_dot_product_attention", result="tensors"),
-    rows(Rule.LOW, _ATTENTION, "multi_head_attention_forward", result=("tensors", "tensors")),
-    rows(Rule.LOW, _ATTENTION, "native_multi_head_attention", result=("tensors", "tensors")),
-    rows(Rule.LOW, _ATTENTION, "transformer_encoder_layer_fwd", result="tensors"),
-    rows(
-        Rule.LOW,
-        "a select and a product: low as under autocast, its one weight is lowered with it",
-        "prelu",
-        result="tensors",
-    ),
-)
+    rows(Rule.LOW, _RECURRENT, "cudnn_rnn miopen_rnn", result="unknown"),
+    rows(Rule.LOW, _ATTENTION, "scaled_dot_product_attention transformer_encoder_layer_fwd", result="tensors"),
+    rows(Rule.LOW, _ATTENTION, "multi_head_attention_forward native_multi_head_attention", result=("tensors",) * 2),
+    rows(Rule.LOW, "a select and a product: low as under autocast, its one weight is lowered with it", "prelu",
+         result="tensors"),
+)  # fmt: skip
 
 NORMS: Final = table(
     rows(Rule.FULL, _NORM, "layer_norm group_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu"})),

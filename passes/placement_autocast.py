@@ -2,9 +2,9 @@
 
 Its LOW list runs low, its FP32 list in FP32, its promote list in the widest dtype that arrives; every other op runs on
 what arrives, with torch's own promotion. Where eager autocast would fail on mixed dtypes (``index_put_``, ``lerp``) the
-widest wins too. The op table says LOW and FULL for more ops than the lists name: those run on what arrives here, unless a
-policy says otherwise. KEEP and unknown ops get their original dtypes, and a number that a low tensor cannot be filled
-with still makes it FP32: under autocast both would raise.
+widest wins too. The op table says FULL of more ops than the lists name: those run on what arrives here, unless a policy
+says otherwise. KEEP and unknown ops get their original dtypes, and a number that a low tensor cannot be filled with
+still makes it FP32: under autocast both would raise.
 """
 
 from __future__ import annotations

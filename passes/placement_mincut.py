@@ -1,12 +1,12 @@
 """placement="mincut": turn a graph into a cut problem, solve it, and read every node's dtypes from the answer.
 
-One variable an op that follows or promotes; one for the data port and the output of a norm whose kernel reads and writes
-low; one for the input of a sum. LOW and FULL ops, sources, user casts and outputs are pins. ``decide`` says what the
-levels pin; ``pins`` what safety and memory do.
+One variable an op that follows or promotes; one for the data port and the output of a norm whose kernel reads and
+writes low; one for the input of a sum. LOW and FULL ops, sources, user casts and outputs are pins. ``decide`` says what
+the levels pin; ``pins`` what safety and memory do.
 
-Where an FP32 input makes an op FP32 (its closure), two are let off: one that only moves or drops values and leads only to
-low readers (the cast may then stand before it, where the tensor is smaller), and one whose FP32 operand is 0-dim, which
-does not promote in torch either.
+Where an FP32 input makes an op FP32 (its closure), two are let off: one that only moves or drops values and leads only
+to low readers (the cast may then stand before it, where the tensor is smaller), and one whose FP32 operand is 0-dim,
+which does not promote in torch either.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Site:
         return self.dtype is None and context.native_mixed and self.row is not None and context.device in self.row.mixed
 
     def accumulates_wide(self, context: Context, asked: torch.dtype | None) -> bool:
-        """Whether the kernel takes a dtype to compute in, so that it may read low: ours, or one that the user asked for."""
+        """Whether the kernel takes a dtype to compute in, so that it may read low: ours, or one that the user gave."""
         if self.dtype is not None or not context.native_mixed or self.row is None:
             return False
         if asked is None:
@@ -130,7 +130,7 @@ def original(info: DTypeInfo | None) -> torch.dtype:
 
 
 def dtype_reference(node: Node) -> Node | None:
-    """The tensor whose dtype a call asks for at run time: ``x.to(y.dtype)``, ``zeros(n, dtype=y.dtype)``, ``x.type_as(y)``."""
+    """The tensor whose dtype a call asks for: ``x.to(y.dtype)``, ``zeros(n, dtype=y.dtype)``, ``x.type_as(y)``."""
     for source in _nodes((node.args, node.kwargs)):
         op: Op | None = source.meta.get("op")
         if op is not None and op.name == "getattr" and source.args[1] == "dtype" and isinstance(source.args[0], Node):

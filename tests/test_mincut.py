@@ -98,7 +98,7 @@ def test_nothing_to_solve():
     assert solve(CutProblem(2, {}, ())) == [False, False]
 
 
-def test_a_long_stream_with_conflicting_neighbours(monkeypatch):
+def test_a_long_stream_with_conflicting_neighbours():
     """One part of thousands of variables that no local argument settles: networkx has to, and must not be quadratic."""
     rng = random.Random(0)
     count, previous = 2000, 2

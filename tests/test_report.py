@@ -73,6 +73,7 @@ def test_the_text_holds_every_node_but_shadows_and_no_absolute_path(model):
     text = str(report)
     assert repr(report) == text
     lines = {line.split()[0] for line in text.split("\n") if line.strip()}
+    assert {entry.op for entry in report.graphs[0].rows}.isdisjoint({"output", "get_attr"})
     for entry in report.graphs[0].rows:
         assert (entry.node in lines) == (entry.kind != "shadow"), entry.node
     assert not re.search(r"(^|\s)/\w+/", text)

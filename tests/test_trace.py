@@ -292,6 +292,11 @@ class TestResults:
         assert type(record) is Record and torch.equal(record.second, x + 1)
 
 
+@torch.fx.wrap
+def wrapped(x: Tensor) -> Tensor:
+    return x @ x
+
+
 Pair = namedtuple("Pair", "a b")
 
 
@@ -413,6 +418,14 @@ class TestSemantics:
             forward = doubled(nn.Linear.forward)
 
         assert_equal_runs(Decorated(2, 2), torch.randn(2, 2))
+
+    def test_functions_given_to_fx_wrap_are_traced_and_builtins_recorded(self) -> None:
+        user: dict[str, Any] = {"torch": torch, "wrapped": wrapped}
+        exec("torch.fx.wrap('len')\ndef f(x):\n    return wrapped(x) * len(x)", user)
+        taken, x = capture(user["f"]), torch.randn(3, 3)
+        assert targets(taken) == [operator.matmul, len, operator.mul]
+        assert torch.equal(taken.gm(x), x @ x * 3)
+        assert fx.symbolic_trace(lambda x: wrapped(x)).graph.find_nodes(op="call_function", target=wrapped)
 
     def test_forward_set_on_the_instance(self) -> None:
         model = nn.Linear(2, 2)

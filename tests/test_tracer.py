@@ -171,13 +171,7 @@ class Double(torch.autograd.Function):
         return gradients[0] * 2
 
 
-@torch.fx.wrap
-def wrapped(x: Tensor) -> Tensor:
-    return x @ x
-
-
-@torch.jit.script
-def scripted(x: Tensor) -> Tensor:
+def plus_one(x: Tensor) -> Tensor:
     return x + 1
 
 
@@ -185,10 +179,15 @@ class TestCalls:
     def test_autograd_function(self) -> None:
         assert reason(Model(lambda self, x: Double.apply(x))).startswith("calls a torch.autograd.Function, at ")
 
-    def test_wrapped_function(self) -> None:
-        assert reason(Model(lambda self, x: wrapped(x))).startswith("calls wrapped, which torch.fx.wrap keeps whole")
+    def test_function_that_handles_stand_ins_itself(self) -> None:
+        def overridable(x: Tensor) -> Tensor:
+            return torch.overrides.handle_torch_function(overridable, (x,), x)
 
+        assert reason(Model(lambda self, x: overridable(x))).startswith("calls overridable, which is no function of")
+
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script")
     def test_scripted_function(self) -> None:
+        scripted = torch.jit.script(plus_one)
         assert "TorchScript" in reason(Model(lambda self, x: scripted(x)))
 
     def test_higher_order_operators(self) -> None:
@@ -265,6 +264,7 @@ class TestModules:
         finally:
             handle.remove()
 
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script", "ignore:Lazy modules")
     @pytest.mark.parametrize(
         ("make", "what"),
         [
