@@ -93,7 +93,7 @@ def activations(nodes: Iterable[Node]) -> Activations:
 
 def _writes_memory(node: Node) -> bool:
     op: Op | None = node.meta.get("op")
-    if op is None or op.in_place or op.name in ("getitem", "getattr") or is_shadow(node):
+    if op is None or op.in_place or is_shadow(node):
         return False
     row = rule_of(op.name)
     return row is None or not row.view or op.name == "to"

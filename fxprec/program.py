@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from fxprec.passes.casts import cast
 
@@ -44,40 +45,38 @@ class Program:
 
 def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Program:
     """Make the program of a rewritten, self-contained graph. Constants and subgraphs stay attributes."""
+    shadows = {node: node.args[0] for node in gm.graph.nodes if _is_weight_cast(node, low)}
+    weights = [node for node in gm.graph.find_nodes(op="get_attr") if node.meta.get("kind") in ("parameter", "buffer")]
+    read = {node: None for node in weights if any(user not in shadows for user in node.users)}
     graph = Graph()
+    slots = {("low", node.target): node for node in shadows.values()} | {("plain", node.target): node for node in read}
+    placeholders: dict[tuple[str, str], Node] = {}
+    for (kind, target), node in slots.items():
+        placeholders[kind, target] = graph.placeholder(f"{kind}_{target.replace('.', '_')}")
+        placeholders[kind, target].meta = dict(node.meta)
     values: dict[Node, Node] = {}
-    graph.graph_copy(gm.graph, values)
-    output = gm.graph.output_node()
-    graph.output(torch.fx.node.map_arg(output.args[0], lambda node: values[node]))
-    weights = [node for node in graph.nodes if node.op == "get_attr" and node.meta.get("kind") in ("parameter", "buffer")]
-    shadowed: dict[str, Node] = {}
-    plain: dict[str, Node] = {}
-    first = next(iter(graph.nodes))
-    for node in weights:
-        for user in list(node.users):
-            if node.meta["kind"] == "parameter" and user.target is cast and user.args[1] == low:
-                _replace(user, shadowed, node.target, "_low", graph, first)
-        if node.users:
-            _replace(node, plain, node.target, "", graph, first)
+    for node in gm.graph.nodes:
+        if node in shadows:
+            values[node] = placeholders["low", shadows[node].target]
+        elif node.op == "get_attr" and node.meta.get("kind") in ("parameter", "buffer"):
+            if node in read:
+                values[node] = placeholders["plain", node.target]
+        elif node.op == "output":
+            graph.output(map_arg(node.args[0], values.__getitem__))
         else:
-            graph.erase_node(node)
-    ordered = [*shadowed.values(), *plain.values()]
-    for node in reversed(ordered):
-        next(iter(graph.nodes)).prepend(node)
+            values[node] = graph.node_copy(node, values.__getitem__)
     _run_checkpoints(graph)
-    graph._codegen = type(graph._codegen)()
     lifted = GraphModule(gm, graph, class_name="Program")
     function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")
-    return Program(function, tuple(shadowed), tuple(plain), lifted)
+    named = {kind: tuple(target for k, target in slots if k == kind) for kind in ("low", "plain")}
+    return Program(function, named["low"], named["plain"], lifted)
 
 
-def _replace(node: Node, slots: dict[str, Node], target: Any, suffix: str, graph: Graph, first: Node) -> None:
-    if target not in slots:
-        with graph.inserting_before(first):
-            slots[target] = graph.placeholder("p_" + target.replace(".", "_") + suffix)
-        slots[target].meta = dict(node.meta)
-    node.replace_all_uses_with(slots[target])
-    graph.erase_node(node)
+def _is_weight_cast(node: Node, low: torch.dtype) -> bool:
+    if node.target is not cast or node.args[1] is not low:
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and source.op == "get_attr" and source.meta.get("kind") == "parameter"
 
 
 def _run_checkpoints(graph: Graph) -> None:

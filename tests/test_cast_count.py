@@ -36,6 +36,7 @@ def test_only_float_to_float_counts():
         x.float().long()
         x.float().to(torch.float32).bool()
         x.float().clone()
+        x.float().to(torch.float32, copy=True)
     assert casts.total == 0
 
 
@@ -44,6 +45,13 @@ def test_what_a_checkpoint_recomputes_is_no_gradient():
     with count_casts() as casts:
         checkpoint(lambda x: model(x.bfloat16().float()), x, use_reentrant=False).sum().backward()
     assert (casts.activations, casts.gradients) == (4, 0)
+
+
+def test_gradients_that_are_differentiated_again():
+    x = torch.randn(2, 3, requires_grad=True)
+    with count_casts() as casts:
+        torch.autograd.grad(x.bfloat16().sum(), x, create_graph=True)
+    assert (casts.activations, casts.gradients) == (1, 1)
 
 
 def test_nothing_counts_after_the_block():

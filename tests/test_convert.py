@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from dataclasses import dataclass
 
@@ -86,6 +87,7 @@ def test_o3_makes_the_parameters_low(tools):
 
 
 def test_float16_on_a_cpu_warns_once_that_it_is_slow():
+    sys.modules["fxprec.convert"]._warn_slow_float16.cache_clear()
     with pytest.warns(UserWarning, match="float16 on a CPU"):
         converted, scaler = fxprec.convert(nn.Linear(2, 2), dtype=torch.float16)
     assert scaler.is_enabled()

@@ -52,6 +52,8 @@ SPELLINGS: dict[str, list[Any]] = {
     "bitwise_and": [torch.bitwise_and, operator.and_, "__and__", "__rand__", aten.__and__.Tensor],
     "mm": [torch.mm, torch.spmm, "mm"],
     "rand": [torch.rand],
+    "erfcx": [torch.special.erfcx, aten.special_erfcx.default],
+    "exp2": [torch.exp2, torch.special.exp2, aten.exp2.default, aten.special_exp2.default, "exp2"],
     "im2col": [F.unfold, aten.im2col.default],
     "unfold": ["unfold", torch.Tensor.unfold, aten.unfold.default],
     "item": ["item", "__int__", "__bool__", operator.index],

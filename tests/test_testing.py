@@ -38,6 +38,28 @@ def test_what_computes_in_which_dtype():
     assert_precision(fxprec.graph_module(model), "op:linear", torch.bfloat16, what="reads")
 
 
+class Head(nn.Module):
+    def forward(self, x):
+        return F.softmax(x.view(-1, 2, 4), -1)
+
+
+def test_of_a_module_only_what_computes_counts():
+    model = fxprec.convert(nn.Sequential(nn.Linear(8, 8), Head()), (torch.randn(2, 8),), dtype=torch.bfloat16).module
+    assert_precision(model, "1", torch.float32)
+    assert_precision(model, "op:view", torch.bfloat16)
+    assert_precision(model, "view", torch.bfloat16)
+    with pytest.raises(ValueError, match="compute nothing"):
+        assert_precision(model, "op:cast", torch.float32)
+
+
+def test_computing_wide_between_low_ports():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    model = fxprec.convert(layers, (torch.randn(2, 8),), dtype=torch.bfloat16).module
+    assert_precision(model, "1", torch.float32)
+    assert_precision(model, "1", torch.bfloat16, what="reads")
+    assert_precision(model, "1", torch.bfloat16, what="output")
+
+
 def test_a_wrong_dtype_is_named_with_its_reason():
     with pytest.raises(
         AssertionError, match=r"(?s)1 of 1 .*expected compute float32.*%linear = linear computes in bf"
