@@ -48,7 +48,7 @@ def attach(module: torch.nn.Module, settings: Settings) -> Conversion:
     """Swap the class of ``module``; nothing is captured yet."""
     conversion = Conversion(settings, module)
     module.__dict__[_STATE] = conversion
-    module.__class__ = _converted_class(type(module))
+    module.__class__ = _converted_class(type(module), hasattr(module, "graph"))
     return conversion
 
 
@@ -95,7 +95,7 @@ def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
     return tuple(conversion.graphs)
 
 
-def _converted_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def _converted_class(cls: type[torch.nn.Module], has_graph: bool) -> type[torch.nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _enter(self, args, kwargs)
@@ -126,13 +126,16 @@ def _converted_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         "train": functools.wraps(cls.train)(train),
         "load_state_dict": functools.wraps(cls.load_state_dict)(load_state_dict),
     }
-    if not hasattr(cls, "graph"):
-        namespace["graph"] = property(_graph, doc="The rewritten torch.fx graph; see fxprec.graph_module.")
+    if not has_graph:
+        namespace["graph"] = _GraphAttribute()
     return type(cls)(cls.__name__, (cls,), namespace)
 
 
-def _graph(self: torch.nn.Module) -> Graph:
-    return graph_module(self).graph
+class _GraphAttribute:
+    """``model.graph``: the rewritten torch.fx graph. No data descriptor: a model may still set a ``graph`` of its own."""
+
+    def __get__(self, module: torch.nn.Module | None, owner: type) -> Graph | _GraphAttribute:
+        return self if module is None else graph_module(module).graph
 
 
 def _enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
