@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from fxprec.module import is_converted
-from fxprec.passes.ir import CASTABLE, Precision, dtype_name
+from fxprec.passes.ir import CASTABLE, Precision, Rule, dtype_name
 from fxprec.program import Executor, Program, lift
 
 __all__ = ["assert_annotations_hold"]
@@ -110,6 +110,9 @@ def _check(name: str, node: Node, value: Any) -> None:
 def _checking_lift(ran: list[str]) -> Callable[..., Program]:
     def checking(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Program:
         program = lift(gm, low, "eager")
+        shadow = Precision(None, None, low, Rule.KEEP, "the shadow of a weight")
+        for node in program.gm.graph.find_nodes(op="placeholder")[: len(program.low)]:
+            node.meta["precision"] = shadow  # the annotation copied over is that of the FP32 weight
         return Program(_Checking(program.gm, "", ran).run, program.low, program.plain, program.gm)
 
     return cast("Callable[..., Program]", checking)

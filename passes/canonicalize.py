@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.ir import Op, PassResult, Rule, module_path
-from fxprec.passes.op_names import canonical_name, cast_target
+from fxprec.passes.op_names import canonical_op, cast_target
 from fxprec.passes.op_table import rule_of
 
 __all__ = ["canonicalize", "subgraphs"]
@@ -51,7 +51,7 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
     for node in list(gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
-        op = canonical_name(node.target, node.op)
+        op = canonical_op(node)
         if op is None:
             continue
         node.meta["op"] = op = op._replace(in_place=op.in_place or _inplace_flag(node, op.name))

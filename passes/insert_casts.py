@@ -42,7 +42,11 @@ __all__ = ["actual_dtype", "alias_root", "insert_casts", "wanted_dtypes"]
 
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _AS_IT_COMES: Final = frozenset({"getitem", "to", "getattr", "copy"})
-_MASKED: Final = {"scaled_dot_product_attention": (3, "attn_mask")}
+#: Ports of additive masks.
+_MASKED: Final = {
+    "scaled_dot_product_attention": (3, "attn_mask"),
+    "multi_head_attention_forward": (14, 16, "key_padding_mask", "attn_mask"),
+}
 
 
 def insert_casts(gm: GraphModule, context: Context) -> PassResult:
