@@ -63,7 +63,8 @@ def main() -> None:
     for variant in VARIANTS:
         counts = count(model, inputs, variant)
         table.add_row(
-            variant, *map(str, (counts.total, counts.weights, counts.weight_gradients, counts.activations, counts.gradients))
+            variant,
+            *map(str, (counts.total, counts.weights, counts.weight_gradients, counts.activations, counts.gradients)),
         )
     Console().print(table)
 

@@ -69,7 +69,15 @@ def seconds(function: Callable[[], object]) -> float:
 
 def captures(layers: list[int]) -> Table:
     table = Table(title="convert beside its capture, seconds")
-    for column in ("blocks", "nodes", "symbolic_trace", "convert, static", "ratio", "convert, dynamo", "per 1,000 nodes"):
+    for column in (
+        "blocks",
+        "nodes",
+        "symbolic_trace",
+        "convert, static",
+        "ratio",
+        "convert, dynamo",
+        "per 1,000 nodes",
+    ):
         table.add_column(column, justify="right")
     for count in layers:
         inputs = (torch.randn(2, 16),)

@@ -36,7 +36,13 @@ class GPT(nn.Module):
     """A GPT with pre-LN blocks: (batch, time) codes -> logits, or the loss where targets are given."""
 
     def __init__(
-        self, layers: int = 12, dim: int = 64, heads: int = 4, vocabulary: int = 256, context: int = 64, dropout: float = 0.0
+        self,
+        layers: int = 12,
+        dim: int = 64,
+        heads: int = 4,
+        vocabulary: int = 256,
+        context: int = 64,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, dim)

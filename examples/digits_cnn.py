@@ -70,10 +70,10 @@ class Data:
 
 def load() -> Data:
     """The 1,797 digits, upsampled from 8 x 8 to MNIST's 28 x 28, shuffled by a fixed seed."""
-    digits = load_digits()
-    x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    pixels, labels = load_digits(return_X_y=True)
+    x = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     x = F.interpolate(x, size=(28, 28), mode="bilinear", align_corners=False)
-    y = torch.tensor(digits.target)
+    y = torch.tensor(labels)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     x, y = x[order], y[order]
     cut = len(y) * 4 // 5

@@ -24,7 +24,7 @@ class Activations:
     """Bytes of float values that one run of the graphs writes to memory of their own (no views, no in-place ops).
 
     Attributes:
-        original: in the original dtypes.
+        original: in the original dtypes (at O3: those of the graph with low parameters, so that little seems saved).
         rewritten: in the dtypes now, casts included; what a cast inserted costs is in ``casts`` too.
         casts: bytes written by inserted casts, those of weights apart.
         values: how many values these are.

@@ -100,7 +100,8 @@ class Headline:
         yield "weights", str(self.weights)
         yield "graphs", f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}"
         for where, why in self.net.items():
-            yield "in the net", f"{where}: {why} (runs under torch.autocast)"
+            how = "as it is" if self.settings.startswith("O0") else "under torch.autocast"
+            yield "outside", f"{where}: {why} (runs {how})"
         for why in self.not_static:
             yield "not static", why
         for what in self.declined:

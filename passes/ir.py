@@ -9,6 +9,7 @@ key            written by      value
 ``dtype``      propagate       dtype of the node's value in the *original* FP32 program: a ``torch.dtype``,
                                ``UNKNOWN`` (nobody can tell without inputs), ``NON_TENSOR``, or a tuple of these
 ``numel``      propagate       elements of the value where shapes are known, else None (a tuple: of its elements)
+``scalar``     propagate       whether the value is known to be a 0-dim tensor
 ``precision``  decide          ``Precision``: what the node reads, computes and puts out, and why
 =============  ==============  ==================================================================================
 """
@@ -138,8 +139,12 @@ def arg_nodes(node: Node) -> Iterator[tuple[int | str, Node]]:
 def is_scalar(node: Node) -> bool:
     """Whether the value is known to be a 0-dim tensor: those do not take part in type promotion.
 
-    Without shapes a tensor counts as dimensioned, unless the op that made it reduces over everything.
+    Without shapes a tensor counts as dimensioned, unless the op that made it reduces over everything. ``propagate``
+    records the answer as ``meta["scalar"]``, so that a question never walks further than the arguments.
     """
+    known = node.meta.get("scalar")
+    if known is not None:
+        return known
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
@@ -151,7 +156,7 @@ def is_scalar(node: Node) -> bool:
     if op.name in _REDUCTIONS:
         return len(node.args) == 1 and not ({"dim", "axis"} & node.kwargs.keys())
     sources = node.all_input_nodes
-    return op.name in _POINTWISE and bool(sources) and all(is_scalar(source) for source in sources)
+    return op.name in _POINTWISE and bool(sources) and all(source.meta.get("scalar", False) for source in sources)
 
 
 def module_path(node: Node) -> str:

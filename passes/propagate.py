@@ -36,7 +36,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.fake_results import fake_result, numel_of, value_dtype
-from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op, PassResult, Rule
+from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op, PassResult, Rule, is_scalar
 from fxprec.passes.op_table import rule_of
 from fxprec.passes.promotion import NUMBERS, RESULT_KINDS, Operands, first
 from fxprec.passes.special_results import SPECIAL, Facts
@@ -91,6 +91,7 @@ class _Walk:
                 info = self._call(node)
                 node.meta["numel"] = numel_of(node.meta.get("val"))
             node.meta["dtype"] = info
+            node.meta["scalar"] = is_scalar(node)
         return returned
 
     def _placeholder(self, node: Node) -> DTypeInfo:

@@ -32,6 +32,36 @@ class Checkpointed(Net):
         return F.softmax(hidden[index], -1)
 
 
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.lstm = nn.LSTM(8, 4, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.lstm(self.embed(x))[0])
+
+
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        hidden = torch.relu_(self.norm(self.conv(x)))
+        hidden[:, 0] = 0
+        hidden += F.interpolate(F.max_pool2d(hidden, 2), scale_factor=2)
+        return F.log_softmax(hidden.mean((2, 3)), 1), hidden.std()
+
+
+MODELS = {
+    "tagger": (Tagger, torch.randint(0, 20, (2, 7))),
+    "conv": (Conv, torch.randn(2, 3, 8, 8)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), torch.randn(2, 5, 16)),
+}
+
 INPUTS = (torch.randn(4, 8), torch.tensor([0, 2]))
 
 
@@ -48,6 +78,16 @@ def test_they_hold(options):
     model, _ = fxprec.convert(Net(), INPUTS, dtype=torch.bfloat16, **options)
     assert_annotations_hold(model, *INPUTS)
     assert_annotations_hold(model, INPUTS[0], index=INPUTS[1])
+
+
+@pytest.mark.parametrize("placement", ["mincut", "autocast"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_they_hold_in_models(name, level, placement):
+    build, x = MODELS[name]
+    model, _ = fxprec.convert(build(), (x,), level=level, placement=placement, dtype=torch.bfloat16)
+    assert_annotations_hold(model, x)
+    assert_annotations_hold(model.eval(), x)
 
 
 def test_they_hold_in_a_graph_by_itself():

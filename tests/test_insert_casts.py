@@ -26,7 +26,9 @@ class Exp(nn.Module):
 
 def test_the_graph_after(tools):
     gm = tools.rewritten(tools.traced(Exp(), torch.randn(2, 4)), tools.context(), until="insert_casts")
-    expecttest.assert_expected_inline(format_graph(gm), """\
+    expecttest.assert_expected_inline(
+        format_graph(gm),
+        """\
 %x: float32 = placeholder
 %w: float32 = get_attr[w]
 %x_bf16: bfloat16 = to(%x, torch.bfloat16)
@@ -34,7 +36,8 @@ def test_the_graph_after(tools):
 %linear: bfloat16 = linear(%x_bf16, %w_bf16)
 %linear_f32: float32 = to(%linear, torch.float32)
 %exp: float32 = exp(%linear_f32)
-return %exp""")
+return %exp""",
+    )
 
 
 def test_a_shared_tensor_is_cast_once(tools):
@@ -91,9 +94,7 @@ def test_integer_inputs_are_never_cast(tools):
     def f(ids, table, w):
         return F.linear(F.embedding(ids, table), w)
 
-    gm = tools.rewritten(
-        tools.traced(f, torch.tensor([[1, 2]]), torch.randn(4, 4), torch.randn(3, 4)), tools.context()
-    )
+    gm = tools.rewritten(tools.traced(f, torch.tensor([[1, 2]]), torch.randn(4, 4), torch.randn(3, 4)), tools.context())
     assert all(node.args[0].name != "ids" for node in casts_of(gm))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import nn
 
 import fxprec
@@ -132,10 +134,10 @@ def test_data_is_json(model):
 
 
 def test_rich_prints_it(model):
-    console = pytest.importorskip("rich.console")
-    out = console.Console(record=True, width=100, file=open("/dev/null", "w"))
-    out.print(fxprec.report(model))
-    assert "softmax" in out.export_text()
+    out = io.StringIO()
+    Console(file=out, width=100, force_terminal=True).print(fxprec.report(model))
+    assert "\x1b[32mbfloat16" in out.getvalue()
+    assert "softmax" in out.getvalue()
 
 
 def test_each_graph_has_a_section():
@@ -156,6 +158,9 @@ def test_breaks_and_the_net_are_told():
     (where,) = headline.net
     assert re.match(r"tests/test_report\.py:\d+ in forward", where)
     assert "graph break" in str(headline)
+    assert "(runs under torch.autocast)" in str(headline)
+    untouched, _ = fxprec.convert(Breaking(), (torch.randn(2, 8),), level="O0", capture="dynamo")
+    assert "(runs as it is)" in str(fxprec.report(untouched).headline)
 
 
 def test_why_static_capture_was_declined():

@@ -311,8 +311,6 @@ def test_frozen_then_unfrozen_gives_gradients():
     assert model[0].weight.grad.abs().sum() > 0
 
 
-
-
 def test_explicit_casts_are_obeyed():
     def f(x, w):
         y = F.linear(x, w).float()
