@@ -21,7 +21,9 @@ import fxprec
 from benchmarks.models import GPT
 from fxprec.testing import CastCount, count_casts
 
-__all__ = ["VARIANTS", "count"]
+__all__ = ["VARIANTS", "count", "markdown", "rows"]
+
+COLUMNS = ("variant", "all", "weights", "weight gradients", "activations", "their gradients")
 
 
 def _autocast(model: nn.Module) -> Callable[..., Tensor]:
@@ -41,7 +43,7 @@ VARIANTS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
 
 
 def count(model: nn.Module, inputs: tuple[Tensor, ...], variant: str) -> CastCount:
-    """Casts of one forward and backward of a copy of ``model``, after one step that warms up (captures, makes shadows)."""
+    """Casts of one forward and backward of a copy of ``model``, after a step that captures and makes shadows."""
     copied = copy.deepcopy(model)
     run = VARIANTS[variant](copied)
     run(*inputs).backward()
@@ -50,23 +52,39 @@ def count(model: nn.Module, inputs: tuple[Tensor, ...], variant: str) -> CastCou
     return counts
 
 
+def rows(layers: int) -> list[tuple[str, ...]]:
+    """The table: variant, and casts: all, of weights, of weight gradients, of activations, of their gradients."""
+    torch.manual_seed(0)
+    model = GPT(layers=layers)
+    inputs = (torch.randint(256, (2, 32)), torch.randint(256, (2, 32)))
+    table = []
+    for variant in VARIANTS:
+        casts = count(model, inputs, variant)
+        figures = (casts.total, casts.weights, casts.weight_gradients, casts.activations, casts.gradients)
+        table.append((variant, *map(str, figures)))
+    return table
+
+
+def markdown(table: list[tuple[str, ...]]) -> str:
+    """As README.md has it."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *table))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Count executed casts")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--markdown", action="store_true", help="print README.md's table")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    model = GPT(layers=options.layers)
-    inputs = (torch.randint(256, (2, 32)), torch.randint(256, (2, 32)))
-    table = Table(title=f"Casts executed, forward + backward, {options.layers}-layer pre-LN GPT, bfloat16, CPU")
-    for column in ("variant", "all", "of weights", "of weight gradients", "of activations", "of their gradients"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    for variant in VARIANTS:
-        counts = count(model, inputs, variant)
-        table.add_row(
-            variant,
-            *map(str, (counts.total, counts.weights, counts.weight_gradients, counts.activations, counts.gradients)),
-        )
-    Console().print(table)
+    table = rows(options.layers)
+    if options.markdown:
+        print(markdown(table))
+        return
+    shown = Table(title=f"Casts executed, forward + backward, {options.layers}-layer pre-LN GPT, bfloat16, CPU")
+    for column in COLUMNS:
+        shown.add_column(column, justify="left" if column == "variant" else "right")
+    for row in table:
+        shown.add_row(*row)
+    Console().print(shown)
 
 
 if __name__ == "__main__":

@@ -75,5 +75,6 @@ def _keep_everything(gm: GraphModule) -> None:
         output = original(info) if carries_float(info) and node.op != "output" else None
         compute = output if node.op.startswith("call") else None
         node.meta["precision"] = Precision(None, compute, output, Rule.KEEP, "level O0 changes nothing")
+        node.meta.pop("root_dtype", None)
         for body in bodies(node, gm):
             _keep_everything(body)

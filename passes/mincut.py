@@ -104,8 +104,7 @@ def _close(problem: CutProblem, pins: dict[int, bool]) -> list[tuple[int, int]]:
     """Pin what FP32 pins force; hand back the closures that still bind, all between free variables."""
     after: dict[int, list[int]] = {}
     for x, y in problem.closures:
-        if y not in pins and pins.get(x) is not False:
-            after.setdefault(x, []).append(y)
+        after.setdefault(x, []).append(y)
     reached = [variable for variable in after if pins.get(variable)]
     while reached:
         for y in after.get(reached.pop(), ()):
@@ -214,7 +213,7 @@ class _Network:
         graph = nx.DiGraph()
         for node in part:
             for other, capacity in self.out[node].items():
-                graph.add_edge(node, other, **({} if capacity == inf else {"capacity": capacity}))
+                graph.add_edge(node, other, capacity=capacity)
         _fan(sources, _S, graph.add_edge)
         _fan(sinks, _T, lambda outer, inner, **capacity: graph.add_edge(inner, outer, **capacity))
         _, (full, _) = nx.minimum_cut(graph, _S, _T, flow_func=boykov_kolmogorov)

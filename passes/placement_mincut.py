@@ -25,7 +25,7 @@ from fxprec.passes.ir import NON_TENSOR, Precision, Rule, dtype_name
 from fxprec.passes.mincut import solve
 from fxprec.passes.op_names import dtype_argument
 from fxprec.passes.pins import commutes_with_rounding, exp_chains, unsafe_number, written_classes
-from fxprec.passes.sites import Site, base_of, dtype_reference, may_be_container, original
+from fxprec.passes.sites import Site, base_of, dtype_reference, original
 
 __all__ = ["place_by_cut"]
 
@@ -96,7 +96,7 @@ class _Walk(GraphWalk):
         self.source(node, "an input")
         variables = self.variables
         lowered = self.context.policy.lowers_sources and node in variables.value and node not in self.classes
-        if lowered and not may_be_container(node):
+        if lowered:
             variables.arrives[node], variables.value[node] = variables.value[node], LOW
 
     def output(self, node: Node, returns: Rule) -> None:

@@ -25,7 +25,6 @@ __all__ = [
     "is_metadata",
     "is_zero_dim",
     "leaves",
-    "may_be_container",
     "original",
     "site_of",
 ]
@@ -139,14 +138,6 @@ def dtype_reference(node: Node) -> Node | None:
     if op is not None and op.name == "to":
         return next((s for s in _nodes((node.args[1:], node.kwargs)) if carries_float(s.meta.get("dtype"))), None)
     return None
-
-
-def may_be_container(node: Node) -> bool:
-    """Whether an input of unknown dtype is read like a list or dict: then it may be no tensor, and is left alone."""
-    return node.meta.get("dtype") is UNKNOWN and any(
-        (op := user.meta.get("op")) is not None and op.name == "getitem" and isinstance(user.args[1], int | str)
-        for user in node.users
-    )
 
 
 def is_zero_dim(node: Node, known: Container[Node]) -> bool:

@@ -215,11 +215,12 @@ def test_a_cast_to_another_tensors_dtype_follows_that_tensor(decided):
 def test_values_that_were_low_stay_low(decided):
     def f(x, w):
         half = x.half()
-        return torch.relu(half + 1.0), F.linear(half, w.half()), torch.softmax(half, -1)
+        return torch.relu(half + 1.0), F.linear(half, w.half()), torch.softmax(half, -1) * 2.0
 
     found, _ = decided(f, torch.randn(2, 4), torch.randn(4, 4), low=FP16)
     assert found["add"].reads is found["relu"].output is FP16
     assert found["softmax"].reads is FP32
+    assert found["mul"].reads is FP16, "the program multiplies in float16"
     found, _ = decided(f, torch.randn(2, 4), torch.randn(4, 4), low=BF16)
     assert found["add"].reads is FP32, "float16 beside bfloat16 is on the FP32 side"
 
@@ -240,8 +241,10 @@ def test_several_results_share_one_dtype(decided, tools):
 def test_a_tuple_that_nobody_takes_apart_cannot_be_cast(decided):
     found, _ = decided(lambda x, w: F.linear(x, w).chunk(2, -1), torch.randn(2, 4), torch.randn(4, 4))
     assert found["chunk"].reads is FP32, "it is returned as it is, and the module returns FP32"
-    found, _ = decided(lambda x, w: torch.cat(F.linear(x, w).chunk(2, -1)), torch.randn(2, 4), torch.randn(4, 4))
-    assert found["chunk"].output is found["cat"].reads
+    wide = Policy().override(ops={"cat": FP32})
+    inputs = (torch.randn(2, 4), torch.randn(4, 4))
+    found, _ = decided(lambda x, w: torch.cat(F.linear(x, w).chunk(2, -1)), *inputs, policy=wide)
+    assert found["chunk"].output is found["cat"].reads is FP32
 
 
 def test_sums_read_low_and_put_out_fp32(decided):
@@ -262,12 +265,12 @@ def test_sums_read_low_and_put_out_fp32(decided):
 def test_unknown_ops_keep_their_dtypes(decided):
     def f(x, w):
         y = F.linear(x, w)
-        return torch.linalg.inv(y), torch.fft.rfft(y), y.shape[0]
+        return torch.linalg.inv(y), torch.fft.rfft(y), y.size(0)
 
     found, _ = decided(f, torch.randn(4, 4), torch.randn(4, 4))
     assert (found["linalg_inv"].reads, found["linalg_inv"].rule, found["linalg_inv"].output) == (None, Rule.KEEP, FP32)
     assert found["fft_rfft"].output is None
-    assert found["getattr_1"].rule is Rule.FOLLOW, "a shape may be read off any dtype"
+    assert found["size"].rule is Rule.FOLLOW, "a shape may be read off any dtype"
 
 
 def test_a_region_without_autocast_is_kept(decided, tools):
@@ -278,6 +281,19 @@ def test_a_region_without_autocast_is_kept(decided, tools):
     tools.rewritten(gm, tools.context(), until="decide")
     linear = next(node for node in gm.graph.nodes if node.name == "linear").meta["precision"]
     assert (linear.reads, linear.output, linear.rule) == (None, FP32, Rule.KEEP)
+
+
+def test_a_norm_between_products_reads_low(decided):
+    """Its FP32 weight is not data: it widens nothing."""
+
+    def f(x, w, gain):
+        return F.linear(F.layer_norm(F.linear(x, w), (4,), gain), w)
+
+    found, _ = decided(f, torch.randn(2, 4), torch.randn(4, 4), torch.ones(4))
+    norm = found["layer_norm"]
+    assert (norm.reads, norm.compute, norm.output, norm.rule) == (BF16, FP32, BF16, Rule.FULL)
+    found, _ = decided(f, torch.randn(2, 4), torch.randn(4, 4), torch.ones(4), device="cuda")
+    assert found["layer_norm"].reads is FP32, "no such kernel there"
 
 
 def test_integers_and_float64_are_untouched(decided):
@@ -311,7 +327,8 @@ def test_inputs_of_unknown_dtype(decided):
     found, gm = decided(f, level="O2")
     assert {node.meta["dtype"] for node in gm.graph.nodes if node.op == "placeholder"} == {UNKNOWN}
     assert found["linear"].reads is BF16
-    assert found["getitem"].output is FP32, "batch is a dict, for all we know: nobody can cast it on entry"
+    assert found["getitem"].output is FP32, "batch may be a dict: only what is taken from it can be cast"
+    assert found["exp"].reads is FP32
 
 
 def test_inputs_count_as_low_at_o2(decided):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from fxprec.passes.ir import Rule
 from fxprec.passes.pins import written_classes
+from fxprec.passes.policy import Policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 X, W = torch.randn(4, 4), torch.randn(4, 4)
@@ -141,6 +142,27 @@ def test_a_written_product_lives_where_its_pin_says(decided):
     assert decided_again["masked_fill_"].output is linear.meta.get("root_dtype", BF16)
 
 
+def test_of_two_pins_fp32_wins(decided):
+    def f(x, w):
+        y = torch.relu(F.linear(x, w))
+        flat = y.view(-1)
+        y.masked_fill_(x > 0, -1e9)
+        return flat.exp()
+
+    policy = Policy().override(nodes={"view": "low"})
+    found, _ = decided(f, low=FP16, policy=policy)
+    assert found["relu"].output is found["view"].output is FP32
+
+
+@pytest.mark.parametrize("settings", [{"low": BF16}, {"placement": "autocast"}, {"level": "O0"}])
+def test_a_new_decision_forgets_where_roots_lived(tools, settings):
+    gm = tools.traced(lambda x, w: F.linear(F.linear(x, w).masked_fill_(x > 0, -1e9), w), X, W)
+    tools.rewritten(gm, tools.context(low=FP16), until="decide")
+    assert any("root_dtype" in node.meta for node in gm.graph.nodes)
+    tools.rewritten(gm, tools.context(**settings), until="decide")
+    assert not any("root_dtype" in node.meta for node in gm.graph.nodes)
+
+
 def test_writes_to_an_input_stay_in_its_dtype(decided):
     def f(x, w):
         x.view(-1).add_(1.0)
@@ -148,6 +170,7 @@ def test_writes_to_an_input_stay_in_its_dtype(decided):
 
     found, _ = decided(f, level="O2")
     assert {found[name].output for name in ("x", "view", "add_")} == {FP32}
+    assert found["view"].reads is found["add_"].reads is FP32
     assert found["linear"].reads is BF16
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxprec.passes.ir import Op, Rule
+from fxprec.passes.ir import Rule
 from fxprec.passes.op_names import canonical_name
 from fxprec.passes.op_table import rule_of
 from fxprec.passes.placement_autocast import AUTOCAST_FP32
@@ -170,21 +170,11 @@ def test_levels_and_overrides(decided):
     batch_norm = Policy().override(ops={"batch_norm": torch.float32})
     norm = decided(lambda x, w: F.batch_norm(F.linear(x, w), None, None, training=True), policy=batch_norm)
     assert norm["batch_norm"].reads is FP32
+    full = Policy().override(ops={"mean": "full"})
+    assert decided(lambda x, w: F.linear(x, w).mean(), policy=full)["mean"].reads is FP32
 
 
 def test_integers_are_untouched(decided):
     found = decided(lambda ids, x: (ids + 1, ids > 2, x * 2.0), torch.arange(4), torch.rand(4, dtype=torch.float64))
     assert {p.reads for p in found.values()} == {None}
     assert found["mul"].output is torch.float64
-
-
-def test_every_node_is_annotated_once_more(tools):
-    """A root_dtype of an earlier decision would cast what needs no cast."""
-    gm = tools.traced(lambda x, w: F.linear(x, w).masked_fill_(x > 0, -1e9), X, W)
-    low = torch.float16
-    tools.rewritten(gm, tools.context(low=low), until="decide")
-    assert any("root_dtype" in node.meta for node in gm.graph.nodes)
-    tools.rewritten(gm, tools.context(low=low, placement="autocast"), until="decide")
-    assert not any("root_dtype" in node.meta for node in gm.graph.nodes)
-    assert all("precision" in node.meta for node in gm.graph.nodes)
-    assert {node.meta["op"] for node in gm.graph.nodes if "op" in node.meta} >= {Op("linear")}

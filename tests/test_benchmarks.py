@@ -1,0 +1,20 @@
+"""The benchmarks that count (those that time are commands), and the README's table against them."""
+
+from __future__ import annotations
+
+import pathlib
+
+from benchmarks.casts import markdown, rows
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+
+
+def test_casts_of_a_12_layer_gpt():
+    table = rows(12)
+    casts = {variant: [int(figure) for figure in figures] for variant, *figures in table}
+    total, weights = casts["fxprec O1"][:2]
+    assert total <= 175
+    assert weights == 0
+    assert casts["fxprec O2"][0] <= 105
+    assert casts["eager autocast"][:3] == [270, 97, 97]
+    assert markdown(table) in README.read_text(encoding="utf-8")
