@@ -3,6 +3,10 @@
 ``model, scaler = fxprec.convert(model)`` rewrites a PyTorch model to mixed precision as a graph that one can read.
 """
 
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from fxprec.convert import Converted, convert
 from fxprec.errors import (
     CaptureError,
@@ -18,6 +22,9 @@ from fxprec.module import graph_module, graphs, original, revert
 from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
 from fxprec.report import explain, report
+
+if TYPE_CHECKING:
+    from fxprec import testing
 
 __version__ = "0.1.0"
 
@@ -42,4 +49,12 @@ __all__ = [
     "refresh",
     "report",
     "revert",
+    "testing",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """``fxprec.testing`` is imported when it is used."""
+    if name == "testing":
+        return import_module("fxprec.testing")
+    raise AttributeError(f"module 'fxprec' has no attribute {name!r}")

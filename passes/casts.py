@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-__all__ = ["CASTS", "cast", "cast_if_float", "cast_saturating"]
+import torch
+from torch.utils._pytree import tree_map
+
+__all__ = ["CASTS", "cast", "cast_each", "cast_if_float", "cast_saturating"]
 
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -19,6 +22,11 @@ def cast_if_float(x: object, dtype: torch.dtype) -> object:
     return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CASTABLE else x
 
 
+def cast_each(values: Any, dtype: torch.dtype) -> Any:
+    """``cast_if_float`` for every tensor in a list or tuple (``x.chunk(2)``, ``x.max(0)``), which stays what it is."""
+    return tree_map(lambda value: cast_if_float(value, dtype), values)
+
+
 def cast_saturating(x: object, dtype: torch.dtype) -> object:
     """``cast_if_float`` for additive masks: a finite value stays finite (FP32's lowest would round to -inf), -inf stays.
 
@@ -30,4 +38,4 @@ def cast_saturating(x: object, dtype: torch.dtype) -> object:
     return torch.where(x.isinf(), x, x.clamp(limits.min, limits.max)).to(dtype)
 
 
-CASTS = frozenset({cast, cast_if_float, cast_saturating})
+CASTS = frozenset({cast, cast_each, cast_if_float, cast_saturating})

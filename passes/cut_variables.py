@@ -12,9 +12,9 @@ from typing import Final
 import torch
 from torch.fx import Node
 
-from fxprec.passes.ir import dtype_name
+from fxprec.passes.ir import dtype_name, is_scalar
 from fxprec.passes.mincut import CutProblem, Tensor
-from fxprec.passes.sites import Site, is_zero_dim, original
+from fxprec.passes.sites import Site, original
 
 __all__ = ["FP32", "LOW", "Variables"]
 
@@ -30,7 +30,7 @@ class Variables:
     Attributes:
         value: float value -> variable.
         arrives: values that the cut takes for low although they arrive wider (inputs at O2) -> their variable.
-        unpromoting: values that make nobody FP32: 0-dim ones, and sources at O2.
+        unpromoting: values that make nobody FP32: sources at O2.
         declined: 'node: reason' for every pin that another one overruled.
     """
 
@@ -49,7 +49,6 @@ class Variables:
         self._users: dict[Node, dict[int, bool]] = {}
         self._steps: list[tuple[Node, int, int]] = []
         self._closures: list[tuple[int, int]] = []
-        self._zero_dim: set[Node] = set()
 
     def new(self, maker: Node | None = None) -> int:
         """A free variable; ``maker``: the node that writes its value, for its share of traffic."""
@@ -83,25 +82,17 @@ class Variables:
         self.value[node] = self.value[source]
         if source in self.arrives:
             self.arrives[node] = self.arrives[source]
-        if source in self.unpromoting and source not in self._zero_dim:
+        if source in self.unpromoting:
             self.unpromoting.add(node)
 
     def tie_operand(self, placeholder: Node, operand: Node) -> None:
         """The placeholder of a called body is the caller's value."""
         self.tie(placeholder, operand)
         self._origin[placeholder] = operand
-        if operand in self._zero_dim:
-            self._zero_dim.add(placeholder)
 
     def arriving(self, node: Node) -> int:
         """The variable of the dtype that a value has when it arrives."""
         return self.arrives.get(node, self.value[node])
-
-    def note_dimensions(self, node: Node) -> None:
-        """Remember 0-dim values: call it for every node, in order."""
-        if is_zero_dim(node, self._zero_dim):
-            self._zero_dim.add(node)
-            self.unpromoting.add(node)
 
     def use(self, source: Node, variable: int, promotes: bool = False) -> None:
         """``promotes``: the reader's kernel takes a low value for nothing where it is to be FP32."""
@@ -116,7 +107,7 @@ class Variables:
 
     def use_data(self, site: Site, variable: int) -> None:
         """All float arguments of a site: data in the variable's dtype, the others in their original one."""
-        wide = site.promotes and any(self.value.get(s) == FP32 and s not in self.unpromoting for s in site.data)
+        wide = site.promotes and any(self.value.get(source) == FP32 and self._widens(source) for source in site.data)
         for source in site.data:
             self.use(source, variable, wide)
             if isinstance(source.meta.get("dtype"), tuple) and source in self.value:  # nobody can cast a tuple
@@ -134,10 +125,14 @@ class Variables:
     def promoting(self, site: Site) -> list[int]:
         """The inputs that make an op FP32: the dimensioned ones, or the 0-dim ones among themselves."""
         known = [source for source in site.data if source in self.value]
-        wide = [source for source in known if source not in self.unpromoting]
-        if not wide and all(source in self._zero_dim for source in site.data):
-            wide = known
-        return [self.value[source] for source in wide]
+        scalars = all(self._is_scalar(source) for source in site.data)
+        return [self.value[source] for source in known if scalars or self._widens(source)]
+
+    def _widens(self, source: Node) -> bool:
+        return source not in self.unpromoting and not self._is_scalar(source)
+
+    def _is_scalar(self, source: Node) -> bool:
+        return is_scalar(self._origin.get(source, source))
 
     def problem(self) -> CutProblem:
         cost = self._costs()

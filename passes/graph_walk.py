@@ -54,9 +54,6 @@ class GraphWalk:
     def enter(self, graph: Graph) -> None:
         """Before the nodes of a graph."""
 
-    def leave(self, node: Node) -> None:
-        """After each node."""
-
     def has(self, node: Node) -> bool:
         """Whether the node's value is a float that was given a dtype."""
         raise NotImplementedError
@@ -123,7 +120,6 @@ class GraphWalk:
                 self.output(node, returns)
             elif not self._higher_order(node, gm):
                 self._call(site_of(node, self.context))
-            self.leave(node)
 
     def _placeholder(self, node: Node, bound: Mapping[Node, Node] | None) -> None:
         if bound is None:

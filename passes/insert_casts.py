@@ -21,7 +21,14 @@ After::
 
 A cast is made right before its first reader and shared by the later ones, until something writes to the tensor or to a
 tensor that shares its memory; the next reader then gets a new one. A value whose dtype nobody can know without inputs
-is cast by ``cast_if_float``, which looks at run time. Additive attention masks are cast by ``cast_saturating``.
+is cast by ``cast_if_float``, which looks at run time, a list or tuple of tensors by ``cast_each``. Additive attention
+masks are cast by ``cast_saturating``.
+
+A cast of the user's that made a copy in the original program must not become an alias because its source is low now::
+
+    %y: bfloat16 = linear(%x_bf16, %w_bf16)            # FP32 in the original
+    %z: bfloat16 = to(%y, torch.bfloat16, copy=True)   # was %y.bfloat16()
+    %a: bfloat16 = add_(%z, 1.0)                       # %y stays as it is
 """
 
 from __future__ import annotations
@@ -32,13 +39,15 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
+from fxprec.passes.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.canonicalize import subgraphs
-from fxprec.passes.casts import cast, cast_if_float, cast_saturating
+from fxprec.passes.casts import cast, cast_each, cast_if_float, cast_saturating
 from fxprec.passes.context import Context
-from fxprec.passes.ir import UNKNOWN, Op, PassResult, Precision, Rule, arg_nodes, is_castable, is_scalar
+from fxprec.passes.ir import UNKNOWN, DTypeInfo, Op, PassResult, Precision, Rule, arg_nodes, is_castable, is_scalar
+from fxprec.passes.op_names import cast_target
 from fxprec.passes.op_table import rule_of
 
-__all__ = ["actual_dtype", "alias_root", "insert_casts", "wanted_dtypes"]
+__all__ = ["actual_dtype", "insert_casts", "original_dtype", "wanted_dtypes"]
 
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _AS_IT_COMES: Final = frozenset({"getitem", "to", "getattr", "copy"})
@@ -59,12 +68,10 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
         if node.op == "output":
             changed |= epochs.restore_outputs(node, context)
         elif node.op in ("call_function", "call_method"):
-            changed |= epochs.cast_arguments(node)
-            if node.meta.get("op", Op("")).in_place:
-                epochs.written(node)
-        roots = node.meta.get("root_dtype")
-        if roots is not None:
-            changed |= epochs.recast_root(node, roots)
+            changed |= epochs.cast_arguments(node) or epochs.keep_apart(node)
+            epochs.written(node)
+        if node.meta.get("root_dtype") is not None:
+            changed |= epochs.recast_root(node, node.meta["root_dtype"])
     return PassResult(gm, changed)
 
 
@@ -72,6 +79,15 @@ def actual_dtype(node: Node) -> torch.dtype | None:
     """The float dtype a node's value has in the rewritten graph, None where it is no float that a policy touches."""
     precision: Precision | None = node.meta.get("precision")
     return precision.output if precision is not None else None
+
+
+def original_dtype(info: DTypeInfo | None) -> torch.dtype | None:
+    """The dtype that a castable value has in the original program (all castable ones of a tuple); else None."""
+    found = {each for each in (info if isinstance(info, tuple) else (info,)) if is_castable(each)}
+    if len(found) != 1:
+        return None
+    dtype = found.pop()
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
@@ -87,11 +103,11 @@ def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
     wanted: dict[tuple[int | str, Node], torch.dtype] = {}
     data: list[tuple[int | str, Node]] = []
     for port, source in arg_nodes(node):
-        if not is_castable(source.meta.get("dtype")) or (op.in_place and port == 0):
+        original = original_dtype(source.meta.get("dtype"))
+        if original is None or (op.in_place and port == 0):
             continue  # the target of a write is never a copy
         if precision.reads is None or (row is not None and row.ports is not None and port not in row.ports):
-            original = source.meta["dtype"]
-            wanted[port, source] = original if isinstance(original, torch.dtype) else torch.float32
+            wanted[port, source] = original
         else:
             data.append((port, source))
     if precision.reads is None:
@@ -113,22 +129,13 @@ def _not_promoted(data: list[tuple[int | str, Node]], reads: torch.dtype, op: Op
     return (dimensioned or data)[:1]
 
 
-def alias_root(node: Node) -> Node:
-    """The node whose memory ``node`` may share: through views and in-place writes back to where it was made."""
-    while node.op in ("call_function", "call_method") and node.args and isinstance(node.args[0], Node):
-        op: Op | None = node.meta.get("op")
-        row = rule_of(op.name) if op is not None else None
-        if op is None or not (op.in_place or (row is not None and row.view)):
-            break
-        node = node.args[0]
-    return node
-
-
 class _Epochs:
     """The casts made so far, per tensor, forgotten when its memory is written."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.graph = gm.graph
+        self.roots = alias_roots(gm.graph)
+        self.written_roots = written_roots(gm.graph, self.roots)
         self.made: dict[Node, dict[tuple[Node, torch.dtype, object], Node]] = {}
 
     def cast_arguments(self, node: Node) -> bool:
@@ -152,14 +159,14 @@ class _Epochs:
 
     def cast(self, source: Node, wanted: torch.dtype | None, reader: Node, port: int | str) -> Node:
         info = source.meta.get("dtype")
-        have = actual_dtype(source)
-        if wanted is None or not is_castable(info) or (have == wanted and info is not UNKNOWN):
+        unknown = info is UNKNOWN or (isinstance(info, tuple) and UNKNOWN in info)
+        if wanted is None or original_dtype(info) is None or (actual_dtype(source) == wanted and not unknown):
             return source
-        function = cast_if_float if info is UNKNOWN else cast
+        function = cast_each if isinstance(info, tuple) else cast_if_float if unknown else cast
         op = reader.meta.get("op")
         if op is not None and port in _MASKED.get(op.name, ()) and wanted is not torch.float32:
             function = cast_saturating
-        made = self.made.setdefault(alias_root(source), {})
+        made = self.made.setdefault(self.roots[source], {})
         key = (source, wanted, function)
         if key not in made:
             with self.graph.inserting_before(reader):
@@ -172,20 +179,37 @@ class _Epochs:
             }
             new.meta |= {
                 "op": Op("to"),
-                "dtype": info if info is UNKNOWN else wanted,
+                "dtype": info if function is cast_each or info is UNKNOWN else wanted,
                 "precision": Precision(None, wanted, wanted, Rule.KEEP, "cast inserted for " + reader.name),
                 "inserted": True,
             }
             made[key] = new
+            self.roots[new] = self.roots[source]
         return made[key]
 
     def written(self, node: Node) -> None:
-        self.made.pop(alias_root(node), None)
+        for target in written_by(node):
+            self.made.pop(self.roots[target], None)
+
+    def keep_apart(self, node: Node) -> bool:
+        """A user's cast that copied in the original program copies still, where somebody writes to either side."""
+        op, source = node.meta.get("op"), node.args[0] if node.args else None
+        if op is None or op.name != "to" or not isinstance(source, Node) or self.roots[node] not in self.written_roots:
+            return False
+        dtype, before = actual_dtype(node), source.meta.get("dtype")
+        if dtype is None or actual_dtype(source) != dtype or before in (dtype, UNKNOWN) or cast_target(node) != dtype:
+            return False
+        if node.op != "call_method" or node.target != "to":
+            node.op, node.target, node.args, node.kwargs = "call_method", "to", (source, dtype), {}
+        node.kwargs = {**node.kwargs, "copy": True}
+        return True
 
     def recast_root(self, node: Node, dtype: torch.dtype) -> bool:
         """A written class lives in another dtype than its maker puts out: its members use a copy from the start."""
+        function = cast_if_float if node.meta.get("dtype") is UNKNOWN else cast
         with self.graph.inserting_after(node):
-            new = self.graph.call_function(cast, (node, dtype))
+            new = self.graph.call_function(function, (node, dtype))
+        self.roots[new] = self.roots[node]
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         new.meta = {k: v for k, v in node.meta.items() if k not in ("op", "root_dtype")}
         new.meta |= {
@@ -200,11 +224,9 @@ class _Epochs:
 
         def one(source: Node) -> Node:
             nonlocal changed
-            info = source.meta.get("dtype")
-            wanted = torch.float32 if info is UNKNOWN else info
-            if actual_dtype(source) is None or not isinstance(wanted, torch.dtype):
+            if actual_dtype(source) is None:
                 return source
-            replacement = self.cast(source, wanted, node, 0)
+            replacement = self.cast(source, original_dtype(source.meta.get("dtype")), node, 0)
             changed |= replacement is not source
             return replacement
 

@@ -18,10 +18,10 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.graph_walk import GraphWalk
-from fxprec.passes.ir import Precision, Rule
+from fxprec.passes.ir import Precision, Rule, is_scalar
 from fxprec.passes.op_names import dtype_argument
 from fxprec.passes.pins import overflows
-from fxprec.passes.sites import Site, dtype_reference, is_zero_dim, original
+from fxprec.passes.sites import Site, dtype_reference, original
 
 __all__ = ["AUTOCAST_FP32", "place_as_autocast"]
 
@@ -56,12 +56,6 @@ class _Promotion(GraphWalk):
         super().__init__(context)
         self.dtypes: dict[Node, torch.dtype] = {}
         self.sources: set[Node] = set()  # they count as low from O2 on
-        self.zero_dim: set[Node] = set()
-
-    def leave(self, node: Node) -> None:
-        node.meta.pop("root_dtype", None)
-        if is_zero_dim(node, self.zero_dim):
-            self.zero_dim.add(node)
 
     def has(self, node: Node) -> bool:
         return node in self.dtypes
@@ -87,6 +81,7 @@ class _Promotion(GraphWalk):
         if rule is Rule.FULL and compute is not None:
             compute = torch.float32
         node.meta["precision"] = Precision(reads, compute, output, rule, why)
+        node.meta.pop("root_dtype", None)
 
     def compute(self, site: Site, floats: bool) -> None:
         rule = self.listed(site)
@@ -138,6 +133,6 @@ class _Promotion(GraphWalk):
     def widest(self, sources: Iterable[Node]) -> torch.dtype | None:
         """The widest float that arrives; 0-dim ones only count among themselves."""
         known = [source for source in sources if source in self.dtypes]
-        dimensioned = [source for source in known if source not in self.zero_dim]
+        dimensioned = [source for source in known if not is_scalar(source)]
         found = [self.context.low if source in self.sources else self.dtypes[source] for source in dimensioned or known]
         return reduce(torch.promote_types, found) if found else None

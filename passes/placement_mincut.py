@@ -65,9 +65,6 @@ class _Walk(GraphWalk):
         self.classes |= written_classes(graph)
         self.chains |= exp_chains(graph)
 
-    def leave(self, node: Node) -> None:
-        self.variables.note_dimensions(node)
-
     def has(self, node: Node) -> bool:
         return node in self.variables.value
 

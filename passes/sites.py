@@ -6,7 +6,7 @@ A *site* is one call as the policy sees it. ``data`` are the float arguments on 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.ir import UNKNOWN, DTypeInfo, Op, Rule, is_castable, is_scalar, module_path
+from fxprec.passes.ir import UNKNOWN, DTypeInfo, Op, Rule, is_castable, module_path
 from fxprec.passes.op_table import OpRule, rule_of
 
 __all__ = [
@@ -23,14 +23,10 @@ __all__ = [
     "carries_float",
     "dtype_reference",
     "is_metadata",
-    "is_zero_dim",
     "leaves",
     "original",
     "site_of",
 ]
-
-#: Reductions that give a 0-dim tensor unless they are told a dimension (``is_scalar`` looks).
-_REDUCE_ALL: Final = frozenset({"sum", "mean", "prod", "max", "min", "amax", "amin", "norm", "std", "var"})
 
 #: Methods without a tensor result that still read the values.
 _READ_VALUES: Final = frozenset({"numpy", "tolist", "item", "storage", "typed_storage", "untyped_storage", "data_ptr"})
@@ -138,15 +134,6 @@ def dtype_reference(node: Node) -> Node | None:
     if op is not None and op.name == "to":
         return next((s for s in _nodes((node.args[1:], node.kwargs)) if carries_float(s.meta.get("dtype"))), None)
     return None
-
-
-def is_zero_dim(node: Node, known: Container[Node]) -> bool:
-    """``is_scalar`` for one node after the other: what it needs of the earlier ones is ``known``, nothing is walked."""
-    op: Op | None = node.meta.get("op")
-    if op is None or "val" in node.meta or op.name in _REDUCE_ALL:
-        return is_scalar(node)
-    sources = node.all_input_nodes
-    return bool(sources) and all(source in known for source in sources) and is_scalar(node)
 
 
 def leaves(argument: object) -> Iterator[object]:

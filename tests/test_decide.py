@@ -168,6 +168,28 @@ def test_sums_are_not_rounded_early(decided):
     found, _ = decided(f, torch.randn(2, 4), torch.randn(4), torch.randn(4, 4))
     assert found["sub"].reads is FP32
 
+    def grown(x, w):
+        return F.conv2d(torch._C._nn.upsample_nearest2d(x, None, [4.0, 4.0]) - 0.5, w)
+
+    found, _ = decided(grown, torch.randn(1, 1, 4, 4), torch.randn(1, 1, 3, 3))
+    assert found["upsample_nearest2d"].output is found["sub"].reads is FP32
+
+
+def test_a_parameter_is_lowered_for_nothing(decided):
+    """Its shadow is there already; any other tensor is cast where it is smallest."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.w = nn.Parameter(torch.randn(99, 4)), nn.Parameter(torch.randn(4, 4))
+            self.register_buffer("fixed", torch.randn(99, 4))
+
+        def forward(self, ids):
+            return F.linear(self.table.index_select(0, ids), self.w), F.linear(self.fixed.index_select(0, ids), self.w)
+
+    found, _ = decided(Model(), torch.arange(3))
+    assert (found["index_select"].output, found["index_select_1"].output) == (BF16, FP32)
+
 
 def test_a_low_stem_makes_a_low_residual_net(casts, decided):
     def net(x, w):

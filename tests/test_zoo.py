@@ -121,3 +121,23 @@ def test_save_pretrained_round_trip(tmp_path):
     for (name, a), (other, b) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
         assert name == other
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit", "whisper"])
+@pytest.mark.filterwarnings("ignore:float16 on a CPU")
+def test_one_step_in_float16(name):
+    """Tiny: float16 matmuls are slow here. Loss and gradients with a static scale, beside eager autocast's."""
+    case = ZOO[name]
+    torch.manual_seed(0)
+    model = case.build().eval()
+    inputs = case.inputs()
+    fp32 = _Step(copy.deepcopy(model), case, inputs)
+    converted, scaler = fxprec.convert(model, dtype=torch.float16, scaler=128.0)
+    loss = case.loss(converted(**inputs))
+    scaler.scale(loss).backward()
+    ours = {name: p.grad / 128 for name, p in converted.named_parameters() if p.grad is not None}
+    a = torch.cat([ours[name].flatten() for name in fp32.gradients])
+    b = torch.cat([gradient.flatten() for gradient in fp32.gradients.values()])
+    assert loss.dtype is torch.float32
+    assert abs(loss.item() - fp32.loss) <= 0.01 * abs(fp32.loss)
+    assert torch.nn.functional.cosine_similarity(a, b, dim=0) >= 0.99
