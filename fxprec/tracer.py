@@ -67,8 +67,6 @@ class ForwardTracer(fx.Tracer):
         declined: the first decline, even if the forward caught it.
     """
 
-    proxy_buffer_attributes = True
-
     def __init__(
         self, root: nn.Module, forward: Callable[..., Any], arguments: inspect.BoundArguments, names: Sequence[str]
     ) -> None:
@@ -249,8 +247,6 @@ class ForwardTracer(fx.Tracer):
         name = getattr(target, "__name__", str(target))
         if isinstance(target, torch._ops.HigherOrderOperator):
             self.decline(f"calls the higher-order operator {name}")
-        if isinstance(target, torch.jit.ScriptFunction):
-            self.decline("calls a TorchScript function")
         if target in (torch.autograd.grad, torch.autograd.backward):
             self.decline("runs a backward pass")
         if isinstance(target, FunctionType) and target.__module__.partition(".")[0] not in ("torch", "fxprec"):

@@ -16,15 +16,18 @@ After::
     %c = mul(%b, %s)                      # meta["autocast"] = False: keeps its original dtype
 
 ``f(..., out=y)`` becomes ``y.copy_(f(...))`` in the same way. In-place ops that follow or promote (``relu_``, ``add_``,
-``x[i] = y``) stay: they run in whatever dtype their target has.
+``x[i] = y``) stay: they run in whatever dtype their target has. Of views and in-place ops, ``f(input=x)`` becomes
+``f(x)``: who asks what shares memory looks at the first argument.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
@@ -32,7 +35,7 @@ from fxprec.passes.ir import Op, PassResult, Rule, module_path
 from fxprec.passes.op_names import canonical_op, cast_target
 from fxprec.passes.op_table import rule_of
 
-__all__ = ["canonicalize", "subgraphs"]
+__all__ = ["canonicalize", "every_graph", "subgraphs"]
 
 #: Position of the ``inplace`` argument of functionals that take one.
 _INPLACE_POSITION: Final = {
@@ -51,16 +54,19 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
     for node in list(gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
+        if node.target is operator.imatmul:  # tensors have none: ``x @= y`` makes a new one, and rebinds the name
+            node.target, changed = operator.matmul, True
         op = canonical_op(node)
         if op is None:
             continue
-        node.meta["op"] = op = op._replace(in_place=op.in_place or _inplace_flag(node, op.name))
+        node.meta["op"] = op = op._replace(in_place=_is_in_place(node, op))
+        changed |= _first_by_position(node, op)
         if op.name == "to":
             _mark_derived(node, context)
         elif op.in_place and op.name not in ("copy", "setitem") and _must_not_write(node, op, context):
             _write_by_copy(gm, node, op)
             changed = True
-        elif isinstance(node.kwargs.get("out"), Node):
+        elif node.kwargs.get("out") is not None:
             _out_by_copy(gm, node, op)
             changed = True
     return PassResult(gm, changed)
@@ -75,6 +81,13 @@ def subgraphs(gm: GraphModule) -> Iterator[GraphModule]:
             if isinstance(value, GraphModule) and id(value) not in seen:
                 seen.add(id(value))
                 yield value
+
+
+def every_graph(gm: GraphModule) -> Iterator[GraphModule]:
+    """``gm`` and the graphs below it, at any depth."""
+    yield gm
+    for sub in subgraphs(gm):
+        yield from every_graph(sub)
 
 
 def _drop_autocast_regions(gm: GraphModule) -> bool:
@@ -110,15 +123,25 @@ def _mark_derived(node: Node, context: Context) -> None:
         node.meta["derived_cast"] = True
 
 
-def _inplace_flag(node: Node, name: str) -> bool:
-    if node.kwargs.get("inplace") is True:
+def _is_in_place(node: Node, op: Op) -> bool:
+    if op.in_place or node.kwargs.get("inplace") is True:
         return True
-    position = _INPLACE_POSITION.get(name)
+    position = _INPLACE_POSITION.get(op.name)
     return position is not None and len(node.args) > position and node.args[position] is True
 
 
+def _first_by_position(node: Node, op: Op) -> bool:
+    row = rule_of(op.name)
+    name = next((name for name in ("input", "self") if name in node.kwargs), None)
+    if node.args or name is None or not (op.in_place or (row is not None and row.view)):
+        return False
+    node.args = (node.kwargs[name],)
+    node.kwargs = {key: value for key, value in node.kwargs.items() if key != name}
+    return True
+
+
 def _must_not_write(node: Node, op: Op, context: Context) -> bool:
-    rule, _ = context.policy.resolve(op.name, node, module_path(node), rule_of(op.name))
+    rule, _ = context.policy.resolve(op.name, node, module_path(node), rule_of(op.name), context.device)
     return isinstance(rule, torch.dtype) or rule in (Rule.LOW, Rule.FULL)
 
 
@@ -132,13 +155,24 @@ def _write_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
 
 
 def _out_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
-    out = node.kwargs["out"]
+    """``f(x, out=y)`` -> ``y.copy_(f(x))``; of several results each by itself."""
+    out: Any = node.kwargs["out"]
+    target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
     with gm.graph.inserting_before(node):
-        value = gm.graph.create_node(
-            node.op, node.target, node.args, {k: v for k, v in node.kwargs.items() if k != "out"}
-        )
-        written = gm.graph.call_method("copy_", (out, value))
-    _finish(node, value, written, op)
+        value = gm.graph.create_node(node.op, target, node.args, {k: v for k, v in node.kwargs.items() if k != "out"})
+        if isinstance(out, Node):
+            return _finish(node, value, gm.graph.call_method("copy_", (out, value)), op)
+        for position, each in enumerate(out):
+            part = gm.graph.call_function(operator.getitem, (value, position))
+            written = gm.graph.call_method("copy_", (each, part))
+            part.meta = {**node.meta, "op": Op("getitem")}
+            written.meta = {**node.meta, "op": Op("copy", in_place=True)}
+            for user in [user for user in node.users if user.target is operator.getitem and user.args[1] == position]:
+                user.replace_all_uses_with(written)
+                gm.graph.erase_node(user)
+    value.meta = {**node.meta, "op": Op(op.name)}
+    node.replace_all_uses_with(value)
+    gm.graph.erase_node(node)
 
 
 def _finish(node: Node, value: Node, written: Node, op: Op) -> None:
@@ -165,17 +199,13 @@ def _functional_form(gm: GraphModule, node: Node, op: Op) -> Node:
 
 
 def _functional(target: Any) -> Callable[..., Any]:
-    """The out-of-place twin of an in-place function: torch.exp_ -> torch.exp, aten.exp_.default, operator.ipow."""
-    if isinstance(target, torch._ops.OpOverload):
-        packet = getattr(getattr(torch.ops, target.namespace), target._opname.rstrip("_"))
-        return getattr(packet, target._overloadname)
+    """The out-of-place twin of an in-place function: torch.exp_ -> torch.exp; aten.exp_.default, operator.ipow."""
+    if isinstance(target, OpOverload):  # the packet: pow_.Scalar is pow.Tensor_Scalar, not pow.Scalar
+        return getattr(getattr(torch.ops, target.namespace), target._opname.rstrip("_"))
     name = target.__name__
-    module = {"_operator": "operator"}.get(target.__module__, target.__module__)
-    if module == "operator":
-        import operator
-
-        return getattr(operator, {"itruediv": "truediv", "imatmul": "matmul"}.get(name, name.removeprefix("i")))
-    for home in (torch, torch.nn.functional, torch.special):
+    if target.__module__ == "_operator":
+        return getattr(operator, name.removeprefix("i"))
+    for home in (torch, torch.nn.functional, torch.special, torch.Tensor):
         if hasattr(home, name.rstrip("_")):
             return getattr(home, name.rstrip("_"))
     raise NotImplementedError(f"in-place function {name} has no out-of-place twin in torch")

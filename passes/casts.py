@@ -18,7 +18,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cast_if_float(x: object, dtype: torch.dtype) -> object:
-    """``cast`` for a value whose dtype nobody could know without inputs: anything but FP32/FP16/BF16 passes untouched."""
+    """``cast`` for what nobody could know without inputs: what is no FP32, FP16 or BF16 tensor passes untouched."""
     return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CASTABLE else x
 
 
@@ -28,7 +28,7 @@ def cast_each(values: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_saturating(x: object, dtype: torch.dtype) -> object:
-    """``cast_if_float`` for additive masks: a finite value stays finite (FP32's lowest would round to -inf), -inf stays.
+    """``cast_if_float`` for additive masks: what is finite stays so (FP32's lowest would round to -inf), -inf stays.
 
     A row of a mask that holds the lowest float everywhere means "attend evenly"; as -inf it would give NaN.
     """

@@ -21,7 +21,7 @@ After: ``meta["precision"]``::
 levels mean for both:
 
 ====  ===============================================================================================================
-O0    every node keeps its original dtypes
+O0    every op is KEEP (the policy says so)
 O1    inputs, parameters and buffers are FP32, and what promotes or follows is as wide as its widest input, so the
       residual stream stays FP32 as under autocast
 O2    inputs and parameters count as low, so everything floats that nothing FP32 flows into: the residual stream is low
@@ -48,33 +48,16 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph_walk import bodies
-from fxprec.passes.ir import PassResult, Precision, Rule
+from fxprec.passes.ir import PassResult
 from fxprec.passes.placement_autocast import place_as_autocast
 from fxprec.passes.placement_mincut import place_by_cut
-from fxprec.passes.sites import carries_float, original
 
 __all__ = ["decide"]
 
 
 def decide(gm: GraphModule, context: Context) -> PassResult:
     """Annotate ``meta["precision"]`` on every node of the graph and of the bodies it calls."""
-    declined: list[str] = []
-    if context.policy.level == "O0":
-        _keep_everything(gm)
-    elif context.placement == "autocast":
+    if context.placement == "autocast":
         place_as_autocast(gm, context)
-    else:
-        declined = place_by_cut(gm, context)
-    return PassResult(gm, False, tuple(declined))
-
-
-def _keep_everything(gm: GraphModule) -> None:
-    for node in gm.graph.nodes:
-        info = node.meta.get("dtype")
-        output = original(info) if carries_float(info) and node.op != "output" else None
-        compute = output if node.op.startswith("call") else None
-        node.meta["precision"] = Precision(None, compute, output, Rule.KEEP, "level O0 changes nothing")
-        node.meta.pop("root_dtype", None)
-        for body in bodies(node, gm):
-            _keep_everything(body)
+        return PassResult(gm, False)
+    return PassResult(gm, False, tuple(place_by_cut(gm, context)))

@@ -13,45 +13,74 @@ After::
     %a: bfloat16 = linear(%x, %w)
     %d: bfloat16 = relu(%a)
 
-A narrowing cast followed by a widening one stays: it rounds. The user's own cast stays where someone still reads it,
+A narrowing cast followed by a widening one stays: it rounds. Of two equal casts of one tensor the first serves both.
+The user's own cast stays where someone still reads it, or wants its dtype because it is the original one (an output),
 and wherever its value is written to in place, since a cast makes a copy and folding it would make an alias.
+
+Body of a checkpointed region, before and after (``%x_bf16`` is made by the caller, where a shadow can serve it)::
+
+    %x: float32 = placeholder                           %x: bfloat16 = placeholder
+    %x_bf16: bfloat16 = cast(%x, torch.bfloat16)
+    %y: bfloat16 = relu(%x_bf16)                        %y: bfloat16 = relu(%x)
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch.fx import GraphModule, Node
 
+from fxprec.passes.aliases import alias_roots, written_roots
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.casts import CASTS, cast
 from fxprec.passes.context import Context
-from fxprec.passes.insert_casts import actual_dtype, alias_root
+from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ir import Op, PassResult, Precision, Rule
 from fxprec.passes.op_names import cast_target
-from fxprec.passes.op_table import rule_of
 
 __all__ = ["fold_casts"]
 
+_WIDER: Final = {
+    torch.float16: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+
 
 def fold_casts(gm: GraphModule, context: Context) -> PassResult:
-    """Fold identities and round trips; hoist casts of subgraph operands. ``gm.meta["folded"]`` counts them."""
+    """Fold identities and round trips; hoist casts of subgraph operands. ``gm.meta["folded"]`` counts what went."""
     folded = 0
-    written = _written_roots(gm)
-    for node in list(gm.graph.nodes):
-        if not _is_cast(node):
-            continue
-        source = _source(node, written)
-        if source is not None and source is not node:
-            node.replace_all_uses_with(source)
-            folded += 1
+    for sub in subgraphs(gm):
+        before = sub.meta.get("folded", 0)
+        folded += fold_casts(sub, context).gm.meta["folded"] - before
+    hoisted = _hoist(gm)
+    folded += _fold(gm)
+    erased = 0
     for node in reversed(list(gm.graph.nodes)):
         if _is_cast(node) and not node.users and (node.meta.get("inserted") or cast_target(node) is not None):
             gm.graph.erase_node(node)
-    for call, sub in _calls(gm):
-        hoisted = _hoist(gm, call, sub)
-        folded += fold_casts(sub, context).gm.meta.get("folded", 0) if not hoisted else 0
+            erased += 1
     gm.meta["folded"] = gm.meta.get("folded", 0) + folded
-    return PassResult(gm, folded > 0)
+    return PassResult(gm, folded + hoisted + erased > 0)
+
+
+def _fold(gm: GraphModule) -> int:
+    folded = 0
+    roots = alias_roots(gm.graph)
+    written = written_roots(gm.graph, roots)
+    made: dict[tuple[object, torch.dtype], Node] = {}
+    for node in list(gm.graph.nodes):
+        target = _pure_target(node) if _is_cast(node) else None
+        if target is None or roots[node] in written:
+            continue
+        source = _held_by(node, target) or made.setdefault((node.args[0], target), node)
+        if source is not node and not _copies_for_caller(node, source, roots):
+            readers = [user for user in node.users if _may_read(user, node, source)]
+            for reader in readers:
+                reader.replace_input_with(node, source)
+            folded += bool(readers)
+    return folded
 
 
 def _is_cast(node: Node) -> bool:
@@ -59,21 +88,16 @@ def _is_cast(node: Node) -> bool:
     return op is not None and op.name == "to" and bool(node.args) and isinstance(node.args[0], Node)
 
 
-def _source(node: Node, written: set[Node]) -> Node | None:
+def _held_by(node: Node, target: torch.dtype) -> Node | None:
     """The earlier node that holds the very value of this cast already; None if there is none."""
-    target = _pure_target(node)
-    if target is None or alias_root(node) in written:
-        return None
     source = node.args[0]
     assert isinstance(source, Node)
-    if alias_root(source) in written:
-        return None
     if _known(source) == target:
         return source
     while _is_cast(source) and _pure_target(source) is not None:
         inner = source.args[0]
         assert isinstance(inner, Node)
-        if alias_root(inner) in written or not _lossless(_known(inner), _known(source)):
+        if not _lossless(_known(inner), _known(source)):
             return None
         if _known(inner) == target:
             return inner
@@ -81,14 +105,32 @@ def _source(node: Node, written: set[Node]) -> Node | None:
     return None
 
 
+def _may_read(user: Node, node: Node, source: Node) -> bool:
+    """Not a reader that wants the original dtype of what it reads, if that differs."""
+    if node.meta.get("dtype") == source.meta.get("dtype"):
+        return True
+    precision: Precision | None = user.meta.get("precision")
+    wanted = {dtype for (_, read), dtype in wanted_dtypes(user).items() if read is node}
+    return not wanted or (precision is not None and precision.reads is not None and wanted == {precision.reads})
+
+
+def _copies_for_caller(node: Node, source: Node, roots: dict[Node, Node]) -> bool:
+    """Whether the user's cast gives a copy of what belongs to the caller, who may write to either."""
+    outside = roots[source].op in ("placeholder", "get_attr")
+    return outside and not node.meta.get("inserted") and node.meta.get("dtype") != node.args[0].meta.get("dtype")  # type: ignore[union-attr]
+
+
 def _pure_target(node: Node) -> torch.dtype | None:
     """The dtype a cast leads to, if changing the dtype is all that it does and it always does it."""
     if node.target in CASTS:
         return node.args[1] if node.target is cast else None  # type: ignore[return-value]
-    extra = node.kwargs.keys() - {"dtype"}
-    if extra or any(isinstance(a, torch.device | str) for a in node.args[1:]) or len(node.args) > 2:
+    if node.kwargs.keys() - {"dtype"} or len(node.args) > 2 or not all(_is_dtype(a) for a in node.args[1:]):
         return None
     return cast_target(node)
+
+
+def _is_dtype(argument: object) -> bool:
+    return isinstance(argument, torch.dtype)
 
 
 def _known(node: Node) -> torch.dtype | None:
@@ -102,52 +144,52 @@ def _known(node: Node) -> torch.dtype | None:
 
 
 def _lossless(narrow: torch.dtype | None, wide: torch.dtype | None) -> bool:
-    return narrow is not None and (narrow == wide or wide in (torch.float32, torch.float64))
+    return narrow is not None and (narrow == wide or wide in _WIDER.get(narrow, ()))
 
 
-def _written_roots(gm: GraphModule) -> set[Node]:
-    roots = set()
-    for node in gm.graph.nodes:
-        op: Op | None = node.meta.get("op")
-        if op is not None and op.in_place:
-            roots.add(alias_root(node))
-    return roots
+def _hoist(gm: GraphModule) -> int:
+    """Operands that a called body only ever reads through one cast are cast outside."""
+    roots = alias_roots(gm.graph)
+    written = written_roots(gm.graph, roots)
+    hoisted = 0
+    for call, body in _calls(gm):
+        inputs = body.graph.find_nodes(op="placeholder")
+        if len(inputs) != len(call.args) - 1 or any(_writes(node) for node in body.graph.nodes):
+            continue
+        for position, (operand, inner) in enumerate(zip(call.args[1:], inputs, strict=True), 1):
+            readers = list(inner.users)
+            if len(readers) == 1 and readers[0].target is cast and roots.get(operand) not in written:  # type: ignore[arg-type]
+                _cast_outside(call, position, inner, readers[0])
+                hoisted += 1
+    return hoisted
 
 
 def _calls(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
-    """Higher-order calls of exactly one subgraph that is called exactly once."""
-    subs = {id(sub) for sub in subgraphs(gm)}
+    """Calls of exactly one body that is called exactly once, and was decided as part of this graph."""
     calls = []
-    for node in gm.graph.nodes:
-        if node.op == "get_attr" and "." not in node.target and id(getattr(gm, node.target, None)) in subs:
-            users = [user for user in node.users if user.args and user.args[0] is node]
-            if len(node.users) == len(users) == 1:
-                calls.append((users[0], getattr(gm, node.target)))
+    for node in gm.graph.find_nodes(op="get_attr"):
+        body = getattr(gm, str(node.target), None) if "." not in str(node.target) else None
+        if isinstance(body, GraphModule) and len(node.users) == 1:
+            (call,) = node.users
+            precision: Precision | None = call.meta.get("precision")
+            if call.args and call.args[0] is node and precision is not None and precision.rule is Rule.FOLLOW:
+                calls.append((call, body))
     return calls
 
 
-def _hoist(gm: GraphModule, call: Node, sub: GraphModule) -> bool:
-    """An operand that the subgraph only ever reads through one cast is cast outside, where a shadow can serve it."""
-    placeholders = [n for n in sub.graph.nodes if n.op == "placeholder"]
-    operands = call.args[1:]
-    if len(operands) != len(placeholders) or rule_of(call.meta["op"].name if "op" in call.meta else "") is not None:
-        return False
-    changed = False
-    for position, (operand, inner) in enumerate(zip(operands, placeholders, strict=True)):
-        users = list(inner.users)
-        if len(users) != 1 or not isinstance(operand, Node) or users[0].target is not cast:
-            continue
-        dtype = users[0].args[1]
-        assert isinstance(dtype, torch.dtype)
-        with gm.graph.inserting_before(call):
-            outer = gm.graph.call_function(cast, (operand, dtype))
-        outer.meta = {**users[0].meta, "numel": operand.meta.get("numel")}
-        call.update_arg(position + 1, outer)
-        users[0].replace_all_uses_with(inner)
-        sub.graph.erase_node(users[0])
-        inner.meta["dtype"] = dtype
-        inner.meta["precision"] = Precision(None, dtype, dtype, Rule.KEEP, "cast by the caller")
-        changed = True
-    if changed:
-        sub.recompile()
-    return changed
+def _writes(node: Node) -> bool:
+    op: Op | None = node.meta.get("op")
+    return op is not None and op.in_place
+
+
+def _cast_outside(call: Node, position: int, inner: Node, inside: Node) -> None:
+    operand, dtype = call.args[position], inside.args[1]
+    assert isinstance(operand, Node) and isinstance(dtype, torch.dtype)
+    with call.graph.inserting_before(call):
+        outside = call.graph.call_function(cast, (operand, dtype))
+    outside.meta = {**inside.meta, "numel": operand.meta.get("numel")}
+    call.update_arg(position, outside)
+    inside.replace_all_uses_with(inner)
+    inside.graph.erase_node(inside)
+    inner.meta["dtype"] = dtype
+    inner.meta["precision"] = Precision(None, dtype, dtype, Rule.KEEP, "cast by the caller")

@@ -38,7 +38,7 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
         row = rule_of(op.name) if op is not None else None
         if row is None or not row.dtype_keyword or precision is None or precision.reads is precision.output:
             continue
-        if precision.reads is not None and precision.output is torch.float32 and "dtype" not in node.kwargs:
+        if precision.reads is not None and precision.output is torch.float32 and node.kwargs.get("dtype") is None:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
             node.meta["fused"] = "accumulates in FP32 while it reads low"
             changed = True

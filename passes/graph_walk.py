@@ -24,7 +24,7 @@ from fxprec.passes.ir import CASTABLE, Rule
 from fxprec.passes.op_names import cast_target
 from fxprec.passes.sites import Site, carries_float, dtype_reference, is_metadata, leaves, original, site_of
 
-__all__ = ["GraphWalk", "bodies"]
+__all__ = ["GraphWalk"]
 
 #: Higher-order ops that run their body once, there and then: its nodes are decided as part of the caller's graph.
 _TRANSPARENT: Final = frozenset(
@@ -171,7 +171,7 @@ class GraphWalk:
 
     def _higher_order(self, node: Node, gm: GraphModule) -> bool:
         """Walk the bodies; False where the op is decided like any other."""
-        found = bodies(node, gm)
+        found = _bodies(node, gm)
         if not found or not _runs_bodies(node):
             for body in found:
                 self._leave_alone(body)
@@ -196,11 +196,11 @@ class GraphWalk:
     def _leave_alone(self, gm: GraphModule) -> None:
         for node in gm.graph.nodes:
             self.source(node, "in the body of an op that keeps its dtypes")
-            for body in bodies(node, gm):
+            for body in _bodies(node, gm):
                 self._leave_alone(body)
 
 
-def bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
+def _bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
     """The graphs that a higher-order op calls."""
     if not isinstance(node.target, HigherOrderOperator):
         return []
@@ -228,7 +228,7 @@ def _bind_operands(node: Node, gm: GraphModule) -> dict[Node, Node] | None:
     handed = [leaf for leaf in leaves(node.args) if not isinstance(leaf, str)]
     at = next(i for i, leaf in enumerate(handed) if isinstance(leaf, Node) and _body(leaf, gm) is not None)
     given = handed[at + 1 :]
-    inputs = list(bodies(node, gm)[0].graph.find_nodes(op="placeholder"))
+    inputs = list(_bodies(node, gm)[0].graph.find_nodes(op="placeholder"))
     if len(inputs) != len(given):
         return None
     return {into: operand for into, operand in zip(inputs, given, strict=True) if isinstance(operand, Node)}

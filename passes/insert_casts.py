@@ -70,8 +70,8 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
         elif node.op in ("call_function", "call_method"):
             changed |= epochs.cast_arguments(node) or epochs.keep_apart(node)
             epochs.written(node)
-        if node.meta.get("root_dtype") is not None:
-            changed |= epochs.recast_root(node, node.meta["root_dtype"])
+        if "root_dtype" in node.meta:
+            changed |= epochs.recast_root(node, node.meta.pop("root_dtype"))
     return PassResult(gm, changed)
 
 
@@ -196,8 +196,8 @@ class _Epochs:
         op, source = node.meta.get("op"), node.args[0] if node.args else None
         if op is None or op.name != "to" or not isinstance(source, Node) or self.roots[node] not in self.written_roots:
             return False
-        dtype, before = actual_dtype(node), source.meta.get("dtype")
-        if dtype is None or actual_dtype(source) != dtype or before in (dtype, UNKNOWN) or cast_target(node) != dtype:
+        dtype = cast_target(node)
+        if dtype is None or actual_dtype(source) != dtype or original_dtype(source.meta.get("dtype")) == dtype:
             return False
         if node.op != "call_method" or node.target != "to":
             node.op, node.target, node.args, node.kwargs = "call_method", "to", (source, dtype), {}
@@ -211,8 +211,7 @@ class _Epochs:
             new = self.graph.call_function(function, (node, dtype))
         self.roots[new] = self.roots[node]
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-        new.meta = {k: v for k, v in node.meta.items() if k not in ("op", "root_dtype")}
-        new.meta |= {
+        new.meta = node.meta | {
             "op": Op("to"),
             "precision": Precision(None, dtype, dtype, Rule.KEEP, "written in place later on"),
             "inserted": True,

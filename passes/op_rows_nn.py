@@ -59,7 +59,8 @@ SOFTMAX: Final = table(
 LOSSES: Final = table(
     rows(Rule.FULL, _LOSS, "cross_entropy nll_loss ctc_loss gaussian_nll_loss kl_div"),
     rows(Rule.FULL, _LOSS, "poisson_nll_loss", result="float"),
-    rows(Rule.FULL, _LOSS, "mse_loss smooth_l1_loss huber_loss", native_promotion=True),
+    rows(Rule.FULL, _LOSS, "mse_loss smooth_l1_loss", native_promotion=True),
+    rows(Rule.FULL, _LOSS, "huber_loss"),  # its backward wants one dtype
     rows(Rule.FULL, _LOSS, "l1_loss", result="float_real", native_promotion=True),
     rows(Rule.FULL, _LOSS, "cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss"),
     rows(Rule.FULL, _LOSS, "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"),

@@ -26,6 +26,7 @@ from typing import Final
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.passes.aliases import written_by
 from fxprec.passes.ir import Op, Rule, dtype_name
 from fxprec.passes.op_names import cast_target
 from fxprec.passes.op_table import rule_of
@@ -139,12 +140,9 @@ def written_classes(graph: Graph) -> dict[Node, Node]:
     written: set[Node] = set()
     for node in graph.nodes:
         base = _shares_memory_of(node)
-        if base is None:
-            continue
-        root[node] = root.get(base, base)
-        op: Op = node.meta["op"]
-        if op.in_place:
-            written.add(root[node])
+        if base is not None:
+            root[node] = root.get(base, base)
+        written.update(root.get(target, target) for target in written_by(node))
     members = {node: base for node, base in root.items() if base in written}
     return members | {base: base for base in written}
 

@@ -18,6 +18,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
+from fxprec.passes.aliases import written_by
 from fxprec.passes.context import Context
 from fxprec.passes.cut_variables import FP32, LOW, Variables
 from fxprec.passes.graph_walk import GraphWalk
@@ -145,6 +146,9 @@ class _Walk(GraphWalk):
     def keep(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
         variables.use_original((*site.data, *site.kept))
+        for target in written_by(node):  # a custom op that says so in its schema: a cast of it would miss the write
+            if self.has(target):
+                variables.hold(node, variables.value[target], original(target.meta["dtype"]))
         if floats:
             self.make(site, original(node.meta["dtype"]), source=not (site.data or site.kept))
         self.decide(node, Rule.KEEP, site.why)

@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from fxprec.passes.decide import decide
 from torch.fx import GraphModule
 
-from fxprec.passes.canonicalize import canonicalize
+from fxprec.passes.canonicalize import canonicalize, every_graph
 from fxprec.passes.context import Context
+from fxprec.passes.decide import decide
 from fxprec.passes.fold_casts import fold_casts
 from fxprec.passes.fuse import fuse
 from fxprec.passes.insert_casts import insert_casts
@@ -42,7 +42,8 @@ def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPEL
     for step in passes:
         started = time.perf_counter()
         gm, changed, refused = step(gm, context)
-        gm.graph.lint()
+        for graph in every_graph(gm):
+            graph.graph.lint()
         done.append(step.__name__)
         check(gm, context, done, step.__name__)
         declined += [f"{step.__name__}: {reason}" for reason in refused]
@@ -54,5 +55,6 @@ def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPEL
             1e3 * (time.perf_counter() - started),
         )
     gm.meta["declined"] = declined
-    gm.recompile()
+    for graph in every_graph(gm):
+        graph.recompile()
     return gm

@@ -75,8 +75,8 @@ class Site:
         """Whether the kernel takes a dtype to compute in, so that it may read low: ours, or one that the user gave."""
         if self.dtype is not None or not context.native_mixed or self.row is None:
             return False
-        if asked is None:
-            return self.row.dtype_keyword
+        if asked is None:  # float64 may arrive where nobody knows: a dtype would narrow it
+            return self.row.dtype_keyword and self.node.meta.get("dtype") is not UNKNOWN
         return asked is torch.float32 and "dtype" in self.node.kwargs
 
 
@@ -86,8 +86,11 @@ def site_of(node: Node, context: Context) -> Site:
     name = op.name if op is not None else getattr(node.target, "__name__", str(node.target))
     row = rule_of(name) if op is not None else None
     rule, why = context.policy.resolve(name, node, module_path(node), row, context.device)
+    info = node.meta.get("dtype")
     if node.meta.get("autocast") is False:
         rule, why = Rule.KEEP, "inside autocast(enabled=False)"
+    elif isinstance(info, torch.dtype) and info.is_complex:
+        rule, why = Rule.KEEP, "complex numbers are never touched"
     dtype = None
     if isinstance(rule, torch.dtype):
         dtype, rule = rule, Rule.FULL if rule is torch.float32 else Rule.LOW

@@ -16,11 +16,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.errors import InvariantError
-from fxprec.passes.canonicalize import subgraphs
+from fxprec.passes.aliases import alias_roots, written_by
+from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.casts import CASTS, cast, cast_if_float
 from fxprec.passes.context import Context
-from fxprec.passes.insert_casts import actual_dtype, alias_root, wanted_dtypes
-from fxprec.passes.ir import CASTABLE, UNKNOWN, Op, PassResult, Precision, Rule, dtype_name, is_castable
+from fxprec.passes.insert_casts import actual_dtype, original_dtype, wanted_dtypes
+from fxprec.passes.ir import CASTABLE, UNKNOWN, Op, PassResult, Precision, Rule, dtype_name
 from fxprec.passes.op_table import rule_of
 
 __all__ = ["INVARIANTS", "Invariant", "Violation", "check", "verify"]
@@ -50,13 +51,13 @@ def verify(gm: GraphModule, context: Context) -> PassResult:
 
 def check(gm: GraphModule, context: Context, done: list[str], name: str) -> None:
     """Raise InvariantError where the result of pass ``name`` breaks an invariant that the passes in ``done`` set up."""
-    for graph in (gm, *subgraphs(gm)):
+    for graph in every_graph(gm):
         for invariant in INVARIANTS:
             if invariant.holds_after in done:
                 for node, got, expected in invariant.violations(graph, context):
                     raise InvariantError(
                         f'{name} broke "{invariant.text}": node {node}: got {got}, expected {expected}. '
-                        "This is a bug in fxprec: please report the graph (fxprec.graph_module(model).print_readable())."
+                        "This is a bug in fxprec: please report it with fxprec.graph_module(model).print_readable()."
                     )
 
 
@@ -71,13 +72,11 @@ def _decided(gm: GraphModule, context: Context) -> Iterator[Violation]:
         if node.op == "output":
             continue
         precision: Precision | None = node.meta.get("precision")
+        info = node.meta.get("dtype")
         if precision is None:
             yield Violation(node.name, "no precision", "what it reads, computes and puts out")
-        elif node.meta.get("dtype") in (torch.float64, torch.int64, torch.bool) and precision.output in (
-            torch.float16,
-            torch.bfloat16,
-        ):
-            yield Violation(node.name, dtype_name(precision.output), dtype_name(node.meta["dtype"]) + " untouched")
+        elif isinstance(info, torch.dtype) and info not in CASTABLE and precision.output not in (info, None):
+            yield Violation(node.name, dtype_name(precision.output), dtype_name(info) + " untouched")
 
 
 def _edges(gm: GraphModule, context: Context) -> Iterator[Violation]:
@@ -99,15 +98,20 @@ def _full_in_fp32(gm: GraphModule, context: Context) -> Iterator[Violation]:
         if precision.compute not in (torch.float32, torch.float64, None):
             yield Violation(node.name, f"computes in {dtype_name(precision.compute)}", "computes in float32")
         elif precision.reads in (torch.float16, torch.bfloat16):
-            served = row is not None and (context.device in row.mixed or "dtype" in node.kwargs)
+            served = row is not None and (context.device in row.mixed or node.kwargs.get("dtype") is not None)
             if not served:
                 yield Violation(node.name, f"reads {dtype_name(precision.reads)}", "a kernel with FP32 inside")
 
 
 def _non_floats_untouched(gm: GraphModule, context: Context) -> Iterator[Violation]:
     for node in gm.graph.nodes:
-        if node.target in CASTS and isinstance(node.args[0], Node) and not is_castable(node.args[0].meta.get("dtype")):
-            yield Violation(node.name, "a cast of " + dtype_name(node.args[0].meta.get("dtype")), "no cast")
+        if node.target not in CASTS or not isinstance(node.args[0], Node):
+            continue
+        info = node.args[0].meta.get("dtype")
+        if original_dtype(info) is None:
+            yield Violation(node.name, "a cast of " + dtype_name(info), "no cast")
+        elif info is UNKNOWN and node.target is cast:
+            yield Violation(node.name, "a cast whatever arrives", "one that looks at run time")
 
 
 def _outputs(gm: GraphModule, context: Context) -> Iterator[Violation]:
@@ -115,23 +119,22 @@ def _outputs(gm: GraphModule, context: Context) -> Iterator[Violation]:
     if not context.keep_output_dtype or (output is not None and output.rule is not Rule.KEEP):
         return
     for source in gm.graph.output_node().all_input_nodes:
-        original, have = source.meta.get("dtype"), actual_dtype(source)
-        if isinstance(original, torch.dtype) and original in CASTABLE and have not in (original, None):
+        original, have = original_dtype(source.meta.get("dtype")), actual_dtype(source)
+        if original is not None and have not in (original, None):
             yield Violation(f"output {source.name}", dtype_name(have), dtype_name(original))
 
 
 def _least_casts(gm: GraphModule, context: Context) -> Iterator[Violation]:
+    roots = alias_roots(gm.graph)
     epoch: dict[Node, int] = {}
     seen: set[tuple[Node, int, object, object]] = set()
     for node in gm.graph.nodes:
-        op: Op | None = node.meta.get("op")
-        if op is not None and op.in_place:
-            root = alias_root(node)
-            epoch[root] = epoch.get(root, 0) + 1
+        for target in written_by(node):
+            epoch[roots[target]] = epoch.get(roots[target], 0) + 1
         if node.target not in CASTS or not isinstance(node.args[0], Node):
             continue
         source = node.args[0]
-        key = (source, epoch.get(alias_root(source), 0), node.args[1], node.target)
+        key = (source, epoch.get(roots[source], 0), node.args[1], node.target)
         if key in seen:
             yield Violation(node.name, f"a second cast of {source.name}", "one per dtype and mutation epoch")
         seen.add(key)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxprec.guards import Guards
 from fxprec.trace import trace_static
 
-FACTOR = 2.0
+FACTOR, HALF = 2.0, 0.5
 
 
 def scaled(x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
     @property
     def doubled(self) -> float:
-        return self.scale * 2
+        return self.scale * HALF * 4
 
     def finish(self, x: Tensor) -> Tensor:
         return scaled(x) ** self.power
@@ -196,6 +196,20 @@ def test_global_changed_in_a_function_that_the_forward_calls(monkeypatch: pytest
     guards = captured(Model())
     monkeypatch.setitem(scaled.__globals__, "FACTOR", 5.0)
     assert guards.failing() == "global.FACTOR changed from 2.0 to 5.0"
+
+
+def test_global_changed_in_a_property(monkeypatch: pytest.MonkeyPatch) -> None:
+    guards = captured(Model())
+    monkeypatch.setitem(scaled.__globals__, "HALF", 1.0)
+    assert guards.failing() == "global.HALF changed from 0.5 to 1.0"
+
+
+def test_forward_set_on_the_model_itself_is_the_callers_business() -> None:
+    model = Model()
+    model.forward = lambda x: x + model.scale
+    guards = captured(model)
+    del model.forward
+    assert guards.failing() is None
 
 
 def test_closure_variable_changed() -> None:

@@ -231,6 +231,21 @@ def test_random_writes_keep_the_original_dtype(decided):
     assert (found["normal_"].rule, found["normal_"].output, found["relu"].output) == (Rule.KEEP, FP32, FP32)
 
 
+@torch.library.custom_op("fxprec_pins::bump", mutates_args={"x"})
+def bump(x: torch.Tensor) -> None:
+    x.add_(1.0)
+
+
+def test_what_a_custom_op_writes_keeps_its_dtype(tools):
+    def f(x, w):
+        y = F.linear(x, w)
+        torch.ops.fxprec_pins.bump.default(y)
+        return torch.relu(y)
+
+    gm = tools.rewritten(tools.traced(f, X, W), tools.context())
+    assert torch.allclose(gm(X, W), f(X, W), rtol=0.02, atol=0.05)
+
+
 def test_written_values_are_right(tools):
     """The whole pipeline on a class that lives in FP32 behind a product, seen through a view."""
 

@@ -10,6 +10,7 @@ import pickle
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any
 
 import pytest
@@ -264,7 +265,11 @@ class TestArguments:
         with pytest.raises(TypeError, match="no argument 'z'"):
             trace_static(ResidualMLP(), ["z"], {})
 
-    def test_method_and_partial(self) -> None:
+    def test_function_of_math_imported_by_name(self) -> None:
+        taken = capture(lambda x: x / sqrt(x.size(0)))
+        assert sqrt in targets(taken) and torch.equal(taken.gm(torch.ones(4)), torch.full((4,), 0.5))
+
+    def test_method_and_lambda(self) -> None:
         class Scaler:
             def apply(self, x: Tensor) -> Tensor:
                 return x * 3
@@ -420,11 +425,11 @@ class TestSemantics:
         assert_equal_runs(Decorated(2, 2), torch.randn(2, 2))
 
     def test_functions_given_to_fx_wrap_are_traced_and_builtins_recorded(self) -> None:
-        user: dict[str, Any] = {"torch": torch, "wrapped": wrapped}
-        exec("torch.fx.wrap('len')\ndef f(x):\n    return wrapped(x) * len(x)", user)
-        taken, x = capture(user["f"]), torch.randn(3, 3)
-        assert targets(taken) == [operator.matmul, len, operator.mul]
-        assert torch.equal(taken.gm(x), x @ x * 3)
+        user: dict[str, Any] = {"torch": torch}
+        exec("torch.fx.wrap('len')\ndef f(x):\n    return x * len(x)", user)
+        taken, x = capture(lambda x: wrapped(user["f"](x))), torch.randn(3, 3)
+        assert targets(taken) == [len, operator.mul, operator.matmul]
+        assert torch.equal(taken.gm(x), (x * 3) @ (x * 3))
         assert fx.symbolic_trace(lambda x: wrapped(x)).graph.find_nodes(op="call_function", target=wrapped)
 
     def test_forward_set_on_the_instance(self) -> None:
@@ -460,6 +465,14 @@ class TestGraphModules:
         norms = [node for node in taken.gm.graph.nodes if node.target is F.batch_norm]
         assert [module_path(node) for node in norms] == ["stem.1", "norm"]
         assert "x = F.relu(self.norm(self.down(self.stem(x))))" in norms[1].stack_trace
+
+    def test_without_any_meta(self) -> None:
+        graph = fx.Graph()
+        graph.output(graph.call_module("0", (graph.placeholder("x"),)))
+        model = nn.Sequential(nn.Linear(2, 2))
+        taken = capture(fx.GraphModule(model, graph))
+        linear = next(node for node in taken.gm.graph.nodes if node.op == "call_function")
+        assert module_path(linear) == "0" and "F.linear" in linear.stack_trace
 
     def test_as_a_submodule(self) -> None:
         assert_equal_runs(nn.Sequential(fx.symbolic_trace(ResidualMLP()), nn.Linear(8, 2)), torch.randn(2, 8))
