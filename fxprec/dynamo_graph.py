@@ -1,0 +1,108 @@
+"""What dynamo hands over, made into a graph that reads its weights by name and knows the model's module paths.
+
+::
+
+    %L_self_modules_fc_parameters_weight = placeholder        %p_fc_weight = get_attr[fc.weight]
+    %L_x_ = placeholder                                 ->    %L_x_ = placeholder
+    %linear = linear(%L_x_, %L_self_...)                      %linear = linear(%L_x_, %p_fc_weight)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fxprec.passes.ir import clean_path
+
+__all__ = ["Arguments", "own_graph"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Positions among the arguments that dynamo passes at each call: of weights by dotted name, and of the inputs."""
+
+    weights: dict[str, int]
+    inputs: tuple[int, ...]
+
+
+def own_graph(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str, str]]) -> tuple[GraphModule, Arguments]:
+    """A copy to rewrite: dynamo still reads the placeholders of the graph that it handed over.
+
+    Args:
+        gm: dynamo's graph; its parameters and buffers are placeholders.
+        inputs: example inputs, one a placeholder.
+        names: id of a tensor -> (dotted name, "parameter" or "buffer").
+    """
+    copied = _copied(gm)
+    arguments, prefix = _name_weights(copied, inputs, names)
+    _relocate(copied, prefix)
+    return copied, arguments
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    graph = torch.fx.Graph()
+    values: dict[Node, Node] = {}
+    graph.graph_copy(gm.graph, values)
+    output = gm.graph.output_node()
+    graph.output(torch.fx.node.map_arg(output.args[0], lambda node: values[node]))
+    return GraphModule(gm, graph)
+
+
+def _name_weights(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str, str]]) -> tuple[Arguments, str]:
+    """Turn the placeholders of weights back into get_attr nodes; also where in the model the captured frame sits."""
+    weights: dict[str, int] = {}
+    rest: list[int] = []
+    prefix = ""
+    for position, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
+        known = names.get(id(value)) if isinstance(value, Tensor) else None
+        if isinstance(value, Tensor):
+            node.meta["dtype"] = value.dtype
+        if known is None:
+            rest.append(position)
+            continue
+        name, kind = known
+        prefix = prefix or _frame_prefix(node, name)
+        with gm.graph.inserting_before(node):
+            weight = gm.graph.create_node("get_attr", name, name="p_" + name.replace(".", "_"))
+        weight.meta = {**node.meta, "kind": kind, "ndim": value.dim()}
+        _attach(gm, name, value)
+        node.replace_all_uses_with(weight)
+        gm.graph.erase_node(node)
+        weights[name] = position
+    return Arguments(weights, tuple(rest)), prefix
+
+
+def _frame_prefix(node: Node, name: str) -> str:
+    """Where the module of an inner frame sits in the model, told from one of its weights' two names."""
+    source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", None)
+    text = source() if callable(source) else source
+    if not isinstance(text, str):
+        return ""
+    local = clean_path(text.replace("._parameters['", "._modules['").replace("._buffers['", "._modules['"))
+    return name.removesuffix(local).strip(".") if local and name.endswith(local) else ""
+
+
+def _attach(root: torch.nn.Module, name: str, value: Tensor) -> None:
+    """Make ``root.a.b.weight`` be ``value`` itself, with bare modules on the way."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root._modules[part] = torch.nn.Module()
+        root = root._modules[part]  # type: ignore[assignment]
+    kind = root._parameters if isinstance(value, torch.nn.Parameter) else root._buffers
+    kind[leaf] = value  # type: ignore[assignment]
+
+
+def _relocate(gm: GraphModule, prefix: str) -> None:
+    """Name modules from the model's root in every node's stack, and take shapes over as ``meta["val"]``."""
+    for node in gm.graph.nodes:
+        if "example_value" in node.meta:
+            node.meta["val"] = node.meta["example_value"]
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            paths = [(".".join(filter(None, (prefix, clean_path(str(path))))), kind) for path, kind in stack.values()]
+            node.meta["nn_module_stack"] = {path: (path, kind) for path, kind in paths}

@@ -1,0 +1,41 @@
+"""Shapes of a traced graph: known where the ops run on fake tensors, absent where they do not, never touching a weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.fx import symbolic_trace
+
+import fxprec
+from fxprec.shapes import propagate_shapes
+
+
+def test_shapes_and_input_dtypes_are_recorded_and_nothing_real_moves():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    gm = symbolic_trace(model)
+    assert propagate_shapes(gm, (torch.randn(2, 1, 6, 6, generator=torch.Generator()),))
+    nodes = {node.name: node for node in gm.graph.nodes}
+    assert nodes["input_1"].meta["dtype"] is torch.float32
+    assert nodes["_2"].meta["val"].shape == (2, 4, 4, 4)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_low_inputs_meet_fp32_weights():
+    gm = symbolic_trace(nn.Linear(4, 3))
+    assert propagate_shapes(gm, (torch.randn(2, 4, dtype=torch.bfloat16),))
+    assert next(iter(gm.graph.nodes)).meta["dtype"] is torch.bfloat16
+
+
+def test_an_op_that_fails_leaves_no_shapes():
+    gm = symbolic_trace(nn.Linear(4, 3))
+    assert not propagate_shapes(gm, (torch.randn(2, 5),))
+    assert not any("val" in node.meta for node in gm.graph.nodes)
+
+
+def test_o3_with_example_inputs():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    converted, _ = fxprec.convert(model, (torch.randn(1, 3, 8, 8),), level="O3")
+    assert converted(torch.randn(2, 3, 8, 8)).dtype is torch.float32
