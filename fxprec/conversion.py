@@ -5,100 +5,65 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch.fx import GraphModule, _symbolic_trace
 
-from fxprec import dynamo
+from fxprec.declined import CaptureDeclined
+from fxprec.dynamic import DynamicGraphs
 from fxprec.errors import CaptureError, ConversionError, NotCapturedError
+from fxprec.net import Net, inside_net
 from fxprec.outputs import has_low_input, restore_dtypes
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.runner import run_passes
 from fxprec.program import Program, lift
 from fxprec.settings import Settings
-from fxprec.shapes import propagate_shapes
 from fxprec.shadows import ShadowStore
-from fxprec.trace import CaptureDeclined, StaticCapture, call_key, default_key, trace_static
+from fxprec.sharding import fsdp_is_on
+from fxprec.static import StaticGraphs
 
-__all__ = ["Conversion", "StaticEntry"]
-
-
-#: Input dtypes for which a graph captured without inputs is right as it stands: its run-time tests tell them apart.
-_ASSUMED = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+__all__ = ["Conversion"]
 
 
-@dataclass(frozen=True, slots=True)
-class StaticEntry:
-    """One statically captured graph, ready to run: guards, program, and where its weights are read from at each call.
-
-    ``dtypes``: the input dtypes it was rewritten for; None: FP32 floats were assumed.
-    """
-
-    capture: StaticCapture
-    program: Program
-    low: tuple[tuple[Mapping[str, Any], str], ...]
-    plain: tuple[tuple[Mapping[str, Any], str], ...]
-    dtypes: tuple[torch.dtype, ...] | None
-
-    def serves(self, tensors: tuple[Tensor, ...] | None) -> bool:
-        """Whether these inputs have the dtypes that the graph was rewritten for, and what tracing read still holds."""
-        if tensors is not None:
-            if self.dtypes is None:
-                if not all(tensor.dtype in _ASSUMED and tensor.dim() for tensor in tensors):
-                    return False
-            elif self.dtypes != tuple(tensor.dtype for tensor in tensors):
-                return False
-        return self.capture.guards.failing() is None
-
-    def run(self, store: ShadowStore, tensors: tuple[Any, ...]) -> Any:
-        """The program on the weights as they are now."""
-        low = store.read([owner[name] for owner, name in self.low])
-        return self.program.function(*low, *[owner[name] for owner, name in self.plain], *tensors)
-
-
-@dataclass
 class Conversion:
     """The state of one converted module. Never saved: a copy or a loaded module redoes the conversion from ``settings``.
 
     Attributes:
-        graphs: the rewritten graphs, in the order of their capture.
+        graphs, programs: the rewritten graphs in the order of their capture, and what runs for each.
         net: 'where' -> 'why' of what ran outside them, under torch.autocast.
         declined: why static capture was declined, per argument pattern.
+        captures: how often a forward, or a piece of one, was captured.
+        bypassed: how many ``fxprec.original`` blocks are open.
+        frozen: names of the weights whose FP32 masters ``fxprec.freeze`` dropped.
+        settled: a call has gone through: what is refused from now on does not undo the conversion.
     """
 
-    settings: Settings
-    module: Any
-    graphs: list[GraphModule] = field(default_factory=list)
-    net: dict[str, str] = field(default_factory=dict)
-    declined: list[str] = field(default_factory=list)
-    bypassed: int = 0
-    frozen: frozenset[str] | None = None
-
-    def __post_init__(self) -> None:
-        self.original_class: type[torch.nn.Module] = type(self.module)
-        self.instance_forward: Callable[..., Any] | None = self.module.__dict__.pop("forward", None)
-        self.module = weakref.ref(self.module)
-        self.store = ShadowStore(self.settings.dtype)
-        self.captures = 0
+    def __init__(self, settings: Settings, module: torch.nn.Module, frozen: frozenset[str] | None = None) -> None:
+        self.settings = settings
+        self.module = weakref.ref(module)
+        self.original_class = type(module)
+        self.name = self.original_class.__name__
+        self.instance_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
+        self.store = ShadowStore(settings.dtype)
+        self.graphs: list[GraphModule] = []
         self.programs: list[Program] = []
-        self._static: dict[Any, list[StaticEntry]] = {}
-        self._static_allowed = self.settings.capture != "dynamo"
-        self._dynamo: dynamo.DynamoCapture | None = None
-        self._under_net = True
+        self.net: dict[str, str] = {}
+        self.declined: list[str] = []
+        self.captures = 0
+        self.bypassed = 0
+        self.frozen = frozen
+        self.settled = False
+        self._static = StaticGraphs(self)
+        self._dynamic = DynamicGraphs(self)
+        self._sharded = False
         self._warned_autocast = False
-        self.settled = False  # no call has gone through yet
-        self._policy_checked = not self.settings.policy.overrides and not self.settings.policy.rules
-        self._lock = threading.RLock()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
-        raise AssertionError("a converted module copies through __reduce_ex__")
+        self._policy_checked = not settings.policy.overrides and not settings.policy.rules
 
     # -- calling ---------------------------------------------------------------------------------------------------
 
@@ -106,182 +71,76 @@ class Conversion:
         if self.bypassed:
             return self.original_forward(module, *args, **kwargs)
         if torch.compiler.is_exporting():
-            raise ConversionError(
-                f"torch.export of the converted {self.original_class.__name__}: its forward runs graphs of its own. "
-                "Export the rewritten graph: torch.export.export(fxprec.graph_module(model), inputs)"
-            )
-        if torch.is_autocast_enabled(self.settings.device):
+            self._refuse_tracer("torch.export", "torch.export.export(fxprec.graph_module(model), inputs)")
+        if _symbolic_trace._is_fx_tracing_flag and _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is None:
+            self._refuse_tracer("torch.fx.symbolic_trace", "it is fxprec.graph_module(model)")
+        if torch.is_autocast_enabled(self.settings.device) and not self._warned_autocast and not inside_net():
             self._warn_autocast()
-        return self._call(module, args, kwargs)
-
-    def _call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module is not self.module():
             return self.run_in_net(module, args, kwargs, "a replica of the converted module")
         if self.frozen is not None and module.training and torch.is_grad_enabled():
             self.refuse_if_frozen("a training forward")
+        self._sharded = fsdp_is_on()
         self.store.begin()
         output = self._run(module, args, kwargs)
         if not self.settled:
             self.check_policy(module)
             self.settled = True
-        if self.settings.policy.lowers_parameters or self.frozen is not None:
-            output = self._restored(output, args, kwargs)  # the graph sees low weights, the original program had FP32
+        if self.frozen is not None or self.settings.policy.lowers_parameters:
+            output = self.restored(output, args, kwargs)  # the graph sees low weights, the original program had FP32
         return output
 
     def _run(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._static_allowed:
+        if self._static.allowed:
             try:
-                entry, tensors = self._static_entry(module, args, kwargs)
+                return self._static.run(module, args, kwargs)
             except CaptureDeclined as reason:
-                if self.settings.capture == "symbolic":
-                    raise CaptureError(
-                        f"capture='symbolic' cannot take {self.original_class.__name__}: {reason}. "
-                        "Leave capture out: dynamo takes such models"
-                    ) from None
-            else:
-                with self._autocast_off():
-                    return entry.run(self.store, tensors)
-        return self._run_dynamo(module, args, kwargs)
+                self._refuse_if_symbolic(reason)
+        return self._dynamic.run(module, args, kwargs)
+
+    def read(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What a graph reads in the place of the weights that it lowers."""
+        if self._sharded:
+            return [weight.to(self.settings.dtype) for weight in weights]
+        return self.store.read(weights)
 
     def original_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The untouched forward of the module."""
-        if self.instance_forward is not None:
-            return self.instance_forward(*args, **kwargs)
-        return self.original_class.forward(module, *args, **kwargs)
+        return self.unbound_forward()(module, *args, **kwargs)
 
-    # -- static capture --------------------------------------------------------------------------------------------
-
-    def _static_entry(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[StaticEntry, tuple[Any, ...]]:
-        names, constants, tensors = call_key(self.signature, args, kwargs)
-        return self._entry(module, names, constants, tensors), tensors
-
-    def _entry(
-        self, module: torch.nn.Module, names: tuple[str, ...], constants: Any, tensors: tuple[Tensor, ...] | None
-    ) -> StaticEntry:
-        for entry in self._static.get((names, constants), ()):
-            if entry.serves(tensors):
-                return entry
-        with self._lock:
-            return self._trace(module, names, constants, tensors)
-
-    def _trace(
-        self, module: torch.nn.Module, names: tuple[str, ...], constants: Any, tensors: tuple[Tensor, ...] | None
-    ) -> StaticEntry:
-        try:
-            with self.as_original(module):
-                capture = trace_static(module, names, dict(constants))
-        except CaptureDeclined as reason:
-            self.declined.append(str(reason))
-            self._static_allowed = self.settings.capture == "symbolic"
-            raise
-        self.captures += 1
-        if tensors is not None:
-            propagate_shapes(capture.gm, tensors)
-        program = self.rewrite(capture.gm)
-        dtypes = None if tensors is None else tuple(tensor.dtype for tensor in tensors)
-        entry = StaticEntry(
-            capture, program, _owners(module, program.low), _owners(module, program.plain), dtypes
-        )
-        self._static.setdefault((names, constants), []).insert(0, entry)
-        return entry
-
-    def capture_now(self, module: torch.nn.Module) -> bool:
-        """Capture statically for the default call pattern, if the model can be; False where it takes a call."""
-        if self.graphs:
-            return True
-        if not self._static_allowed:
-            return False
-        try:
-            names, constants = default_key(self.signature)
-            self._entry(module, names, constants, None)
-        except CaptureDeclined as reason:
-            if self.settings.capture == "symbolic":
-                raise CaptureError(
-                    f"capture='symbolic' cannot take {self.original_class.__name__}: {reason}. "
-                    "Leave capture out: dynamo takes such models"
-                ) from None
-            return False
-        return True
-
-    # -- dynamo ----------------------------------------------------------------------------------------------------
-
-    def _run_dynamo(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        why = dynamo.modes_active()
-        if why is not None:
-            return self.run_in_net(module, args, kwargs, why)
-        if self._dynamo is None:
-            self._dynamo = dynamo.DynamoCapture(self._unbound_forward(), self)
-        try:
-            with self._net() if self._under_net else contextlib.nullcontext():
-                output = self._dynamo.call(module, *args, **kwargs)
-        except RuntimeError as error:
-            if not self._under_net or (self.graphs and not dynamo.failed_while_tracing(error)):
-                raise
-            output = self._run_without_net(module, args, kwargs, error)
-        if not self.graphs:
-            raise CaptureError(
-                f"no graph of {self.original_class.__name__} was captured (is TORCHDYNAMO_DISABLE set, or dynamo "
-                f"disabled for its forward?): {self.net or 'dynamo gave no reason'}. Nothing would have been rewritten"
-            )
-        if self.net:
-            output = self._restored(output, args, kwargs)
-        return output
-
-    def _run_without_net(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: RuntimeError
-    ) -> Any:
-        """What eager autocast itself cannot run (mixed dtypes in scatter_add) is captured whole, with autocast off."""
-        capture = dynamo.DynamoCapture(self._unbound_forward(), self, fullgraph=True)
-        graphs, programs = list(self.graphs), list(self.programs)
-        try:
-            output = capture.call(module, *args, **kwargs)
-        except Exception:
-            self.graphs, self.programs = graphs, programs
-            raise error from None
-        self._dynamo, self._under_net = capture, False
-        self.net.clear()
-        return output
-
-    def _unbound_forward(self) -> Callable[..., Any]:
+    def unbound_forward(self) -> Callable[..., Any]:
+        """The untouched forward as a function whose first argument is the module."""
         bound = self.instance_forward
         if bound is None:
             return self.original_class.forward
         return lambda _, *args, **kwargs: bound(*args, **kwargs)
 
-    def rewritten(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
-        weights, inputs_at = dynamo.name_weights(gm, inputs, self._names())
-        dynamo.relocate(gm)
-        program = self.rewrite(gm)
-        low = [weights[name] for name in program.low]
-        rest = [weights[name] for name in program.plain] + inputs_at
-        self.captures += 1
-        store, function, device = self.store, program.function, self.settings.device
-
-        def run(*arguments: Any) -> Any:
-            shadows = store.read([arguments[i] for i in low])
-            enabled = torch.is_autocast_enabled(device)
-            torch.set_autocast_enabled(device, False)
-            try:
-                return function(*shadows, *[arguments[i] for i in rest])
-            finally:
-                torch.set_autocast_enabled(device, enabled)
-
-        return run
-
-    def in_net(self, where: str, why: str) -> None:
-        self.net.setdefault(where, why)
+    # -- the net ---------------------------------------------------------------------------------------------------
 
     def run_in_net(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
         """The original forward under torch.autocast: lowered, though not by our graphs. Recorded."""
-        self.in_net("the whole forward", why)
-        with self._net():
+        with self.net_context():
             output = self.original_forward(module, *args, **kwargs)
-        return self._restored(output, args, kwargs)
+        self.in_net("the whole forward", why)
+        return self.restored(output, args, kwargs)
 
-    # -- shared ----------------------------------------------------------------------------------------------------
+    def in_net(self, where: str, why: str) -> None:
+        """Record what runs outside our graphs."""
+        self.net.setdefault(where, why)
+
+    def net_context(self) -> contextlib.AbstractContextManager[Any]:
+        """torch.autocast in the low dtype; at O0 nothing."""
+        if self.settings.policy.level == "O0":
+            return contextlib.nullcontext()
+        return Net(self.settings.device, self.settings.dtype)
+
+    def restored(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Low outputs as FP32, unless the caller passed low inputs, or wants them as they come."""
+        if not self.settings.keep_output_dtype or has_low_input((args, kwargs), self.settings.dtype):
+            return output
+        return restore_dtypes(output, self.settings.dtype)
+
+    # -- capture ---------------------------------------------------------------------------------------------------
 
     def rewrite(self, gm: GraphModule) -> Program:
         """Run the passes on a captured graph and make its program."""
@@ -291,46 +150,48 @@ class Conversion:
         self.programs.append(program)
         return program
 
-    def check_policy(self, module: torch.nn.Module) -> None:
-        """Once graphs exist: raise PolicyError if an override matched nothing in any of them."""
-        if self._policy_checked or not self.graphs:
-            return
-        everything = [node for gm in self.graphs for graph in (gm, *subgraphs(gm)) for node in graph.graph.nodes]
-        ops = {node.meta["op"].name for node in everything if "op" in node.meta}
-        self.settings.policy.check_matches(
-            ops, dict(module.named_modules()), {node.name for node in everything}
-        )
-        self._policy_checked = True
+    def forget(self, program: Program) -> None:
+        """Drop a graph that no call can reach any more."""
+        position = next((i for i, known in enumerate(self.programs) if known is program), None)
+        if position is not None:
+            del self.programs[position], self.graphs[position]
+
+    def capture_now(self, module: torch.nn.Module) -> bool:
+        """Capture statically for the default call pattern, if the model can be; False where it takes a call."""
+        if not self.graphs:
+            if not self._static.allowed:
+                return False
+            try:
+                self._static.capture_default(module)
+            except CaptureDeclined as reason:
+                self._refuse_if_symbolic(reason)
+                return False
+        return True
 
     def active(self, module: torch.nn.Module) -> GraphModule:
         """The graph captured last, capturing statically if nothing was yet."""
-        if not self.graphs and not self.capture_now(module):
+        if not self.capture_now(module):
             why = f" ({self.declined[-1]})" if self.declined else ""
             raise NotCapturedError(
-                f"{self.original_class.__name__} is captured at its first call{why}: call it once, "
+                f"{self.name} is captured at its first call{why}: call it once, "
                 "or give convert(model, example_inputs=(...)), and look again"
             )
         return self.graphs[-1]
 
     @contextlib.contextmanager
     def as_original(self, module: torch.nn.Module) -> Iterator[None]:
-        """The module with its own class again, for the time of a trace."""
-        swapped = module.__class__
+        """The module as it was before its conversion, for a while."""
+        swapped, attributes = module.__class__, module.__dict__
+        kept = {name: attributes.pop(name) for name in ("forward", "_fxprec") if name in attributes}
         module.__class__ = self.original_class
         if self.instance_forward is not None:
-            module.__dict__["forward"] = self.instance_forward
+            attributes["forward"] = self.instance_forward
         try:
             yield
         finally:
-            module.__dict__.pop("forward", None)
+            attributes.pop("forward", None)
+            attributes.update(kept)
             module.__class__ = swapped
-
-    def refuse_if_frozen(self, what: str) -> None:
-        if self.frozen is not None:
-            raise ConversionError(
-                f"{what}: the model was frozen by fxprec.freeze, its FP32 weights are gone. "
-                "Keep the original checkpoint, and load and train an unfrozen model"
-            )
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
@@ -340,55 +201,53 @@ class Conversion:
         signature = inspect.signature(self.original_class.forward)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
-    def _net(self) -> contextlib.AbstractContextManager[Any]:
-        if self.settings.policy.level == "O0":
-            return contextlib.nullcontext()
-        return torch.autocast(self.settings.device, dtype=self.settings.dtype)
-
-    def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
-        if torch.is_autocast_enabled(self.settings.device):
-            return torch.autocast(self.settings.device, enabled=False)
-        return contextlib.nullcontext()
-
-    def _restored(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.settings.keep_output_dtype or has_low_input((args, kwargs), self.settings.dtype):
-            return output
-        return restore_dtypes(output, self.settings.dtype)
-
-    def lowered_weights(self, module: torch.nn.Module) -> list[str]:
-        """Names of the parameters that every graph so far reads in the low dtype only."""
-        low = {id(_tensor(module, name)) for program in self.programs for name in program.low}
-        plain = {id(_tensor(module, name)) for program in self.programs for name in program.plain}
-        return [name for name, value in module.named_parameters() if id(value) in low - plain]
-
-    def _names(self) -> dict[int, tuple[str, str]]:
+    def tensor_names(self) -> dict[int, tuple[str, str]]:
+        """id of each parameter and buffer -> its name, and which of both it is."""
         module = self.module()
         assert module is not None
         names = {id(value): (name, "parameter") for name, value in module.named_parameters()}
         return names | {id(value): (name, "buffer") for name, value in module.named_buffers() if id(value) not in names}
 
-    def _warn_autocast(self) -> None:
-        if not self._warned_autocast:
-            self._warned_autocast = True
-            warnings.warn(
-                f"the converted {self.original_class.__name__} was called under torch.autocast: its own graphs decide "
-                "what is lowered and run with autocast off. Leave the autocast context away",
-                stacklevel=5,
+    def lowered_weights(self, module: torch.nn.Module) -> list[str]:
+        """Names of the parameters that every graph so far reads in the low dtype only."""
+        tensors = dict(module.named_parameters(remove_duplicate=False))
+        low = {id(tensors.get(name)) for program in self.programs for name in program.low}
+        plain = {id(tensors.get(name)) for program in self.programs for name in program.plain}
+        return [name for name, value in module.named_parameters() if id(value) in low - plain]
+
+    # -- refusals --------------------------------------------------------------------------------------------------
+
+    def check_policy(self, module: torch.nn.Module) -> None:
+        """Once graphs exist: raise PolicyError if an override matched nothing in any of them."""
+        if self._policy_checked or not self.graphs:
+            return
+        everything = [node for gm in self.graphs for graph in (gm, *subgraphs(gm)) for node in graph.graph.nodes]
+        ops = {node.meta["op"].name for node in everything if "op" in node.meta}
+        self.settings.policy.check_matches(ops, dict(module.named_modules()), {node.name for node in everything})
+        self._policy_checked = True
+
+    def refuse_if_frozen(self, what: str) -> None:
+        if self.frozen is not None:
+            raise ConversionError(
+                f"{what}: the model was frozen by fxprec.freeze, its FP32 weights are gone. "
+                "Keep the original checkpoint, and load and train an unfrozen model"
             )
 
+    def _refuse_if_symbolic(self, reason: CaptureDeclined) -> None:
+        if self.settings.capture == "symbolic":
+            raise CaptureError(
+                f"capture='symbolic' cannot take {self.name}: {reason}. Leave capture out: dynamo takes such models"
+            ) from None
 
-def _tensor(module: torch.nn.Module, name: str) -> Any:
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return owner._parameters.get(leaf, owner._buffers.get(leaf))
+    def _refuse_tracer(self, tracer: str, instead: str) -> NoReturn:
+        raise ConversionError(
+            f"{tracer} of the converted {self.name}: its forward runs graphs of its own. Take the rewritten graph: {instead}"
+        )
 
-
-def _owners(module: torch.nn.Module, targets: tuple[str, ...]) -> tuple[tuple[Mapping[str, Any], str], ...]:
-    """(dict, key) of each dotted tensor name: read at each call, so that functional_call and replaced tensors count."""
-    owners = []
-    for target in targets:
-        path, _, leaf = target.rpartition(".")
-        owner = module.get_submodule(path)
-        kind: Mapping[str, Tensor | None] = owner._parameters if leaf in owner._parameters else owner._buffers
-        owners.append((kind, leaf))
-    return tuple(owners)
+    def _warn_autocast(self) -> None:
+        self._warned_autocast = True
+        warnings.warn(
+            f"the converted {self.name} was called under torch.autocast: its own graphs decide "
+            "what is lowered and run with autocast off. Leave the autocast context away",
+            stacklevel=4,
+        )

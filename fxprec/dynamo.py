@@ -1,39 +1,49 @@
-"""Dynamic capture: torch.compile's bytecode analysis with our pipeline as its backend, and torch.autocast below as a net.
+"""torch._dynamo's bytecode analysis, with a backend, a code object and a configuration of our own.
 
-A forward that symbolic tracing cannot take is captured at its first call. Every graph that dynamo finds is rewritten;
-what it leaves to the interpreter (between graph breaks, in a frame that it skips, beyond its recompile limit, under a
-user's dispatch mode) runs under ``torch.autocast`` in the same dtype and is recorded. Nothing is silently FP32.
+Every graph that dynamo finds in a forward is handed to a ``GraphReceiver``; what dynamo leaves to the interpreter
+(between graph breaks, in a frame that it skips, beyond its recompile limit) is reported with the reason.
 """
 
 from __future__ import annotations
 
+import threading
 import types
+import warnings
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._C._dynamo.eval_frame import reset_code
 from torch.fx import GraphModule
 
-from fxprec.passes.ir import clean_path
-
-__all__ = ["DynamoCapture", "Recorder", "modes_active"]
+__all__ = ["DynamoCapture", "GraphReceiver", "why_not_now"]
 
 #: Patched around each compilation, never around a call (that costs 23 us).
-_CONFIG = {
+_CONFIG: Final = {
     "recompile_limit": 64,
     "accumulated_recompile_limit": 1024,
     "skip_nnmodule_hook_guards": False,
     "optimize_ddp": False,
     "allow_rnn": True,
+    "allow_unspec_int_on_nn_module": True,  # a step counter: dynamic from its second value on
 }
+#: The patched configuration is that of the process, and compilations may come from several threads.
+_LOCK: Final = threading.RLock()
+
+#: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.
+_HARMLESS: Final = ("skipfiles", "no tensor-related objects", "namedtuple", "No ops traced")
+
+#: Modes of torch itself that dynamo would enter its code under: their tensors are no tensors to run on.
+_TRACING_MODES: Final = (
+    _TorchDispatchModeKey.FAKE,
+    _TorchDispatchModeKey.PROXY,
+    _TorchDispatchModeKey.FUNCTIONAL,
+)
 
 
-#: Skipped frames that hold no tensor work: torch's own, and those without tensors.
-_HARMLESS = ("skipfiles", "no tensor-related objects", "namedtuple")
-
-
-class Recorder(Protocol):
+class GraphReceiver(Protocol):
     """Where a capture reports to."""
 
     def rewritten(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -50,60 +60,114 @@ class DynamoCapture:
 
     Args:
         function: the original forward, unbound: called as ``function(module, *args, **kwargs)``.
-        recorder: receives the graphs and what runs outside them.
+        receiver: gets the graphs and the reasons. Held weakly: dynamo keeps every backend it has seen for good.
         fullgraph: refuse graph breaks.
     """
 
-    def __init__(self, function: Callable[..., Any], recorder: Recorder, *, fullgraph: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], receiver: GraphReceiver, *, fullgraph: bool = False) -> None:
         import torch._dynamo
 
-        self._own = own_code(function)
-        self._recorder = recorder
-        context = torch._dynamo.optimize(self._backend, nopython=fullgraph)
-        context.callback = _Compiling(context.callback, recorder)  # type: ignore[attr-defined]
-        self.call = context(self._own)
+        backend = _Backend(receiver)
+        context = torch._dynamo.optimize(backend, nopython=fullgraph)
+        self._compiling = _Compiling(context.callback, backend)  # type: ignore[attr-defined]
+        context.callback = self._compiling  # type: ignore[attr-defined]
+        self._run = context(_own_code(function))
 
-    def _backend(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        reason = getattr(gm, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break:
-            where = reason.user_stack[-1] if reason.user_stack else None
-            self._recorder.in_net(
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function, capturing what was not captured yet."""
+        skipped = self._compiling.skipped
+        try:
+            output = self._run(*args, **kwargs)
+        except BaseException:
+            while skipped:  # dynamo gives up a function in which an error was raised for good: let it look again
+                reset_code(skipped.pop())
+            raise
+        if skipped:
+            skipped.clear()
+        return output
+
+
+class _Backend:
+    def __init__(self, receiver: GraphReceiver) -> None:
+        self._receiver = weakref.ref(receiver)
+        self._seen: dict[str, int] = {}
+
+    def __call__(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        receiver = self._receiver()
+        assert receiver is not None  # it runs this very call
+        broken = getattr(gm, "compile_subgraph_reason", None)
+        if broken is not None and broken.graph_break:
+            where = broken.user_stack[-1] if broken.user_stack else None
+            why = str(broken.reason).strip().split("\n")[0]
+            receiver.in_net(
                 f"{where.filename}:{where.lineno} in {where.name}" if where else "?",
-                "graph break: " + str(reason.reason).strip().split("\n")[0],
+                "graph break: " + (self.given_up() or why if why == "step_unsupported" else why),
             )
-        return self._recorder.rewritten(own_graph(gm), inputs)
+        return receiver.rewritten(gm, inputs)
+
+    def listen(self) -> None:
+        """Note what dynamo could not take so far."""
+        self._seen = dict(_unimplemented())
+
+    def given_up(self) -> str:
+        """The heading of what dynamo could not take since."""
+        new = [reason for reason, times in _unimplemented().items() if times > self._seen.get(reason, 0)]
+        return new[-1].rpartition("***\n\n")[2].split("\n")[0] if new else ""
+
+    def skipped(self, code: types.CodeType, reason: str) -> None:
+        """Report a function that dynamo leaves to the interpreter."""
+        if "custom frame execution strategy" in reason:
+            why = f"beyond dynamo's limit of {_CONFIG['recompile_limit']} captures of one function"
+        else:
+            why = f"dynamo skips it: {self.given_up() or reason.split(chr(10))[0]}"
+        receiver = self._receiver()
+        if receiver is not None:
+            receiver.in_net(f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}", why)
 
 
 class _Compiling:
-    """dynamo's compile callback, with our configuration around it, and an ear for frames that it skips."""
+    """dynamo's compile callback, with our configuration around it, and an ear for functions that it skips."""
 
-    def __init__(self, inner: Any, recorder: Recorder) -> None:
+    def __init__(self, inner: Any, backend: _Backend) -> None:
         self._inner = inner
-        self._recorder = recorder
+        self._backend = backend
         self._torchdynamo_orig_backend = inner  # dynamo's cache compares backends through this name
-        self._patched = torch._dynamo.config.patch(  # type: ignore[attr-defined]
-            {key: value for key, value in _CONFIG.items() if hasattr(torch._dynamo.config, key)}
-        )
+        self.skipped: list[types.CodeType] = []
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._patched:
+        with _LOCK, _configured(), warnings.catch_warnings():
+            # dynamo's own look at the non-leaf tensors of a module with backward hooks
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            self._backend.listen()
             result = self._inner(frame, *args, **kwargs)
-        skipped = getattr(result, "skip_reason", None)
-        code = frame.f_code
-        if skipped and not any(harmless in skipped for harmless in _HARMLESS) and "<" not in code.co_filename:
-            self._recorder.in_net(f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}", skipped)
+        reason, code = getattr(result, "skip_reason", None), frame.f_code
+        if reason and not any(harmless in reason for harmless in _HARMLESS) and "<" not in code.co_filename:
+            self.skipped.append(code)
+            self._backend.skipped(code, reason)
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-def own_code(function: Callable[..., Any]) -> types.FunctionType:
+def _configured() -> Any:
+    config = torch._dynamo.config  # type: ignore[attr-defined]
+    return config.patch({key: value for key, value in _CONFIG.items() if hasattr(config, key)})
+
+
+def _unimplemented() -> dict[str, int]:
+    return torch._dynamo.utils.counters["unimplemented"]  # type: ignore[attr-defined]
+
+
+def _own_code(function: Callable[..., Any]) -> types.FunctionType:
     """A twin of ``function`` with a code object of its own: dynamo counts recompilations per code object."""
+    if not getattr(function, "_torchdynamo_disable", False):
+        function = getattr(function, "_torchdynamo_orig_callable", function)  # decorated with torch.compile
     if not isinstance(function, types.FunctionType):
+        inner = function
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
+            return inner(*args, **kwargs)
 
         function = call
     twin = types.FunctionType(
@@ -113,24 +177,24 @@ def own_code(function: Callable[..., Any]) -> types.FunctionType:
     return twin
 
 
-def own_graph(gm: GraphModule) -> GraphModule:
-    """A copy to rewrite: dynamo still reads the placeholders of the graph that it handed over."""
-    graph = torch.fx.Graph()
-    values: dict[torch.fx.Node, torch.fx.Node] = {}
-    graph.graph_copy(gm.graph, values)
-    output = gm.graph.output_node()
-    graph.output(torch.fx.node.map_arg(output.args[0], lambda node: values[node]))
-    return GraphModule(gm, graph)
-
-
-def failed_while_tracing(error: Exception) -> bool:
+def failed_while_tracing(error: BaseException) -> bool:
     """Whether an op failed on dynamo's fake tensors (nothing has run yet) rather than in a graph or in the net."""
     return isinstance(error, torch._dynamo.exc.TorchDynamoException)  # type: ignore[attr-defined]
 
 
-def modes_active() -> str | None:
+def backend_error(error: BaseException) -> BaseException | None:
+    """The error of our own passes that dynamo wrapped, if it is one."""
+    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):  # type: ignore[attr-defined]
+        return error.__cause__ or getattr(error, "inner_exception", None)
+    return None
+
+
+def why_not_now() -> str | None:
     """Why dynamo must not be entered now: it would skip the frame, for good. None where it may be."""
     if torch._C._len_torch_dispatch_stack() > 0:
+        for key in _TRACING_MODES:
+            if (mode := _get_dispatch_mode(key)) is not None:
+                return f"under {type(mode).__name__}"
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
         for mode in _get_current_dispatch_mode_stack():
@@ -138,73 +202,6 @@ def modes_active() -> str | None:
                 return f"under the dispatch mode {type(mode).__name__}, in which dynamo runs no compiled code"
     if torch._C._functorch.maybe_current_level() is not None:
         return "under a torch.func transform"
+    if torch._C._get_tracing_state() is not None:
+        return "under torch.jit.trace"
     return None
-
-
-def name_weights(
-    gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str, str]]
-) -> tuple[dict[str, int], list[int]]:
-    """Turn the placeholders that dynamo made for parameters and buffers back into get_attr nodes of their names.
-
-    Args:
-        gm: dynamo's graph; its weights are placeholders.
-        inputs: example inputs, one a placeholder.
-        names: id of a tensor -> (dotted name, "parameter" or "buffer").
-
-    Returns:
-        dotted name -> position among dynamo's arguments, and the positions of the true inputs, which stay placeholders.
-    """
-    weights: dict[str, int] = {}
-    rest: list[int] = []
-    prefix = ""
-    for position, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
-        known = names.get(id(value)) if isinstance(value, Tensor) else None
-        if isinstance(value, Tensor):
-            node.meta["dtype"] = value.dtype
-        if known is None:
-            rest.append(position)
-            continue
-        name, kind = known
-        prefix = prefix or _frame_prefix(node, name)
-        with gm.graph.inserting_before(node):
-            weight = gm.graph.create_node("get_attr", name, name="p_" + name.replace(".", "_"))
-        weight.meta = {**node.meta, "kind": kind, "ndim": value.dim()}
-        attach(gm, name, value)
-        node.replace_all_uses_with(weight)
-        gm.graph.erase_node(node)
-        weights[name] = position
-    gm.meta["prefix"] = prefix
-    return weights, rest
-
-
-def _frame_prefix(node: Any, name: str) -> str:
-    """Where the module of an inner frame sits in the model, told from one of its weights' two names."""
-    source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", None)
-    text = source() if callable(source) else source
-    if not isinstance(text, str):
-        return ""
-    local = clean_path(text.replace("._parameters['", "._modules['").replace("._buffers['", "._modules['"))
-    return name.removesuffix(local).strip(".") if local and name.endswith(local) else ""
-
-
-def attach(root: torch.nn.Module, name: str, value: Tensor) -> None:
-    """Make ``root.a.b.weight`` be ``value`` itself, with bare modules on the way."""
-    *path, leaf = name.split(".")
-    for part in path:
-        if part not in root._modules:
-            root._modules[part] = torch.nn.Module()
-        root = root._modules[part]  # type: ignore[assignment]
-    kind = root._parameters if isinstance(value, torch.nn.Parameter) else root._buffers
-    kind[leaf] = value  # type: ignore[assignment]
-
-
-def relocate(gm: GraphModule) -> None:
-    """Name modules from the model's root in every node's stack, and take shapes over as ``meta["val"]``."""
-    prefix = gm.meta.get("prefix", "")
-    for node in gm.graph.nodes:
-        if "example_value" in node.meta:
-            node.meta["val"] = node.meta["example_value"]
-        stack = node.meta.get("nn_module_stack")
-        if stack:
-            paths = [(".".join(filter(None, (prefix, clean_path(str(path))))), kind) for path, kind in stack.values()]
-            node.meta["nn_module_stack"] = {path: (path, kind) for path, kind in paths}

@@ -25,16 +25,17 @@ def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
     class Shapes(FakeTensorProp):
         def fetch_attr(self, target: str) -> object:
             value = super().fetch_attr(target)
-            return _widened(value) if isinstance(value, Tensor) else value
+            return _widened(mode.from_tensor(value)) if isinstance(value, Tensor) else value
 
     for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), tensors, strict=True):
         node.meta["dtype"] = tensor.dtype
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
             Shapes(gm, mode).propagate(*[_widened(tensor.detach()) for tensor in tensors])
     except Exception:
         for node in gm.graph.nodes:

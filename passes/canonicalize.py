@@ -113,9 +113,9 @@ def _drop_autocast_regions(gm: GraphModule) -> bool:
 def _mark_derived(node: Node, context: Context) -> None:
     """``x.to(y.dtype)``, traced where y was low already, reads as a cast to a literal low dtype: tell the two apart.
 
-    Only tracing under autocast bakes dtypes ("val" is there), and a literal stands in the source line.
+    Only dynamo traces under autocast and bakes dtypes; a literal stands in the source line, or is the method's name.
     """
-    if "val" not in node.meta or cast_target(node) is not context.low:
+    if "example_value" not in node.meta or cast_target(node) is not context.low or node.target in ("half", "bfloat16"):
         return
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     code = [line for line in lines if set(line.strip()) - set("^~ ")]

@@ -51,6 +51,8 @@ __all__ = ["actual_dtype", "insert_casts", "original_dtype", "wanted_dtypes"]
 
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _AS_IT_COMES: Final = frozenset({"getitem", "to", "getattr", "copy"})
+#: Their kernels want affine parameters in the dtype of the running statistics, which stay FP32 where parameters are low.
+_FP32_STATISTICS: Final = frozenset({"batch_norm", "instance_norm"})
 #: Ports of additive masks.
 _MASKED: Final = {
     "scaled_dot_product_attention": (3, "attn_mask"),
@@ -60,6 +62,8 @@ _MASKED: Final = {
 
 def insert_casts(gm: GraphModule, context: Context) -> PassResult:
     """Cast every argument whose dtype differs from what its reader wants; restore the outputs' original dtypes."""
+    if context.policy.level == "O0":
+        return PassResult(gm, False)
     changed = False
     for sub in subgraphs(gm):
         changed |= insert_casts(sub, context).changed
@@ -107,7 +111,7 @@ def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
         if original is None or (op.in_place and port == 0):
             continue  # the target of a write is never a copy
         if precision.reads is None or (row is not None and row.ports is not None and port not in row.ports):
-            wanted[port, source] = original
+            wanted[port, source] = torch.float32 if op.name in _FP32_STATISTICS else original
         else:
             data.append((port, source))
     if precision.reads is None:

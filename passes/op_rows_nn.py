@@ -23,9 +23,8 @@ _PICKS: Final = "picks or copies values: exact in any dtype"
 _AVERAGE: Final = "a short average that the kernel accumulates in FP32"
 
 LOW: Final = table(
-    rows(Rule.LOW, _TENSOR_CORES, "linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum addmm_activation "
+    rows(Rule.LOW, _TENSOR_CORES, "linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum addmm_activation addr "
          "linalg_multi_dot linalg_vecdot grouped_mm", result="tensors"),
-    rows(Rule.LOW, _TENSOR_CORES, "addr", result="tensors", native_promotion=True),
     rows(Rule.LOW, _CONVOLUTION, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution "
          "conv_tbc", result="tensors"),
     rows(Rule.LOW, _RECURRENT, "lstm", result=("tensors",) * 3),

@@ -77,6 +77,12 @@ def test_o0_is_equal_bit_for_bit(tools):
         assert not scaler.is_enabled()
 
 
+def test_o0_of_a_low_input_is_low():
+    module, _ = fxprec.convert(lambda x: (x * 3).exp(), level="O0")
+    x = torch.randn(3, dtype=torch.bfloat16)
+    assert torch.equal(module(x), (x * 3).exp())
+
+
 def test_o3_makes_the_parameters_low(tools):
     converted, scaler = fxprec.convert(mlp(), level="O3")
     x = torch.randn(3, 8)

@@ -8,17 +8,18 @@ from torch.fx import symbolic_trace
 
 import fxprec
 from fxprec.shapes import propagate_shapes
+from fxprec.trace import trace_static
 
 
 def test_shapes_and_input_dtypes_are_recorded_and_nothing_real_moves():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
     state = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    gm = symbolic_trace(model)
+    gm = trace_static(model, ("input",), {}).gm
     assert propagate_shapes(gm, (torch.randn(2, 1, 6, 6, generator=torch.Generator()),))
     nodes = {node.name: node for node in gm.graph.nodes}
     assert nodes["input_1"].meta["dtype"] is torch.float32
-    assert nodes["_2"].meta["val"].shape == (2, 4, 4, 4)
+    assert nodes["dropout"].meta["val"].shape == (2, 4, 4, 4)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
