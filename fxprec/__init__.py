@@ -17,11 +17,11 @@ from fxprec.errors import (
     PolicyError,
 )
 from fxprec.inference import accumulate, freeze, refresh
+from fxprec.inspection.report import explain, report
 from fxprec.loss_scaler import LossScaler
 from fxprec.module import graph_module, graphs, original, revert
 from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
-from fxprec.report import explain, report
 
 if TYPE_CHECKING:
     from fxprec import testing

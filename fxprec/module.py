@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -24,6 +24,8 @@ from fxprec.settings import Settings
 __all__ = ["attach", "conversion_of", "graph_module", "graphs", "is_converted", "original", "revert"]
 
 _STATE = "_fxprec"
+#: Where a forward of the instance travels in the state of a copy.
+_FORWARD = "_fxprec_forward"
 
 
 def is_converted(module: object) -> bool:
@@ -44,11 +46,12 @@ def conversion_of(module: object) -> Conversion:
     return module.__dict__[_STATE]  # type: ignore[attr-defined]
 
 
-def attach(module: torch.nn.Module, settings: Settings) -> Conversion:
+def attach(module: torch.nn.Module, settings: Settings, frozen: frozenset[str] | None = None) -> Conversion:
     """Swap the class of ``module``; nothing is captured yet."""
-    conversion = Conversion(settings, module)
+    converted = _converted_class(type(module), hasattr(module, "graph"))
+    conversion = Conversion(settings, module, frozen)
+    module.__class__ = converted
     module.__dict__[_STATE] = conversion
-    module.__class__ = _converted_class(type(module), hasattr(module, "graph"))
     return conversion
 
 
@@ -63,7 +66,7 @@ def revert(module: torch.nn.Module) -> torch.nn.Module:
     del module.__dict__[_STATE]
     module.__class__ = conversion.original_class
     if conversion.instance_forward is not None:
-        module.__dict__["forward"] = conversion.instance_forward
+        module.__dict__.setdefault("forward", conversion.instance_forward)
     conversion.store.clear()
     return module
 
@@ -95,40 +98,65 @@ def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
     return tuple(conversion.graphs)
 
 
+class _Converted:
+    """What every dynamic subclass has, before the class that it stands for."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Nothing: a registry that the user's class keeps of its subclasses is no place for ours."""
+
+    def train(self: Any, mode: bool = True) -> Any:
+        conversion: Conversion = self.__dict__[_STATE]
+        conversion.store.mark_stale()
+        return super().train(mode)  # type: ignore[misc]
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        conversion: Conversion = self.__dict__[_STATE]
+        conversion.refuse_if_frozen("load_state_dict")
+        try:
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            conversion.store.mark_stale()
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """As an object of the original class, to be converted again: a class made at run time has no name to import."""
+        conversion = conversion_of(self)
+        cls = conversion.original_class
+        make, args, *rest = super().__reduce_ex__(protocol)
+        args = tuple(cls if argument is type(self) else _portable(argument, conversion) for argument in args)
+        state = [_portable(part, conversion) for part in rest]
+        return (_rebuild, (conversion.settings, conversion.frozen, make, args), *state)
+
+    def __setstate__(self: Any, state: Any) -> None:
+        if isinstance(state, dict) and _FORWARD in state:
+            state = dict(state)
+            conversion_of(self).instance_forward = state.pop(_FORWARD)
+        super().__setstate__(state)  # type: ignore[misc]
+
+    def __prepare_scriptable__(self: Any) -> NoReturn:
+        raise ConversionError(
+            f"torch.jit.script of the converted {type(self).__name__} would compile the original forward, in FP32: "
+            "torch.jit.trace it, or script it before it is converted"
+        )
+
+
 def _converted_class(cls: type[torch.nn.Module], has_graph: bool) -> type[torch.nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _enter(self, args, kwargs)
 
     _hide_from_dynamo(forward)
-
-    def train(self: torch.nn.Module, mode: bool = True) -> Any:
-        self.__dict__[_STATE].store.mark_stale()
-        return cls.train(self, mode)
-
-    def load_state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        conversion: Conversion = self.__dict__[_STATE]
-        conversion.refuse_if_frozen("load_state_dict")
-        result = cls.load_state_dict(self, *args, **kwargs)
-        conversion.store.mark_stale()
-        return result
-
-    def reduce_ex(self: torch.nn.Module, protocol: Any) -> Any:
-        return _reduce(self, cls, protocol)
-
     namespace: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__reduce_ex__": reduce_ex,
         "_fxprec_original": cls,
         "forward": forward,
-        "train": functools.wraps(cls.train)(train),
-        "load_state_dict": functools.wraps(cls.load_state_dict)(load_state_dict),
     }
     if not has_graph:
         namespace["graph"] = _GraphAttribute()
-    return type(cls)(cls.__name__, (cls,), namespace)
+    if hasattr(cls, "__deepcopy__"):
+        namespace["__deepcopy__"] = _deepcopy
+    return type(cls)(cls.__name__, (_Converted, cls), namespace)
 
 
 class _GraphAttribute:
@@ -139,7 +167,9 @@ class _GraphAttribute:
 
 
 def _enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    conversion: Conversion = module.__dict__[_STATE]
+    conversion: Conversion | None = module.__dict__.get(_STATE)
+    if conversion is None:  # a forward that was kept from before ``revert``
+        return type(module).forward(module, *args, **kwargs)
     outer = set_eval_frame(None)
     try:
         return conversion(module, args, kwargs)
@@ -168,19 +198,27 @@ def _hide_from_dynamo(function: Any) -> None:
 _hide_from_dynamo(_enter)
 
 
-def _reduce(module: torch.nn.Module, cls: type[torch.nn.Module], protocol: Any) -> Any:
-    """Pickle as an object of the original class, then convert again: classes made at run time have no importable name."""
-    make, args, *rest = cls.__reduce_ex__(module, protocol)
-    args = tuple(cls if argument is type(module) else _without_state(argument) for argument in args)
-    state = [_without_state(part) for part in rest]
-    return (_rebuild, (conversion_of(module).settings, make, args), *state)
+def _deepcopy(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
+    """For a class that copies itself (a GraphModule): the copy is converted too."""
+    conversion = conversion_of(module)
+    with conversion.as_original(module):
+        copied = module.__deepcopy__(memo)  # type: ignore[operator]
+    if isinstance(copied, torch.nn.Module) and not is_converted(copied):
+        attach(copied, conversion.settings, conversion.frozen)
+    return copied
 
 
-def _without_state(value: Any) -> Any:
-    return {k: v for k, v in value.items() if k != _STATE} if isinstance(value, dict) and _STATE in value else value
+def _portable(value: Any, conversion: Conversion) -> Any:
+    """A part of what ``__reduce_ex__`` gives without our state; the forward of the instance goes along."""
+    if not isinstance(value, dict) or _STATE not in value:
+        return value
+    kept = {name: part for name, part in value.items() if name != _STATE}
+    return kept if conversion.instance_forward is None else {**kept, _FORWARD: conversion.instance_forward}
 
 
-def _rebuild(settings: Settings, make: Callable[..., Any], args: tuple[Any, ...]) -> torch.nn.Module:
+def _rebuild(
+    settings: Settings, frozen: frozenset[str] | None, make: Callable[..., Any], args: tuple[Any, ...]
+) -> torch.nn.Module:
     module = make(*args)
-    attach(module, settings)
+    attach(module, settings, frozen)
     return module

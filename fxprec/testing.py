@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fxprec.annotations import assert_annotations_hold
-from fxprec.cast_count import CastCount, count_casts
-from fxprec.nodes import Place, is_inserted, op_name, places, rewritten_graphs, select, source_line
+from fxprec.inspection.annotations import assert_annotations_hold
+from fxprec.inspection.cast_count import CastCount, count_casts
+from fxprec.inspection.nodes import Place, is_inserted, op_name, places, rewritten_graphs, select, source_line
 from fxprec.passes import ir
 from fxprec.passes.ir import Precision, dtype_name
 from fxprec.passes.op_table import rule_of

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from fxprec.figures import Activations, activations, weights
-from fxprec.nodes import places
+from fxprec.inspection.figures import Activations, activations, weights
+from fxprec.inspection.nodes import places
 from fxprec.passes.casts import cast
 from fxprec.passes.ir import NON_TENSOR, UNKNOWN, Op, Precision, Rule
 

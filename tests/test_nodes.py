@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from fxprec.nodes import places, select, short_paths, source_line
+from fxprec.inspection.nodes import places, select, short_paths, source_line
 from fxprec.passes.ir import Op
 
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxprec.explanation import Explanation, explain
-from fxprec.figures import Activations, Weights, activations, count, weights
-from fxprec.module import conversion_of, is_converted
-from fxprec.nodes import (
+from fxprec.inspection.explanation import Explanation, explain
+from fxprec.inspection.figures import Activations, Weights, activations, count, weights
+from fxprec.inspection.nodes import (
     Place,
     is_inserted,
     is_shadow,
@@ -26,8 +25,9 @@ from fxprec.nodes import (
     shown_dtype,
     source_line,
 )
+from fxprec.inspection.text import columns, plain, titled
+from fxprec.module import conversion_of, is_converted
 from fxprec.passes.ir import Precision, dtype_name, module_path
-from fxprec.text import columns, plain, titled
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

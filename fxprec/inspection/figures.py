@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxprec.nodes import Place, is_inserted, is_shadow
+from fxprec.inspection.nodes import Place, is_inserted, is_shadow
 from fxprec.passes.ir import CASTABLE, UNKNOWN, Op, Precision, dtype_name
 from fxprec.passes.op_table import rule_of
 

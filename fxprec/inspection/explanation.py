@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.fx import Node
 
-from fxprec.nodes import (
+from fxprec.inspection.nodes import (
     Place,
     is_inserted,
     is_shadow,

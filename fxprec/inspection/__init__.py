@@ -1,0 +1,1 @@
+"""Looking into converted models: reports, explanations, counts and checks."""
