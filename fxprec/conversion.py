@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch.fx import GraphModule, _symbolic_trace
 
-from fxprec.declined import CaptureDeclined
+from fxprec.capture.declined import CaptureDeclined
 from fxprec.dynamic import DynamicGraphs
 from fxprec.errors import CaptureError, ConversionError, NotCapturedError
 from fxprec.net import Net, inside_net

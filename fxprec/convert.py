@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from fxprec.checks import check_module_overrides, refuse_unfit, settled_device
 from fxprec.loss_scaler import LossScaler, make_scaler
-from fxprec.module import attach, conversion_of, revert
+from fxprec.module import attach, revert
 from fxprec.passes.policy import Policy
 from fxprec.program import Executor
 from fxprec.settings import Capture, Placement, Settings

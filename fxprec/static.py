@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import get_ignored_functions
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxprec.capture.trace import CaptureDeclined, StaticCapture, call_key, default_key, trace_static
 from fxprec.program import Program
 from fxprec.shapes import propagate_shapes
-from fxprec.trace import CaptureDeclined, StaticCapture, call_key, default_key, trace_static
 
 if TYPE_CHECKING:
     from fxprec.conversion import Conversion

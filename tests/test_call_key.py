@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxprec.trace import CaptureDeclined, call_key, default_key
+from fxprec.capture.trace import CaptureDeclined, call_key, default_key
 
 X, Y = torch.ones(2), torch.zeros(3)
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxprec.guards import Guards
-from fxprec.trace import trace_static
+from fxprec.capture.guards import Guards
+from fxprec.capture.trace import trace_static
 
 FACTOR, HALF = 2.0, 0.5
 

@@ -18,11 +18,11 @@ from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
+from fxprec.capture.trace import trace_static
 from fxprec.passes.ir import Rule
 from fxprec.passes.runner import run_passes
 from fxprec.shapes import propagate_shapes
 from fxprec.testing import assert_annotations_hold
-from fxprec.trace import trace_static
 
 #: Which of an op's float inputs arrive low in its second call.
 ARRIVALS = {"low": slice(None), "first": slice(1), "rest": slice(1, None)}

@@ -7,8 +7,8 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 import fxprec
+from fxprec.capture.trace import trace_static
 from fxprec.shapes import propagate_shapes
-from fxprec.trace import trace_static
 
 
 def test_shapes_and_input_dtypes_are_recorded_and_nothing_real_moves():

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxprec.capture.trace import StaticCapture, default_key, trace_static
 from fxprec.passes.ir import module_path
-from fxprec.trace import StaticCapture, default_key, trace_static
 
 
 def capture(model: nn.Module | Callable[..., Any], *names: str, **constants: Any) -> StaticCapture:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 from torch.utils.checkpoint import checkpoint
 
-from fxprec.trace import CaptureDeclined, trace_static
-from fxprec.tripwires import TRIPWIRES
+from fxprec.capture.trace import CaptureDeclined, trace_static
+from fxprec.capture.tripwires import TRIPWIRES
 
 Forward = Callable[[Any, Tensor], Any]
 
@@ -153,7 +153,7 @@ class TestModes:
     @pytest.mark.filterwarnings("ignore:None of the inputs")
     @pytest.mark.parametrize("use_reentrant", [True, False])
     def test_checkpoint_that_touches_no_mode(self, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("fxprec.tracer.tripwires", lambda decline: [])
+        monkeypatch.setattr("fxprec.capture.tracer.tripwires", lambda decline: [])
         body = lambda self, x: checkpoint(self.fc, x, use_reentrant=use_reentrant)  # noqa: E731
         assert reason(Model(body)).startswith("uses activation checkpointing, at test_tracer.py:")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxprec.tripwires import TRIPWIRES, replaced, tripwires
+from fxprec.capture.tripwires import TRIPWIRES, replaced, tripwires
 
 
 class Declined(Exception):

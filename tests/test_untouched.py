@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxprec.untouched import ModelState, RandomState
+from fxprec.capture.untouched import ModelState, RandomState
 
 
 class Model(nn.Module):

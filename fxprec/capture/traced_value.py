@@ -29,7 +29,7 @@ from fxprec.passes.op_names import canonical_op
 from fxprec.passes.op_table import rule_of
 
 if TYPE_CHECKING:
-    from fxprec.tracer import ForwardTracer
+    from fxprec.capture.tracer import ForwardTracer
 
 __all__ = ["CheckedInput", "TracedAttribute", "TracedTensor", "TracedValue"]
 

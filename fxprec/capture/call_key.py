@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.declined import CaptureDeclined
+from fxprec.capture.declined import CaptureDeclined
 
 __all__ = ["Constants", "call_key", "default_key"]
 

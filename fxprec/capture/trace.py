@@ -35,13 +35,13 @@ from torch.fx import _symbolic_trace
 from torch.fx import traceback as fx_traceback
 from torch.nn.modules import module as nn_module
 
-from fxprec.call_key import call_key, default_key
-from fxprec.constant_writes import spoiled_constant
-from fxprec.declined import CaptureDeclined
-from fxprec.guards import HOOKS, Guards
-from fxprec.recorder import unfit
-from fxprec.tracer import ForwardTracer
-from fxprec.untouched import ModelState, RandomState
+from fxprec.capture.call_key import call_key, default_key
+from fxprec.capture.constant_writes import spoiled_constant
+from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.guards import HOOKS, Guards
+from fxprec.capture.recorder import unfit
+from fxprec.capture.tracer import ForwardTracer
+from fxprec.capture.untouched import ModelState, RandomState
 
 __all__ = ["CaptureDeclined", "StaticCapture", "call_key", "default_key", "trace_static"]
 

@@ -19,12 +19,12 @@ from torch.fx.node import has_side_effect
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fxprec.declined import CaptureDeclined
-from fxprec.real_tensors import RealTensorOps
-from fxprec.recorder import Recorder
-from fxprec.source import SourceLines
-from fxprec.traced_value import CheckedInput, TracedTensor, TracedValue
-from fxprec.tripwires import replaced, tripwires
+from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.real_tensors import RealTensorOps
+from fxprec.capture.recorder import Recorder
+from fxprec.capture.source import SourceLines
+from fxprec.capture.traced_value import CheckedInput, TracedTensor, TracedValue
+from fxprec.capture.tripwires import replaced, tripwires
 
 __all__ = ["ForwardTracer", "check_dim"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxprec.guard_values import UNGUARDED, guarded_copy, plain_reads
-from fxprec.guards import HOOKS, Fact, Guards, Reads, Slot
+from fxprec.capture.guard_values import UNGUARDED, guarded_copy, plain_reads
+from fxprec.capture.guards import HOOKS, Fact, Guards, Reads, Slot
 
 __all__ = ["Recorder", "unfit"]
 
