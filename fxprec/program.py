@@ -85,7 +85,7 @@ def _run_checkpoints(graph: Graph) -> None:
         node.target = checkpointed
 
 
-def _tag_activation_checkpoint() -> object:
+def _tag_activation_checkpoint() -> Callable[..., Any]:
     from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
     return tag_activation_checkpoint

@@ -68,12 +68,13 @@ REDUCTIONS: Final = table(
     rows(Rule.FULL, _SUM, "trace", result="accumulate"),
     rows(Rule.FULL, "sums squares", "var std", result="real"),
     rows(Rule.FULL, "sums squares", "var_mean std_mean", result=("real", "first")),
-    rows(Rule.FULL, "sums squares", "norm linalg_norm linalg_vector_norm linalg_matrix_norm", result="real"),
-    rows(Rule.FULL, "sums squares", "frobenius_norm nuclear_norm native_norm norm_except_dim", result="real"),
+    rows(Rule.FULL, "sums squares", "norm linalg_norm linalg_vector_norm", result="real"),
+    rows(Rule.FULL, "sums squares", "frobenius_norm native_norm norm_except_dim", result="real"),
+    rows(Rule.FULL, "sums squares", "linalg_matrix_norm nuclear_norm", result="real", low_kernel=False),
     rows(Rule.FULL, "rescales by norms: sums squares", "renorm", result="first"),
     rows(Rule.FULL, "sums products of differences", "cov corrcoef", result="float"),
     rows(Rule.FULL, "interpolates between values; the kernel takes FP32 or float64 only", "quantile nanquantile",
-           result="first"),
+           result="first", low_kernel=False),
     rows(Rule.FULL, "a quotient of small differences", "gradient", result="float*"),
     rows(Rule.FULL, _SUM, "segment_reduce", result="first"),
     rows(Rule.FOLLOW, _PICKS, "amax amin max min median nanmedian", result="first"),
@@ -100,15 +101,17 @@ INTEGERS: Final = table(
 )
 
 SPECIAL: Final = table(
-    rows(Rule.FULL, _SPECIAL, "digamma lgamma polygamma mvlgamma igamma igammac zeta", result="float"),
-    rows(Rule.FULL, _SPECIAL, "i0 i0e i1 i1e airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1", result="float"),
+    rows(Rule.FULL, _SPECIAL, "digamma lgamma polygamma mvlgamma igamma igammac i0 i0e", result="float"),
+    rows(Rule.FULL, _SPECIAL, "zeta i1 i1e airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1", result="float",
+         low_kernel=False),
     rows(Rule.FULL, _SPECIAL, "modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 "
-           "scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0", result="float"),
+           "scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0", result="float", low_kernel=False),
     rows(Rule.FULL, _SPECIAL, "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v "
            "chebyshev_polynomial_w shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u "
            "shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he "
-           "laguerre_polynomial_l legendre_polynomial_p", result="float"),
-    rows(Rule.FULL, _RANGE, "entr erfcx log_ndtr ndtr ndtri xlogy xlog1py logaddexp logaddexp2", result="float")
+           "laguerre_polynomial_l legendre_polynomial_p", result="float", low_kernel=False),
+    rows(Rule.FULL, _RANGE, "entr ndtr xlogy xlog1py logaddexp logaddexp2", result="float"),
+    rows(Rule.FULL, _RANGE, "erfcx log_ndtr ndtri", result="float", low_kernel=False)
 )  # fmt: skip
 
 MATH_ROWS: Final[Mapping[str, OpRule]] = table(BINARY, UNARY, REDUCTIONS, COUNTING, INTEGERS, SPECIAL)

@@ -20,6 +20,7 @@ _SOFTMAX: Final = "exponentials and their sum overflow or vanish in low precisio
 _LOSS: Final = "a loss sums many small terms and starts the backward pass"
 _SMOOTH: Final = "bounded slope: follows its input without widening"
 _PICKS: Final = "picks or copies values: exact in any dtype"
+_DIFFERENCE: Final = "a difference of close values, squared and summed"
 _AVERAGE: Final = "a short average that the kernel accumulates in FP32"
 
 LOW: Final = table(
@@ -56,13 +57,15 @@ SOFTMAX: Final = table(
 )
 
 LOSSES: Final = table(
-    rows(Rule.FULL, _LOSS, "cross_entropy nll_loss ctc_loss gaussian_nll_loss kl_div"),
+    rows(Rule.FULL, _LOSS, "cross_entropy nll_loss gaussian_nll_loss kl_div"),
+    rows(Rule.FULL, _LOSS, "ctc_loss", low_kernel=False),
     rows(Rule.FULL, _LOSS, "poisson_nll_loss", result="float"),
     rows(Rule.FULL, _LOSS, "mse_loss smooth_l1_loss", native_promotion=True),
     rows(Rule.FULL, _LOSS, "huber_loss"),  # its backward wants one dtype
     rows(Rule.FULL, _LOSS, "l1_loss", result="float_real", native_promotion=True),
     rows(Rule.FULL, _LOSS, "cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss"),
-    rows(Rule.FULL, _LOSS, "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"),
+    rows(Rule.FULL, _LOSS, "multi_margin_loss multilabel_margin_loss", low_kernel=False),
+    rows(Rule.FULL, _LOSS, "multilabel_soft_margin_loss"),
     rows(Rule.FULL, _LOSS, "triplet_margin_loss triplet_margin_with_distance_loss", result="float_real"),
     rows(Rule.FULL, _LOSS, "binary_cross_entropy_with_logits"),
     rows(Rule.FULL, "logarithms of probabilities near 0 and 1: torch.autocast refuses it, here it runs in FP32",
@@ -93,14 +96,15 @@ POOLING: Final = table(
     rows(Rule.FOLLOW, _PICKS, "max_unpool1d max_unpool2d max_unpool3d", ports=_INPUT, result="first"),
     rows(Rule.FOLLOW, _AVERAGE, "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
            result="first"),
-    rows(Rule.FULL, "no low kernel on CPU", "avg_pool3d", result="first"),
+    rows(Rule.FULL, "no low kernel on CPU", "avg_pool3d", result="first", low_kernel=False),
     rows(Rule.FULL, "raises to a power and sums", "lp_pool1d lp_pool2d lp_pool3d", result="first")
 )  # fmt: skip
 
 RESAMPLING: Final = table(
     rows(Rule.FULL, "weights of neighbours are fractions: FP32 as under autocast",
-         "interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
-         "upsample_bilinear2d_aa upsample_bicubic2d_aa upsample_lanczos2d_aa", result="first"),
+         "interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d", result="first"),
+    rows(Rule.FULL, "weights of neighbours are fractions: FP32 as under autocast",
+         "upsample_bilinear2d_aa upsample_bicubic2d_aa upsample_lanczos2d_aa", result="first", low_kernel=False),
     rows(Rule.FOLLOW, "copies values: exact in any dtype (autocast widens it for nothing)",
            "interpolate_nearest upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest_exact1d "
            "upsample_nearest_exact2d upsample_nearest_exact3d", result="first", autocast=Rule.FULL),
@@ -121,12 +125,11 @@ LOOKUP: Final = table(
     rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins, as under autocast", "bilinear"),
 )
 
-DISTANCES: Final = rows(
-    Rule.FULL,
-    "a difference of close values, squared and summed",
-    "pairwise_distance cdist pdist dist",
-    result="float_real",
-) | rows(Rule.FULL, "sums squares and divides by norms", "cosine_similarity", result="float")
+DISTANCES: Final = table(
+    rows(Rule.FULL, _DIFFERENCE, "pairwise_distance dist", result="float_real"),
+    rows(Rule.FULL, _DIFFERENCE, "cdist pdist", result="float_real", low_kernel=False),
+    rows(Rule.FULL, "sums squares and divides by norms", "cosine_similarity", result="float"),
+)
 
 QUANTIZED: Final = table(
     rows(Rule.KEEP, "scales and bits of a quantized format", "scaled_mm scaled_grouped_mm", result="unknown"),

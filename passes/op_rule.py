@@ -48,6 +48,8 @@ class OpRule:
             ports FP32, and writes low (free ports): {"cpu"} for layer_norm.
         dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
         view: the result may alias the first argument.
+        low_kernel: whether there is a kernel for low inputs at all, forward and backward: without one a FULL op stays
+            FULL even where a level or a placement would have it run low.
         autocast: what torch.autocast's CUDA lists say where ``rule`` says something better; for placement="autocast".
     """
 
@@ -59,6 +61,7 @@ class OpRule:
     mixed: frozenset[str] = frozenset()
     dtype_keyword: bool = False
     view: bool = False
+    low_kernel: bool = True
     autocast: Rule | None = None
 
 

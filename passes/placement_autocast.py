@@ -3,7 +3,7 @@
 Its LOW list runs low, its FP32 list in FP32, its promote list in the widest dtype that arrives; every other op runs on
 what arrives, with torch's own promotion. Where eager autocast would fail on mixed dtypes (``index_put_``, ``lerp``) the
 widest wins too. The op table says FULL of more ops than the lists name: those run on what arrives here, unless a policy
-says otherwise. KEEP and unknown ops get their original dtypes, and a number that a low tensor cannot be filled with
+says otherwise, or they have no low kernel at all. KEEP and unknown ops get their original dtypes, and a number that a low tensor cannot be filled with
 still makes it FP32: under autocast both would raise.
 """
 
@@ -126,7 +126,7 @@ class _Promotion(GraphWalk):
             return site.rule
         if site.row.autocast is not None:
             return site.row.autocast
-        if site.rule is Rule.FULL and site.name not in AUTOCAST_FP32:
+        if site.rule is Rule.FULL and site.name not in AUTOCAST_FP32 and site.row.low_kernel:
             return Rule.PROMOTE
         return site.rule
 

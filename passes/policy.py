@@ -109,7 +109,7 @@ class Policy:
             if found is not None and not (override.kind == "modules" and known is Rule.KEEP):
                 value = "" if override.precision else f" = {precision_name(found)}"
                 return found, f"override {override}{value}"
-        if self.level == "O3" and known is Rule.FULL:
+        if self.level == "O3" and known is Rule.FULL and (table_rule is None or table_rule.low_kernel):
             return Rule.LOW, f"level O3 lowers it all the same ({why})"
         return known, why
 

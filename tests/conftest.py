@@ -47,7 +47,7 @@ def rewritten(gm: GraphModule, ctx: Context, until: str = "verify") -> GraphModu
 
 
 class MatmulDtypes(TorchDispatchMode):
-    """Counts the matmuls and convolutions that run, by the dtype of their first float operand. Lets dynamo's code run."""
+    """Counts the matmuls and convolutions that run, by the dtype of their first operand. Lets dynamo's code run."""
 
     HEAVY = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "mkldnn")
 

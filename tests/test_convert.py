@@ -37,7 +37,9 @@ def unchanged():
 
     def watch(model):
         if isinstance(model, nn.Module):
-            seen.append((model, type(model), {k: v.clone() for k, v in model.state_dict().items()}, dict(model.__dict__)))
+            seen.append(
+                (model, type(model), {k: v.clone() for k, v in model.state_dict().items()}, dict(model.__dict__))
+            )
         return model
 
     yield watch
@@ -84,7 +86,7 @@ def test_o0_of_a_low_input_is_low():
 
 
 def test_o3_makes_the_parameters_low(tools):
-    converted, scaler = fxprec.convert(mlp(), level="O3")
+    converted, _ = fxprec.convert(mlp(), level="O3")
     x = torch.randn(3, 8)
     assert {p.dtype for p in converted.parameters()} == {torch.bfloat16}
     assert converted(x).dtype is torch.float32
@@ -144,7 +146,9 @@ def test_loss_makes_one_graph_of_model_and_loss(tools):
     loss = module(x, y)
     assert loss.shape == () and loss.dtype is torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=0.02)
-    assert "cross_entropy" in {node.meta["op"].name for node in fxprec.graph_module(module).graph.nodes if "op" in node.meta}
+    assert "cross_entropy" in {
+        node.meta["op"].name for node in fxprec.graph_module(module).graph.nodes if "op" in node.meta
+    }
     assert tools.matmul_dtypes(module, x, y) == {torch.bfloat16: 2}
     assert tools.matmul_dtypes(model, x) == {torch.float32: 2}  # the model itself stays as it was
 
@@ -227,6 +231,8 @@ def test_revert_and_original():
 
 # -- what is refused
 
+O1 = fxprec.Policy.preset("O1")
+
 
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
@@ -244,9 +250,9 @@ def test_revert_and_original():
         ({"policy": "O1"}, TypeError, "Policy.preset"),
         ({"scaler": "big"}, TypeError, "LossScaler"),
         ({"fuse": True}, fxprec.ConversionError, "fuse='auto'"),
-        ({"policy": fxprec.Policy.preset("O1").override(modules={"encodr": torch.float32})}, fxprec.PolicyError, "encodr"),
-        ({"policy": fxprec.Policy.preset("O1").override(ops={"conv2d": torch.float32})}, fxprec.PolicyError, "conv2d"),
-        ({"policy": fxprec.Policy.preset("O1").override(nodes={"linaer": torch.float32})}, fxprec.PolicyError, "linear"),
+        ({"policy": O1.override(modules={"encodr": torch.float32})}, fxprec.PolicyError, "encodr"),
+        ({"policy": O1.override(ops={"conv2d": torch.float32})}, fxprec.PolicyError, "conv2d"),
+        ({"policy": O1.override(nodes={"linaer": torch.float32})}, fxprec.PolicyError, "linear"),
         ({"example_inputs": torch.randn(2, 8)}, TypeError, "(x,)"),
         ({"example_inputs": (torch.randn(2, 8), torch.randn(2))}, TypeError, "too many positional"),
         ({"example_inputs": {"inptu": torch.randn(2, 8)}}, TypeError, "inptu"),
@@ -332,7 +338,7 @@ def test_data_dependent_control_flow_works_through_dynamo(tools):
 
 def test_a_lazy_policy_that_matches_nothing_is_refused_at_the_first_call(unchanged):
     model = unchanged(Branchy())
-    policy = fxprec.Policy.preset("O1").override(ops={"conv2d": torch.float32})
+    policy = O1.override(ops={"conv2d": torch.float32})
     converted, _ = fxprec.convert(model, policy=policy)
     with pytest.raises(fxprec.PolicyError, match="conv2d"):
         converted(torch.randn(3, 8))
@@ -341,7 +347,7 @@ def test_a_lazy_policy_that_matches_nothing_is_refused_at_the_first_call(unchang
 
 def test_inspecting_what_is_not_converted():
     for inspect in (fxprec.graph_module, fxprec.graphs, fxprec.report, fxprec.revert, fxprec.refresh, fxprec.freeze):
-        with pytest.raises(fxprec.ConversionError, match="fxprec.convert"):
+        with pytest.raises(fxprec.ConversionError, match=r"fxprec\.convert"):
             inspect(mlp())
 
 

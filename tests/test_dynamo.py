@@ -1,4 +1,4 @@
-"""Dynamic capture: what ran silently in FP32 before its cure runs lowered, in our graphs or in the net, and is recorded."""
+"""Dynamic capture: what ran silently in FP32 before its cure runs lowered, in our graphs or in the net."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_export_is_refused_and_the_graph_module_exports():
     converted, _ = fxprec.convert(model)
     x = torch.randn(4, 8)
     for strict in (False, True):
-        with pytest.raises(Exception, match="fxprec.graph_module"):
+        with pytest.raises(Exception, match=r"fxprec\.graph_module"):
             torch.export.export(converted, (x,), strict=strict)
     exported = torch.export.export(fxprec.graph_module(converted), (x,))
     assert torch.equal(exported.module()(x), converted(x))
@@ -277,7 +277,7 @@ def test_what_fails_under_autocast_is_captured_without_it(tools):
 
 def test_errors_of_the_model_are_its_own():
     converted, _ = fxprec.convert(Mlp())
-    with pytest.raises(RuntimeError, match="shape|size|dim"):
+    with pytest.raises(RuntimeError, match=r"shape|size|dim"):
         converted(torch.randn(4, 9))
     assert converted(torch.randn(4, 8)).shape == (4, 8)
 

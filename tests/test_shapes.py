@@ -1,4 +1,4 @@
-"""Shapes of a traced graph: known where the ops run on fake tensors, absent where they do not, never touching a weight."""
+"""Shapes of a traced graph: known where the ops run on fake tensors, else absent; no weight is touched."""
 
 from __future__ import annotations
 
