@@ -1,6 +1,6 @@
 """Train a VGG-like CNN on scikit-learn's handwritten digits, in FP32 and converted, side by side.
 
-    python examples/digits_cnn.py [--epochs 4] [--width 32] [--level O1]
+    python examples/digits_cnn.py [--epochs 4] [--width 32] [--level O2 | --policy examples/policy.toml]
 
 Blocks of convolution, batch norm and ReLU (32 -> 64 -> 128 -> 256 channels) and a three-layer classifier. Both runs start
 from the same weights and see the same batches. The data comes with scikit-learn: nothing is downloaded.
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -80,34 +82,62 @@ def load() -> Data:
     return Data(x[:cut], y[:cut], x[cut:], y[cut:])
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one run gave: mean loss of its last epoch, test accuracy, seconds, and bytes."""
-
-    name: str
-    loss: float
-    accuracy: float
-    seconds: float
-    weight_bytes: int
-    shadow_bytes: int
-    activation_bytes: int
-
-
 def batches(data: Data, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     order = torch.randperm(len(data.train_y), generator=torch.Generator().manual_seed(seed))
     for index in order.split(size):
         yield data.train_x[index], data.train_y[index]
 
 
+class Run:
+    """A model in training: its losses, and the seconds of each step (forward, backward, optimizer)."""
+
+    def __init__(self, name: str, model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        self.name = name
+        self.model = model.train()
+        self.scaler = scaler
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self, x: Tensor, y: Tensor) -> float:
+        started = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x), y)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.losses.append(loss.item())
+        self.seconds.append(time.perf_counter() - started)
+        return self.losses[-1]
+
+    @torch.inference_mode()
+    def accuracy(self, x: Tensor, y: Tensor) -> float:
+        self.model.eval()
+        return (self.model(x).argmax(1) == y).float().mean().item()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run gave: mean loss of its last epoch, test accuracy, median seconds of a step, and bytes."""
+
+    name: str
+    loss: float
+    accuracy: float
+    step_seconds: float
+    weight_bytes: int
+    shadow_bytes: int
+    activation_bytes: int
+
+
 def saved_activation_bytes(model: nn.Module, x: Tensor, y: Tensor) -> int:
-    """Bytes that autograd keeps for the backward of one step, parameters and their shadows apart."""
+    """Bytes that autograd keeps from forward to backward: all but the parameters and, told by shape, their shadows."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    sizes = {p.shape for p in model.parameters()}
+    shapes = {p.shape for p in model.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights and tensor.shape not in sizes:
+        if storage.data_ptr() not in weights and tensor.shape not in shapes:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -116,78 +146,79 @@ def saved_activation_bytes(model: nn.Module, x: Tensor, y: Tensor) -> int:
     return sum(kept.values())
 
 
-def train(
-    name: str, model: nn.Module, scaler: torch.amp.GradScaler, data: Data, epochs: int, size: int, progress: Progress
-) -> Result:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+def train(runs: list[Run], data: Data, epochs: int, size: int, progress: Progress) -> None:
+    """Train all runs on the same batches; they take turns, so that whatever else the machine does slows them alike."""
     steps = -(-len(data.train_y) // size)
-    task = progress.add_task(f"{name:<9}", total=epochs * steps)
-    x, y = next(batches(data, size, seed=0))
-    activation_bytes = saved_activation_bytes(copy.deepcopy(model), x, y)
-    model.train()
-    torch.manual_seed(1)
-    seconds, losses = 0.0, []
+    tasks = [progress.add_task(run.name, total=epochs * steps) for run in runs]
     for epoch in range(epochs):
-        losses.clear()
-        for x, y in batches(data, size, seed=epoch):
-            started = time.perf_counter()
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            losses.append(loss.item())
-            seconds += time.perf_counter() - started
-            progress.update(task, advance=1, description=f"{name:<9} loss {losses[-1]:.3f}")
-    model.eval()
-    with torch.inference_mode():
-        accuracy = (model(data.test_x).argmax(1) == data.test_y).float().mean().item()
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    shadow_bytes = sum(2 * p.numel() for p in model.parameters() if p.dim() > 1) if name != "FP32" else 0
-    return Result(name, sum(losses) / len(losses), accuracy, seconds, weight_bytes, shadow_bytes, activation_bytes)
+        for i, (x, y) in enumerate(batches(data, size, seed=epoch)):
+            for run, task in zip(runs, tasks, strict=True):
+                torch.manual_seed(epoch * steps + i)  # both drop the same activations
+                loss = run.step(x, y)
+                progress.update(task, advance=1, description=f"{run.name:<9} loss {loss:.3f}")
 
 
-def table(results: list[Result]) -> Table:
+def measure(run: Run, data: Data, epochs: int, size: int, shadow_bytes: int) -> Result:
+    x, y = next(batches(data, size, seed=0))
+    last_epoch = run.losses[-len(run.losses) // epochs :]
+    return Result(
+        name=run.name,
+        loss=statistics.fmean(last_epoch),
+        step_seconds=statistics.median(run.seconds),
+        weight_bytes=sum(p.numel() * p.element_size() for p in run.model.parameters()),
+        shadow_bytes=shadow_bytes,
+        activation_bytes=saved_activation_bytes(copy.deepcopy(run.model), x, y),
+        accuracy=run.accuracy(data.test_x, data.test_y),
+    )
+
+
+def table(results: list[Result], size: int) -> Table:
     shown = Table(
         title="Handwritten digits: 1,437 to train on, 360 for the test",
-        caption="weights: FP32 masters + shadows; activations: what autograd keeps for one backward",
+        caption="loss: mean of the last epoch. step: median of forward, backward and optimizer. weights: parameters"
+        f" + shadows. activations: what autograd keeps for the backward of a batch of {size}",
+        box=box.SIMPLE,
     )
-    for column in ("run", "loss", "accuracy", "time", "speed", "weights", "activations"):
-        shown.add_column(column, justify="left" if column == "run" else "right")
+    for column in ("run", "train loss", "accuracy", "step", "speed", "weights", "activations"):
+        shown.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for result in results:
+        shadows = f" + {result.shadow_bytes / 1e6:.1f}" if result.shadow_bytes else ""
         shown.add_row(
             result.name,
             f"{result.loss:.4f}",
             f"{result.accuracy:.2%}",
-            f"{result.seconds:.1f} s",
-            f"{results[0].seconds / result.seconds:.2f} x",
-            f"{result.weight_bytes / 2**20:.1f} + {result.shadow_bytes / 2**20:.1f} MiB",
-            f"{result.activation_bytes / 2**20:.1f} MiB",
+            f"{result.step_seconds * 1e3:.1f} ms",
+            f"{results[0].step_seconds / result.step_seconds:.2f} x",
+            f"{result.weight_bytes / 1e6:.1f}{shadows} MB",
+            f"{result.activation_bytes / 1e6:.1f} MB",
         )
     return shown
 
 
 def main(arguments: list[str] | None = None) -> list[Result]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description="Train a CNN on handwritten digits, in FP32 and converted, side by side")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--width", type=int, default=32, help="channels of the first block")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--level", default="O1")
+    parser.add_argument("--level", help="O0, O1, O2 or O3; O1 if neither this nor --policy is given")
+    parser.add_argument("--policy", help="a policy file, such as examples/policy.toml")
     options = parser.parse_args(arguments)
 
     data = load()
     torch.manual_seed(0)
     fp32 = DigitsCNN(options.width)
-    converted, scaler = fxprec.convert(copy.deepcopy(fp32), level=options.level)
+    policy = fxprec.Policy.from_toml(options.policy) if options.policy else None
+    converted, scaler = fxprec.convert(copy.deepcopy(fp32), level=options.level, policy=policy)
     off = torch.amp.GradScaler("cpu", enabled=False)
+    runs = [Run("FP32", fp32, off), Run("converted", converted, scaler)]
     console = Console()
     with Progress(console=console) as progress:
-        results = [
-            train("FP32", fp32, off, data, options.epochs, options.batch, progress),
-            train("converted", converted, scaler, data, options.epochs, options.batch, progress),
-        ]
-    console.print(table(results))
-    console.print(fxprec.report(converted).headline)
+        train(runs, data, options.epochs, options.batch, progress)
+    headline = fxprec.report(converted).headline  # of the training graph: the test will add one of its own
+    shadows = [0, headline.weights.shadow_bytes]
+    results = [measure(run, data, options.epochs, options.batch, n) for run, n in zip(runs, shadows, strict=True)]
+    console.print(table(results, options.batch))
+    console.print(headline)
     return results
 
 

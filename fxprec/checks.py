@@ -36,6 +36,8 @@ def settled_device(model: Any, example_inputs: Any) -> str:
     elif isinstance(example_inputs, Sequence):
         tensors += list(example_inputs)
     kinds = [tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)]
+    if "cuda" in kinds:  # a model in parts, some of them (an embedding) on the CPU
+        return "cuda"
     return next((kind for kind in kinds if kind != "meta"), "cpu")
 
 
@@ -55,8 +57,7 @@ def refuse_unfit(model: Any, settings: Settings) -> None:
                 f"convert was called under torch.autocast({device!r}): both would insert casts. "
                 "Convert outside of it, and leave the autocast context away when training"
             )
-    if settings.fuse is True:
-        _refuse_fuse(settings)
+    _refuse_unfinished(settings)
     if isinstance(model, nn.Module):
         _refuse_module(model)
         _refuse_weights(type(model).__name__, {**dict(model.named_parameters()), **dict(model.named_buffers())})
@@ -68,30 +69,37 @@ def check_module_overrides(policy: Policy, module: nn.Module) -> None:
     replace(policy, overrides=of_modules, rules=()).check_matches((), dict(module.named_modules()), ())
 
 
-def _refuse_fuse(settings: Settings) -> None:
-    if settings.device != "cuda" or not torch.cuda.is_available():
+def _refuse_unfinished(settings: Settings) -> None:
+    """What the interface promises and this version does not have: an error is better than a setting without effect."""
+    if settings.lower == "pays":
         raise ConversionError(
-            f"fuse=True wants Triton kernels, and the parameters are on {settings.device!r} "
-            f"(CUDA {'is' if torch.cuda.is_available() else 'is not'} available): "
-            "use fuse='auto', which takes native mixed-precision kernels there"
+            "lower='pays' comes with the cost model of devices, which this version does not have: "
+            "use lower='always', and Policy.override to leave single modules in FP32"
         )
-    import importlib.util
-
-    if importlib.util.find_spec("triton") is None:
-        raise ConversionError("fuse=True wants Triton, which is not installed: pip install triton, or use fuse='auto'")
+    if settings.fuse is True:
+        found = "is" if torch.cuda.is_available() else "is not"
+        raise ConversionError(
+            "fuse=True wants fused Triton regions, which run on CUDA and which this version does not have (the "
+            f"parameters are on {settings.device!r}, CUDA {found} available): "
+            "use fuse='auto', which takes native mixed-precision kernels"
+        )
 
 
 def _refuse_module(model: nn.Module) -> None:
     name = type(model).__name__
     if name in _WRAPPERS and type(model).__module__.startswith(_WRAPPERS[name]):
-        raise ConversionError(f"the model is wrapped in {name}: convert first, then wrap: {name}(fxprec.convert(model)[0])")
+        raise ConversionError(
+            f"the model is wrapped in {name}: convert first, then wrap: {name}(fxprec.convert(model)[0])"
+        )
     if hasattr(model, "_orig_mod") and name == "OptimizedModule":
         raise ConversionError(
             "the model is a torch.compile'd module: convert the original (model._orig_mod), "
             "with executor='inductor' to have it compiled"
         )
     if isinstance(model, torch.jit.ScriptModule):
-        raise ConversionError(f"{name} is a TorchScript module, whose graph fxprec cannot read: convert the eager model")
+        raise ConversionError(
+            f"{name} is a TorchScript module, whose graph fxprec cannot read: convert the eager model"
+        )
     for path, module in model.named_modules():
         kind = type(module).__name__
         if is_converted(module):
@@ -106,7 +114,9 @@ def _refuse_weights(name: str, tensors: dict[str, Tensor]) -> None:
         return
     quantized = [path for path, tensor in tensors.items() if tensor.is_quantized]
     if quantized:
-        raise ConversionError(f"{name}.{quantized[0]} is quantized: fxprec rewrites FP32 models; convert before quantizing")
+        raise ConversionError(
+            f"{name}.{quantized[0]} is quantized: fxprec rewrites FP32 models; convert before quantizing"
+        )
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() or tensor.is_complex()}
     if not dtypes or torch.float32 in dtypes:
         return

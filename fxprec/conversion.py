@@ -1,4 +1,4 @@
-"""What runs when a converted module is called: which graph, on which weights, and what serves where there is no graph."""
+"""What runs when a converted module is called: which graph, on which weights, and what serves where there is none."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch.fx import GraphModule, _symbolic_trace
 
@@ -24,15 +23,14 @@ from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.runner import run_passes
 from fxprec.program import Program, lift
 from fxprec.settings import Settings
-from fxprec.shadows import ShadowStore
-from fxprec.sharding import fsdp_is_on
 from fxprec.static import StaticGraphs
+from fxprec.weights import Weights
 
 __all__ = ["Conversion"]
 
 
 class Conversion:
-    """The state of one converted module. Never saved: a copy or a loaded module redoes the conversion from ``settings``.
+    """The state of one converted module. Never saved: a copied or loaded module is converted again from ``settings``.
 
     Attributes:
         graphs, programs: the rewritten graphs in the order of their capture, and what runs for each.
@@ -42,6 +40,7 @@ class Conversion:
         bypassed: how many ``fxprec.original`` blocks are open.
         frozen: names of the weights whose FP32 masters ``fxprec.freeze`` dropped.
         settled: a call has gone through: what is refused from now on does not undo the conversion.
+        undo: puts back what the conversion changed besides class and forward, until then.
     """
 
     def __init__(self, settings: Settings, module: torch.nn.Module, frozen: frozenset[str] | None = None) -> None:
@@ -50,20 +49,25 @@ class Conversion:
         self.original_class = type(module)
         self.name = self.original_class.__name__
         self.instance_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
-        self.store = ShadowStore(settings.dtype)
+        self.weights = Weights(settings.dtype)
+        self.store = self.weights.store
+        self.bypassed = 0
+        self.frozen = frozen
+        self.settled = False
+        self.undo: Callable[[], None] | None = None
+        self.start_over()
+        self._warned_autocast = False
+        self._policy_checked = not settings.policy.overrides and not settings.policy.rules
+
+    def start_over(self) -> None:
+        """Forget every capture: nothing was, or the forward is another one now."""
         self.graphs: list[GraphModule] = []
         self.programs: list[Program] = []
         self.net: dict[str, str] = {}
         self.declined: list[str] = []
         self.captures = 0
-        self.bypassed = 0
-        self.frozen = frozen
-        self.settled = False
         self._static = StaticGraphs(self)
         self._dynamic = DynamicGraphs(self)
-        self._sharded = False
-        self._warned_autocast = False
-        self._policy_checked = not settings.policy.overrides and not settings.policy.rules
 
     # -- calling ---------------------------------------------------------------------------------------------------
 
@@ -80,12 +84,11 @@ class Conversion:
             return self.run_in_net(module, args, kwargs, "a replica of the converted module")
         if self.frozen is not None and module.training and torch.is_grad_enabled():
             self.refuse_if_frozen("a training forward")
-        self._sharded = fsdp_is_on()
-        self.store.begin()
+        self.weights.begin()
         output = self._run(module, args, kwargs)
         if not self.settled:
             self.check_policy(module)
-            self.settled = True
+            self.settled, self.undo = True, None
         if self.frozen is not None or self.settings.policy.lowers_parameters:
             output = self.restored(output, args, kwargs)  # the graph sees low weights, the original program had FP32
         return output
@@ -97,12 +100,6 @@ class Conversion:
             except CaptureDeclined as reason:
                 self._refuse_if_symbolic(reason)
         return self._dynamic.run(module, args, kwargs)
-
-    def read(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What a graph reads in the place of the weights that it lowers."""
-        if self._sharded:
-            return [weight.to(self.settings.dtype) for weight in weights]
-        return self.store.read(weights)
 
     def original_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The untouched forward of the module."""
@@ -241,7 +238,8 @@ class Conversion:
 
     def _refuse_tracer(self, tracer: str, instead: str) -> NoReturn:
         raise ConversionError(
-            f"{tracer} of the converted {self.name}: its forward runs graphs of its own. Take the rewritten graph: {instead}"
+            f"{tracer} of the converted {self.name}: its forward runs graphs of its own. "
+            f"Take the rewritten graph: {instead}"
         )
 
     def _warn_autocast(self) -> None:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from fxprec.checks import check_module_overrides, refuse_unfit, settled_device
 from fxprec.loss_scaler import LossScaler, make_scaler
-from fxprec.module import attach, revert
+from fxprec.module import attach, put_back
 from fxprec.passes.policy import Policy
 from fxprec.program import Executor
 from fxprec.settings import Capture, Placement, Settings
@@ -58,8 +58,9 @@ def convert(
         dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 for parameters on CUDA, else bfloat16.
         policy: a ``Policy``, which carries its level.
         placement: "mincut": the cheapest casts; "autocast": where torch.autocast has them.
-        lower: "always"; "pays": with shapes known, leave an op in FP32 where a cost model says lowering loses.
-        fuse: "auto" and False: native mixed kernels or none; True: Triton regions, an error without CUDA and Triton.
+        lower: "always". "pays" (leave an op in FP32 where lowering loses) is refused until there is a cost model.
+        fuse: "auto": native mixed kernels; False: none, every node stays visible. True (Triton regions) is refused
+            until there are some.
         capture: "auto", "symbolic" (torch.fx, at once, no inputs) or "dynamo" (at the first call).
         executor: "eager" runs the rewritten graph, "inductor" compiles it.
         keep_output_dtype: outputs keep the dtypes of the original program.
@@ -72,7 +73,7 @@ def convert(
         ValueError: an unknown level, dtype, placement, capture or executor; PolicyError for a policy that disagrees
             with the level or matches nothing.
         ConversionError: converted already; wrapped in DDP, FSDP or DataParallel; only low, quantized or complex
-            weights; an active torch.autocast; ``fuse=True`` without CUDA. The model is left as it was.
+            weights; an active torch.autocast; ``lower="pays"`` or ``fuse=True``. The model is left as it was.
         CaptureError: ``capture="symbolic"`` and the forward depends on data; names the line.
 
     Sources: DESIGN of torch.autocast (https://docs.pytorch.org/docs/stable/amp.html); Micikevicius et al.,
@@ -100,14 +101,14 @@ def convert(
     conversion = attach(module, settings)
     try:
         if policy.level == "O3":
-            _lower_parameters(module, settings.dtype)
+            conversion.undo = _lower_parameters(module, settings.dtype)
         if example_inputs is not None:
             warm_up(module, conversion, example_inputs)
         else:
             conversion.capture_now(module)
         conversion.check_policy(module)
     except BaseException:
-        revert(module)
+        put_back(module)
         raise
     return Converted(module, made)
 
@@ -176,9 +177,14 @@ def _as_module(model: Any, loss: Any) -> nn.Module:
     return around
 
 
-def _lower_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """O3: the parameters themselves become low; buffers (running statistics) stay FP32."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.dtype is torch.float32:
-                parameter.data = parameter.data.to(dtype)
+def _lower_parameters(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """O3: the parameters themselves become low; buffers (running statistics) stay FP32. Returns what undoes it."""
+    masters = [(p, p.data, p._version) for p in module.parameters() if p.dtype is torch.float32]
+    for parameter, master, _ in masters:
+        parameter.data = master.to(dtype)
+
+    def undo() -> None:
+        for parameter, master, version in masters:  # unless other values were loaded meanwhile
+            parameter.data = master if parameter._version == version else parameter.data.float()
+
+    return undo

@@ -70,7 +70,8 @@ class DynamicGraphs:
         conversion.captures += 1
         low = _picker([arguments.weights[name] for name in program.low])
         rest = _picker([*(arguments.weights[name] for name in program.plain), *arguments.inputs])
-        read, function, device = conversion.read, program.function, conversion.settings.device
+        # Not the conversion: dynamo puts what it runs among the globals of the user's module.
+        read, function, device = conversion.weights.read, program.function, conversion.settings.device
 
         def run(*arguments: Any) -> Any:
             shadows = read(low(arguments))

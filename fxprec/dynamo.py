@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C._dynamo.eval_frame import reset_code
+from torch._C._functorch import maybe_current_level
 from torch.fx import GraphModule
 
 __all__ = ["DynamoCapture", "GraphReceiver", "why_not_now"]
@@ -28,6 +29,7 @@ _CONFIG: Final = {
     "optimize_ddp": False,
     "allow_rnn": True,
     "allow_unspec_int_on_nn_module": True,  # a step counter: dynamic from its second value on
+    "record_runtime_overhead": False,  # two more calls at each call, for profiles
 }
 #: The patched configuration is that of the process, and compilations may come from several threads.
 _LOCK: Final = threading.RLock()
@@ -171,7 +173,11 @@ def _own_code(function: Callable[..., Any]) -> types.FunctionType:
 
         function = call
     twin = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
@@ -200,7 +206,7 @@ def why_not_now() -> str | None:
         for mode in _get_current_dispatch_mode_stack():
             if not getattr(type(mode), "ignore_compile_internals", lambda: False)():
                 return f"under the dispatch mode {type(mode).__name__}, in which dynamo runs no compiled code"
-    if torch._C._functorch.maybe_current_level() is not None:
+    if maybe_current_level() is not None:
         return "under a torch.func transform"
     if torch._C._get_tracing_state() is not None:
         return "under torch.jit.trace"

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from fxprec.passes.ir import clean_path
 
@@ -44,11 +45,11 @@ def own_graph(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str, st
 
 
 def _copied(gm: GraphModule) -> GraphModule:
-    graph = torch.fx.Graph()
+    graph = Graph()
     values: dict[Node, Node] = {}
     graph.graph_copy(gm.graph, values)
     output = gm.graph.output_node()
-    graph.output(torch.fx.node.map_arg(output.args[0], lambda node: values[node]))
+    graph.output(map_arg(output.args[0], lambda node: values[node]))
     return GraphModule(gm, graph)
 
 

@@ -21,7 +21,7 @@ from fxprec.conversion import Conversion
 from fxprec.errors import CaptureError, ConversionError, PolicyError
 from fxprec.settings import Settings
 
-__all__ = ["attach", "conversion_of", "graph_module", "graphs", "is_converted", "original", "revert"]
+__all__ = ["attach", "conversion_of", "graph_module", "graphs", "is_converted", "original", "put_back", "revert"]
 
 _STATE = "_fxprec"
 #: Where a forward of the instance travels in the state of a copy.
@@ -41,7 +41,8 @@ def conversion_of(module: object) -> Conversion:
     """
     if not is_converted(module):
         raise ConversionError(
-            f"{type(module).__name__} is not converted: call fxprec.convert(model) first, and pass the module that it returned"
+            f"{type(module).__name__} is not converted: call fxprec.convert(model) first, "
+            "and pass the module that it returned"
         )
     return module.__dict__[_STATE]  # type: ignore[attr-defined]
 
@@ -56,7 +57,7 @@ def attach(module: torch.nn.Module, settings: Settings, frozen: frozenset[str] |
 
 
 def revert(module: torch.nn.Module) -> torch.nn.Module:
-    """Undo ``convert``: class and forward are the original's again. Parameters stay (at O3: low). Returns the module."""
+    """Undo ``convert``: the class and forward of the original. Parameters stay (at O3: low). Returns the module."""
     conversion = conversion_of(module)
     if type(module).__dict__.get("_fxprec_original") is not conversion.original_class:
         raise ConversionError(
@@ -69,6 +70,14 @@ def revert(module: torch.nn.Module) -> torch.nn.Module:
         module.__dict__.setdefault("forward", conversion.instance_forward)
     conversion.store.clear()
     return module
+
+
+def put_back(module: torch.nn.Module) -> None:
+    """Revert a conversion that was refused after all: the module is exactly as it was, at O3 too."""
+    undo = conversion_of(module).undo
+    revert(module)
+    if undo is not None:
+        undo()
 
 
 @contextlib.contextmanager
@@ -155,12 +164,16 @@ def _converted_class(cls: type[torch.nn.Module], has_graph: bool) -> type[torch.
     if not has_graph:
         namespace["graph"] = _GraphAttribute()
     if hasattr(cls, "__deepcopy__"):
-        namespace["__deepcopy__"] = _deepcopy
-    return type(cls)(cls.__name__, (_Converted, cls), namespace)
+        namespace["__deepcopy__"] = lambda self, memo: _copied(self, lambda module: module.__deepcopy__(memo))
+    if hasattr(cls, "__copy__"):
+        namespace["__copy__"] = lambda self: _copied(self, lambda module: module.__copy__())
+    if issubclass(cls, GraphModule):
+        namespace["recompile"] = _recompile
+    return type(cls)(cls.__name__, (_Converted, cls), namespace)  # type: ignore[call-arg]
 
 
 class _GraphAttribute:
-    """``model.graph``: the rewritten torch.fx graph. No data descriptor: a model may still set a ``graph`` of its own."""
+    """``model.graph``: the rewritten torch.fx graph. No data descriptor: a model may set a ``graph`` of its own."""
 
     def __get__(self, module: torch.nn.Module | None, owner: type) -> Graph | _GraphAttribute:
         return self if module is None else graph_module(module).graph
@@ -175,7 +188,7 @@ def _enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return conversion(module, args, kwargs)
     except (CaptureError, PolicyError):
         if not conversion.settled:
-            revert(module)  # refused at its first call: put back as it was
+            put_back(module)  # refused at its first call
         raise
     finally:
         set_eval_frame(outer)
@@ -198,14 +211,25 @@ def _hide_from_dynamo(function: Any) -> None:
 _hide_from_dynamo(_enter)
 
 
-def _deepcopy(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
+def _copied(module: torch.nn.Module, copied: Callable[[Any], Any]) -> Any:
     """For a class that copies itself (a GraphModule): the copy is converted too."""
     conversion = conversion_of(module)
     with conversion.as_original(module):
-        copied = module.__deepcopy__(memo)  # type: ignore[operator]
-    if isinstance(copied, torch.nn.Module) and not is_converted(copied):
-        attach(copied, conversion.settings, conversion.frozen)
-    return copied
+        result = copied(module)
+    if isinstance(result, torch.nn.Module) and not is_converted(result):
+        attach(result, conversion.settings, conversion.frozen)
+    return result
+
+
+def _recompile(module: GraphModule) -> Any:
+    """A GraphModule writes its new code to its class: that must be the original one, and the code is traced again."""
+    conversion = conversion_of(module)
+    before = module.code
+    with conversion.as_original(module):
+        result = module.recompile()
+    if module.code != before:
+        conversion.start_over()
+    return result
 
 
 def _portable(value: Any, conversion: Conversion) -> Any:

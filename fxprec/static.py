@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import get_ignored_functions
+from torch.overrides import get_overridable_functions
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxprec.capture.trace import CaptureDeclined, StaticCapture, call_key, default_key, trace_static
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["StaticEntry", "StaticGraphs"]
 
 #: Input dtypes for which a graph captured without inputs is right as it stands: its run-time tests tell them apart.
-_ASSUMED: Final = frozenset(
-    {torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-)
+_ASSUMED: Final = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 
 #: Graphs for the same tensor arguments, before dynamo takes over: a number that changes with every call (a step, a
 #: temperature) is a constant of a static graph, and an input of dynamo's.
@@ -83,7 +81,7 @@ class StaticGraphs:
         conversion = self._conversion
         names, constants, tensors = call_key(conversion.signature, args, kwargs)
         entry = self._entry(module, names, constants, tensors)
-        low = conversion.read([*map(getitem, *entry.low)])
+        low = conversion.weights.read([*map(getitem, *entry.low)])
         device = conversion.settings.device
         if not torch.is_autocast_enabled(device):
             return entry.program.function(*low, *map(getitem, *entry.plain), *tensors)
@@ -119,7 +117,7 @@ class StaticGraphs:
         try:
             if len(known) >= _ENOUGH and not self._symbolic:
                 raise CaptureDeclined(f"{len(known)} graphs, and again {_what_changed(of_names, names, constants)}")
-            get_ignored_functions()  # torch caches it for good: not while its functions are patched for a trace
+            get_overridable_functions()  # torch caches them for good: not while they are patched for a trace
             with conversion.as_original(module):
                 capture = trace_static(module, names, dict(constants))
         except CaptureDeclined as reason:

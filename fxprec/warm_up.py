@@ -1,4 +1,4 @@
-"""Capture at convert time from example inputs, leaving no trace on buffers, gradients and random state."""
+"""Capture at convert time from example inputs, leaving no trace on attributes, buffers and random numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.conversion import Conversion
 from fxprec.errors import FxprecError
 
@@ -23,7 +25,7 @@ def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[
         ValueError: a tensor on another device than the parameters, or of a shape that the model does not take.
     """
     args, kwargs = _split(example_inputs)
-    name = conversion.original_class.__name__
+    name = conversion.name
     try:
         conversion.signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -31,18 +33,20 @@ def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[
             f"example_inputs {list(kwargs) or len(args)} do not fit {name}.forward{conversion.signature}: {error}. "
             "Give a tuple of positional or a dict of keyword arguments, as the model is called"
         ) from None
-    _same_device(name, conversion.settings.device, args, kwargs)
-    with _untouched(module):
-        try:
+    _same_device(module, conversion, args, kwargs)
+    try:
+        if any(is_lazy(parameter) for parameter in module.parameters()):
+            _materialize(module, conversion, args, kwargs)
+        with _untouched(module):
             module(*args, **kwargs)
-        except (FxprecError, NotImplementedError):
-            raise
-        except Exception as error:
-            shapes = ", ".join(str(tuple(a.shape)) for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-            raise ValueError(
-                f"example_inputs of shapes {shapes}: {name}.forward failed on them: {error}. "
-                "Give inputs on which the model runs"
-            ) from error
+    except FxprecError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(tuple(a.shape)) for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        raise ValueError(
+            f"example_inputs of shapes {shapes}: {name}.forward failed on them: {error}. "
+            "Give inputs on which the model runs"
+        ) from error
 
 
 def _split(example_inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -56,23 +60,45 @@ def _split(example_inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[tuple[Any
     )
 
 
-def _same_device(name: str, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _same_device(module: nn.Module, conversion: Conversion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    devices = {parameter.device.type for parameter in module.parameters()} or {conversion.settings.device}
     for where, value in [*enumerate(args), *kwargs.items()]:
-        if isinstance(value, Tensor) and value.dim() and value.device.type != device:
+        if isinstance(value, Tensor) and value.dim() and value.device.type not in devices:
             raise ValueError(
-                f"example input {where!r} is on {value.device}, the parameters of {name} are on {device}: "
-                f"move it there with .to({device!r})"
+                f"example input {where!r} is on {value.device}, the parameters of {conversion.name} are on "
+                f"{' and '.join(sorted(devices))}: move it there with .to({conversion.settings.device!r})"
             )
+
+
+def _materialize(module: nn.Module, conversion: Conversion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Lazy modules take their shapes, and so their classes, from a first call: those stay, all else is undone."""
+    conversion.bypassed += 1
+    try:
+        with torch.no_grad(), _buffers_kept(module):
+            module(*args, **kwargs)
+    finally:
+        conversion.bypassed -= 1
 
 
 @contextlib.contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        try:
+    """Attributes, buffers and every random number generator as they were, afterwards."""
+    state, random = ModelState(module), RandomState()
+    try:
+        with _buffers_kept(module):
             yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
+    finally:
+        state.restore()
+        random.restore()
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not is_lazy(buffer)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not (buffer.is_meta or torch.equal(buffer, before)):
                     buffer.copy_(before)

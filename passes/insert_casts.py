@@ -51,7 +51,7 @@ __all__ = ["actual_dtype", "insert_casts", "original_dtype", "wanted_dtypes"]
 
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _AS_IT_COMES: Final = frozenset({"getitem", "to", "getattr", "copy"})
-#: Their kernels want affine parameters in the dtype of the running statistics, which stay FP32 where parameters are low.
+#: Their kernels want affine parameters in the dtype of the running statistics, FP32 even where parameters are low.
 _FP32_STATISTICS: Final = frozenset({"batch_norm", "instance_norm"})
 #: Ports of additive masks.
 _MASKED: Final = {
@@ -200,8 +200,8 @@ class _Epochs:
         op, source = node.meta.get("op"), node.args[0] if node.args else None
         if op is None or op.name != "to" or not isinstance(source, Node) or self.roots[node] not in self.written_roots:
             return False
-        dtype = cast_target(node)
-        if dtype is None or actual_dtype(source) != dtype or original_dtype(source.meta.get("dtype")) == dtype:
+        dtype, before = cast_target(node), source.meta.get("dtype")
+        if dtype is None or actual_dtype(source) != dtype or dtype == (torch.float32 if before is UNKNOWN else before):
             return False
         if node.op != "call_method" or node.target != "to":
             node.op, node.target, node.args, node.kwargs = "call_method", "to", (source, dtype), {}

@@ -3,8 +3,8 @@
 Its LOW list runs low, its FP32 list in FP32, its promote list in the widest dtype that arrives; every other op runs on
 what arrives, with torch's own promotion. Where eager autocast would fail on mixed dtypes (``index_put_``, ``lerp``) the
 widest wins too. The op table says FULL of more ops than the lists name: those run on what arrives here, unless a policy
-says otherwise, or they have no low kernel at all. KEEP and unknown ops get their original dtypes, and a number that a low tensor cannot be filled with
-still makes it FP32: under autocast both would raise.
+says otherwise, or they have no low kernel at all. KEEP and unknown ops get their original dtypes, and a number that a
+low tensor cannot be filled with still makes it FP32: under autocast both would raise.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from functools import reduce
 from typing import Final
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.graph_walk import GraphWalk
 from fxprec.passes.ir import Precision, Rule, is_scalar
 from fxprec.passes.op_names import dtype_argument
-from fxprec.passes.pins import overflows
+from fxprec.passes.pins import overflows, written_classes
 from fxprec.passes.sites import Site, dtype_reference, original
 
 __all__ = ["AUTOCAST_FP32", "place_as_autocast"]
@@ -56,6 +56,10 @@ class _Promotion(GraphWalk):
         super().__init__(context)
         self.dtypes: dict[Node, torch.dtype] = {}
         self.sources: set[Node] = set()  # they count as low from O2 on
+        self.classes: dict[Node, Node] = {}
+
+    def enter(self, graph: Graph) -> None:
+        self.classes |= written_classes(graph)
 
     def has(self, node: Node) -> bool:
         return node in self.dtypes
@@ -85,6 +89,9 @@ class _Promotion(GraphWalk):
 
     def compute(self, site: Site, floats: bool) -> None:
         rule = self.listed(site)
+        if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
+            self.tie(site.node, site.base)  # a view of memory that is written: a cast would miss the writes
+            return self.decide(site.node, Rule.FOLLOW, site.why)
         if rule is Rule.KEEP:
             return self.settle(site, floats, rule, None, source=not (site.data or site.kept))
         asked = dtype_argument(site.node) is not None or dtype_reference(site.node) is not None

@@ -157,6 +157,9 @@ class _Walk(GraphWalk):
         node, variables = site.node, self.variables
         read = variables.pin(site.dtype or self.context.low)
         variables.use_data(site, read)
+        if floats and (dtype_argument(node) is not None or dtype_reference(node) is not None):
+            self.make(site, original(node.meta["dtype"]))  # O3: softmax(x, dtype=torch.float32)
+            return self.decide(node, Rule.LOW, site.why, read)
         if floats:
             variables.value[node] = read
             if node in self.classes and not isinstance(node.meta["dtype"], tuple):
