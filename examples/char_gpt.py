@@ -1,9 +1,12 @@
 """Train a character GPT on the source text of Python's own standard library, converted to bfloat16.
 
-    python examples/char_gpt.py [--steps 60] [--layers 4] [--dim 192] [--fp32]
+    python examples/char_gpt.py [--steps 500] [--layers 3] [--dim 128] [--fp32]
 
 Shows what real training loops do: activation checkpointing inside the model, gradient accumulation
-(``with fxprec.accumulate(model)``), clipping of unscaled gradients, evaluation, and sampling.
+(``with fxprec.accumulate(model)``), clipping of unscaled gradients, a learning rate schedule, evaluation, and sampling.
+The default run takes about a minute on two cores. It starts at a test loss of log(96) = 4.6 nats a character, passes
+what the frequencies of characters (3.2) and of pairs of them (2.5) give, and ends near 1.6, converted as in FP32
+(``--fp32``), with a sample that looks like Python.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ class Shape:
     """Size of the model: vocabulary, context length, layers, heads, width."""
 
     vocabulary: int
-    context: int = 128
-    layers: int = 4
+    context: int = 64
+    layers: int = 3
     heads: int = 4
-    dim: int = 192
+    dim: int = 128
 
 
 class Block(nn.Module):
@@ -135,12 +138,22 @@ def sample(model: nn.Module, corpus: Corpus, prompt: str, length: int, context: 
     return "".join(corpus.characters[code] for code in codes[0].tolist())
 
 
-def main(arguments: list[str] | None = None) -> float:
+@dataclass(frozen=True)
+class Result:
+    """Test loss in nats a character, before and after training, and a sample of what the model writes."""
+
+    before: float
+    after: float
+    text: str
+
+
+def main(arguments: list[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(description="Train a character GPT on the standard library's source text")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=192)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--micro", type=int, default=2, help="micro-batches a step")
+    parser.add_argument("--lr", type=float, default=4e-3, help="reached after a tenth of the steps, then decays")
     parser.add_argument("--fp32", action="store_true", help="train without fxprec, for comparison")
     options = parser.parse_args(arguments)
 
@@ -151,9 +164,15 @@ def main(arguments: list[str] | None = None) -> float:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     if not options.fp32:
         model, scaler = fxprec.convert(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    rise = max(1, options.steps // 10)
+    fall = max(1, options.steps - rise)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / rise, 1 - 0.9 * max(0, step - rise) / fall)
+    )
     generator = torch.Generator().manual_seed(1)
     console = Console()
+    before = evaluate(model, corpus, shape.context)
     started = time.perf_counter()
     with Progress(console=console) as progress:
         task = progress.add_task("training", total=options.steps)
@@ -169,14 +188,16 @@ def main(arguments: list[str] | None = None) -> float:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
+            schedule.step()
             progress.update(task, advance=1, description=f"step {step + 1} loss {total:.3f}")
     seconds = time.perf_counter() - started
-    test_loss = evaluate(model, corpus, shape.context)
-    console.print(f"{options.steps} steps in {seconds:.1f} s, test loss {test_loss:.3f} nats a character")
-    console.print(sample(model, corpus, "def ", 200, shape.context), markup=False, highlight=False)
+    after = evaluate(model, corpus, shape.context)
+    console.print(f"{options.steps} steps in {seconds:.0f} s: test loss {before:.3f} -> {after:.3f} nats a character\n")
+    text = sample(model, corpus, "def ", 300, shape.context)
+    console.print(text, markup=False, highlight=False)
     if not options.fp32:
-        console.print(fxprec.report(model).headline)
-    return test_loss
+        console.print("\n", fxprec.report(model).headline, sep="")
+    return Result(before, after, text)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python examples/digits_cnn.py [--epochs 4] [--width 32] [--level O2 | --policy examples/policy.toml]
 
-Blocks of convolution, batch norm and ReLU (32 -> 64 -> 128 -> 256 channels) and a three-layer classifier. Both runs start
+Blocks of convolution, batch norm and ReLU (32, 64, 128, 256 channels) and a classifier of three layers. Both runs start
 from the same weights and see the same batches. The data comes with scikit-learn: nothing is downloaded.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ class DigitsCNN(nn.Module):
         super().__init__()
         channels = [1, width, 2 * width, 4 * width, 8 * width]
         blocks: list[nn.Module] = []
-        for i, (before, after) in enumerate(zip(channels, channels[1:], strict=False)):
+        for i, (before, after) in enumerate(itertools.pairwise(channels)):
             blocks += [
                 nn.Conv2d(before, after, 3, padding=1, bias=False),
                 nn.BatchNorm2d(after),
@@ -177,9 +178,10 @@ def table(results: list[Result], size: int) -> Table:
         title="Handwritten digits: 1,437 to train on, 360 for the test",
         caption="loss: mean of the last epoch. step: median of forward, backward and optimizer. weights: parameters"
         f" + shadows. activations: what autograd keeps for the backward of a batch of {size}",
-        box=box.SIMPLE,
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
     )
-    for column in ("run", "train loss", "accuracy", "step", "speed", "weights", "activations"):
+    for column in ("run", "loss", "accuracy", "step", "speed", "weights", "activations"):
         shown.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for result in results:
         shadows = f" + {result.shadow_bytes / 1e6:.1f}" if result.shadow_bytes else ""
@@ -187,7 +189,7 @@ def table(results: list[Result], size: int) -> Table:
             result.name,
             f"{result.loss:.4f}",
             f"{result.accuracy:.2%}",
-            f"{result.step_seconds * 1e3:.1f} ms",
+            f"{result.step_seconds * 1e3:.0f} ms",
             f"{results[0].step_seconds / result.step_seconds:.2f} x",
             f"{result.weight_bytes / 1e6:.1f}{shadows} MB",
             f"{result.activation_bytes / 1e6:.1f} MB",
@@ -196,7 +198,7 @@ def table(results: list[Result], size: int) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> list[Result]:
-    parser = argparse.ArgumentParser(description="Train a CNN on handwritten digits, in FP32 and converted, side by side")
+    parser = argparse.ArgumentParser(description="Train a CNN on digits, in FP32 and converted, side by side")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--width", type=int, default=32, help="channels of the first block")
     parser.add_argument("--batch", type=int, default=64)
@@ -208,7 +210,8 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     torch.manual_seed(0)
     fp32 = DigitsCNN(options.width)
     policy = fxprec.Policy.from_toml(options.policy) if options.policy else None
-    converted, scaler = fxprec.convert(copy.deepcopy(fp32), level=options.level, policy=policy)
+    example = data.train_x[: options.batch]  # not needed; with it the report knows sizes, and casts are placed by them
+    converted, scaler = fxprec.convert(copy.deepcopy(fp32), (example,), level=options.level, policy=policy)
     off = torch.amp.GradScaler("cpu", enabled=False)
     runs = [Run("FP32", fp32, off), Run("converted", converted, scaler)]
     console = Console()

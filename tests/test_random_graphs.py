@@ -6,26 +6,14 @@ parts, casts, masks, integers and several results. Masks and indices come from t
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
-
-from fxprec.capture.trace import trace_static
-from fxprec.passes.context import Context
-from fxprec.passes.ir import format_graph
-from fxprec.passes.policy import Policy
-from fxprec.passes.runner import PIPELINE, run_passes
-from fxprec.shapes import propagate_shapes
-from fxprec.testing import assert_annotations_hold
+from torch import nn
 
 SHAPE = (2, 3, 4)
 FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -259,7 +247,8 @@ class Model(nn.Module):
     def __init__(self, steps: list[tuple[str, int, int]], returned: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        for name, shape in (("weight", (4, 4)), ("bias", (4,)), ("kernel", (3, 3, 3)), ("table", (4, 4)), ("gain", (4,))):
+        shapes = {"weight": (4, 4), "bias": (4,), "kernel": (3, 3, 3), "table": (4, 4), "gain": (4,)}
+        for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator) * 0.5))
         self.register_buffer("mean", torch.zeros(3))
         self.register_buffer("var", torch.ones(3))
