@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> Result:
     after = evaluate(model, corpus, shape.context)
     console.print(f"{options.steps} steps in {seconds:.0f} s: test loss {before:.3f} -> {after:.3f} nats a character\n")
     text = sample(model, corpus, "def ", 300, shape.context)
-    console.print(text, markup=False, highlight=False)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     if not options.fp32:
         console.print("\n", fxprec.report(model).headline, sep="")
     return Result(before, after, text)

@@ -81,7 +81,7 @@ def main() -> None:
         model(x).sum().backward()
     print("autocast ", autocast)
     print("converted", converted)
-    print("(autocast casts every weight, and on a CPU leaves softmax and mean in bfloat16: fewer casts, less precision)")
+    print("(autocast casts every weight; on a CPU it leaves softmax and mean in bfloat16: fewer casts, fewer digits)")
 
     section("a policy keeps the head in float32")
     policy = fxprec.Policy.preset("O1").override(modules={"head": torch.float32})

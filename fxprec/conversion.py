@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
-from torch.fx import GraphModule, _symbolic_trace
+from torch.fx import GraphModule, Proxy, _symbolic_trace
 
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.dynamic import DynamicGraphs
@@ -40,6 +39,7 @@ class Conversion:
         bypassed: how many ``fxprec.original`` blocks are open.
         frozen: names of the weights whose FP32 masters ``fxprec.freeze`` dropped.
         settled: a call has gone through: what is refused from now on does not undo the conversion.
+        converting: ``convert`` is still at it, and will undo what is refused.
         undo: puts back what the conversion changed besides class and forward, until then.
     """
 
@@ -54,6 +54,7 @@ class Conversion:
         self.bypassed = 0
         self.frozen = frozen
         self.settled = False
+        self.converting = False
         self.undo: Callable[[], None] | None = None
         self.start_over()
         self._warned_autocast = False
@@ -76,7 +77,7 @@ class Conversion:
             return self.original_forward(module, *args, **kwargs)
         if torch.compiler.is_exporting():
             self._refuse_tracer("torch.export", "torch.export.export(fxprec.graph_module(model), inputs)")
-        if _symbolic_trace._is_fx_tracing_flag and _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is None:
+        if _symbolic_trace._is_fx_tracing_flag and any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
             self._refuse_tracer("torch.fx.symbolic_trace", "it is fxprec.graph_module(model)")
         if torch.is_autocast_enabled(self.settings.device) and not self._warned_autocast and not inside_net():
             self._warn_autocast()
@@ -174,6 +175,20 @@ class Conversion:
                 "or give convert(model, example_inputs=(...)), and look again"
             )
         return self.graphs[-1]
+
+    @contextlib.contextmanager
+    def twin(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """The module as it was before its conversion, with the very same attributes: for a trace.
+
+        The module itself stays as it is, since other threads may call it meanwhile.
+        """
+        if self.instance_forward is not None:  # may be bound to the module
+            with self.as_original(module):
+                yield module
+        else:
+            twin = object.__new__(self.original_class)
+            object.__setattr__(twin, "__dict__", module.__dict__)
+            yield twin
 
     @contextlib.contextmanager
     def as_original(self, module: torch.nn.Module) -> Iterator[None]:

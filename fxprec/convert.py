@@ -99,6 +99,7 @@ def convert(
     module = _as_module(model, loss)
     check_module_overrides(policy, module)
     conversion = attach(module, settings)
+    conversion.converting = True
     try:
         if policy.level == "O3":
             conversion.undo = _lower_parameters(module, settings.dtype)
@@ -110,6 +111,7 @@ def convert(
     except BaseException:
         put_back(module)
         raise
+    conversion.converting = False
     return Converted(module, made)
 
 

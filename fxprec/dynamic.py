@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch.fx import GraphModule
 from fxprec import dynamo
 from fxprec.dynamo_graph import own_graph
 from fxprec.errors import CaptureError
+from fxprec.locks import CAPTURING
 
 if TYPE_CHECKING:
     from fxprec.conversion import Conversion
@@ -47,14 +49,16 @@ class DynamicGraphs:
         why = dynamo.why_not_now()
         if why is not None:
             return conversion.run_in_net(module, args, kwargs, why)
-        with self._lock:
-            capture = self._capture = self._capture or dynamo.DynamoCapture(conversion.unbound_forward(), self)
+        if self._capture is None:
+            with self._lock:
+                self._capture = self._capture or dynamo.DynamoCapture(conversion.unbound_forward(), self)
+        capture = self._capture
         try:
             with conversion.net_context() if self._under_net else contextlib.nullcontext():
                 output = capture.call(module, *args, **kwargs)
         except RuntimeError as error:
             output = self._after(error, module, args, kwargs)
-        if not conversion.graphs and not conversion.settled:
+        if not conversion.graphs and not conversion.settled and not capture.exhausted:
             raise CaptureError(
                 f"no graph of {conversion.name} was captured (is TORCHDYNAMO_DISABLE set, or dynamo disabled for its "
                 f"forward?): {conversion.net or 'dynamo gave no reason'}. Nothing would have been rewritten; "
@@ -70,11 +74,11 @@ class DynamicGraphs:
         conversion.captures += 1
         low = _picker([arguments.weights[name] for name in program.low])
         rest = _picker([*(arguments.weights[name] for name in program.plain), *arguments.inputs])
-        # Not the conversion: dynamo puts what it runs among the globals of the user's module.
-        read, function, device = conversion.weights.read, program.function, conversion.settings.device
+        # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
+        weights, function, device = weakref.ref(conversion.weights), program.function, conversion.settings.device
 
         def run(*arguments: Any) -> Any:
-            shadows = read(low(arguments))
+            shadows = weights().read(low(arguments))  # type: ignore[union-attr]
             enabled = torch.is_autocast_enabled(device)
             torch.set_autocast_enabled(device, False)
             try:
@@ -96,6 +100,9 @@ class DynamicGraphs:
         tracing = dynamo.failed_while_tracing(error)
         if conversion.graphs and not tracing:
             raise error
+        if dynamo.met_a_trace(error):  # of another thread; it comes before anything has run
+            with CAPTURING:
+                return self.run(module, args, kwargs)
         if self._under_net:
             with contextlib.suppress(Exception):
                 return self._without_net(module, args, kwargs)

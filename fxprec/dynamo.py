@@ -6,7 +6,7 @@ Every graph that dynamo finds in a forward is handed to a ``GraphReceiver``; wha
 
 from __future__ import annotations
 
-import threading
+import inspect
 import types
 import warnings
 import weakref
@@ -19,21 +19,20 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._C._functorch import maybe_current_level
 from torch.fx import GraphModule
 
+from fxprec.locks import CAPTURING
+
 __all__ = ["DynamoCapture", "GraphReceiver", "why_not_now"]
 
 #: Patched around each compilation, never around a call (that costs 23 us).
 _CONFIG: Final = {
     "recompile_limit": 64,
-    "accumulated_recompile_limit": 1024,
+    "accumulated_recompile_limit": 2**20,  # of all conversions of a class together
     "skip_nnmodule_hook_guards": False,
     "optimize_ddp": False,
     "allow_rnn": True,
     "allow_unspec_int_on_nn_module": True,  # a step counter: dynamic from its second value on
     "record_runtime_overhead": False,  # two more calls at each call, for profiles
 }
-#: The patched configuration is that of the process, and compilations may come from several threads.
-_LOCK: Final = threading.RLock()
-
 #: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.
 _HARMLESS: Final = ("skipfiles", "no tensor-related objects", "namedtuple", "No ops traced")
 
@@ -69,11 +68,16 @@ class DynamoCapture:
     def __init__(self, function: Callable[..., Any], receiver: GraphReceiver, *, fullgraph: bool = False) -> None:
         import torch._dynamo
 
-        backend = _Backend(receiver)
-        context = torch._dynamo.optimize(backend, nopython=fullgraph)
+        backend = self._backend = _Backend(receiver)
+        context = torch._dynamo.optimize(backend, nopython=fullgraph, **_isolated())
         self._compiling = _Compiling(context.callback, backend)  # type: ignore[attr-defined]
         context.callback = self._compiling  # type: ignore[attr-defined]
         self._run = context(_own_code(function))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether dynamo's limit was reached."""
+        return self._backend.exhausted
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, capturing what was not captured yet."""
@@ -93,6 +97,7 @@ class _Backend:
     def __init__(self, receiver: GraphReceiver) -> None:
         self._receiver = weakref.ref(receiver)
         self._seen: dict[str, int] = {}
+        self.exhausted = False
 
     def __call__(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         receiver = self._receiver()
@@ -119,6 +124,7 @@ class _Backend:
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Report a function that dynamo leaves to the interpreter."""
         if "custom frame execution strategy" in reason:
+            self.exhausted = True
             why = f"beyond dynamo's limit of {_CONFIG['recompile_limit']} captures of one function"
         else:
             why = f"dynamo skips it: {self.given_up() or reason.split(chr(10))[0]}"
@@ -137,7 +143,7 @@ class _Compiling:
         self.skipped: list[types.CodeType] = []
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with _LOCK, _configured(), warnings.catch_warnings():
+        with CAPTURING, _configured(), warnings.catch_warnings():
             # dynamo's own look at the non-leaf tensors of a module with backward hooks
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             self._backend.listen()
@@ -150,6 +156,11 @@ class _Compiling:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def _isolated() -> dict[str, bool]:
+    """Recompilations counted for each capture apart, where dynamo can (torch 2.13), in functions further in as well."""
+    return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
 def _configured() -> Any:
@@ -181,6 +192,11 @@ def _own_code(function: Callable[..., Any]) -> types.FunctionType:
     )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
+
+
+def met_a_trace(error: BaseException) -> bool:
+    """Whether dynamo refused to run because torch.fx traces something, in whatever thread."""
+    return "using FX to symbolically trace" in str(error)
 
 
 def failed_while_tracing(error: BaseException) -> bool:

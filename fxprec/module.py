@@ -187,7 +187,7 @@ def _enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         return conversion(module, args, kwargs)
     except (CaptureError, PolicyError):
-        if not conversion.settled:
+        if not conversion.settled and not conversion.converting:
             put_back(module)  # refused at its first call
         raise
     finally:

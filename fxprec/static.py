@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import getitem
@@ -14,6 +13,7 @@ from torch.overrides import get_overridable_functions
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxprec.capture.trace import CaptureDeclined, StaticCapture, call_key, default_key, trace_static
+from fxprec.locks import CAPTURING
 from fxprec.program import Program
 from fxprec.shapes import propagate_shapes
 
@@ -70,7 +70,6 @@ class StaticGraphs:
         self._symbolic = conversion.settings.capture == "symbolic"
         self.allowed = conversion.settings.capture != "dynamo"
         self._entries: dict[tuple[str, ...], dict[Any, list[StaticEntry]]] = {}
-        self._lock = threading.RLock()
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the graph for this call.
@@ -105,7 +104,7 @@ class StaticGraphs:
             for entry in of_names.get(constants, ()):
                 if entry.serves(tensors):
                     return entry
-        with self._lock, _disable_current_modes():
+        with CAPTURING, _disable_current_modes():
             return self._trace(module, names, constants, tensors)
 
     def _trace(
@@ -118,8 +117,8 @@ class StaticGraphs:
             if len(known) >= _ENOUGH and not self._symbolic:
                 raise CaptureDeclined(f"{len(known)} graphs, and again {_what_changed(of_names, names, constants)}")
             get_overridable_functions()  # torch caches them for good: not while they are patched for a trace
-            with conversion.as_original(module):
-                capture = trace_static(module, names, dict(constants))
+            with conversion.twin(module) as twin:
+                capture = trace_static(twin, names, dict(constants))
         except CaptureDeclined as reason:
             conversion.declined.append(reason.reason)
             if not self._symbolic:

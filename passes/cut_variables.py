@@ -21,6 +21,7 @@ __all__ = ["FP32", "LOW", "Variables"]
 FP32: Final = 0
 LOW: Final = 1
 _CAST_BYTES: Final = 6  # read four and write two, or the reverse
+_CAST_CALL: Final = 16384  # bytes that move in the time one more call takes: of equal bytes, fewer casts are cheaper
 _FP32_TRAFFIC: Final = 1 / 64  # of a cast's bytes: it breaks ties
 
 
@@ -135,13 +136,17 @@ class Variables:
         return is_scalar(self._origin.get(source, source))
 
     def problem(self) -> CutProblem:
-        cost = self._costs()
+        moved = self._bytes()
+
+        def cost(node: Node) -> float:
+            return _CAST_CALL + moved(node) if moved(node) else 0.0
+
         tensors = [
             Tensor(self.value[node], tuple(users), cost(node), frozenset(v for v, free in users.items() if free))
             for node, users in self._users.items()
         ]
         tensors += [Tensor(producer, (user,), cost(node)) for node, producer, user in self._steps]
-        unary = {variable: cost(node) * _FP32_TRAFFIC for variable, node in self._makers.items()}
+        unary = {variable: moved(node) * _FP32_TRAFFIC for variable, node in self._makers.items()}
         return CutProblem(self._count, self._pins, tuple(tensors), tuple(self._closures), unary)
 
     def dtypes(self, full: list[bool]) -> Callable[[int | None], torch.dtype | None]:
@@ -154,19 +159,19 @@ class Variables:
 
         return dtype
 
-    def _costs(self) -> Callable[[Node], float]:
-        """Node -> bytes that a cast of its value moves. Parameters cost nothing: their shadow is there already."""
+    def _bytes(self) -> Callable[[Node], float]:
+        """Node -> bytes that a cast of its value moves. Parameters move none: their shadow is there already."""
         known = [count for node in self._users if (count := _elements(node)) is not None]
         typical = sum(known) / len(known) if known else 1.0
 
-        def cost(node: Node) -> float:
+        def moved(node: Node) -> float:
             maker = self._origin.get(node, node)
             if maker.op == "get_attr" and maker.meta.get("kind") == "parameter":
                 return 0.0
             count = _elements(node)
             return _CAST_BYTES * (typical if count is None else count)
 
-        return cost
+        return moved
 
 
 def _elements(node: Node) -> int | None:

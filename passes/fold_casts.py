@@ -135,12 +135,9 @@ def _is_dtype(argument: object) -> bool:
 
 def _known(node: Node) -> torch.dtype | None:
     """The dtype of a value where it is certain: not where a run-time test decides."""
-    info = node.meta.get("dtype")
     if node.target in CASTS and node.target is not cast:
         return None
-    if node.op in ("placeholder", "get_attr"):
-        return info if isinstance(info, torch.dtype) else None
-    return actual_dtype(node) if isinstance(info, torch.dtype) else None
+    return actual_dtype(node) if isinstance(node.meta.get("dtype"), torch.dtype) else None
 
 
 def _lossless(narrow: torch.dtype | None, wide: torch.dtype | None) -> bool:

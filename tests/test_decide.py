@@ -253,7 +253,7 @@ def test_several_results_share_one_dtype(decided, tools):
         top, at = torch.max(a, dim=-1)
         return a + top[..., None], b.exp(), at
 
-    found, _ = decided(f, torch.randn(2, 4), torch.randn(4, 4))
+    found, _ = decided(f, torch.randn(65536, 4), torch.randn(4, 4))  # FP32 traffic outweighs one cast more
     assert found["chunk"].output is found["getitem"].output is found["getitem_1"].output is BF16
     assert found["max_1"].output is found["getitem_2"].output is BF16
     assert found["getitem_3"].output is None
