@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.fx import GraphModule, Proxy, _symbolic_trace
+from torch.nn.parameter import is_lazy
 
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.dynamic import DynamicGraphs
@@ -85,6 +86,11 @@ class Conversion:
             return self.run_in_net(module, args, kwargs, "a replica of the converted module")
         if self.frozen is not None and module.training and torch.is_grad_enabled():
             self.refuse_if_frozen("a training forward")
+        if not self.settled and any(map(is_lazy, module.parameters())):
+            self.start_over()  # what was declined now may be captured at the next call
+            return self.run_in_net(
+                module, args, kwargs, "lazy modules take their shapes, and classes, from a first call"
+            )
         self.weights.begin()
         output = self._run(module, args, kwargs)
         if not self.settled:
@@ -262,5 +268,5 @@ class Conversion:
         warnings.warn(
             f"the converted {self.name} was called under torch.autocast: its own graphs decide "
             "what is lowered and run with autocast off. Leave the autocast context away",
-            stacklevel=4,
+            stacklevel=7,  # the call of the module
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -145,7 +146,16 @@ class _Function(nn.Module):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["forward"] = function
+        self.__dict__["forward"] = function if _has_signature(function) else lambda *args, **kw: function(*args, **kw)
+
+
+def _has_signature(function: Callable[..., Any]) -> bool:
+    """Not so for ``torch.matmul`` and the like, which are built in."""
+    try:
+        inspect.signature(function)
+    except ValueError:
+        return False
+    return True
 
 
 class _WithLoss(nn.Module):

@@ -1,7 +1,10 @@
 """The net below the graphs: torch.autocast in the conversion's dtype, for whatever runs outside of them.
 
-The same as ``with torch.autocast(device, dtype=low)``, at a fifth of its cost a call, and it knows its own: a converted
-module that runs inside the net of another one (nested, or calling itself) is not under an autocast of the user.
+As ``with torch.autocast(device, dtype=low, cache_enabled=False)``, at a fifth of its cost a call, and it knows its own:
+a converted module that runs inside the net of another one (nested, or calling itself) is under no autocast of the user.
+
+Without the cache of casts, since its lock is taken around casts that call into Python where tensors are fake: a thread
+that captures and one that leaves an autocast region would wait for each other for good.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import threading
 
 import torch
 
-__all__ = ["AutocastOff", "Net", "inside_net"]
+__all__ = ["Net", "inside_net"]
 
 
 class _Depth(threading.local):
@@ -40,34 +43,14 @@ class Net:
             torch.get_autocast_dtype(device),
             torch.is_autocast_cache_enabled(),
         )
-        torch.set_autocast_enabled(device, True)
-        torch.set_autocast_dtype(device, self._dtype)
-        torch.set_autocast_cache_enabled(torch._C._get_tracing_state() is None)  # a cached cast would enter the trace
-        torch.autocast_increment_nesting()
+        self._set(True, self._dtype, False)
         _depth.nets += 1
 
     def __exit__(self, *_error: object) -> None:
-        device = self._device
-        enabled, dtype, cached = self._before
         _depth.nets -= 1
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
+        self._set(*self._before)
+
+    def _set(self, enabled: bool, dtype: torch.dtype, cached: bool) -> None:
+        torch.set_autocast_enabled(self._device, enabled)
+        torch.set_autocast_dtype(self._device, dtype)
         torch.set_autocast_cache_enabled(cached)
-
-
-class AutocastOff:
-    """A context in which autocast is off on one device, as our graphs want it: their casts are their own."""
-
-    __slots__ = ("_before", "_device")
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-
-    def __enter__(self) -> None:
-        self._before = torch.is_autocast_enabled(self._device)
-        torch.set_autocast_enabled(self._device, False)
-
-    def __exit__(self, *_error: object) -> None:
-        torch.set_autocast_enabled(self._device, self._before)

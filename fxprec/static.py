@@ -82,10 +82,12 @@ class StaticGraphs:
         entry = self._entry(module, names, constants, tensors)
         low = conversion.weights.read([*map(getitem, *entry.low)])
         device = conversion.settings.device
-        if not torch.is_autocast_enabled(device):
+        enabled = torch.is_autocast_enabled(device)
+        torch.set_autocast_enabled(device, False)
+        try:
             return entry.program.function(*low, *map(getitem, *entry.plain), *tensors)
-        with torch.autocast(device, enabled=False):
-            return entry.program.function(*low, *map(getitem, *entry.plain), *tensors)
+        finally:
+            torch.set_autocast_enabled(device, enabled)
 
     def capture_default(self, module: nn.Module) -> None:
         """Capture for the call that one expects without having seen one.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from fxprec.capture.untouched import ModelState, RandomState
@@ -72,12 +73,16 @@ def _same_device(module: nn.Module, conversion: Conversion, args: tuple[Any, ...
 
 def _materialize(module: nn.Module, conversion: Conversion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Lazy modules take their shapes, and so their classes, from a first call: those stay, all else is undone."""
+    shapeless = [part for part in module.modules() if any(map(is_lazy, part.buffers(recurse=False)))]
     conversion.bypassed += 1
     try:
         with torch.no_grad(), _buffers_kept(module):
             module(*args, **kwargs)
     finally:
         conversion.bypassed -= 1
+    for part in shapeless:
+        if isinstance(part, _NormBase):  # made, and written, by that call
+            part.reset_running_stats()
 
 
 @contextlib.contextmanager

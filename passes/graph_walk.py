@@ -70,6 +70,9 @@ class GraphWalk:
         """The node's value is (part of) another, with no room for a cast between them."""
         raise NotImplementedError
 
+    def converts(self, node: Node, source: Node) -> None:
+        """The node, a cast of the user's, reads another value in its own dtype."""
+
     def want_original(self, sources: Iterable[Node]) -> None:
         """Somebody reads these in their original dtypes."""
 
@@ -167,6 +170,8 @@ class GraphWalk:
             self.tie(node, site.base)
         elif floats:
             return self.source(node, site.why)
+        if floats and self.has(site.base):
+            self.converts(node, site.base)
         self.decide(node, Rule.KEEP, site.why)
 
     def _higher_order(self, node: Node, gm: GraphModule) -> bool:

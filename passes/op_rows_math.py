@@ -61,7 +61,7 @@ UNARY: Final = table(
 
 REDUCTIONS: Final = table(
     rows(Rule.FULL, _SUM, "sum", result="accumulate", dtype_keyword=True),
-    rows(Rule.FULL, _SUM, "mean", result="first", dtype_keyword=True),
+    rows(Rule.FULL, _SUM, "mean", result="first", dtype_keyword=True, mixed=frozenset({"cpu", "cuda"})),
     rows(Rule.FULL, _SUM, "prod cumsum cumprod nansum", result="accumulate"),
     rows(Rule.FULL, _SUM, "sum_to_size", result="accumulate"),
     rows(Rule.FULL, _SUM, "nanmean logcumsumexp cumulative_trapezoid trapezoid", result="float"),

@@ -87,6 +87,9 @@ class _Walk(GraphWalk):
         self.variables.tie(node, whole)
         self.early[node] = []
 
+    def converts(self, node: Node, source: Node) -> None:
+        self.variables.use(source, self.variables.arriving(node))
+
     def want_original(self, sources: Iterable[Node]) -> None:
         self.variables.use_original(sources)
 
@@ -172,10 +175,14 @@ class _Walk(GraphWalk):
         node, variables = site.node, self.variables
         read = out = FP32
         asked = dtype_argument(node)
-        if site.has_mixed_kernel(self.context) and asked is None:
-            read = out = variables.new(node)
-        elif site.accumulates_wide(self.context, asked):
+        mixed = site.has_mixed_kernel(self.context) and asked is None
+        if site.accumulates_wide(self.context, asked):
             read = variables.new()
+            if mixed:  # what it makes of FP32 is FP32, what it makes of low values is free
+                out = variables.new(node)
+                variables.close((read,), out)
+        elif mixed:
+            read = out = variables.new(node)
         variables.use_data(site, read)
         variables.close(variables.promoting(site), read)
         if floats and (asked is not None or dtype_reference(node) is not None):

@@ -31,12 +31,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.fake_results import fake_result, numel_of, value_dtype
-from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op, PassResult, Rule, is_scalar
+from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op, PassResult, Rule, arg_nodes, is_scalar
 from fxprec.passes.op_table import rule_of
 from fxprec.passes.promotion import NUMBERS, RESULT_KINDS, Operands, first
 from fxprec.passes.special_results import SPECIAL, Facts
@@ -57,6 +58,17 @@ _OVERLOAD_RESULTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 #: Higher-order ops whose bodies compute something else than the result.
 _OPAQUE: Final = frozenset({"flex_attention", "flex_attention_backward"})
+
+#: Arguments that a kernel takes as integers only: an input that arrives there, perhaps as a view, is no float.
+_INTEGER_PORTS: Final[Mapping[object, tuple[int | str, ...]]] = MappingProxyType(
+    {
+        F.embedding: (0, "input"),
+        F.embedding_bag: (0, "input"),
+        F.one_hot: (0, "tensor"),
+        "gather": (2, "index"),
+        "index_select": (2, "index"),
+    }
+)
 
 _FLOAT_NUMBERS: Final = frozenset({"div", "rdiv", "float", "sqrt", "sym_float", "sym_sqrt", "log", "exp", "truediv"})
 
@@ -98,7 +110,9 @@ class _Walk:
         preset = node.meta.get("dtype")
         if preset is not None:
             return preset
-        return value_dtype(node.meta["val"]) if node.meta.get("val") is not None else UNKNOWN
+        if node.meta.get("val") is not None:
+            return value_dtype(node.meta["val"])
+        return torch.int64 if _is_index(node) else UNKNOWN
 
     def _attribute(self, node: Node) -> DTypeInfo:
         value: Any = self.gm
@@ -195,6 +209,19 @@ class _Walk:
             return None
         value = getattr(self.gm, str(source.target), None)
         return value if isinstance(value, GraphModule) else None
+
+
+def _is_index(node: Node) -> bool:
+    """Whether somebody can take the value as an index only."""
+    for user in node.users:
+        op: Op | None = user.meta.get("op")
+        ports = _INTEGER_PORTS.get(user.target) or _INTEGER_PORTS.get(op.name if op is not None else "", ())
+        if any(source is node and port in ports for port, source in arg_nodes(user)):
+            return True
+        row = rule_of(op.name) if op is not None else None
+        if row is not None and row.view and row.rule is Rule.FOLLOW and user.args[:1] == (node,) and _is_index(user):
+            return True
+    return False
 
 
 def _bind(body: GraphModule, operands: list[Any]) -> None:

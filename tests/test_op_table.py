@@ -280,7 +280,9 @@ NORM_CALLS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("low", LOW_DTYPES, ids=str)
-@pytest.mark.parametrize("name", [name for name, row in OP_TABLE.items() if "cpu" in row.mixed])
+@pytest.mark.parametrize(
+    "name", [name for name, row in OP_TABLE.items() if "cpu" in row.mixed and not row.dtype_keyword]
+)
 def test_mixed_kernels_read_low_compute_wide_and_write_low(name: str, low: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 8, 16, generator=generator).to(low).requires_grad_()
@@ -301,6 +303,14 @@ def test_dtype_keyword_accumulates_in_fp32() -> None:
     assert keyword == ["sum", "mean"]
     x = torch.full((70_000,), 1.0, dtype=torch.float16)  # the sum is beyond float16's largest number
     assert torch.sum(x, dtype=torch.float32) == 70_000 and torch.mean(x, dtype=torch.float32) == 1.0
+
+
+@pytest.mark.parametrize("low", LOW_DTYPES, ids=str)
+def test_mean_accumulates_wide_when_it_writes_low(low: torch.dtype) -> None:
+    mixed = [name for name, row in OP_TABLE.items() if row.mixed and row.dtype_keyword]
+    assert mixed == ["mean"]
+    x = torch.full((70_000,), 1.0, dtype=low)
+    assert x.mean() == 1.0 and x.mean().dtype is low and x.mean(0, keepdim=True) == 1.0
 
 
 def writes(info: Any) -> bool:

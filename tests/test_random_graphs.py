@@ -1,4 +1,4 @@
-"""Random programs through the whole pipeline: invariants, dtypes, values, and the same answer every time.
+"""Random programs through the whole pipeline: invariants, dtypes, values, gradients, and the same answer every time.
 
 A program is a list of steps over values of shape (2, 3, 4): layers, norms, pointwise and in-place ops, views, writes to
 parts, casts, masks, integers and several results. Masks and indices come from the inputs, whose values no dtype rounds.
@@ -6,16 +6,29 @@ parts, casts, masks, integers and several results. Masks and indices come from t
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
 
-SHAPE = (2, 3, 4)
+from fxprec.capture.trace import trace_static
+from fxprec.passes.casts import CASTS
+from fxprec.passes.context import Context
+from fxprec.passes.ir import format_graph
+from fxprec.passes.policy import Policy
+from fxprec.passes.runner import run_passes
+from fxprec.shapes import propagate_shapes
+from fxprec.testing import assert_annotations_hold
+
 FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
@@ -27,15 +40,14 @@ class Values:
     floats: list[tuple[Any, torch.dtype]]
     masks: list[Any]
     indices: list[Any]
-    exact: int = 0
-    made: list[Any] = field(default_factory=list)
 
     def any(self, at: int) -> tuple[Any, torch.dtype]:
-        return self.floats[at % len(self.floats)]
+        """The latest at 0."""
+        return self.floats[-1 - at % len(self.floats)]
 
     def fp32(self, at: int) -> Any:
         chosen = [value for value, dtype in self.floats if dtype is FP32]
-        return chosen[at % len(chosen)]
+        return chosen[-1 - at % len(chosen)]
 
     def mask(self, at: int) -> Any:
         return self.masks[at % len(self.masks)]
@@ -73,9 +85,9 @@ def binary(function: Callable[[Any, Any], Any]) -> Step:
     return step
 
 
-def to(dtype: torch.dtype, function: Callable[[Any, Any], Any]) -> Step:
+def to(dtype: torch.dtype, function: Callable[[Any], Any]) -> Step:
     """A user's cast."""
-    return lambda values, a, b: values.add(function(values.model, values.any(a)[0]), dtype)
+    return lambda values, a, b: values.add(function(values.any(a)[0]), dtype)
 
 
 def write(function: Callable[[Any, Any], Any]) -> Step:
@@ -151,7 +163,7 @@ def _masked_attention(x: Any, y: Any, mask: Any) -> Any:
 
 
 def _normalize(x: Any) -> Any:
-    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt()
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 0.1).sqrt()
 
 
 STEPS: dict[str, Step] = {
@@ -165,10 +177,10 @@ STEPS: dict[str, Step] = {
     "einsum": fp32(lambda model, x: torch.einsum("btd,de->bte", x, model.weight)),
     "attention": fp32(_attention),
     "masked_attention": masked(_masked_attention),
-    "layer_norm": fp32(lambda model, x: F.layer_norm(x, (4,), model.gain, model.bias)),
-    "group_norm": fp32(lambda model, x: F.group_norm(x, 3)),
-    "batch_norm": fp32(lambda model, x: F.batch_norm(x, model.mean, model.var, training=True)),
-    "rms_norm": fp32(lambda model, x: F.rms_norm(x, (4,))),
+    "layer_norm": fp32(lambda model, x: F.layer_norm(x, (4,), model.gain, model.bias, 0.1)),
+    "group_norm": fp32(lambda model, x: F.group_norm(x, 3, eps=0.1)),
+    "batch_norm": fp32(lambda model, x: F.batch_norm(x, model.mean, model.var, training=True, eps=0.1)),
+    "rms_norm": fp32(lambda model, x: F.rms_norm(x, (4,), eps=0.1)),
     "normalize": unary(_normalize),
     "softmax": unary(lambda x: x.softmax(-1)),
     "log_softmax": unary(lambda x: F.log_softmax(x, -1)),
@@ -186,7 +198,7 @@ STEPS: dict[str, Step] = {
     "add_number": unary(lambda x: x + 0.5),
     "halve": unary(lambda x: x * 0.5),
     "add_one": unary(lambda x: 1 + x),
-    "small": unary(lambda x: x / (x.abs() + 1e-3)),
+    "sqrt": unary(lambda x: (x.abs() + 1e-3).sqrt()),
     "cat": binary(lambda x, y: torch.cat([x, y], -1)[..., 2:6]),
     "stack": binary(lambda x, y: torch.stack([x, y]).mean(0)),
     "halves": unary(_swap_halves),
@@ -217,11 +229,11 @@ STEPS: dict[str, Step] = {
     "contiguous": unary(lambda x: x.contiguous()),
     "clone": unary(torch.clone),
     "detach": unary(lambda x: x.detach()),
-    "float": to(FP32, lambda model, x: x.float() if not model.exact else x.double()),
-    "to_float": to(FP32, lambda model, x: x.to(torch.float32 if not model.exact else torch.float64)),
-    "double": to(FP64, lambda model, x: x.double()),
-    "bfloat16": to(BF16, lambda model, x: x.bfloat16()),
-    "half": to(FP16, lambda model, x: x.to(torch.float16)),
+    "float": to(FP32, lambda x: x.float()),
+    "to_float": to(FP32, lambda x: x.to(torch.float32)),
+    "double": to(FP64, lambda x: x.double()),
+    "bfloat16": to(BF16, lambda x: x.bfloat16()),
+    "half": to(FP16, lambda x: x.to(torch.float16)),
     "zeros_like": unary(torch.zeros_like),
     "new_ones": unary(lambda x: x.new_ones(2, 3, 4)),
     "add_": write(lambda x, y: x.add_(y)),
@@ -242,7 +254,7 @@ STEPS: dict[str, Step] = {
 
 
 class Model(nn.Module):
-    """Runs the steps; what the last values are is what it returns, and the inputs that a step may have written."""
+    """Runs the steps; returns the last values, and the one that steps write to most."""
 
     def __init__(self, steps: list[tuple[str, int, int]], returned: int) -> None:
         super().__init__()
@@ -254,12 +266,128 @@ class Model(nn.Module):
         self.register_buffer("var", torch.ones(3))
         self.steps = tuple(steps)
         self.returned = returned
-        self.exact = False  # in the float64 run: casts to FP32 give float64
+
+    def extra_repr(self) -> str:
+        return f"{list(self.steps)}, {self.returned}"
 
     def forward(self, x: Any, y: Any, index: Any) -> Any:
-        values = Values(self, [(x, FP32), (y, FP32)], [x > 0.1, y <= 0.0], [index, (x + 4).argmax(-1)])
-        x2 = x * 1.0  # written to at will; the inputs themselves seldom
-        values.floats = [(x2, FP32), (y, FP32), (x, FP32)]
+        values = Values(self, [], [x > 0.1, y <= 0.0], [index, (x + 4).argmax(-1)])
+        values.floats = [(x * 1.0, FP32), (y, FP32), (x, FP32)]
         for name, a, b in self.steps:
             STEPS[name](values, a, b)
         return [value for value, _ in values.floats[-self.returned :]], values.floats[0][0]
+
+
+def programs(names: Iterable[str]) -> st.SearchStrategy[Model]:
+    steps = st.tuples(st.sampled_from(sorted(names)), st.integers(0, 5), st.integers(0, 5))
+    return st.builds(Model, st.lists(steps, min_size=1, max_size=10), st.integers(1, 3))
+
+
+PROGRAMS = programs(STEPS)
+#: Without rounding of the user's own.
+FP32_PROGRAMS = programs(STEPS.keys() - {"bfloat16", "half"})
+CONTEXTS = st.builds(
+    lambda level, **settings: Context(policy=Policy.preset(level), **settings),
+    level=st.sampled_from(["O1", "O2", "O3"]),
+    low=st.sampled_from([BF16, FP16]),
+    placement=st.sampled_from(["mincut", "autocast"]),
+    native_mixed=st.booleans(),
+)
+FEW = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Values that both low dtypes hold exactly: no mask or index depends on rounding."""
+    generator = torch.Generator().manual_seed(2)
+    x, y = (torch.randint(-8, 9, (2, 3, 4), generator=generator) / 8 for _ in range(2))
+    return x, y, torch.randint(0, 4, (2, 3), generator=generator)
+
+
+def expected(model: Model) -> list[Tensor]:
+    """What eager gives; programs that it refuses, or that leave the numbers, are no programs."""
+    try:
+        with torch.no_grad():
+            values = pytree.tree_leaves(copy.deepcopy(model)(*inputs()))
+    except RuntimeError:
+        assume(False)
+    assume(all(value.isfinite().all() for value in values))
+    return values
+
+
+def rewrite(model: Model, context: Context, *, known: bool = False, shapes: bool = False) -> GraphModule:
+    gm = trace_static(model, ("x", "y", "index"), {}).gm
+    if shapes:
+        assert propagate_shapes(gm, inputs())
+    for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), inputs() if known else (), strict=known):
+        node.meta["dtype"] = tensor.dtype
+    return run_passes(gm, context)
+
+
+class Unrounded(Interpreter):
+    """A rewritten graph whose casts, ours alone, copy where they convert, and do not round."""
+
+    def run_node(self, n: Node) -> Any:
+        if n.target not in CASTS:
+            return super().run_node(n)
+        (source, dtype), _ = self.fetch_args_kwargs_from_env(n)
+        if n.args[0].meta["precision"].output is dtype:  # type: ignore[union-attr]
+            return source  # guarded: of a dtype nobody knew
+        return pytree.tree_map_only(Tensor, torch.clone, source)
+
+
+@given(PROGRAMS, CONTEXTS, st.booleans())
+@FEW
+def test_dtypes_are_those_of_the_program_and_of_the_annotations(model: Model, context: Context, shapes: bool) -> None:
+    wanted = expected(model)
+    gm = rewrite(model, context, known=True, shapes=shapes)
+    assert_annotations_hold(gm, *inputs())
+    assert [value.dtype for value in pytree.tree_leaves(gm(*inputs()))] == [value.dtype for value in wanted]
+
+
+@given(FP32_PROGRAMS, CONTEXTS)
+@FEW
+def test_casts_are_the_only_change(model: Model, context: Context) -> None:
+    """Where casts do not round, values, gradients and what was written to inputs and buffers are the program's."""
+    expected(model)
+    twin = copy.deepcopy(model)
+    try:
+        original = everything(model, model)
+    except RuntimeError:  # its backward wants what was written over
+        assume(False)
+    rewritten = everything(twin, Unrounded(rewrite(twin, context)).run)
+    torch.testing.assert_close(rewritten, original, rtol=1e-5, atol=1e-6)
+
+
+def everything(model: Model, call: Callable[..., Any]) -> list[Any]:
+    x, y, index = inputs()
+    leaves = x.requires_grad_(), y.requires_grad_()
+    arguments = x.clone(), y.clone(), index
+    values = pytree.tree_leaves(call(*arguments))
+    differentiable = [value.double().sum() for value in values if value.requires_grad]
+    if differentiable:
+        sum(differentiable).backward()  # type: ignore[union-attr]
+    return [values, arguments, list(model.buffers()), [p.grad for p in (*leaves, *model.parameters())]]
+
+
+@given(PROGRAMS, CONTEXTS)
+@FEW
+def test_dtypes_without_knowing_those_of_the_inputs(model: Model, context: Context) -> None:
+    wanted = expected(model)
+    outputs = pytree.tree_leaves(rewrite(model, context)(*inputs()))
+    assert [value.dtype for value in outputs] == [value.dtype for value in wanted]
+
+
+@given(PROGRAMS)
+@FEW
+def test_level_o0_changes_nothing(model: Model) -> None:
+    wanted = expected(model)
+    gm = rewrite(model, Context(low=BF16, policy=Policy.preset("O0")))
+    with torch.no_grad():
+        assert all(map(torch.equal, pytree.tree_leaves(gm(*inputs())), wanted))
+
+
+@given(PROGRAMS, CONTEXTS)
+@settings(FEW, max_examples=30)
+def test_the_same_program_gives_the_same_graph(model: Model, context: Context) -> None:
+    expected(model)
+    assert format_graph(rewrite(model, context, shapes=True)) == format_graph(rewrite(model, context, shapes=True))
