@@ -36,6 +36,14 @@ _CONFIG: Final = {
 #: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.
 _HARMLESS: Final = ("skipfiles", "no tensor-related objects", "namedtuple", "No ops traced")
 
+#: dynamo's warnings of what it does by itself (its look at the gradients of non-leaf tensors of a module with backward
+#: hooks, caches that it goes through) and of breaks, which our report lists.
+_NOISE: Final = (
+    "The .grad attribute of a Tensor that is not a leaf",
+    "Dynamo detected a call to a `functools.lru_cache`",
+    "Dynamo does not know how to trace",
+)
+
 #: Modes of torch itself that dynamo would enter its code under: their tensors are no tensors to run on.
 _TRACING_MODES: Final = (
     _TorchDispatchModeKey.FAKE,
@@ -97,6 +105,7 @@ class _Backend:
     def __init__(self, receiver: GraphReceiver) -> None:
         self._receiver = weakref.ref(receiver)
         self._seen: dict[str, int] = {}
+        self._broken: dict[str, int] = {}
         self.exhausted = False
 
     def __call__(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -110,16 +119,24 @@ class _Backend:
                 f"{where.filename}:{where.lineno} in {where.name}" if where else "?",
                 "graph break: " + (self.given_up() or why if why == "step_unsupported" else why),
             )
+            self._broken = dict(_counted("graph_break"))
         return receiver.rewritten(gm, inputs)
 
     def listen(self) -> None:
         """Note what dynamo could not take so far."""
-        self._seen = dict(_unimplemented())
+        self._seen = dict(_counted("unimplemented"))
+        self._broken = dict(_counted("graph_break"))
 
     def given_up(self) -> str:
         """The heading of what dynamo could not take since."""
-        new = [reason for reason, times in _unimplemented().items() if times > self._seen.get(reason, 0)]
-        return new[-1].rpartition("***\n\n")[2].split("\n")[0] if new else ""
+        return _latest("unimplemented", self._seen)
+
+    def compiled(self, code: types.CodeType) -> None:
+        """Report a break that made no graph: nothing came before it."""
+        why = _latest("graph_break", self._broken)
+        receiver = self._receiver()
+        if why and receiver is not None:
+            receiver.in_net(_place(code), f"graph break: {why}")
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Report a function that dynamo leaves to the interpreter."""
@@ -130,7 +147,7 @@ class _Backend:
             why = f"dynamo skips it: {self.given_up() or reason.split(chr(10))[0]}"
         receiver = self._receiver()
         if receiver is not None:
-            receiver.in_net(f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}", why)
+            receiver.in_net(_place(code), why)
 
 
 class _Compiling:
@@ -144,14 +161,16 @@ class _Compiling:
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         with CAPTURING, _configured(), warnings.catch_warnings():
-            # dynamo's own look at the non-leaf tensors of a module with backward hooks
-            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            for message in _NOISE:
+                warnings.filterwarnings("ignore", message=message)
             self._backend.listen()
             result = self._inner(frame, *args, **kwargs)
         reason, code = getattr(result, "skip_reason", None), frame.f_code
         if reason and not any(harmless in reason for harmless in _HARMLESS) and "<" not in code.co_filename:
             self.skipped.append(code)
             self._backend.skipped(code, reason)
+        elif "<" not in code.co_filename:
+            self._backend.compiled(code)
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -168,8 +187,19 @@ def _configured() -> Any:
     return config.patch({key: value for key, value in _CONFIG.items() if hasattr(config, key)})
 
 
-def _unimplemented() -> dict[str, int]:
-    return torch._dynamo.utils.counters["unimplemented"]  # type: ignore[attr-defined]
+def _counted(category: str) -> dict[str, int]:
+    """dynamo's own count of the constructs that it met and could not take, by reason."""
+    return torch._dynamo.utils.counters[category]  # type: ignore[attr-defined]
+
+
+def _latest(category: str, seen: dict[str, int]) -> str:
+    """The heading of the latest reason that was counted since."""
+    new = [reason for reason, times in _counted(category).items() if times > seen.get(reason, 0)]
+    return new[-1].rpartition("***\n\n")[2].split("\n")[0] if new else ""
+
+
+def _place(code: types.CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
 def _own_code(function: Callable[..., Any]) -> types.FunctionType:

@@ -3,7 +3,8 @@
 ::
 
     %L_self_modules_fc_parameters_weight = placeholder        %p_fc_weight = get_attr[fc.weight]
-    %L_x_ = placeholder                                 ->    %L_x_ = placeholder
+    %s0 = placeholder                                   ->    %L_x_ = placeholder
+    %L_x_ = placeholder                                       %size = size(%L_x_, 0)
     %linear = linear(%L_x_, %L_self_...)                      %linear = linear(%L_x_, %p_fc_weight)
 """
 
@@ -40,6 +41,7 @@ def own_graph(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str, st
     """
     copied = _copied(gm)
     arguments, prefix = _name_weights(copied, inputs, names)
+    arguments = Arguments(arguments.weights, _ask_sizes(copied, arguments.inputs))
     _relocate(copied, prefix)
     return copied, arguments
 
@@ -75,6 +77,34 @@ def _name_weights(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str
         gm.graph.erase_node(node)
         weights[name] = position
     return Arguments(weights, tuple(rest)), prefix
+
+
+def _ask_sizes(gm: GraphModule, positions: tuple[int, ...]) -> tuple[int, ...]:
+    """Ask the tensors for the sizes that dynamo passes beside them; the positions of the inputs that are left."""
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    sizes = {
+        size.node.expr: (node, dimension)
+        for node in reversed(placeholders)
+        if isinstance(value := node.meta.get("example_value"), Tensor)
+        for dimension, size in reversed([*enumerate(value.shape)])
+        if isinstance(size, torch.SymInt)
+    }
+    first = next(node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr"))
+    left: list[int] = []
+    for position, node in zip(positions, placeholders, strict=True):
+        value = node.meta.get("example_value")
+        asked = sizes.get(value.node.expr) if isinstance(value, torch.SymInt) else None
+        if asked is None:
+            left.append(position)
+            continue
+        with gm.graph.inserting_before(first):
+            size = gm.graph.call_method("size", asked)
+        reader = next(iter(node.users), node)
+        size.meta = {key: reader.meta[key] for key in ("stack_trace", "nn_module_stack") if key in reader.meta}
+        size.meta["example_value"] = value
+        node.replace_all_uses_with(size)
+        gm.graph.erase_node(node)
+    return tuple(left)
 
 
 def _frame_prefix(node: Node, name: str) -> str:

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule
 from fxprec.conversion import Conversion
 from fxprec.errors import CaptureError, ConversionError, PolicyError
 from fxprec.settings import Settings
+from fxprec.shapes import state_dtypes
 
 __all__ = ["attach", "conversion_of", "graph_module", "graphs", "is_converted", "original", "put_back", "revert"]
 
@@ -97,13 +98,17 @@ def graph_module(module: torch.nn.Module) -> GraphModule:
     Raises:
         NotCapturedError: nothing was captured yet (a forward that needs dynamo, without example inputs).
     """
-    return conversion_of(module).active(module)
+    gm = conversion_of(module).active(module)
+    state_dtypes(gm)
+    return gm
 
 
 def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
     """All rewritten graphs so far: one a set of flags (train and eval), argument pattern, or piece between breaks."""
     conversion = conversion_of(module)
     conversion.active(module)
+    for gm in conversion.graphs:
+        state_dtypes(gm)
     return tuple(conversion.graphs)
 
 

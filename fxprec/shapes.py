@@ -1,14 +1,15 @@
-"""Shapes for a statically traced graph: fake tensors walked through it. They guide costs; nothing is baked."""
+"""Fake tensors on the nodes of a statically traced graph: its shapes guide costs, nothing is baked."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-__all__ = ["propagate_shapes"]
+__all__ = ["propagate_shapes", "state_dtypes"]
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -42,6 +43,17 @@ def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
             node.meta.pop("val", None)
         return False
     return True
+
+
+def state_dtypes(gm: GraphModule) -> None:
+    """Give ``meta["val"]`` the dtypes of the rewritten graph, for who prints it: it was captured in the original's."""
+    for node in gm.graph.nodes:
+        precision, value = node.meta.get("precision"), node.meta.get("val")
+        if precision is None or precision.output is None or not isinstance(value, Tensor):
+            continue
+        if value.dtype in (torch.float32, *_LOW) and value.dtype != precision.output:
+            with getattr(value, "fake_mode", contextlib.nullcontext()), torch.no_grad():
+                node.meta["val"] = value.to(precision.output)
 
 
 def _widened(tensor: Tensor) -> Tensor:

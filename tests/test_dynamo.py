@@ -296,3 +296,27 @@ def test_copies_and_files_are_converted_too(tools):
     with torch.no_grad():
         copied.up.weight.add_(1)
     assert torch.equal(converted(x), expected)
+
+
+def test_sizes_are_asked_of_the_inputs():
+    """dynamo passes a size that varies as an argument of its own; a graph that one can call takes tensors alone."""
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            batch, time, dim = x.shape
+            return self.fc(x).reshape(batch * time, dim) / time
+
+    converted, _ = fxprec.convert(Flat(), capture="dynamo")
+    for batch, time in ((2, 3), (3, 4), (4, 5)):
+        converted(torch.randn(batch, time, 8))
+    x = torch.randn(6, 7, 8)
+    expected = converted(x)
+    gm = fxprec.graph_module(converted)
+    assert len(fxprec.graphs(converted)) == 2
+    assert [node.name for node in gm.graph.find_nodes(op="placeholder")] == ["l_x_"]
+    assert torch.equal(gm(x)[0], expected)
+    assert "size = l_x_.size(0)" in gm.code and "size_1 = l_x_.size(1)" in gm.code

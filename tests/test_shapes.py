@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 from torch import nn
 from torch.fx import symbolic_trace
@@ -40,3 +43,15 @@ def test_o3_with_example_inputs():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     converted, _ = fxprec.convert(model, (torch.randn(1, 3, 8, 8),), level="O3")
     assert converted(torch.randn(2, 3, 8, 8)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_printed_dtypes_are_those_of_the_rewritten_graph(capture):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Softmax(-1))
+    converted, _ = fxprec.convert(model, (torch.randn(2, 8),), capture=capture)
+    gm = fxprec.graph_module(converted)
+    printed = dict(re.findall(r'^ +(\w+): "(\w+)\[2, 8\]"', gm.print_readable(print_output=False), re.MULTILINE))
+    short = {torch.float32: "f32", torch.bfloat16: "bf16"}
+    annotated = {node.name: short[node.meta["precision"].output] for node in gm.graph.nodes if node.op != "output"}
+    assert set(printed.values()) == {"f32", "bf16"}
+    assert printed.items() <= annotated.items()

@@ -40,7 +40,7 @@ class Busy(nn.Module):
 
 
 @pytest.mark.parametrize("capture", ["auto", "dynamo"])
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.filterwarnings("error")
 def test_nothing_moves(tools, capture):
     model = Busy()
     state = copy.deepcopy(model.state_dict())

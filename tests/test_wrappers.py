@@ -284,7 +284,7 @@ def test_hooks_of_every_kind(make, place, early, tools):
             )  # fmt: skip
     assert tools.matmul_dtypes(model, x) == {LOW: 2}
     reasons = "".join(conversion_of(model).net.values())  # dynamo leaves a submodule's backward hooks to autograd
-    assert ("backwards hooks" in reasons) is (make is Dynamic and place == "up")
+    assert ("backwards hooks" in reasons) is (place == "up")
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 __all__ = ["ZOO", "Case"]
 
@@ -103,6 +105,70 @@ def _unet() -> nn.Module:
     )  # fmt: skip
 
 
+def _deberta() -> nn.Module:
+    from transformers import DebertaV2Config, DebertaV2ForMaskedLM
+
+    config = DebertaV2Config(
+        vocab_size=200, relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=16, **SIZE
+    )
+    return DebertaV2ForMaskedLM(config)
+
+
+def _deepseek() -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        vocab_size=200, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=32,
+        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=16, qk_nope_head_dim=8,
+        first_k_dense_replace=1, **SIZE,
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
+
+
+def _clip() -> nn.Module:
+    from transformers import CLIPConfig, CLIPModel
+
+    text = {"vocab_size": 200, "max_position_embeddings": 32, "projection_dim": 32, "eos_token_id": 2, **SIZE}
+    vision = {"image_size": 32, "patch_size": 8, "projection_dim": 32, **SIZE}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=32))
+
+
+def _swin() -> nn.Module:
+    from transformers import SwinConfig, SwinForImageClassification
+
+    config = SwinConfig(
+        image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4, num_labels=10
+    )
+    return SwinForImageClassification(config)
+
+
+def _wav2vec2() -> nn.Module:
+    """Its forward breaks dynamo's graph in six places."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(
+        vocab_size=32, conv_dim=(32, 32), conv_stride=(5, 4), conv_kernel=(10, 8), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, mask_time_prob=0.0, **SIZE,
+    )  # fmt: skip
+    return Wav2Vec2ForCTC(config)
+
+
+class _GAN(nn.Module):
+    """A generator and a discriminator with spectral norm: weights that are computed from others at each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(
+            nn.ConvTranspose2d(8, 16, 4), nn.BatchNorm2d(16), nn.ReLU(), nn.ConvTranspose2d(16, 3, 4, 2, 1), nn.Tanh()
+        )
+        self.discriminator = nn.Sequential(
+            spectral_norm(nn.Conv2d(3, 16, 4, 2, 1)), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(256, 1)
+        )
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.softplus(-self.discriminator(self.generator(z))).mean()
+
+
 #: name -> case; sizes for a second or so on two cores
 ZOO: dict[str, Case] = {
     "bert": Case(_bert, _text),
@@ -118,4 +184,10 @@ ZOO: dict[str, Case] = {
         lambda: {"sample": torch.randn(2, 3, 16, 16), "timestep": torch.tensor([3, 7])},
         lambda output: output.sample.square().mean(),
     ),
+    "deberta": Case(_deberta, _text),
+    "deepseek": Case(_deepseek, _text),
+    "clip": Case(_clip, lambda: {"input_ids": _ids(), "pixel_values": torch.randn(2, 3, 32, 32), "return_loss": True}),
+    "swin": Case(_swin, lambda: {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([1, 2])}),
+    "wav2vec2": Case(_wav2vec2, lambda: {"input_values": torch.randn(2, 800), "labels": torch.randint(1, 30, (2, 5))}),
+    "gan": Case(_GAN, lambda: {"z": torch.randn(2, 8, 1, 1)}, lambda loss: loss),
 }
