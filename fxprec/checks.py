@@ -22,6 +22,8 @@ _WRAPPERS = {
     "DataParallel": "torch.nn.parallel",
     "FullyShardedDataParallel": "torch.distributed.fsdp",
 }
+#: Homes of modules whose weights are packed and quantized: no parameters, that one could see their dtypes.
+_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized")
 
 
 def settled_device(model: Any, example_inputs: Any) -> str:
@@ -105,6 +107,10 @@ def _refuse_module(model: nn.Module) -> None:
         if is_converted(module):
             where = f"its submodule {path!r}" if path else name
             raise ConversionError(f"{where} is converted already: fxprec.revert it first, then convert again")
+        if type(module).__module__.startswith(_QUANTIZED):
+            raise ConversionError(
+                f"{path or name} is a quantized {kind}: fxprec rewrites FP32 models; convert the one that was quantized"
+            )
         if path and kind in _WRAPPERS and type(module).__module__.startswith(_WRAPPERS[kind]):
             raise ConversionError(f"the submodule {path!r} is wrapped in {kind}: convert first, then wrap")
 

@@ -1,0 +1,83 @@
+"""Models that are refused as they stand: each is left as it was, and told what to do. (More in test_convert.)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+import fxprec
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, nn.DataParallel])
+def test_wrapped_models(wrapper, process_group):
+    wrapped = wrapper(nn.Linear(2, 2))
+    x = torch.randn(3, 2)
+    expected = wrapped(x)
+    for model in (wrapped, nn.Sequential(wrapped)):
+        kind = type(model)
+        with pytest.raises(fxprec.ConversionError, match="convert first, then wrap"):
+            fxprec.convert(model)
+        assert type(model) is kind and torch.equal(model(x), expected)
+
+
+def test_a_model_inside_fsdp1():
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # making one takes an accelerator
+    nn.Module.__init__(wrapped)
+    wrapped.layer = nn.Linear(2, 2)
+    with pytest.raises(fxprec.ConversionError, match="convert first, then wrap"):
+        fxprec.convert(wrapped)
+    assert type(wrapped) is FullyShardedDataParallel
+
+
+@pytest.mark.filterwarnings("ignore:.*quant")
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.LSTM(4, 4)])
+def test_quantized_models(layer):
+    model = torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), {type(layer)}, dtype=torch.qint8)
+    with pytest.raises(fxprec.ConversionError, match=r"0 is a quantized .*FP32 models"):
+        fxprec.convert(model)
+    assert type(model) is nn.Sequential
+
+
+def test_quantized_tensors():
+    model = nn.Linear(2, 2)
+    model.register_buffer("packed", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+    with pytest.raises(fxprec.ConversionError, match=r"Linear\.packed is quantized"):
+        fxprec.convert(model)
+    assert type(model) is nn.Linear
+
+
+def test_integer_weights_beside_nothing_else_are_no_reason():
+    """Weights that the forward itself makes FP32 are lowered like any."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+
+        def forward(self, x):
+            return x @ (self.weight.float() * 0.1)
+
+    model, _ = fxprec.convert(Scaled())
+    assert model(torch.ones(2, 4)).dtype is torch.float32
+    fxprec.testing.assert_precision(model, "matmul", torch.bfloat16)
+
+
+@pytest.mark.parametrize(("settings", "words"), [({"lower": "pays"}, "cost model"), ({"fuse": True}, "fuse='auto'")])
+def test_what_this_version_does_not_have(settings, words):
+    model = nn.Linear(2, 2)
+    with pytest.raises(fxprec.ConversionError, match=words):
+        fxprec.convert(model, **settings)
+    assert type(model) is nn.Linear
