@@ -15,34 +15,26 @@ After::
     %b = copy_(%a, %exp)                  # copy_ converts; every alias of %a still sees the write
     %c = mul(%b, %s)                      # meta["autocast"] = False: keeps its original dtype
 
-``f(..., out=y)`` becomes ``y.copy_(f(...))`` in the same way. In-place ops that follow or promote (``relu_``, ``add_``,
-``x[i] = y``) stay: they run in whatever dtype their target has. Of views and in-place ops, ``f(input=x)`` becomes
-``f(x)``: who asks what shares memory looks at the first argument.
+``f(..., out=y)`` becomes ``write_out(y, f(...))`` in the same way. In-place ops that follow or promote (``relu_``,
+``add_``, ``x[i] = y``) stay: they run in whatever dtype their target has. Of views and in-place ops, ``f(input=x)``
+becomes ``f(x)``: who asks what shares memory looks at the first argument.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.ir import Op, PassResult, Rule, module_path
+from fxprec.passes.in_place import is_in_place, must_not_write, out_by_copy, write_by_copy
+from fxprec.passes.ir import Op, PassResult
 from fxprec.passes.op_names import canonical_op, cast_target
 from fxprec.passes.op_table import rule_of
 
 __all__ = ["canonicalize", "every_graph", "subgraphs"]
-
-#: Position of the ``inplace`` argument of functionals that take one.
-_INPLACE_POSITION: Final = {
-    "relu": 1, "relu6": 1, "silu": 1, "mish": 1, "hardswish": 1, "hardsigmoid": 1, "selu": 1,
-    "leaky_relu": 2, "elu": 2, "celu": 2, "threshold": 3, "hardtanh": 3, "rrelu": 4,
-    "dropout": 3, "dropout1d": 3, "dropout2d": 3, "dropout3d": 3, "alpha_dropout": 3, "feature_alpha_dropout": 3,
-}  # fmt: skip
 
 
 def canonicalize(gm: GraphModule, context: Context) -> PassResult:
@@ -59,15 +51,15 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
         op = canonical_op(node)
         if op is None:
             continue
-        node.meta["op"] = op = op._replace(in_place=_is_in_place(node, op))
+        node.meta["op"] = op = op._replace(in_place=is_in_place(node, op))
         changed |= _first_by_position(node, op)
         if op.name == "to":
             _mark_derived(node, context)
-        elif op.in_place and op.name not in ("copy", "setitem") and _must_not_write(node, op, context):
-            _write_by_copy(gm, node, op)
+        elif op.in_place and op.name not in ("copy", "setitem") and must_not_write(node, op, context):
+            write_by_copy(gm, node, op)
             changed = True
         elif node.kwargs.get("out") is not None:
-            _out_by_copy(gm, node, op)
+            out_by_copy(gm, node, op)
             changed = True
     return PassResult(gm, changed)
 
@@ -123,13 +115,6 @@ def _mark_derived(node: Node, context: Context) -> None:
         node.meta["derived_cast"] = True
 
 
-def _is_in_place(node: Node, op: Op) -> bool:
-    if op.in_place or node.kwargs.get("inplace") is True:
-        return True
-    position = _INPLACE_POSITION.get(op.name)
-    return position is not None and len(node.args) > position and node.args[position] is True
-
-
 def _first_by_position(node: Node, op: Op) -> bool:
     row = rule_of(op.name)
     name = next((name for name in ("input", "self") if name in node.kwargs), None)
@@ -138,74 +123,3 @@ def _first_by_position(node: Node, op: Op) -> bool:
     node.args = (node.kwargs[name],)
     node.kwargs = {key: value for key, value in node.kwargs.items() if key != name}
     return True
-
-
-def _must_not_write(node: Node, op: Op, context: Context) -> bool:
-    rule, _ = context.policy.resolve(op.name, node, module_path(node), rule_of(op.name), context.device)
-    return isinstance(rule, torch.dtype) or rule in (Rule.LOW, Rule.FULL)
-
-
-def _write_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
-    """``x.f_(...)`` -> ``x.copy_(f(x, ...))``: legal whatever aliases x, and copy_ converts."""
-    target = node.args[0]
-    with gm.graph.inserting_before(node):
-        value = _functional_form(gm, node, op)
-        written = gm.graph.call_method("copy_", (target, value))
-    _finish(node, value, written, op)
-
-
-def _out_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
-    """``f(x, out=y)`` -> ``y.copy_(f(x))``; of several results each by itself."""
-    out: Any = node.kwargs["out"]
-    target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
-    with gm.graph.inserting_before(node):
-        value = gm.graph.create_node(node.op, target, node.args, {k: v for k, v in node.kwargs.items() if k != "out"})
-        if isinstance(out, Node):
-            return _finish(node, value, gm.graph.call_method("copy_", (out, value)), op)
-        for position, each in enumerate(out):
-            part = gm.graph.call_function(operator.getitem, (value, position))
-            written = gm.graph.call_method("copy_", (each, part))
-            part.meta = {**node.meta, "op": Op("getitem")}
-            written.meta = {**node.meta, "op": Op("copy", in_place=True)}
-            for user in [user for user in node.users if user.target is operator.getitem and user.args[1] == position]:
-                user.replace_all_uses_with(written)
-                gm.graph.erase_node(user)
-    value.meta = {**node.meta, "op": Op(op.name)}
-    node.replace_all_uses_with(value)
-    gm.graph.erase_node(node)
-
-
-def _finish(node: Node, value: Node, written: Node, op: Op) -> None:
-    value.meta = {**node.meta, "op": Op(op.name)}
-    written.meta = {**node.meta, "op": Op("copy", in_place=True)}
-    node.replace_all_uses_with(written)
-    node.graph.erase_node(node)
-
-
-def _functional_form(gm: GraphModule, node: Node, op: Op) -> Node:
-    if node.op == "call_method":
-        assert isinstance(node.target, str)
-        name = node.target.rstrip("_") if not node.target.startswith("__i") else "__" + node.target[3:]
-        return gm.graph.call_method(name, node.args, node.kwargs)
-    args, kwargs = node.args, dict(node.kwargs)
-    position = _INPLACE_POSITION.get(op.name)
-    if kwargs.pop("inplace", False):
-        pass
-    elif position is not None and len(args) > position and args[position] is True:
-        args = (*args[:position], False, *args[position + 1 :])
-    else:
-        return gm.graph.call_function(_functional(node.target), args, kwargs)
-    return gm.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-
-
-def _functional(target: Any) -> Callable[..., Any]:
-    """The out-of-place twin of an in-place function: torch.exp_ -> torch.exp; aten.exp_.default, operator.ipow."""
-    if isinstance(target, OpOverload):  # the packet: pow_.Scalar is pow.Tensor_Scalar, not pow.Scalar
-        return getattr(getattr(torch.ops, target.namespace), target._opname.rstrip("_"))
-    name = target.__name__
-    if target.__module__ == "_operator":
-        return getattr(operator, name.removeprefix("i"))
-    for home in (torch, torch.nn.functional, torch.special, torch.Tensor):
-        if hasattr(home, name.rstrip("_")):
-            return getattr(home, name.rstrip("_"))
-    raise NotImplementedError(f"in-place function {name} has no out-of-place twin in torch")

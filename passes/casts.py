@@ -1,4 +1,4 @@
-"""The casts that passes insert: plain functions, so that a printed graph reads as what it does."""
+"""The calls that passes insert: plain functions, so that a printed graph reads as what it does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-__all__ = ["CASTS", "cast", "cast_each", "cast_if_float", "cast_saturating"]
+__all__ = ["CASTS", "cast", "cast_each", "cast_if_float", "cast_saturating", "write_out"]
 
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -36,6 +36,13 @@ def cast_saturating(x: object, dtype: torch.dtype) -> object:
         return x
     limits = torch.finfo(dtype)
     return torch.where(x.isinf(), x, x.clamp(limits.min, limits.max)).to(dtype)
+
+
+def write_out(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What ``out=`` does with a result: ``out`` takes its shape, keeps its own dtype, and is returned."""
+    if out.shape != value.shape:
+        out.resize_(value.shape)
+    return out.copy_(value)
 
 
 CASTS = frozenset({cast, cast_each, cast_if_float, cast_saturating})

@@ -15,7 +15,8 @@ After::
 
 A narrowing cast followed by a widening one stays: it rounds. Of two equal casts of one tensor the first serves both.
 The user's own cast stays where someone still reads it, or wants its dtype because it is the original one (an output),
-and wherever its value is written to in place, since a cast makes a copy and folding it would make an alias.
+wherever its value is written to in place, and where it is returned, since a cast makes a copy and folding it would
+make an alias.
 
 Body of a checkpointed region, before and after (``%x_bf16`` is made by the caller, where a shadow can serve it)::
 
@@ -106,7 +107,9 @@ def _held_by(node: Node, target: torch.dtype) -> Node | None:
 
 
 def _may_read(user: Node, node: Node, source: Node) -> bool:
-    """Not a reader that wants the original dtype of what it reads, if that differs."""
+    """Not a reader that wants the original dtype of what it reads, if that differs; nor the caller of a user's copy."""
+    if user.op == "output" and not node.meta.get("inserted") and _copied(node):
+        return False
     if node.meta.get("dtype") == source.meta.get("dtype"):
         return True
     precision: Precision | None = user.meta.get("precision")
@@ -117,7 +120,12 @@ def _may_read(user: Node, node: Node, source: Node) -> bool:
 def _copies_for_caller(node: Node, source: Node, roots: dict[Node, Node]) -> bool:
     """Whether the user's cast gives a copy of what belongs to the caller, who may write to either."""
     outside = roots[source].op in ("placeholder", "get_attr")
-    return outside and not node.meta.get("inserted") and node.meta.get("dtype") != node.args[0].meta.get("dtype")  # type: ignore[union-attr]
+    return outside and not node.meta.get("inserted") and _copied(node)
+
+
+def _copied(node: Node) -> bool:
+    """Whether the cast changed the dtype in the original program, and so made a tensor of its own."""
+    return node.meta.get("dtype") != node.args[0].meta.get("dtype")  # type: ignore[union-attr]
 
 
 def _pure_target(node: Node) -> torch.dtype | None:

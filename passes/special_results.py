@@ -19,7 +19,7 @@ from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op
 from fxprec.passes.op_names import cast_target, dtype_argument
 from fxprec.passes.promotion import NUMBERS, Operands, first, promote
 
-__all__ = ["SPECIAL", "Facts"]
+__all__ = ["RESULT_FIELDS", "SPECIAL", "Facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Facts:
 Special: TypeAlias = "Callable[[Facts, Node, Operands], DTypeInfo | None]"
 
 #: Results of torch.return_types by name -> position.
-_RESULT_FIELDS: Final[Mapping[str, int]] = MappingProxyType(
+RESULT_FIELDS: Final[Mapping[str, int]] = MappingProxyType(
     {"values": 0, "indices": 1, "min": 0, "max": 1, "sign": 0, "logabsdet": 1, "mantissa": 0, "exponent": 1,
      "Q": 0, "R": 1, "U": 0, "S": 1, "V": 2, "Vh": 2, "P": 0, "L": 1, "eigenvalues": 0, "eigenvectors": 1,
      "solution": 0, "residuals": 1, "rank": 2, "singular_values": 3, "hist": 0, "bin_edges": 1, "result": 0,
@@ -87,7 +87,7 @@ def _getattr(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
     if name in _NO_TENSOR_ATTRIBUTES:
         return NON_TENSOR
     if isinstance(info, tuple):
-        position = _RESULT_FIELDS.get(name, 0)
+        position = RESULT_FIELDS.get(name, 0)
         return info[position] if position < len(info) else UNKNOWN
     if name in _TENSOR_ATTRIBUTES:
         return info

@@ -16,6 +16,8 @@ from fxprec.passes.policy import Policy
 from fxprec.passes.runner import PIPELINE, run_passes
 from fxprec.shapes import propagate_shapes
 
+torch.set_num_threads(1)  # the tensors are tiny: threads cost more than they give, much more beside other work
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:

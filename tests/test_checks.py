@@ -36,7 +36,7 @@ def test_wrapped_models(wrapper, process_group):
 def test_a_model_inside_fsdp1():
     wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # making one takes an accelerator
     nn.Module.__init__(wrapped)
-    wrapped._fsdp_wrapped_module = nn.Linear(2, 2)
+    wrapped.training_state, wrapped._fsdp_wrapped_module = None, nn.Linear(2, 2)
     with pytest.raises(fxprec.ConversionError, match="convert first, then wrap"):
         fxprec.convert(wrapped)
     assert type(wrapped) is FullyShardedDataParallel
