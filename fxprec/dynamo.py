@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 from torch._C._dynamo.eval_frame import reset_code
 from torch._C._functorch import maybe_current_level
 from torch.fx import GraphModule
@@ -36,6 +37,8 @@ _CONFIG: Final = {
 #: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.
 _HARMLESS: Final = ("skipfiles", "no tensor-related objects", "namedtuple", "No ops traced")
 
+#: In the reason that dynamo gives beyond its recompile limit.
+_BEYOND_LIMIT: Final = "custom frame execution strategy"
 #: dynamo's warnings of what it does by itself (its look at the gradients of non-leaf tensors of a module with backward
 #: hooks, caches that it goes through) and of breaks, which our report lists.
 _NOISE: Final = (
@@ -140,7 +143,7 @@ class _Backend:
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Report a function that dynamo leaves to the interpreter."""
-        if "custom frame execution strategy" in reason:
+        if _BEYOND_LIMIT in reason:
             self.exhausted = True
             why = f"beyond dynamo's limit of {_CONFIG['recompile_limit']} captures of one function"
         else:
@@ -165,13 +168,23 @@ class _Compiling:
                 warnings.filterwarnings("ignore", message=message)
             self._backend.listen()
             result = self._inner(frame, *args, **kwargs)
-        reason, code = getattr(result, "skip_reason", None), frame.f_code
+        reason, code = self._skip_reason(result), frame.f_code
         if reason and not any(harmless in reason for harmless in _HARMLESS) and "<" not in code.co_filename:
             self.skipped.append(code)
             self._backend.skipped(code, reason)
         elif "<" not in code.co_filename:
             self._backend.compiled(code)
         return result
+
+    def _skip_reason(self, result: Any) -> str | None:
+        """Why dynamo leaves a function to the interpreter; None where it does not."""
+        if hasattr(result, "skip_reason") or result is None:
+            return getattr(result, "skip_reason", None)
+        if result.guarded_code is not None:  # torch < 2.13 keeps the reason to itself
+            return None
+        if result.frame_exec_strategy.cur_action != FrameAction.SKIP:
+            return _BEYOND_LIMIT
+        return self._backend.given_up()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

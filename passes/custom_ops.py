@@ -26,7 +26,10 @@ def registered_autocast(op_name: str, device: str | None = None) -> torch.dtype 
     kernels = getattr(getattr(packet, op_name.partition(".")[2] or "default", None), "py_kernels", {})
     for device_type in ("cuda", "cpu", "xpu") if device is None else (device,):
         key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}", None)
-        dtype = _custom_op_dtype(op_name, device_type) or _closure(kernels.get(key)).get("cast_inputs")
+        kernel = _closure(kernels.get(key))
+        if kernel.get("device_type", device_type) != device_type:  # torch < 2.13 keeps one kernel under both keys
+            kernel = {}
+        dtype = _custom_op_dtype(op_name, device_type) or kernel.get("cast_inputs")
         if isinstance(dtype, torch.dtype):
             return dtype
     return None

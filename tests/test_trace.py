@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
 import operator
 import pickle
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxprec.capture.trace import StaticCapture, default_key, trace_static
+from fxprec.capture.trace import CaptureDeclined, StaticCapture, default_key, trace_static
 from fxprec.passes.ir import module_path
 
 
@@ -487,3 +488,34 @@ class TestGraphModules:
         gm, x = capture(SmallCNN().eval()).gm, torch.randn(2, 3, 9, 9)
         for again in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
             assert torch.equal(again(x), gm(x))
+
+
+def test_a_declined_trace_leaves_the_contexts_it_was_interrupted_in() -> None:
+    """A generator that nobody ended would keep its hooks for as long as somebody keeps the error."""
+    inner = nn.Linear(4, 4)
+
+    @contextlib.contextmanager
+    def halves() -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.half(), lambda x: x.float()):
+            yield
+
+    class Interrupted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            saving = halves()
+            saving.__enter__()  # as checkpoints of torch 2.11 do: what is raised inside passes it by
+            y = self.fc(x)
+            if y.sum() > 0:
+                y = y * 2
+            saving.__exit__(None, None, None)
+            return y
+
+    kept = []
+    try:
+        trace_static(Interrupted(), ("x",), {})
+    except CaptureDeclined as error:
+        kept.append(error)
+    assert kept and torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,10 +135,12 @@ def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
         graph = tracer.trace(root if is_module else _no_module)
     except CaptureDeclined as declined:
         reason = declined.reason
+        _leave_contexts(declined)
     except Exception as error:
         where = tracer.lines.place_of_error(error.__traceback__)
         message = (str(error).splitlines() or [""])[0]
         reason = f"tracing failed with {type(error).__name__}: {message}" + (f", at {where}" if where else "")
+        _leave_contexts(error)
     finally:
         moved, written = random.restore(), model.restore()
     if tracer.declined is not None:
@@ -150,6 +153,12 @@ def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
         raise CaptureDeclined(reason)
     graph._tracer_cls = None  # a pickled graph is traced again by fx's own tracer
     return graph
+
+
+def _leave_contexts(error: Exception) -> None:
+    """End the generators that the trace was interrupted in: that of a checkpoint would keep its saved-tensor hooks."""
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None
 
 
 def _no_module() -> None:
