@@ -202,7 +202,10 @@ class TestCalls:
         assert "at test_tracer.py:" in reason(Model(body))
         out_dtype = torch.ops.higher_order.out_dtype
         body = lambda self, x: out_dtype(torch.ops.aten.mm.default, torch.int32, x, x)  # noqa: E731
-        assert reason(Model(body)).startswith("calls the higher-order operator out_dtype, at ")
+        why = reason(Model(body))  # before torch 2.11 in torch's own words
+        assert (
+            "the higher-order operator out_dtype" in why or "HigherOrderOperators" in why
+        ) and "at test_tracer" in why
 
     def test_module_that_is_no_submodule(self) -> None:
         assert reason(Model(lambda self, x: nn.ReLU()(x))).startswith("calls a ReLU that is no submodule, at ")

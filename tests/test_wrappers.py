@@ -113,6 +113,9 @@ def test_containers_of_tensors(tools):
     assert tools.matmul_dtypes(model, [x, x], {"x": x}) == {LOW: 3}
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="dynamo of earlier versions takes no packed sequences: refused by CaptureError"
+)
 def test_packed_sequences(tools):
     class Tagger(nn.Module):
         def __init__(self):
