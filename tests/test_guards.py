@@ -258,3 +258,20 @@ def test_a_comparison_that_raises_is_a_change() -> None:
     guards = captured(model)
     model.scale = Odd(2)
     assert "scale changed" in (guards.failing() or "")
+
+
+def test_a_tensor_asked_for_that_is_gone() -> None:
+    class Shaped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) / self.fc.weight.shape[0]
+
+    model = Shaped()
+    guards = trace_static(model, ("x",), {}).guards
+    assert guards.failing() is None
+    parameters = model.fc._parameters
+    parameters["renamed"] = parameters.pop("weight")  # as many of the same types
+    assert guards.failing() == "fc.weight is no tensor any more"

@@ -238,8 +238,13 @@ class _Tensors:
         for one, other in self._ties:
             if one.tensor() is not other.tensor():
                 return f"{one.path} and {other.path} are no longer the same tensor"
-        changed = [(slot.path, fact, ask(slot.tensor())) for slot, ask, fact in self._facts]
-        return next(f"{path} changed from {fact} to {now}" for path, fact, now in changed if now != fact)
+        for slot, ask, fact in self._facts:
+            tensor = slot.tensor()
+            if not isinstance(tensor, Tensor):
+                return f"{slot.path} is no tensor any more"
+            if ask(tensor) != fact:
+                return f"{slot.path} changed from {fact} to {ask(tensor)}"
+        raise AssertionError("nothing changed")
 
 
 def _values_of(reads: Iterable[Reads], root: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any]]]:
