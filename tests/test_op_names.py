@@ -11,7 +11,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from fxprec.passes.casts import cast, cast_if_float
 from fxprec.passes.ir import Op
-from fxprec.passes.op_names import ALIASES, canonical_name, canonical_op, cast_target, dtype_argument
+from fxprec.passes.op_aliases import ALIASES
+from fxprec.passes.op_names import canonical_name, canonical_op, cast_target, dtype_argument
 
 aten = torch.ops.aten
 

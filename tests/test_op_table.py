@@ -17,7 +17,8 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fxprec.passes.ir import Rule
-from fxprec.passes.op_names import ALIASES, canonical_name
+from fxprec.passes.op_aliases import ALIASES
+from fxprec.passes.op_names import canonical_name
 from fxprec.passes.op_rows_modules import DECIDED_EXCEPTIONS, MODULE_EXCEPTIONS, MODULE_OPS
 from fxprec.passes.op_rule import rows, table
 from fxprec.passes.op_table import OP_TABLE, OpRule, rule_of
