@@ -227,6 +227,14 @@ def test_module_paths_and_source_lines() -> None:
     assert relu.stack_trace.endswith("x = F.relu(self.norm(self.down(self.stem(x))))")
 
 
+def test_stack_traces_name_the_function() -> None:
+    def halve(x: Tensor) -> Tensor:
+        return x.reshape(2, -1)
+
+    gm = trace_static(halve, ("x",), {}).gm
+    assert gm.forward.__code__.co_filename.endswith(f"from {__file__}:{halve.__code__.co_firstlineno} in halve")
+
+
 def test_models_of_torch_modules_only_have_source_lines_too() -> None:
     gm = capture(nn.Sequential(nn.Linear(2, 2))).gm
     linear = next(node for node in gm.graph.nodes if node.op == "call_function")

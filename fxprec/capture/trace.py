@@ -94,6 +94,8 @@ def trace_static(
         arguments = _bound(forward, tensor_arguments, constants)
         tracer = ForwardTracer(root, _interpreted(root) or forward, arguments, tensor_arguments)
         graph = _trace(tracer, root, is_module)
+        if not is_module and (code := getattr(forward, "__code__", None)) is not None:  # for stack traces
+            graph._co_fields = {name: getattr(code, name) for name in ("co_name", "co_filename", "co_firstlineno")}
         _check_constants(tracer, graph)
         guards = tracer.recorder.guards()
         name = type(root).__name__ if is_module else getattr(forward, "__name__", "function")
