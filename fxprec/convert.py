@@ -15,7 +15,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from fxprec.checks import check_module_overrides, refuse_unfit, settled_device
-from fxprec.loss_scaler import LossScaler, make_scaler
+from fxprec.default_scaler import make_scaler
+from fxprec.loss_scaler import LossScaler
 from fxprec.module import attach, put_back
 from fxprec.passes.policy import Policy
 from fxprec.program import Executor
@@ -113,6 +114,7 @@ def convert(
         put_back(module)
         raise
     conversion.converting = False
+    made.name_parameters(module)
     return Converted(module, made)
 
 

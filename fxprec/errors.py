@@ -6,9 +6,13 @@ catches those keeps working.
 
 __all__ = [
     "CaptureError",
+    "ClosureError",
     "ConversionError",
     "FxprecError",
     "InvariantError",
+    "LossScaleError",
+    "LossScaleFloorError",
+    "NoGradientsError",
     "NotCapturedError",
     "PolicyError",
 ]
@@ -36,3 +40,19 @@ class PolicyError(FxprecError, ValueError):
 
 class InvariantError(FxprecError, AssertionError):
     """A pass broke an invariant of the rewritten graph: a bug in fxprec, not in the model."""
+
+
+class LossScaleError(FxprecError, ValueError, AssertionError):
+    """A loss scaler's argument or state is out of range. (``AssertionError`` is what torch's scaler raises.)"""
+
+
+class LossScaleFloorError(FxprecError, RuntimeError):
+    """The loss scale fell to its floor: gradients overflow at every scale."""
+
+
+class NoGradientsError(FxprecError, AssertionError):
+    """An optimizer is to step and none of its parameters has a gradient. (torch raises ``AssertionError``.)"""
+
+
+class ClosureError(FxprecError, TypeError, RuntimeError):
+    """A closure was given to a scaled step. (torch raises ``RuntimeError``.)"""

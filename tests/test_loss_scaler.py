@@ -4,7 +4,8 @@ import pickle
 import pytest
 import torch
 
-from fxprec.loss_scaler import LossScaler, make_scaler
+from fxprec.default_scaler import make_scaler
+from fxprec.loss_scaler import LossScaler
 
 
 def problem(value: float = 2.0, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Parameter, torch.optim.SGD]:

@@ -1,0 +1,1 @@
+"""Optimizers that unscale, check, clip, update and write the shadows in one pass."""

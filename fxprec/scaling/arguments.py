@@ -1,0 +1,138 @@
+"""What a loss scaler accepts: numbers in range, closures never, everything checked before anything changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor
+
+from fxprec.errors import ClosureError, LossScaleError
+
+__all__ = [
+    "TORCH_KEYS",
+    "checked_bounds",
+    "checked_choice",
+    "checked_dynamic",
+    "checked_factors",
+    "checked_interval",
+    "checked_new_scale",
+    "checked_scale",
+    "checked_state",
+    "refuse_closure",
+]
+
+#: The five keys of ``torch.amp.GradScaler.state_dict``.
+TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def checked_scale(name: str, value: Any) -> float:
+    """A scale: finite and greater than 0."""
+    if not _is_number(value) or not math.isfinite(value) or value <= 0:
+        raise LossScaleError(f"{name} must be finite and greater than 0, not {value!r}")
+    return float(value)
+
+
+def checked_factors(growth: Any, backoff: Any) -> tuple[float, float]:
+    """Growth above 1 and backoff between 0 and 1."""
+    if not _is_number(growth) or not math.isfinite(growth) or growth <= 1:
+        raise LossScaleError(f"growth_factor must be finite and greater than 1, not {growth!r}")
+    if not _is_number(backoff) or not 0 < backoff < 1:
+        raise LossScaleError(f"backoff_factor must be greater than 0 and less than 1, not {backoff!r}")
+    return float(growth), float(backoff)
+
+
+def checked_dynamic(growth: Any, backoff: Any) -> tuple[float, float]:
+    """The same, or both exactly 1, as the state of a static scale has them."""
+    return (1.0, 1.0) if growth == backoff == 1.0 else checked_factors(growth, backoff)
+
+
+def checked_bounds(low: Any, scale: float, high: Any) -> tuple[float | None, float | None]:
+    """``min_scale <= scale <= max_scale``, where they are given."""
+    low = None if low is None else checked_scale("min_scale", low)
+    high = None if high is None else checked_scale("max_scale", high)
+    if (low is not None and scale < low) or (high is not None and scale > high):
+        raise LossScaleError(f"a scale of {scale:g} is not between min_scale={low} and max_scale={high}")
+    return low, high
+
+
+def checked_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """One of a few values."""
+    if value not in choices:
+        raise LossScaleError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+    return value
+
+
+def checked_interval(name: str, value: Any) -> int:
+    """A whole number of at least 1."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise LossScaleError(f"{name} must be a whole number of at least 1, not {value!r}")
+    return int(value)
+
+
+def checked_new_scale(value: Any, device: str) -> float:
+    """The argument of ``update``: a number, or a tensor of one element (which is read: a host sync)."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.requires_grad or value.device.type != device:
+            raise LossScaleError(
+                f"new_scale should be a number or a tensor of one element on {device!r} without requires_grad, not "
+                f"one of shape {tuple(value.shape)} on {value.device.type!r}"
+                + (" that requires grad" if value.requires_grad else "")
+            )
+        value = value.item()
+    return checked_scale("the new scale", value)
+
+
+def checked_state(state: Any, num_losses: int) -> list[dict[str, Any]]:
+    """The state of each loss from a ``state_dict``, ours or torch's.
+
+    Raises:
+        TypeError: no mapping. RuntimeError: empty, or keys are missing. LossScaleError: values out of range, or
+            another number of losses.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"a scaler's state is a dict, not {type(state).__name__}")
+    if not state:
+        raise RuntimeError(
+            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
+            "Save it from an enabled one, or leave load_state_dict out"
+        )
+    if missing := [key for key in TORCH_KEYS if key not in state]:
+        raise RuntimeError(f"the scaler's state lacks {missing}; it has {sorted(map(str, state))}")
+    checked_dynamic(state["growth_factor"], state["backoff_factor"])
+    checked_interval("growth_interval", state["growth_interval"])
+    extra = state.get("fxprec", {})
+    first = {"scale": state["scale"], "growth_tracker": state["_growth_tracker"]}
+    losses = [{**first, **extra["losses"][0]}, *extra["losses"][1:]] if extra.get("losses") else [first] * num_losses
+    if len(losses) != num_losses:
+        raise LossScaleError(
+            f"the state holds {len(losses)} losses, this scaler has num_losses={num_losses}: make it with num_losses="
+            f"{len(losses)}"
+        )
+    for i, loss in enumerate(losses):
+        checked_scale(f"the saved scale of loss {i}", loss["scale"])
+        for key in ("growth_tracker", "hysteresis_left"):
+            count = loss.get(key, 0)
+            if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
+                raise LossScaleError(f"the saved {key} of loss {i} must be a whole number of at least 0, not {count!r}")
+    return losses
+
+
+def refuse_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """``step(optimizer, None)`` is fine, a real closure is not: it would run backward passes that nobody unscales."""
+    closure = kwargs.get("closure", args[0] if args else None)
+    if callable(closure):
+        raise ClosureError(
+            "Closure use is not currently supported if GradScaler is enabled: the closure's backward would leave "
+            "scaled gradients to the optimizer. For one that evaluates once, call it first:\n"
+            "    loss = closure()        # zero_grad, forward, scaler.scale(loss).backward()\n"
+            "    scaler.step(optimizer)\n"
+            "For one that evaluates several times a step (LBFGS), train in bfloat16, which needs no scaling: "
+            "fxprec.convert(model, dtype=torch.bfloat16)"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

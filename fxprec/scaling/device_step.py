@@ -1,0 +1,65 @@
+"""Steps that are skipped on the device: the host never learns whether, and does not wait.
+
+The contract is torch's: an optimizer that sets ``_step_supports_amp_scaling`` reads its attributes ``grad_scale`` and
+``found_inf`` in ``step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from fxprec.scaling.gradients import parameters_of
+
+__all__ = ["can_skip_on_device", "step_on_device"]
+
+
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Whether a skip by the optimizer itself leaves everything as it was.
+
+    Not so where somebody wrapped ``step`` to see whether it runs (Accelerate; torch's lr schedulers only count calls),
+    and not in the first step of torch's fused optimizers, which makes their state, for a skipped step too.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    wrapped = optimizer.__dict__.get("step")
+    if wrapped is not None and not getattr(wrapped, "_wrapped_by_lr_sched", False):
+        return False
+    return not _makes_state(optimizer)
+
+
+def step_on_device(
+    optimizer: Any, scale: Tensor, state: Mapping[str, Any], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``optimizer.step`` with its ``grad_scale`` and ``found_inf``, which are gone afterwards, whatever happens.
+
+    Args:
+        optimizer: may have a ``grad_scale`` of the user's, which is multiplied in.
+        scale: the loss scale.
+        state: the scaler's of this optimizer: its stage, and flags on every device.
+        args, kwargs: for ``step``.
+    """
+    flags = [flag.view(()).to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
+    unscaled = state["stage"] is OptState.UNSCALED
+    given = getattr(optimizer, "grad_scale", None)
+    optimizer.grad_scale = given if unscaled else scale if given is None else scale * given
+    # One at most: fused kernels take it off the step count again.
+    optimizer.found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
+    try:
+        return optimizer.step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def _makes_state(optimizer: Optimizer) -> bool:
+    if isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups):
+        return False
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
+        return False
+    known = optimizer.state
+    return any(p.grad is not None and p not in known for p in parameters_of(optimizer))

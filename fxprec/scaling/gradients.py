@@ -1,0 +1,124 @@
+"""The gradients of one optimizer: checked, local, and grouped for the fused unscale.
+
+Refused before anything changes: gradients that no scale can be taken out of. Sparse ones are coalesced first, since
+adding up duplicate indices may overflow; of a DTensor the local shard is taken, of a partial one the sum.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["Grouped", "dtensor_type", "few", "grouped", "local", "parameter_names", "parameters_of"]
+
+#: (device, dtype) -> dense tensors that can be unscaled in place.
+Grouped = dict[tuple[torch.device, torch.dtype], list[Tensor]]
+
+_SCALED = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Every parameter of every group."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def grouped(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer], dict[int, str]]) -> Grouped:
+    """The gradients to unscale. May replace ``.grad`` of sparse and of partial ones.
+
+    Raises:
+        ValueError: float16 gradients, unless they are allowed. TypeError: complex or float8 ones. Both name the
+            parameters.
+    """
+    with_gradients: list[tuple[Tensor, Tensor]] = []
+    odd: list[Tensor] = []
+    for parameter in parameters_of(optimizer):
+        gradient = parameter.grad
+        if gradient is not None:
+            with_gradients.append((parameter, gradient))
+            if gradient.dtype not in _SCALED:
+                odd.append(parameter)
+    if odd:
+        _refuse(odd, allow_fp16, name_of(optimizer))
+    groups: Grouped = {}
+    with torch.no_grad():
+        for parameter, gradient in with_gradients:
+            if gradient.layout is not torch.strided or type(gradient) is not Tensor:
+                gradient = _dense(parameter, gradient)
+            key = gradient.device, gradient.dtype
+            tensors = groups.get(key)
+            if tensors is None:
+                groups[key] = [gradient]
+            else:
+                tensors.append(gradient)
+    return groups
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The tensor, or of a DTensor what this rank holds, without a copy."""
+    dtensor = dtensor_type()
+    if dtensor is None or not isinstance(tensor, dtensor):
+        return tensor
+    held: Any = cast(Any, tensor).to_local()
+    return held.wait() if hasattr(held, "wait") else held
+
+
+def dtensor_type() -> Any:
+    """DTensor, where anything imported it: the import costs a third of a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else module.DTensor
+
+
+def parameter_names(optimizer: Optimizer, known: Callable[[Tensor], str | None]) -> dict[int, str]:
+    """id -> name: from named groups, else from the converted model, else by place and shape."""
+    names: dict[int, str] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names")
+        for j, parameter in enumerate(group["params"]):
+            place = f"param_groups[{i}]['params'][{j}] of shape {tuple(parameter.shape)}"
+            names[id(parameter)] = given[j] if given is not None else known(parameter) or place
+    return names
+
+
+def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The part of a gradient that can be unscaled in place."""
+    if gradient.layout is torch.sparse_coo:
+        if not gradient.is_coalesced():
+            parameter.grad = gradient = gradient.coalesce()
+        return gradient._values()
+    if gradient.layout is not torch.strided:
+        return gradient.values()
+    dtensor = dtensor_type()
+    if dtensor is not None and isinstance(gradient, dtensor):
+        sharded: Any = gradient
+        if any(placement.is_partial() for placement in sharded.placements):
+            parameter.grad = sharded = sharded.redistribute(placements=cast(Any, parameter).placements)
+        return local(sharded)
+    return gradient
+
+
+def _refuse(odd: Iterable[Tensor], allow_fp16: bool, names: dict[int, str]) -> None:
+    half = [names[id(p)] for p in odd if p.grad is not None and p.grad.dtype is torch.float16]
+    strange = [f"{names[id(p)]} ({p.grad.dtype})" for p in odd if p.grad is not None and p.grad.dtype != torch.float16]
+    if strange:
+        raise TypeError(
+            f"gradients that cannot be unscaled and checked for inf: {few(strange)}. Keep such parameters in another "
+            "optimizer, which steps without the scaler"
+        )
+    if half and not allow_fp16:
+        raise ValueError(
+            f"Attempting to unscale FP16 gradients. They belong to {few(half)}. Unscaled, most of them would vanish: "
+            "keep the parameters in float32 as master weights, as fxprec.convert does at O0 to O2, or wrap the "
+            "optimizer in fxprec.amp.FP16_Optimizer. LossScaler(fp16_gradients=True) accepts them"
+        )
+
+
+def few(names: list[str], most: int = 5) -> str:
+    """The first of them, and how many more there are."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

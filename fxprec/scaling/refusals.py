@@ -1,0 +1,65 @@
+"""What a scaler refuses in the middle of a run, and what it says when the scale collapses."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+from fxprec.errors import NoGradientsError
+from fxprec.scaling.gradients import few, parameters_of
+
+if TYPE_CHECKING:
+    from fxprec.loss_scaler import LossScaler
+
+__all__ = ["floor_message", "no_gradients", "refuse_shared"]
+
+
+def refuse_shared(
+    optimizer: Optimizer,
+    owners: dict[int, weakref.ref[Optimizer]],
+    names_of: Callable[[Optimizer], dict[int, str]],
+) -> None:
+    """Note who unscales which gradients; a RuntimeError if another optimizer did already.
+
+    Args:
+        optimizer: the one that is about to.
+        owners: id of a parameter -> its optimizer, in this iteration.
+        names_of: names of an optimizer's parameters.
+    """
+    with_gradients = [p for p in parameters_of(optimizer) if p.grad is not None]
+    if owners:
+        for parameter in with_gradients:
+            other = owners[id(parameter)]() if id(parameter) in owners else None
+            if other is not None and other is not optimizer:
+                raise RuntimeError(
+                    f"{names_of(optimizer)[id(parameter)]} belongs to two optimizers, {type(other).__name__} and "
+                    f"{type(optimizer).__name__}: its gradient would be unscaled twice. Give each parameter to one"
+                )
+    owners.update(dict.fromkeys(map(id, with_gradients), weakref.ref(optimizer)))
+
+
+def no_gradients(optimizer: Optimizer) -> NoGradientsError:
+    """The error for a step without any gradient: names the optimizer and the likely causes."""
+    count = sum(1 for _ in parameters_of(optimizer))
+    return NoGradientsError(
+        f"No inf checks were recorded for this optimizer: none of the {count} parameters of "
+        f"{type(optimizer).__name__} has a gradient. Was backward() called; are they frozen (requires_grad=False); "
+        "does the loss depend on them; were they replaced after the optimizer was made (model.to, fully_shard); "
+        "was zero_grad() called between backward() and step()?"
+    )
+
+
+def floor_message(scaler: LossScaler) -> str:
+    """What to look at when gradients overflow at every scale."""
+    scales = ", ".join(f"{loss.numbers()[0]:g}" for loss in scaler._losses)
+    names = scaler.overflow_parameters()
+    where = f" The last overflow was in the gradients of {few(names)}." if names else ""
+    return (
+        f"the loss scale fell to its floor ({scales}) after {scaler.skipped_steps} skipped steps: gradients hold inf "
+        f"or nan at every scale, so it is the model that makes them.{where} Look at the loss and the inputs of the "
+        "last step first; at fxprec.explain(model, name) for what computes in low precision there; at the learning "
+        "rate; and train weights that were pretrained in bfloat16 in bfloat16 (dtype=torch.bfloat16)"
+    )
