@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -24,8 +25,20 @@ def refresh(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Gradient accumulation: the weights stay as they are in the block, so only its first forward refreshes shadows."""
-    with conversion_of(model).store.accumulating():
+    """Gradient accumulation: the weights stay as they are in the block, so only its first forward refreshes shadows.
+
+    Gradients that an optimizer keeps low (``low_gradients=True``) become FP32 for good, with a warning: sums over
+    micro-batches lose too much. ``low_gradients="accumulate"`` keeps them.
+    """
+    store = conversion_of(model).store
+    if widened := store.widen_gradients(model.parameters()):
+        warnings.warn(
+            f"fxprec.accumulate: the gradients of {widened} parameters are FP32 from now on, since low-precision sums "
+            "over micro-batches lose too much. low_gradients='accumulate' keeps them low; leave low_gradients out to "
+            "have FP32 ones without this warning",
+            stacklevel=3,
+        )
+    with store.accumulating():
         yield
 
 

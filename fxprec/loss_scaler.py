@@ -160,23 +160,24 @@ class LossScaler(ScalerState):
         self._require_scaled("step")
         if _wants_scaler(type(optimizer)):
             return super().step(optimizer, *args, **kwargs)
-        on_device = can_skip_on_device(optimizer)
+        on_device, unscales = can_skip_on_device(optimizer), False
         if state["stage"] is OptState.UNSCALED:
             if self._recheck:
                 self._record(state, 0, self._check_again(optimizer))
-        elif on_device and DELAYED not in state:
-            self._record(state, 0, self._check_for_device(optimizer))
+        elif (on_device or hasattr(optimizer, "check_gradients")) and DELAYED not in state:
+            unscales = True
+            self._record(state, 0, self._check_for_device(optimizer, state))
         else:
             self.unscale_(optimizer)
         found = state["found_inf_per_device"]
         if not found:
             raise no_gradients(optimizer)
-        if on_device:
-            result = step_on_device(optimizer, cast(Tensor, self._scale), state, args, kwargs)
-            self._skips.note_on_device(optimizer, found)
-        elif any(flag.item() for flag in found.values()):
+        if not on_device and any(flag.item() for flag in found.values()):
             result = None
             self._skips.note_skip(optimizer, self.parameter_names(optimizer))
+        elif on_device or unscales:
+            result = step_on_device(optimizer, cast(Tensor, self._scale), state, args, kwargs)
+            self._skips.note_on_device(optimizer, found)
         else:
             result = optimizer.step(*args, **kwargs)
             self._skips.note_step(optimizer)
@@ -303,13 +304,14 @@ class LossScaler(ScalerState):
         self._agree(optimizer, found)
         return found
 
-    def _check_for_device(self, optimizer: Any) -> dict[Any, Tensor]:
+    def _check_for_device(self, optimizer: Any, state: dict[str, Any]) -> dict[Any, Tensor]:
         """Look for inf in gradients that the optimizer will unscale itself."""
         check = getattr(optimizer, "check_gradients", None)
         if check is None:
             return self._check_inf_per_device(optimizer)
         self._refuse_spoiled(optimizer)
-        found = check(self._scale)
+        state["check"] = check(self._scale)
+        found = state["check"].found_inf
         self._agree(optimizer, found)
         return found
 

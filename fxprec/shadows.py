@@ -13,6 +13,8 @@ When: at the first read of every forward that records gradients, whatever the ke
 none of them); otherwise only when something says that weights changed: ``mark_stale``, a step of any optimizer, or a
 weight's ``_version`` or address. What no key shows under ``no_grad`` (writes through ``.data``) wants ``refresh``.
 
+Weights that an optimizer of ``fxprec.optim`` stepped are skipped while their keys stay: it wrote their shadows.
+
 How: a weight that changed is copied *in place on the shadow*, so that autograd reports a step taken between a forward
 and its backward, as it does for the weight itself. A weight without a sign of change is copied through an alias with a
 version counter of its own: two forwards before one backward (a GAN, siamese towers, recomputation) stay legal.
@@ -25,9 +27,10 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +38,12 @@ from torch._C import _get_dispatch_mode, _get_tracing_state, _len_torch_dispatch
 from torch._C._functorch import maybe_current_level
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fxprec.errors import FxprecError
+from fxprec.errors import ConversionError, FxprecError
 
-__all__ = ["ShadowStore", "StaleShadowError"]
+__all__ = ["LOW_GRADIENT", "ShadowStore", "StaleShadowError", "stores"]
+
+#: Attribute of a parameter whose optimizer reads low-precision gradients: "step", or "accumulate" too.
+LOW_GRADIENT = "_fxprec_low_gradient"
 
 _version = operator.attrgetter("_version")
 _pointer = Tensor.data_ptr
@@ -81,6 +87,18 @@ class _Plan:
     pointers: list[int]
 
 
+class _LowGradient(torch.autograd.Function):
+    """A cast whose backward hands the low gradient on: the weight's ``grad_dtype`` is low."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return weight.detach().to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
 class ShadowStore:
     """The shadows of one converted model.
 
@@ -101,8 +119,10 @@ class ShadowStore:
         self._entries: dict[int, _Entry] = {}
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self._stepped: set[int] = set()
+        self._written: set[int] = set()  # by the optimizer, in its step
         self._entered = False  # a forward began and no recording read has refreshed it yet
         self._stale = False
+        self._low_gradients = False  # of some weight
         self._accumulating = 0
         self._held = False  # the first micro-batch was refreshed
         self._lock = threading.RLock()
@@ -115,8 +135,10 @@ class ShadowStore:
     def begin(self) -> None:
         """Note the start of a forward of the whole model."""
         self._entered = True
-        if self.debug and not torch.is_grad_enabled():
-            self._check()
+        if self._low_gradients:
+            _refuse_ddp()
+        if self.debug:
+            self._check(self._written if torch.is_grad_enabled() else self._entries)
 
     def read(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The low copies of ``weights``, in order."""
@@ -139,11 +161,27 @@ class ShadowStore:
     def refresh(self) -> None:
         """Copy every weight to its shadow now."""
         with self._lock:
+            self._written.clear()
             self._refresh_all(everything=True)
 
     def mark_stale(self) -> None:
         """Refresh at the next read, also under ``no_grad``."""
+        self._written.clear()
         self._stale = True
+
+    def shadow_of(self, weight: Tensor) -> Tensor | None:
+        """The persistent shadow of a weight, for an optimizer to write, as low precision of its new value."""
+        entry = self._entries.get(id(weight))
+        return entry.shadow if entry is not None and entry.pointer == weight.data_ptr() else None
+
+    def note_written(self, weights: Iterable[Tensor]) -> None:
+        """Their shadows were just written: the next forwards need not copy them."""
+        with self._lock:
+            for weight in weights:
+                if (entry := self._entries.get(id(weight))) is not None:
+                    entry.version = weight._version
+                    self._written.add(entry.key)
+                    self._stepped.discard(entry.key)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -155,12 +193,29 @@ class ShadowStore:
             self._accumulating -= 1
             self._held = self._held and self._accumulating > 0
 
+    def widen_gradients(self, weights: Iterable[Tensor]) -> int:
+        """Give weights whose low gradients may not be accumulated FP32 ones again, for good; how many there were."""
+        narrow: list[Any] = [weight for weight in weights if getattr(weight, LOW_GRADIENT, None) == "step"]
+        for weight in narrow:
+            gradient, weight.grad = weight.grad, None
+            weight.grad_dtype = weight.dtype
+            weight.grad = gradient if gradient is None else gradient.to(weight.dtype)
+            delattr(weight, LOW_GRADIENT)
+        self.forget(narrow)
+        return len(narrow)
+
+    def forget(self, weights: Iterable[Tensor]) -> None:
+        """Drop the shadows of these weights; the next reads make them again."""
+        for weight in weights:
+            self._drop(id(weight))
+
     def clear(self) -> None:
         """Drop every shadow; the next reads make them again."""
         with self._lock:
             self._entries.clear()
             self._plans.clear()
             self._stepped.clear()
+            self._written.clear()
             self._stale = False
 
     def _settle(self, weights: Sequence[Tensor], ids: tuple[int, ...]) -> list[Tensor]:
@@ -197,8 +252,13 @@ class ShadowStore:
         if key in self._entries or not _is_lasting(weight):
             return self._entries.get(key)
         # Whatever mode is on now, the shadow outlives it: made under inference_mode or no_grad it would have no edge.
+        low_gradient = getattr(weight, LOW_GRADIENT, None) is not None and weight.requires_grad
         with torch.inference_mode(False), torch.enable_grad():
-            shadow = weight.to(self.dtype)
+            shadow = _LowGradient.apply(weight, self.dtype) if low_gradient else weight.to(self.dtype)
+        if low_gradient:
+            _refuse_ddp()
+            weight.grad_dtype = self.dtype
+            self._low_gradients = True
         reference = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key))
         version, pointer = weight._version, weight.data_ptr()
         entry = _Entry(key, reference, shadow, shadow.data, weight.device, weight.requires_grad, version, pointer)
@@ -240,8 +300,9 @@ class ShadowStore:
                 or (changed and weight.shape != entry.shadow.shape)
             ):
                 self._drop(entry.key)
-            elif changed or everything:
+            elif changed or (everything and entry.key not in self._written):
                 entry.version = version
+                self._written.discard(entry.key)
                 targets, sources = copies.get(entry.device) or copies.setdefault(entry.device, ([], []))
                 targets.append(entry.shadow if changed else entry.alias)
                 sources.append(weight)
@@ -259,6 +320,7 @@ class ShadowStore:
     def _drop(self, key: int) -> None:
         """Without the lock, since weakref callbacks come at any time: single dict operations only."""
         self._entries.pop(key, None)
+        self._written.discard(key)
         for ids in [*self._plans]:
             if key in ids:
                 self._plans.pop(ids, None)
@@ -266,14 +328,18 @@ class ShadowStore:
     def _note_step(self, optimizer: Optimizer) -> None:
         # The optimizer's own weights changed (fused kernels do not bump `_version`). Others may have: an EMA is
         # updated after a step, a wrapper copies its masters back; they are copied, but count as unchanged.
+        writes = getattr(optimizer, "writes_shadows", False)
         with self._lock:
             for group in optimizer.param_groups:
-                self._stepped.update(key for key in map(id, group["params"]) if key in self._entries)
+                stepped = {key for key in map(id, group["params"]) if key in self._entries}
+                self._stepped |= stepped - self._written if writes else stepped
             self._stale = True
 
-    def _check(self) -> None:
+    def _check(self, keys: Container[int]) -> None:
         with self._lock:
-            for weight, entry in [] if self._stale else self._living():
+            for weight, entry in self._living():
+                if (self._stale and entry.key not in self._written) or entry.key not in keys:
+                    continue
                 if weight._version != entry.version or weight.data_ptr() != entry.pointer:
                     continue
                 now = weight.detach().to(self.dtype)
@@ -283,6 +349,11 @@ class ShadowStore:
                         "stale: the weight was written through .data (or by a kernel that bumps no version) since the "
                         "last forward that recorded gradients. Call fxprec.refresh(model) after such a write."
                     )
+
+
+def stores() -> list[ShadowStore]:
+    """Every live store of this process."""
+    return [*_stores()]
 
 
 @functools.cache
@@ -295,7 +366,7 @@ def _stores() -> weakref.WeakSet[ShadowStore]:
     stores: weakref.WeakSet[ShadowStore] = weakref.WeakSet()
 
     def stepped(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        for store in list(stores):
+        for store in [*stores]:
             store._note_step(optimizer)
 
     register_optimizer_step_post_hook(stepped)
@@ -317,6 +388,15 @@ def _is_lasting(weight: Tensor) -> bool:
         and not weight.is_inference()
         and weight.data_ptr() != 0
     )
+
+
+def _refuse_ddp() -> None:
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    if parallel is not None and parallel.DistributedDataParallel._active_ddp_module is not None:
+        raise ConversionError(
+            "low_gradients=True under DistributedDataParallel, whose reducer takes gradients of the parameters' dtype "
+            "only: leave low_gradients out, or shard with fully_shard"
+        )
 
 
 def _is_traced() -> bool:

@@ -6,6 +6,7 @@ parallelism) differ by rank, and so do pipeline stages.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from fxprec.scaling.gradients import dtensor_type, parameters_of
 
-__all__ = ["agree", "group_of"]
+__all__ = ["agree", "group_of", "group_of_parameters", "sum_over"]
 
 
 def group_of(optimizer: Optimizer, asked: Any) -> Any:
@@ -27,12 +28,15 @@ def group_of(optimizer: Optimizer, asked: Any) -> Any:
     Raises:
         RuntimeError: the meshes are parts of something that is neither one mesh of one dimension nor all ranks.
     """
-    if asked is not None:
-        return asked
+    return group_of_parameters(parameters_of(optimizer)) if asked is None else asked
+
+
+def group_of_parameters(parameters: Iterable[Tensor]) -> Any:
+    """The ranks of every mesh that one of them lives on; None: there is no DTensor among them."""
     dtensor = dtensor_type()
     if dtensor is None:
         return None
-    meshes: set[Any] = {p.device_mesh for p in parameters_of(optimizer) if isinstance(p, dtensor)}  # type: ignore[attr-defined]
+    meshes: set[Any] = {p.device_mesh for p in parameters if isinstance(p, dtensor)}  # type: ignore[attr-defined]
     if not meshes:
         return None
     roots = {mesh._get_root_mesh() for mesh in meshes}
@@ -44,6 +48,15 @@ def group_of(optimizer: Optimizer, asked: Any) -> Any:
         "the parameters of one optimizer live on meshes that cover neither one dimension nor all ranks: say which "
         "ranks have to agree on an overflow, LossScaler(process_group=torch.distributed.new_group(ranks))"
     )
+
+
+def sum_over(number: Tensor, group: Any) -> Tensor:
+    """The sum of a 0-dim tensor over the ranks of ``group``."""
+    packed = number.reshape(1)
+    if dist.get_backend(group) == "nccl" and packed.device.type == "cpu":
+        packed = packed.to("cuda")
+    dist.all_reduce(packed, group=group)
+    return packed.view(()).to(number.device)
 
 
 def agree(found: dict[torch.device, Tensor], device: torch.device, group: Any) -> None:

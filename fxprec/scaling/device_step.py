@@ -50,10 +50,11 @@ def step_on_device(
     optimizer.grad_scale = given if unscaled else scale if given is None else scale * given
     # One at most: fused kernels take it off the step count again.
     optimizer.found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
+    optimizer.gradient_check = state.get("check")
     try:
         return optimizer.step(*args, **kwargs)
     finally:
-        del optimizer.grad_scale, optimizer.found_inf
+        del optimizer.grad_scale, optimizer.found_inf, optimizer.gradient_check
 
 
 def _makes_state(optimizer: Optimizer) -> bool:

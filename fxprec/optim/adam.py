@@ -1,0 +1,157 @@
+"""Adam and AdamW in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fxprec.optim.one_pass import OnePass
+from fxprec.optim.rounding import Rounding
+from fxprec.optim.shadow_copies import ShadowCopies
+from fxprec.optim.torch_update import adam_update
+from fxprec.scaling.gradients import parameters_of
+
+__all__ = ["Adam", "AdamW"]
+
+#: Names of the moments in the state, as torch has them.
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class Adam(OnePass, torch.optim.Adam):
+    """``torch.optim.Adam``: the same hyper-parameters, groups, state names and checkpoints, in one pass over memory.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, capturable, decoupled_weight_decay: as torch's.
+        foreach, fused, differentiable: None or what torch's fused implementation takes; others are refused.
+        max_norm: clip the global norm of all gradients, after unscaling, to this; in the same pass.
+        state_dtype: ``torch.bfloat16`` keeps the moments in bfloat16, rounded stochastically: 4 bytes a parameter less
+            to hold, 8 less to move. None: the parameters' dtype.
+        seed: of the rounding; None: drawn from torch's generator. Saved with the state.
+        low_gradients: let gradients of lowered weights stay in the low dtype: no cast, half the bytes. Only this
+            optimizer can read them. Not under DDP, nor with ``fxprec.accumulate`` unless "accumulate" is given.
+
+    Arithmetic: without ``max_norm`` in FP32 what ``torch.optim.Adam(fused=True)`` computes, bit for bit on a CPU.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, ``foreach=True``, ``fused=False``. RuntimeError: low gradients and a
+            torch without ``Tensor.grad_dtype``.
+
+    Sources: torch.optim.Adam; Kingma and Ba, "Adam", ICLR 2015; stochastic rounding: Gupta et al., "Deep Learning with
+    Limited Numerical Precision", ICML 2015.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        max_norm: float | None = None,
+        state_dtype: torch.dtype | None = None,
+        seed: int | None = None,
+        low_gradients: bool | str = False,
+    ) -> None:
+        self._rounding = Rounding.of(state_dtype, seed)
+        torch.optim.Adam.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            capturable=capturable,
+            fused=True,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients)
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        owners: list[Tensor],
+        divisor: Tensor | None,
+        found_inf: Tensor | None,
+        copies: ShadowCopies,
+    ) -> None:
+        if any(owner.grad is not None and owner.grad.is_sparse for owner in owners):
+            raise RuntimeError(
+                f"fxprec.optim.{type(self).__name__} does not support sparse gradients: take torch.optim.SparseAdam or "
+                "fxprec.optim.SGD for these parameters"
+            )
+        states = [self.state[owner] for owner in owners]
+        for owner, state in zip(owners, states, strict=True):
+            if not state:
+                self._begin(owner, state, group)
+        names = ("step", *_MOMENTS[: 3 if group["amsgrad"] else 2])
+        lists = {name: [state[name] for state in states] for name in names}
+        lists |= {"params": owners, "grads": [owner.grad for owner in owners if owner.grad is not None]}
+        adam_update(group, lists, divisor, found_inf, self._rounding, self._places(owners))
+
+    def _places(self, owners: list[Tensor]) -> list[int]:
+        """Positions among all parameters: the rounding of each tensor has bits of its own."""
+        if self._rounding is None:
+            return []
+        places = {id(parameter): i for i, parameter in enumerate(parameters_of(self))}
+        return [places[id(owner)] for owner in owners]
+
+    def _begin(self, owner: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        """Zero moments, as torch's fused implementation makes them."""
+        dtype = self._rounding.dtype if self._rounding is not None else owner.dtype
+        state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
+        for name in _MOMENTS[: 3 if group["amsgrad"] else 2]:
+            state[name] = torch.zeros_like(owner, dtype=dtype, memory_format=torch.preserve_format)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's; with a ``state_dtype`` also "fxprec", with the seed of the rounding."""
+        state = super().state_dict()
+        return state if self._rounding is None else {**state, "fxprec": {"seed": self._rounding.seed}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """A state of ours or of torch's, whatever its implementation and dtype."""
+        super().load_state_dict(dict(state_dict))
+        rounding = self._rounding
+        if rounding is not None and "fxprec" in state_dict:
+            self._rounding = Rounding(rounding.dtype, state_dict["fxprec"]["seed"])
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = True, None
+            for owner in group["params"]:
+                state = self.state.get(owner)
+                if state:
+                    state["step"] = state["step"].to(owner.device, torch.float32)
+                    for name in _MOMENTS:
+                        if name in state:
+                            state[name] = state[name].to(owner.dtype if rounding is None else rounding.dtype)
+
+
+class AdamW(Adam, torch.optim.AdamW):
+    """``torch.optim.AdamW`` in one pass; see ``fxprec.optim.Adam`` for the arguments that it adds.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        Adam.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **options)

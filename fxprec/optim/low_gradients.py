@@ -1,0 +1,41 @@
+"""Gradients that stay in the low dtype: the backward of a shadow hands them on as they are, without a cast.
+
+A parameter says that its gradient may be low by an attribute; the shadow store of a converted model, which makes the
+edge from the parameter to its shadow, reads it there. Weights that no graph lowers keep FP32 gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxprec.shadows import LOW_GRADIENT, stores
+
+__all__ = ["ask_for_low_gradients", "checked_low_gradients"]
+
+
+def checked_low_gradients(argument: Any) -> str | None:
+    """None: gradients stay FP32; "step": low, unless they are accumulated; "accumulate": low then too.
+
+    Raises:
+        ValueError: another argument than False, True or "accumulate". RuntimeError: torch cannot.
+    """
+    if argument is False or argument is None:
+        return None
+    if argument is not True and argument != "accumulate":
+        raise ValueError(f"low_gradients must be False, True or 'accumulate', not {argument!r}")
+    if not hasattr(Tensor, "grad_dtype"):
+        raise RuntimeError(f"low_gradients need Tensor.grad_dtype, which torch {torch.__version__} does not have")
+    return "accumulate" if argument == "accumulate" else "step"
+
+
+def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> None:
+    """From the next forward on, for those of ``parameters`` that have a shadow then."""
+    parameters = [*parameters]
+    for parameter in parameters:
+        setattr(parameter, LOW_GRADIENT, how)
+    for store in stores():
+        store.forget(parameters)

@@ -1,0 +1,122 @@
+"""What the optimizers share: a step that unscales, checks, clips, updates and writes the shadows.
+
+    scaler.unscale_      g read and written        8 bytes a parameter
+    inf check            with it
+    clip_grad_norm_      g read, read and written 12
+    AdamW(fused=True)    g p m v read, p m v written 28
+    shadows              p read, shadow written    6
+
+becomes one read of g (for the check, and the norm if there is a ``max_norm``) and the update, whose kernel divides g by
+the loss scale and by the clipping factor as it reads it, and writes the shadow beside p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fxprec.optim.gradient_check import GradientCheck, check
+from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients
+from fxprec.optim.shadow_copies import ShadowCopies
+from fxprec.scaling.gradients import parameters_of
+
+__all__ = ["OnePass"]
+
+
+class OnePass(Optimizer):
+    """Mixed in before a torch optimizer, whose constructor, states and groups it keeps.
+
+    ``LossScaler.step`` sets ``grad_scale``, ``found_inf`` and ``gradient_check``; without them a step is a plain one.
+    Gradients may be left as they were: scaled, and not clipped.
+    """
+
+    #: Read by ``torch.amp.GradScaler``: ``step`` honours ``grad_scale`` and ``found_inf``.
+    _step_supports_amp_scaling: ClassVar[bool] = True
+    #: Read by the shadow stores: they need no refresh after a step of this one.
+    writes_shadows: ClassVar[bool] = True
+
+    max_norm: float | None = None
+    _low_gradients: str | None = None
+
+    def _become_one_pass(
+        self,
+        max_norm: float | None,
+        foreach: bool | None,
+        fused: bool | None,
+        differentiable: bool,
+        low_gradients: bool | str,
+    ) -> None:
+        """After the constructor of the torch optimizer, which was told ``fused=True``."""
+        if foreach or fused is False or differentiable:
+            name = type(self).__name__
+            raise ValueError(
+                f"fxprec.optim.{name} has one implementation, in one pass: leave foreach, fused and differentiable "
+                f"out, or take torch.optim.{name} for foreach={foreach}, fused={fused}, differentiable={differentiable}"
+            )
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm must be greater than 0, not {max_norm!r}; None: no clipping")
+        self.max_norm = None if max_norm is None else float(max_norm)
+        self._low_gradients = checked_low_gradients(low_gradients)
+        if self._low_gradients:
+            ask_for_low_gradients(parameters_of(self), self._low_gradients)
+
+    def check_gradients(self, scale: Tensor | None) -> GradientCheck:
+        """Read every gradient once: flags for inf and nan, and the norm if ``step`` will clip.
+
+        The scaler calls it before ``step``, and hands the result on as ``gradient_check``. ``scale``: the gradients'.
+        """
+        return check(self._parameters(), scale, self.max_norm is not None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """torch's pickles leave out what is neither state nor group."""
+        own = {name: value for name, value in self.__dict__.items() if name in ("max_norm", "_low_gradients", "_rounding")}
+        return {**super().__getstate__(), **own}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; low gradients for these parameters too."""
+        super().add_param_group(param_group)
+        if self._low_gradients:
+            ask_for_low_gradients(self.param_groups[-1]["params"], self._low_gradients)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. With a closure (and no scaler) as torch's: it is evaluated first, and its result returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        checked: GradientCheck | None = getattr(self, "gradient_check", None)
+        if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item():
+            return loss
+        divisor = scale
+        if self.max_norm is not None:
+            if checked is None:
+                checked = check(self._parameters(), scale, norm=True)
+            divisor = checked.divisor(self.max_norm, scale)
+        copies = ShadowCopies(self._parameters())
+        for group in self.param_groups:
+            owners = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if owners:
+                self._update(group, owners, divisor, found_inf, copies)
+        copies.finish()
+        return loss
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        owners: list[Tensor],
+        divisor: Tensor | None,
+        found_inf: Tensor | None,
+        copies: ShadowCopies,
+    ) -> None:
+        """The update of the parameters of one group that have gradients."""
+        raise NotImplementedError
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for parameter in parameters_of(self) if parameter.grad is not None)

@@ -1,0 +1,97 @@
+"""SGD in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
+
+from fxprec.optim.one_pass import OnePass
+from fxprec.optim.shadow_copies import ShadowCopies
+from fxprec.optim.torch_update import sgd_update
+
+__all__ = ["SGD"]
+
+
+class SGD(OnePass, torch.optim.SGD):
+    """``torch.optim.SGD``: the same hyper-parameters, groups, state names and checkpoints, in one pass over memory.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
+        foreach, fused, differentiable: None or what torch's fused implementation takes; others are refused.
+        max_norm, low_gradients: as for ``fxprec.optim.Adam``.
+
+    Sparse gradients are taken, as by torch's, by its implementation for one tensor.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, ``foreach=True``, ``fused=False``.
+
+    Source: torch.optim.SGD.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_norm: float | None = None,
+        low_gradients: bool | str = False,
+    ) -> None:
+        torch.optim.SGD.__init__(
+            self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True
+        )
+        self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients)
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        owners: list[Tensor],
+        divisor: Tensor | None,
+        found_inf: Tensor | None,
+        copies: ShadowCopies,
+    ) -> None:
+        sparse = [owner for owner in owners if owner.grad is not None and owner.grad.is_sparse]
+        if sparse:
+            self._update_sparse(group, sparse, divisor, found_inf)
+            owners = [owner for owner in owners if owner.grad is not None and not owner.grad.is_sparse]
+        fresh = [o for o in owners if group["momentum"] and self.state[o].get("momentum_buffer") is None]
+        for owner in fresh:
+            self.state[owner]["momentum_buffer"] = torch.zeros_like(owner, memory_format=torch.preserve_format)
+        begun = {*map(id, fresh)}
+        for first, some in ((True, fresh), (False, [owner for owner in owners if id(owner) not in begun])):
+            if some:
+                lists = {"params": some, "grads": [owner.grad for owner in some if owner.grad is not None]}
+                if group["momentum"]:
+                    lists["momentum_buffer"] = [self.state[owner]["momentum_buffer"] for owner in some]
+                sgd_update(group, lists, divisor, found_inf, first)
+
+    def _update_sparse(
+        self, group: dict[str, Any], owners: list[Tensor], divisor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        if found_inf is not None and found_inf.item():
+            return
+        buffers = [self.state[owner].get("momentum_buffer") for owner in owners]
+        grads = [owner.grad if divisor is None else owner.grad / divisor for owner in owners if owner.grad is not None]
+        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+        sgd(owners, grads, buffers, True, foreach=False, fused=False, **{name: group[name] for name in names})
+        for owner, buffer in zip(owners, buffers, strict=True):
+            if group["momentum"]:
+                self.state[owner]["momentum_buffer"] = buffer
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """A state of ours or of torch's, whatever its implementation."""
+        super().load_state_dict(dict(state_dict))
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = True, None

@@ -1,0 +1,50 @@
+"""The shadows of parameters that an optimizer updates, written in its step instead of at the next forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from fxprec.shadows import ShadowStore, stores
+
+__all__ = ["ShadowCopies"]
+
+
+class ShadowCopies:
+    """What one step has to write. Empty where no converted model reads the parameters."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._stores = stores()
+        self._owners = [*parameters] if self._stores else []
+        self._by_store: list[tuple[ShadowStore, list[Tensor], list[Tensor]]] = []
+        for store in self._stores:
+            found = [(p, shadow) for p in self._owners if (shadow := store.shadow_of(p)) is not None]
+            if found:
+                self._by_store.append((store, [p for p, _ in found], [shadow for _, shadow in found]))
+        self._in_kernel: dict[int, Tensor] = {}
+
+    def for_kernel(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """One shadow of each parameter for the update's kernel to write; ``finish`` copies what is left."""
+        if not self._by_store:
+            return [None] * len(parameters)
+        _, owners, shadows = self._by_store[0]
+        known = dict(zip(map(id, owners), shadows, strict=True))
+        chosen = [known.get(id(p)) for p in parameters]
+        self._in_kernel.update(
+            (id(p), shadow) for p, shadow in zip(parameters, chosen, strict=True) if shadow is not None
+        )
+        return chosen
+
+    def finish(self) -> None:
+        """Copy what no kernel wrote, and tell the stores."""
+        for store, owners, shadows in self._by_store:
+            copies = [(s, p) for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is not s]
+            if copies:
+                targets, sources = [s for s, _ in copies], [p for _, p in copies]
+                torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+            written = [s for s in shadows if s in self._in_kernel.values()] if self._in_kernel else []
+            if written:  # a kernel bumps no version, and autograd reports by it a step between forward and backward
+                torch.autograd.graph.increment_version(written)
+            store.note_written(owners)

@@ -1,0 +1,61 @@
+"""Triton where it is installed, and a clear error at the launch where it is not, so that every kernel file imports.
+
+Triton reads ``TRITON_INTERPRET`` when a kernel is decorated: set it before the first import of a kernel file. Kernel
+files take ``jit``, ``tl`` and ``constexpr`` from here and nothing from Triton itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+try:
+    import triton
+    import triton.language
+except ImportError:
+    triton = None
+
+__all__ = ["HAS_TRITON", "constexpr", "interpreting", "jit", "require_triton", "tl", "triton_dtype"]
+
+HAS_TRITON: Final = triton is not None
+
+#: ``triton.language``; None without Triton, where no kernel body ever runs.
+tl: Any = triton.language if triton is not None else None
+
+_NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``triton.jit(**options)``; without Triton a decorator that leaves the function as it is: it never runs."""
+    return triton.jit(**options) if triton is not None else lambda function: function
+
+
+def constexpr(value: int) -> Any:
+    """A module's constant that kernels may read (Triton refuses plain globals)."""
+    return triton.language.constexpr(value) if triton is not None else value
+
+
+def triton_dtype(dtype: torch.dtype | None) -> Any:
+    """Triton's name for float32, float16 or bfloat16; None for None, which leaves a part of a kernel out."""
+    return None if dtype is None else getattr(tl, _NAMES[dtype])
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors too."""
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def require_triton(device: torch.device, kernel: str) -> None:
+    """Raise RuntimeError unless the kernel can run on tensors of this device."""
+    if triton is None:
+        raise RuntimeError(
+            f"{kernel} needs Triton, which is not installed. Install it (pip install triton), or call the reference "
+            "of the same file, which is plain torch."
+        )
+    if device.type != "cuda" and not interpreting():
+        raise RuntimeError(
+            f"{kernel} runs on CUDA devices, but the tensors are on '{device}'. Call the reference of the same file, "
+            "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter."
+        )

@@ -1,0 +1,68 @@
+"""One read of the gradients: flags and norm."""
+
+import pytest
+import torch
+from torch import nn
+
+from fxprec.optim.gradient_check import check
+
+CPU = torch.device("cpu")
+
+
+def with_gradients(*gradients):
+    parameters = []
+    for gradient in gradients:
+        parameter = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
+        parameter.grad = gradient
+        parameters.append(parameter)
+    return parameters
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 0.0])
+def test_inf_and_nan_are_found_in_any_dtype(dtype, bad, norm):
+    gradients = [torch.randn(3, 5), torch.randn(17).to(dtype), torch.randn(())]
+    gradients[1][16] += bad
+    found = check(with_gradients(*gradients), None, norm).found_inf
+    assert found.keys() == {CPU}
+    assert bool(found[CPU] > 0) is (bad != 0)
+    assert found[CPU].dtype is torch.float32
+
+
+def test_large_finite_gradients_are_no_overflow():
+    result = check(with_gradients(torch.full((10,), 3e38)), None, norm=True)
+    assert result.found_inf[CPU] == 0
+    assert result.norm == float("inf")  # in FP32, as torch's norm
+
+
+def test_the_norm_is_that_of_all_gradients_in_fp32():
+    torch.manual_seed(1)
+    gradients = [torch.randn(300), torch.randn(7, 3).bfloat16(), torch.zeros(0), torch.randn(())]
+    exact = torch.cat([g.double().flatten() for g in gradients]).norm()
+    result = check(with_gradients(*gradients), None, norm=True)
+    assert result.norm.dtype is torch.float32
+    assert result.norm.item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_the_divisor_is_scale_over_clip_coefficient():
+    result = check(with_gradients(torch.tensor([300.0, 400.0])), torch.tensor(10.0), norm=True)
+    assert result.divisor(1000.0, torch.tensor(10.0)) == 10
+    assert result.divisor(5.0, torch.tensor(10.0)).item() == pytest.approx(100, rel=1e-6)
+    assert result.divisor(50.0, None).item() == pytest.approx(10, rel=1e-6)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_empty_and_no_gradients(norm):
+    result = check(with_gradients(torch.zeros(0)), None, norm)
+    assert result.found_inf[CPU] == 0
+    nothing = check([], torch.tensor(2.0), norm)
+    assert nothing.found_inf == {}
+    assert (nothing.norm == 0) if norm else (nothing.norm is None)
+
+
+def test_gradients_are_only_read():
+    parameters = with_gradients(torch.randn(9), torch.randn(4).bfloat16())
+    before = [(p.grad.clone(), p.grad._version) for p in parameters]
+    check(parameters, torch.tensor(4.0), norm=True)
+    assert all(torch.equal(p.grad, g) and p.grad._version == v for p, (g, v) in zip(parameters, before, strict=True))

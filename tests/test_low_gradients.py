@@ -1,0 +1,158 @@
+"""Gradients in the low dtype: who has them, what they cost, where they are refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxprec
+from fxprec import optim
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="wants Tensor.grad_dtype")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def batch(seed=0):
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
+
+
+class Casts(TorchDispatchMode):
+    """Counts conversions of dtype that run."""
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += func is torch.ops.aten._to_copy.default and result.dtype != args[0].dtype
+        return result
+
+
+def dtypes(model):
+    return [None if p.grad is None else p.grad.dtype for p in model.parameters()]
+
+
+LOW, WIDE = torch.bfloat16, torch.float32
+
+
+def test_weights_that_a_graph_lowers_get_low_gradients_without_a_cast():
+    counts = {}
+    for low in (False, True):
+        model, _ = fxprec.convert(net())
+        optim.AdamW(model.parameters(), low_gradients=low)
+        model(batch()).sum().backward()
+        model.zero_grad()
+        with Casts() as casts:
+            model(batch()).sum().backward()
+        counts[low] = casts.count
+        lowered = LOW if low else WIDE
+        assert dtypes(model) == [lowered, lowered, WIDE, WIDE, lowered, lowered]
+    assert counts[False] - counts[True] == 4  # two weights, two biases
+
+
+def test_they_are_the_wide_gradients_rounded():
+    low, wide = fxprec.convert(net())[0], fxprec.convert(net())[0]
+    optim.AdamW(low.parameters(), low_gradients=True)
+    for model in (low, wide):
+        model(batch()).square().sum().backward()
+    for ours, theirs in zip(low.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(ours.grad.to(LOW), theirs.grad.to(LOW))
+
+
+def test_an_optimizer_made_after_the_first_forward_changes_the_next_one():
+    model, _ = fxprec.convert(net())
+    model(batch()).sum().backward()
+    model.zero_grad()
+    optimizer = optim.AdamW([model[0].weight], low_gradients=True)
+    optimizer.add_param_group({"params": [model[3].weight]})
+    model(batch()).sum().backward()
+    assert dtypes(model) == [LOW, WIDE, WIDE, WIDE, LOW, WIDE]
+
+
+def test_training_with_them_follows_training_with_wide_ones():
+    losses = []
+    for low in (False, True):
+        model, scaler = fxprec.convert(net())
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, low_gradients=low, max_norm=1.0)
+        run = []
+        for step in range(10):
+            optimizer.zero_grad()
+            loss = model(batch(step)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            run.append(loss.item())
+        losses.append(run)
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[0][-1] < 0.8 * losses[0][0]
+
+
+def test_float16_ones_need_no_unscale_in_place():
+    model, _ = fxprec.convert(net(), dtype=torch.float16, scaler=1024.0)
+    scaler = fxprec.LossScaler("cpu", 1024.0)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, low_gradients=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    for bad in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(model(batch()).square().mean() * (1e9 if bad else 1)).backward()
+        assert model[0].weight.grad.dtype is torch.float16
+        scaler.step(optimizer)
+        assert scaler.step_was_skipped is bad
+        scaler.update()
+        moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+        assert not any(moved) if bad else all(moved)
+
+
+def test_double_backward_goes_through():
+    low, wide = fxprec.convert(net())[0], fxprec.convert(net())[0]
+    optim.AdamW(low.parameters(), low_gradients=True)
+    for model in (low, wide):
+        x = batch().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        slope.square().mean().backward()
+    for ours, theirs in zip(low.parameters(), wide.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=2e-2, atol=1e-2 * theirs.grad.abs().max())
+
+
+def test_accumulation_makes_them_wide_with_a_warning_unless_asked():
+    model, _ = fxprec.convert(net())
+    optim.AdamW(model.parameters(), low_gradients=True)
+    model(batch()).sum().backward()
+    kept = model[0].weight.grad.float()
+    with pytest.warns(UserWarning, match="FP32 from now on"), fxprec.accumulate(model):
+        assert torch.equal(model[0].weight.grad, kept)  # and not lost
+        model(batch(1)).sum().backward()
+    assert dtypes(model) == [WIDE] * 6
+    asked, _ = fxprec.convert(net())
+    optim.AdamW(asked.parameters(), low_gradients="accumulate")
+    with fxprec.accumulate(asked):
+        asked(batch()).sum().backward()
+    assert dtypes(asked) == [LOW, LOW, WIDE, WIDE, LOW, LOW]
+
+
+def test_a_copy_has_wide_gradients():
+    model, _ = fxprec.convert(net())
+    optim.AdamW(model.parameters(), low_gradients=True)
+    model(batch()).sum().backward()
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    other(batch()).sum().backward()
+    assert dtypes(other) == [WIDE] * 6
+
+
+@pytest.mark.parametrize("argument", ["yes", 1.5, 2])
+def test_other_arguments_are_refused(argument):
+    with pytest.raises(ValueError, match="low_gradients must be"):
+        optim.SGD(net().parameters(), lr=0.1, low_gradients=argument)
