@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import lru_cache
 from inspect import signature
 from typing import Any, cast
 
@@ -19,12 +19,13 @@ from fxprec.errors import LossScaleFloorError, NoGradientsError
 from fxprec.scaling import arguments
 from fxprec.scaling.agreement import agree, group_of
 from fxprec.scaling.device_step import can_skip_on_device, step_on_device
-from fxprec.scaling.gradients import grouped, parameter_names, parameters_of
+from fxprec.scaling.gradients import grouped, parameter_names, parameters_of, refuse_dtypes
 from fxprec.scaling.loss_scale import LossScale
-from fxprec.scaling.old_scale import OldGradients
+from fxprec.scaling.old_scale import holds_any
 from fxprec.scaling.outputs import scaled
-from fxprec.scaling.refusals import floor_message, no_gradients, refuse_shared
-from fxprec.scaling.scale_loss import DELAYED, add_back, scaled_loss
+from fxprec.scaling.refusals import claim, floor_message, no_gradients, refuse_shared
+from fxprec.scaling.resume import resume
+from fxprec.scaling.scale_loss import ASIDE, DELAYED, OPEN, add_back, scaled_loss
 from fxprec.scaling.scaler_state import ScalerState
 
 __all__ = ["LossScaler"]
@@ -52,9 +53,10 @@ class LossScaler(ScalerState):
         consecutive_hysteresis: count overflows in a row instead: a good step starts anew.
         num_losses: losses with scales of their own, see ``scale_loss``.
         process_group: ranks that skip together. None: those of the meshes where the optimizer's DTensors live (FSDP2,
-            tensor parallelism), else this one alone; DDP needs none. Pipeline stages do.
-        on_floor: "raise" or "warn" when an overflow finds the scale at ``min_scale`` (without one: at the smallest
-            scale with a finite reciprocal); None: go on. On CUDA it is noticed an update or two later.
+            tensor parallelism), else this one alone; DDP needs none. Pipeline stages do; those without a loss need not
+            call ``scale``.
+        on_floor: "raise" or "warn" when an overflow takes the scale to ``min_scale`` (without one: to 2**-126, the
+            smallest normal number), or finds it there; None: go on. On CUDA it is noticed an update or two later.
         recheck: look for inf and nan again in ``step`` after ``unscale_``: the gradients were changed in between.
 
     Raises:
@@ -69,7 +71,11 @@ class LossScaler(ScalerState):
         Raises:
             TypeError: anything else.
         """
-        return self._scaled(0, outputs) if self._enabled else outputs
+        if not self._enabled:
+            return outputs
+        result = self._scaled(0, outputs)
+        self._scaled_outside = True
+        return result
 
     def scale_loss(
         self,
@@ -110,7 +116,7 @@ class LossScaler(ScalerState):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
-        state = self._state_of(optimizer)
+        state = self._state_of(optimizer, "unscale_")
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
@@ -123,8 +129,8 @@ class LossScaler(ScalerState):
         found = self._unscale_grads_(optimizer, inverse, torch.zeros_like(scale), allow_fp16=False)
         state.pop(DELAYED, None)
         state["stage"] = OptState.UNSCALED
-        self._record(state, loss_id, found)
-        add_back(state)
+        self._record(state, [loss_id], found)
+        add_back(state.pop(ASIDE, []))
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, **kwargs: Any) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` on the optimizer's gradients, unscaled first where they are not.
@@ -137,7 +143,7 @@ class LossScaler(ScalerState):
         Returns:
             The norm before clipping; inf or nan where the step will be skipped.
         """
-        if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        if self._enabled and self._state_of(optimizer, "clip_grad_norm_")["stage"] is OptState.READY:
             self.unscale_(optimizer)
         return torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, **kwargs)
 
@@ -154,19 +160,24 @@ class LossScaler(ScalerState):
             return optimizer.step(*args, **kwargs)
         arguments.refuse_closure(args, kwargs)
         self._check_scale_growth_tracker("step")
-        state = self._state_of(optimizer)
+        state = self._state_of(optimizer, "step")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         self._require_scaled("step")
-        if _wants_scaler(type(optimizer)):
-            return super().step(optimizer, *args, **kwargs)
+        if DELAYED in state:
+            self.unscale_(optimizer)
+        if _wants_scaler(optimizer):
+            result = super().step(optimizer, *args, **kwargs)
+            if state["found_inf_per_device"]:
+                self._skips.note_on_device(optimizer, state["found_inf_per_device"])
+            return result
         on_device, unscales = can_skip_on_device(optimizer), False
         if state["stage"] is OptState.UNSCALED:
             if self._recheck:
-                self._record(state, 0, self._check_again(optimizer))
-        elif (on_device or hasattr(optimizer, "check_gradients")) and DELAYED not in state:
+                self._record(state, state.get("found_inf_by_loss", [0]), self._check_again(optimizer))
+        elif on_device or hasattr(optimizer, "check_gradients"):
             unscales = True
-            self._record(state, 0, self._check_for_device(optimizer, state))
+            self._record(state, [0], self._check_for_device(optimizer, state))
         else:
             self.unscale_(optimizer)
         found = state["found_inf_per_device"]
@@ -177,10 +188,13 @@ class LossScaler(ScalerState):
             self._skips.note_skip(optimizer, self.parameter_names(optimizer))
         elif on_device or unscales:
             result = step_on_device(optimizer, cast(Tensor, self._scale), state, args, kwargs)
-            self._skips.note_on_device(optimizer, found)
+            if on_device:
+                self._skips.note_on_device(optimizer, found)
+            else:
+                self._skips.note_step()
         else:
             result = optimizer.step(*args, **kwargs)
-            self._skips.note_step(optimizer)
+            self._skips.note_step()
         state["stage"] = OptState.STEPPED
         return result
 
@@ -191,24 +205,25 @@ class LossScaler(ScalerState):
             new_scale: finite and above 0; a number, or a tensor of one element (which is read: a host sync).
 
         Raises:
-            LossScaleError: another ``new_scale``. LossScaleFloorError: an overflow at the floor; the scaler is ready
-                for the next iteration all the same. RuntimeError: a ``scale_loss`` with ``delay_unscale`` is open.
+            LossScaleError: another ``new_scale``. LossScaleFloorError: overflows took the scale to its floor; the
+                scaler is ready for the next iteration all the same. RuntimeError: a ``scale_loss`` with
+                ``delay_unscale`` is open.
         """
         if not self._enabled:
             return
         self._check_scale_growth_tracker("update")
-        if any(DELAYED in state for state in self._per_optimizer_states.values()):
+        if any(DELAYED in state or OPEN in state for state in self._per_optimizer_states.values()):
             raise RuntimeError(
-                "gradients of scale_loss(..., delay_unscale=True) are still scaled, and an update may change the "
-                "scale: close the accumulation with a scale_loss that unscales"
+                "update() within scale_loss, or gradients of scale_loss(..., delay_unscale=True) are still scaled, and "
+                "an update may change the scale: close the accumulation with a scale_loss that unscales"
             )
-        updated: list[tuple[LossScale, Tensor]] = []
         if new_scale is not None:
             value = arguments.checked_new_scale(new_scale, self._device)
             arguments.checked_bounds(self._bounds[0], value, self._bounds[1])
-            self._keep_old(changed=True)
+            self._before_update()
             for loss in self._losses:
                 cast(Tensor, loss.scale).fill_(value)
+            self._floor.reset()
         else:
             updated = [*self._found()]
             if not updated:
@@ -216,12 +231,14 @@ class LossScaler(ScalerState):
                     "No inf checks were recorded prior to update: no optimizer was stepped or unscaled through the "
                     "scaler since the last update. Call scaler.step(optimizer) before, or update(new_scale)"
                 )
-            self._keep_old(changed=False)
+            self._before_update()
+            rule = self._rule()
             for loss, found in updated:
-                loss.update(found, self._rule())
+                loss.update(found, rule)
+            self._floor.note(updated, self._losses, rule)
         self._forget_iteration()
         self._skips.begin()
-        if self._on_floor is not None and self._floor.fallen(updated):
+        if self._floor.fallen(self._backoff_factor) and self._on_floor is not None:
             message = floor_message(self)
             if self._on_floor == "raise":
                 raise LossScaleFloorError(message)
@@ -239,7 +256,8 @@ class LossScaler(ScalerState):
 
     def found_inf(self, loss_id: int = 0) -> bool:
         """Whether the gradients that were checked since the last ``update`` hold inf or nan. Reads the device."""
-        return any(bool(found > 0) for loss, found in self._found() if loss is self._losses[loss_id])
+        wanted = self._losses[loss_id]
+        return self._enabled and any(bool(found > 0) for loss, found in self._found() if loss is wanted)
 
     def overflow_parameters(self) -> list[str]:
         """Names of the parameters whose gradients held inf or nan in the last skipped step. Reads the device.
@@ -265,7 +283,7 @@ class LossScaler(ScalerState):
                 f"loss_id={loss_id}: this scaler has {len(self._losses)} losses; LossScaler(num_losses=...) makes more"
             )
         for optimizer in optimizers:
-            state = self._per_optimizer_states[id(optimizer)]
+            state = self._state_of(optimizer, "scale_loss")
             if state["stage"] is OptState.STEPPED:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} has stepped: scaler.update() before the next scale_loss"
@@ -275,24 +293,36 @@ class LossScaler(ScalerState):
                     f"gradients of loss {state[DELAYED]} are there, still scaled (delay_unscale=True): unscale them "
                     f"before the backward of loss {loss_id}, or they cannot be told apart"
                 )
+            if self._scaled_outside and DELAYED not in state and state["stage"] is OptState.READY:
+                # Reads from the device, where scale and scale_loss are used in one iteration only.
+                if any(p.grad is not None and holds_any(p.grad) for p in parameters_of(optimizer)):
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} has gradients, and scale() was called since the last update: they "
+                        "may still be scaled. scaler.unscale_ the optimizer before scale_loss, or use scale_loss for "
+                        "all its losses; or zero_grad() it"
+                    )
         return self._scaled(loss_id, loss)
 
     def _scaled(self, loss_id: int, outputs: Any) -> Any:
-        def scale_on(device: torch.device) -> Tensor:
+        def times_scale(tensor: Tensor) -> Tensor:
             if self._scale is None:
-                self._lazy_init_scale_growth_tracker(device)
-            return cast(Tensor, self._losses[loss_id].scale).to(device, non_blocking=True)
+                self._lazy_init_scale_growth_tracker(tensor.device)
+            scale = cast(Tensor, self._losses[loss_id].scale)
+            if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                self._captured = True  # a CUDA graph will scale, and backward, unseen
+            result = tensor * scale.to(tensor.device, non_blocking=True)
+            self._old.watch(result, scale)
+            return result
 
-        result = scaled(outputs, scale_on)
+        self._claimed.clear()
+        result = scaled(outputs, times_scale)
         self._scaled_since_update = True
-        if self._old is not None and self._scale is not None and isinstance(result, Tensor):
-            self._old.watch(result, self._scale)
         return result
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        self._refuse_spoiled(optimizer)
+        self._refuse_spoiled(optimizer, self._claimed)
         gradients = grouped(optimizer, allow_fp16 or self._fp16_gradients, self.parameter_names)
         inverses: dict[torch.device, Tensor] = {}
         found: dict[torch.device, Tensor] = {}
@@ -301,6 +331,7 @@ class LossScaler(ScalerState):
                 inverses[device] = inv_scale.to(device, non_blocking=True)
                 found[device] = found_inf.to(device, non_blocking=True, copy=True)
             _unscale(tensors, found[device], inverses[device])
+        claim(optimizer, self._claimed)
         self._agree(optimizer, found)
         return found
 
@@ -308,8 +339,10 @@ class LossScaler(ScalerState):
         """Look for inf in gradients that the optimizer will unscale itself."""
         check = getattr(optimizer, "check_gradients", None)
         if check is None:
-            return self._check_inf_per_device(optimizer)
-        self._refuse_spoiled(optimizer)
+            scale = cast(Tensor, self._scale)
+            return self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), allow_fp16=True)
+        self._refuse_spoiled(optimizer, self._claimed)
+        claim(optimizer, self._claimed)
         state["check"] = check(self._scale)
         found = state["check"].found_inf
         self._agree(optimizer, found)
@@ -324,14 +357,22 @@ class LossScaler(ScalerState):
         if group is not None:
             agree(found, cast(Tensor, self._scale).device, group)
 
-    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._known.add(optimizer)
-        return self._per_optimizer_states[id(optimizer)]
+    def _state_of(self, optimizer: Optimizer, call: str | None = None) -> dict[str, Any]:
+        """The iteration's state of an optimizer; with ``call``: a RuntimeError within its ``scale_loss``."""
+        self._known[id(optimizer)] = optimizer
+        if self._blocks and id(optimizer) not in self._per_optimizer_states:
+            state = self._per_optimizer_states[id(optimizer)]
+            resume(optimizer, self._blocks, cast(Tensor, self._scale).device, state)
+        state = self._per_optimizer_states[id(optimizer)]
+        if call is not None and OPEN in state:
+            raise RuntimeError(f"{call} within a scale_loss of the same {type(optimizer).__name__}: leave its block")
+        return state
 
-    def _record(self, state: dict[str, Any], loss_id: int, found: dict[torch.device, Tensor]) -> None:
-        """Add flags to those of the optimizer, which decide on its step, and to those of the loss."""
+    def _record(self, state: dict[str, Any], losses: Iterable[int], found: dict[torch.device, Tensor]) -> None:
+        """Add flags to those of the optimizer, which decide on its step, and to those of the losses."""
         by_loss = state.setdefault("found_inf_by_loss", {})
-        by_loss.setdefault(loss_id, []).extend(found.values())
+        for loss_id in [*losses]:
+            by_loss.setdefault(loss_id, []).extend(found.values())
         flags = state["found_inf_per_device"]
         state["found_inf_per_device"] = {
             device: torch.maximum(flags[device], flag) if device in flags else flag for device, flag in found.items()
@@ -350,32 +391,38 @@ class LossScaler(ScalerState):
                 here = [flag.view(()).to(scale.device, non_blocking=True) for flag in found]
                 yield self._losses[loss_id], here[0] if len(here) == 1 else torch.stack(here).amax()
 
-    def _keep_old(self, changed: bool) -> None:
-        """Note gradients that this update leaves behind, scaled: an optimizer that accumulates while another steps."""
+    def _before_update(self) -> None:
         used = {id_ for id_, state in self._per_optimizer_states.items() if state["stage"] is not OptState.READY}
-        left = [o for o in [*self._known] if id(o) not in used and any(p.grad is not None for p in parameters_of(o))]
-        unknown = changed and self._scaled_since_update and not used and not self._known
-        self._old = None
-        if left or unknown:
-            self._old = OldGradients(cast(Tensor, self._scale).clone(), None if unknown else left)
+        self._old.before_update(cast(Tensor, self._scale), self._known, used)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._scale is None and self._process_group is not None:
+            # A pipeline stage without a loss: its gradients come from other ranks, scaled.
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
 
     def _require_scaled(self, call: str) -> None:
-        if not self._scaled_since_update:
+        if not (self._scaled_since_update or self._captured) and self._process_group is None:
             raise RuntimeError(
                 f"{call}() would divide gradients by a scale of {self.get_scale():g}, but nothing was scaled since the "
                 "last update(): call scaler.scale(loss).backward(), or optimizer.step() for gradients without a scale"
             )
 
-    def _refuse_spoiled(self, optimizer: Optimizer) -> None:
-        refuse_shared(optimizer, self._claimed, self.parameter_names)
-        if self._old is not None:
-            self._old.refuse_mixed(optimizer, self.parameter_names)
+    def _refuse(self, optimizer: Optimizer, claimed: dict[int, weakref.ref[Optimizer]]) -> None:
+        """All that ``unscale_`` would refuse of the gradients. ``claimed``: parameters of the optimizers before."""
+        self._refuse_spoiled(optimizer, claimed)
+        refuse_dtypes(optimizer, self._fp16_gradients, self.parameter_names)
+
+    def _refuse_spoiled(self, optimizer: Optimizer, claimed: dict[int, weakref.ref[Optimizer]]) -> None:
+        refuse_shared(optimizer, claimed, self.parameter_names)
+        self._old.refuse_mixed(optimizer, self.parameter_names)
 
 
-@cache
-def _wants_scaler(optimizer: type[Optimizer]) -> bool:
+def _wants_scaler(optimizer: Optimizer) -> bool:
     """The older contract of torch's, where ``step`` takes the scaler itself."""
-    return (
-        getattr(optimizer, "_step_supports_amp_scaling", False)
-        and "grad_scaler" in signature(optimizer.step).parameters
-    )
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and _takes_scaler(type(optimizer))
+
+
+@lru_cache(maxsize=64)
+def _takes_scaler(optimizer: type[Optimizer]) -> bool:
+    return "grad_scaler" in signature(optimizer.step).parameters

@@ -45,6 +45,9 @@ __all__ = ["LOW_GRADIENT", "ShadowStore", "StaleShadowError", "stores"]
 #: Attribute of a parameter whose optimizer reads low-precision gradients: "step", or "accumulate" too.
 LOW_GRADIENT = "_fxprec_low_gradient"
 
+#: The sequence number below that of AccumulateGrad, which is the highest.
+_AS_SOON_AS_READY = 2**64 - 2
+
 _version = operator.attrgetter("_version")
 _pointer = Tensor.data_ptr
 
@@ -255,6 +258,11 @@ class ShadowStore:
         low_gradient = getattr(weight, LOW_GRADIENT, None) is not None and weight.requires_grad
         with torch.inference_mode(False), torch.enable_grad():
             shadow = _LowGradient.apply(weight, self.dtype) if low_gradient else weight.to(self.dtype)
+        if shadow.grad_fn is not None:
+            # Backward runs what was made last first. This edge is older than every forward: the gradients of all
+            # weights would come at the very end, too late for DDP to reduce the first while the others are computed.
+            edge: Any = shadow.grad_fn
+            edge._set_sequence_nr(_AS_SOON_AS_READY)
         if low_gradient:
             _refuse_ddp()
             weight.grad_dtype = self.dtype

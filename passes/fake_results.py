@@ -53,6 +53,8 @@ def fake_result(node: Node, low: torch.dtype) -> DTypeInfo:
     captured = value_dtype(value)
     if not _captured_otherwise(node):
         return captured
+    if any(source.meta["dtype"] is UNKNOWN and _is_low(source, low) for source in node.all_input_nodes):
+        return _doubtful(captured, low)
     try:
         return value_dtype(_rerun(node))
     except Exception:  # a custom op that has no fake, or refuses these dtypes: its captured value is all there is
@@ -66,6 +68,12 @@ def _captured_otherwise(node: Node) -> bool:
         for source in node.all_input_nodes
         if source.meta["dtype"] is not NON_TENSOR
     )
+
+
+def _is_low(source: Node, low: torch.dtype) -> bool:
+    """Whether a value was captured in the low dtype, which may be autocast's doing."""
+    value = source.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype is low
 
 
 def _doubtful(captured: DTypeInfo, low: torch.dtype) -> DTypeInfo:

@@ -91,9 +91,20 @@ def canonical_name(target: Any, node_op: str = "call_function") -> Op | None:
     if isinstance(target, HigherOrderOperator):
         return Op(f"higher_order::{target.name()}")
     try:
-        return _functions().get(target)
+        return _functions().get(target) or _dtensor_op(target)
     except TypeError:  # an unhashable callable is nobody's op
         return None
+
+
+def _dtensor_op(target: Any) -> Op | None:
+    """DTensor's functions, as dynamo writes them: some by themselves, some as a closure over the mesh."""
+    if str(getattr(target, "__module__", "")).partition(".tensor")[0] != "torch.distributed":
+        return None
+    name = getattr(target, "__name__", "").removeprefix("prim_")
+    return Op(name) if name in _DTENSOR_OPS else None
+
+
+_DTENSOR_OPS: Final = frozenset({"from_local", "to_local", "redistribute", "full_tensor", "distribute_tensor"})
 
 
 def cast_target(node: Node) -> torch.dtype | None:

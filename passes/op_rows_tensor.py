@@ -28,6 +28,8 @@ VIEWS: Final = table(
     rows(Rule.FOLLOW, _VIEW, "view_as reshape_as expand_as", ports=_SELF, result="first", view=True),
     rows(Rule.FOLLOW, _VIEW, "chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind", result="first*",
            view=True),
+    rows(Rule.FOLLOW, "a DTensor's shards, here or moved between ranks: half the traffic when low, as under autocast",
+           "from_local to_local redistribute full_tensor distribute_tensor", ports=_SELF, result="first", view=True),
     rows(Rule.FOLLOW, "part of a tensor, or one of several results", "getitem", result="unknown", view=True),
     rows(Rule.FOLLOW, "an attribute: a view, or no tensor", "getattr", result="unknown", view=True),
     rows(Rule.PROMOTE, "gives every tensor in its own dtype", "broadcast_tensors", result="first*", view=True),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -87,3 +89,14 @@ class Tools:
 @pytest.fixture
 def tools() -> type[Tools]:
     return Tools
+
+
+@pytest.fixture(scope="session")
+def ask_two() -> Iterator[Callable[..., list[Any]]]:
+    """``ask_two(function, *arguments)``: what it returns in two gloo processes; see two_ranks.py."""
+    spec = importlib.util.spec_from_file_location("fxprec_two_ranks", pathlib.Path(__file__).with_name("two_ranks.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with module.two_ranks() as ask:
+        yield ask

@@ -1,19 +1,8 @@
-"""PyTorch's own distribution around a converted model, with two gloo processes on a CPU: DDP, FSDP2, DTensors.
-
-The processes are started once a module and asked for one check after the other.
-"""
+"""PyTorch's own distribution around a converted model, with two gloo processes on a CPU: DDP, FSDP2, DTensors."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-import traceback
-from multiprocessing.connection import Client, Listener
 
 import pytest
 import torch
@@ -21,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from fxprec.module import conversion_of
@@ -52,6 +42,11 @@ class Dynamic(Static):
         return super().forward(x)
 
 
+class Checkpointed(Static):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 class Net(nn.Module):
     def __init__(self, block):
         super().__init__()
@@ -65,7 +60,7 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-BLOCKS = {"static": Static, "dynamic": Dynamic}
+BLOCKS = {"static": Static, "dynamic": Dynamic, "checkpointed": Checkpointed}
 
 
 def _batch(step, rank=None):
@@ -108,6 +103,28 @@ def no_sync(tools, rank, block):
     wrapped(_batch(2, rank)).square().mean().backward()
     after = _gathered(model.head.weight.grad)
     return torch.equal(*before), torch.equal(*after)
+
+
+def order_of_hooks(tools, rank, convert):
+    """Gradients as they arrive, and buckets as they are reduced, in a backward of the second iteration on."""
+    torch.manual_seed(0)
+    model = Net(Static)
+    if convert:
+        fxprec.convert(model)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    events = []
+
+    def reduce(_, bucket):
+        events.append(("bucket", bucket.index()))
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0] / WORLD)
+
+    wrapped.register_comm_hook(None, reduce)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(("gradient", name)))
+    for step in range(3):
+        events.clear()
+        wrapped(_batch(step, rank)).square().mean().backward()
+    return events
 
 
 def fsdp(tools, rank, block, called_before):
@@ -188,92 +205,41 @@ def _gathered(tensor):
     return gathered
 
 
-# -- starting and asking them
-
-
-def _serve(rank: int, port: int, rendezvous: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(rendezvous))
-    torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location("fxprec_conftest", pathlib.Path(__file__).with_name("conftest.py"))
-    assert spec is not None and spec.loader is not None
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    with Client(("127.0.0.1", port), authkey=b"fxprec") as parent:
-        while (job := parent.recv()) is not None:
-            check, arguments = job
-            try:
-                parent.send((True, globals()[check](conftest.Tools, rank, *arguments)))
-            except Exception:
-                parent.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ask():
-    """``ask(check, *arguments)``: what both processes returned."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        rendezvous = free.getsockname()[1]
-    with Listener(("127.0.0.1", 0), authkey=b"fxprec") as listener:
-        command = [sys.executable, __file__]
-        rest = [str(listener.address[1]), str(rendezvous)]
-        processes = [subprocess.Popen([*command, str(rank), *rest]) for rank in range(WORLD)]
-        connections = [listener.accept() for _ in range(WORLD)]
-
-    def ask_both(check, *arguments):
-        for connection in connections:
-            connection.send((check.__name__, arguments))
-        answers = []
-        for connection in connections:
-            assert connection.poll(120), f"{check.__name__}{arguments} hangs"
-            answers.append(connection.recv())
-        for good, answer in answers:
-            assert good, answer
-        return [answer for _, answer in answers]
-
-    yield ask_both
-    for connection in connections:
-        connection.send(None)
-        connection.close()
-    for process in processes:
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize(
     "options",
     [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}],
     ids=lambda options: next(iter(options), "plain"),
 )
-def test_ddp_has_the_gradients_of_one_process(ask, block, options):
-    assert ask(ddp, block, options) == [({LOW: 7}, 1, {})] * WORLD
+def test_ddp_has_the_gradients_of_one_process(ask_two, block, options):
+    assert ask_two(ddp, block, options) == [({LOW: 7}, 1, {})] * WORLD
+
+
+def test_ddp_reduces_buckets_while_gradients_still_come(ask_two):
+    converted, plain = (ask_two(order_of_hooks, convert)[0] for convert in (True, False))
+    assert converted == plain
+    kinds = [kind for kind, _ in converted]
+    assert kinds.count("bucket") >= 3
+    assert kinds.index("bucket") < len(kinds) / 2  # the first does not wait for the last gradient
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_ddp_no_sync(ask, block):
-    assert ask(no_sync, block) == [(False, True)] * WORLD
+def test_ddp_no_sync(ask_two, block):
+    assert ask_two(no_sync, block) == [(False, True)] * WORLD
 
 
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_fsdp_per_block_and_around(ask, block, called_before):
-    for trained, evaluated, shadows, in_net in ask(fsdp, block, called_before):
+def test_fsdp_per_block_and_around(ask_two, block, called_before):
+    for trained, evaluated, shadows, in_net in ask_two(fsdp, block, called_before):
         assert trained == evaluated == {LOW: 7}
         assert shadows == 0
         assert in_net  # the loop over blocks is left to the interpreter, and the report says so
 
 
-def test_fsdp_around_a_converted_submodule(ask):
-    assert ask(around) == [({LOW: 2, torch.float32: 1}, 0)] * WORLD
+def test_fsdp_around_a_converted_submodule(ask_two):
+    assert ask_two(around) == [({LOW: 2, torch.float32: 1}, 0)] * WORLD
 
 
-def test_weights_that_are_dtensors(ask):
-    assert ask(replicated_dtensors) == [{LOW: 2}] * WORLD
-
-
-if __name__ == "__main__":
-    _serve(*map(int, sys.argv[1:]))
+def test_weights_that_are_dtensors(ask_two):
+    assert ask_two(replicated_dtensors) == [{LOW: 2}] * WORLD

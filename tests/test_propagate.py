@@ -336,6 +336,17 @@ def test_a_custom_op_without_fake_stays_unknown_where_its_capture_was_low() -> N
         assert node.meta["dtype"] is UNKNOWN
 
 
+def test_what_follows_an_unknown_value_is_not_taken_for_low_because_it_was_captured_low() -> None:
+    gm = captured_under_autocast()
+    first = gm.graph.find_nodes(op="placeholder")[0]
+    first.meta["val"] = first.meta["val"].to(BF16)  # known only to the capture: the user's own dtype, or autocast's
+    first.meta["dtype"] = UNKNOWN
+    second = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.hardswish_backward.default)[0]
+    second.args = (first, first)
+    annotated(gm)
+    assert second.meta["dtype"] is UNKNOWN
+
+
 def test_a_cast_baked_from_a_low_tensor_was_one_to_fp32() -> None:
     graph = Graph()
     x = graph.placeholder("x")

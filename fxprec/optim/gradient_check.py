@@ -44,6 +44,8 @@ class GradientCheck:
 def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool) -> GradientCheck:
     """Read the gradients of ``parameters`` once; ``norm``: compute their global norm too.
 
+    Give all parameters: those without a gradient tell which ranks take part in the norm.
+
     A replica of a DTensor counts once over all ranks, and so does a plain tensor beside DTensors, which is taken to be
     the same everywhere.
     """

@@ -69,7 +69,7 @@ class OnePass(Optimizer):
 
         The scaler calls it before ``step``, and hands the result on as ``gradient_check``. ``scale``: the gradients'.
         """
-        return check(self._parameters(), scale, self.max_norm is not None)
+        return check(parameters_of(self), scale, self.max_norm is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's pickles leave out what is neither state nor group."""
@@ -97,7 +97,7 @@ class OnePass(Optimizer):
         divisor = scale
         if self.max_norm is not None:
             if checked is None:
-                checked = check(self._parameters(), scale, norm=True)
+                checked = check(parameters_of(self), scale, norm=True)
             divisor = checked.divisor(self.max_norm, scale)
         copies = ShadowCopies(self._parameters())
         for group in self.param_groups:

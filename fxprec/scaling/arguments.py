@@ -12,6 +12,8 @@ from torch import Tensor
 from fxprec.errors import ClosureError, LossScaleError
 
 __all__ = [
+    "LARGEST_SCALE",
+    "SMALLEST_SCALE",
     "TORCH_KEYS",
     "checked_bounds",
     "checked_choice",
@@ -24,20 +26,26 @@ __all__ = [
     "refuse_closure",
 ]
 
+#: The scales that FP32 holds as normal numbers. The reciprocal of a smaller one may be inf.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+
 #: The five keys of ``torch.amp.GradScaler.state_dict``.
 TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def checked_scale(name: str, value: Any) -> float:
-    """A scale: finite and greater than 0."""
-    if not _is_number(value) or not math.isfinite(value) or value <= 0:
-        raise LossScaleError(f"{name} must be finite and greater than 0, not {value!r}")
+    """A scale: finite and greater than 0, as an FP32 number."""
+    if not _is_number(value) or not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+        raise LossScaleError(
+            f"{name} must be finite and greater than 0 in float32 ({SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}), "
+            f"not {value!r}"
+        )
     return float(value)
 
 
 def checked_factors(growth: Any, backoff: Any) -> tuple[float, float]:
     """Growth above 1 and backoff between 0 and 1."""
-    if not _is_number(growth) or not math.isfinite(growth) or growth <= 1:
+    if not _is_number(growth) or not 1 < growth < math.inf:
         raise LossScaleError(f"growth_factor must be finite and greater than 1, not {growth!r}")
     if not _is_number(backoff) or not 0 < backoff < 1:
         raise LossScaleError(f"backoff_factor must be greater than 0 and less than 1, not {backoff!r}")
@@ -67,7 +75,7 @@ def checked_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 def checked_interval(name: str, value: Any) -> int:
     """A whole number of at least 1."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+    if not _is_count(value) or value < 1:
         raise LossScaleError(f"{name} must be a whole number of at least 1, not {value!r}")
     return int(value)
 
@@ -86,7 +94,7 @@ def checked_new_scale(value: Any, device: str) -> float:
 
 
 def checked_state(state: Any, num_losses: int) -> list[dict[str, Any]]:
-    """The state of each loss from a ``state_dict``, ours or torch's.
+    """The state of each loss from a ``state_dict``, ours or torch's. Of the first loss torch's keys are what counts.
 
     Raises:
         TypeError: no mapping. RuntimeError: empty, or keys are missing. LossScaleError: values out of range, or
@@ -103,21 +111,33 @@ def checked_state(state: Any, num_losses: int) -> list[dict[str, Any]]:
         raise RuntimeError(f"the scaler's state lacks {missing}; it has {sorted(map(str, state))}")
     checked_dynamic(state["growth_factor"], state["backoff_factor"])
     checked_interval("growth_interval", state["growth_interval"])
-    extra = state.get("fxprec", {})
+    losses = _states_of_losses(state, num_losses)
+    for i, loss in enumerate(losses):
+        if missing := [key for key in ("scale", "growth_tracker") if key not in loss]:
+            raise RuntimeError(f"the scaler's state lacks {missing} of loss {i}; it has {sorted(map(str, loss))}")
+        checked_scale(f"the saved scale of loss {i}", loss["scale"])
+        for key in ("growth_tracker", "hysteresis_left"):
+            _checked_count(f"the saved {key} of loss {i}", loss.get(key, 0))
+    return losses
+
+
+def _states_of_losses(state: Mapping[str, Any], num_losses: int) -> list[dict[str, Any]]:
     first = {"scale": state["scale"], "growth_tracker": state["_growth_tracker"]}
-    losses = [{**first, **extra["losses"][0]}, *extra["losses"][1:]] if extra.get("losses") else [first] * num_losses
+    extra = state.get("fxprec")
+    if extra is None:  # torch's
+        return [first] * num_losses
+    if not isinstance(extra, Mapping) or not isinstance(extra.get("losses"), list):
+        raise RuntimeError("the scaler's state lacks the list 'losses' under 'fxprec'")
+    _checked_count("the saved skipped_steps", extra.get("skipped_steps", 0))
+    losses = extra["losses"]
     if len(losses) != num_losses:
         raise LossScaleError(
             f"the state holds {len(losses)} losses, this scaler has num_losses={num_losses}: make it with num_losses="
             f"{len(losses)}"
         )
-    for i, loss in enumerate(losses):
-        checked_scale(f"the saved scale of loss {i}", loss["scale"])
-        for key in ("growth_tracker", "hysteresis_left"):
-            count = loss.get(key, 0)
-            if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
-                raise LossScaleError(f"the saved {key} of loss {i} must be a whole number of at least 0, not {count!r}")
-    return losses
+    if not all(isinstance(loss, Mapping) for loss in losses):
+        raise RuntimeError("the scaler's state of each loss under 'fxprec' is a dict")
+    return [{**losses[0], **first}, *map(dict, losses[1:])]
 
 
 def refuse_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -136,3 +156,12 @@ def refuse_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value < 2**31  # int32 on the device
+
+
+def _checked_count(name: str, value: Any) -> None:
+    if not _is_count(value) or value < 0:
+        raise LossScaleError(f"{name} must be a whole number of at least 0, not {value!r}")

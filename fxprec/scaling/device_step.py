@@ -28,7 +28,7 @@ def can_skip_on_device(optimizer: Optimizer) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     wrapped = optimizer.__dict__.get("step")
-    if wrapped is not None and not getattr(wrapped, "_wrapped_by_lr_sched", False):
+    if wrapped is not None and not _is_lr_schedulers(wrapped, optimizer):
         return False
     return not _makes_state(optimizer)
 
@@ -50,17 +50,29 @@ def step_on_device(
     optimizer.grad_scale = given if unscaled else scale if given is None else scale * given
     # One at most: fused kernels take it off the step count again.
     optimizer.found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
-    optimizer.gradient_check = state.get("check")
+    if "check" in state:
+        optimizer.gradient_check = state["check"]
     try:
         return optimizer.step(*args, **kwargs)
     finally:
-        del optimizer.grad_scale, optimizer.found_inf, optimizer.gradient_check
+        del optimizer.grad_scale, optimizer.found_inf
+        if "check" in state:
+            del optimizer.gradient_check
+
+
+def _is_lr_schedulers(step: Any, optimizer: Optimizer) -> bool:
+    """Whether it is the class's ``step`` as torch's lr schedulers wrap it. (Other wrappers may copy their mark.)"""
+    module = getattr(step, "__globals__", {}).get("__name__")
+    return module == "torch.optim.lr_scheduler" and getattr(step, "__wrapped__", None) is type(optimizer).step
 
 
 def _makes_state(optimizer: Optimizer) -> bool:
+    """Whether the next step of one of torch's fused optimizers makes state."""
     if isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups):
         return False
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
         return False
     known = optimizer.state
-    return any(p.grad is not None and p not in known for p in parameters_of(optimizer))
+    if len(known) == sum(len(group["params"]) for group in optimizer.param_groups) and all(known.values()):
+        return False  # the usual case, without a look at each parameter
+    return any(p.grad is not None and not known.get(p) for p in parameters_of(optimizer))

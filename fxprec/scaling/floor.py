@@ -1,53 +1,115 @@
-"""Notice that a scale fell to its floor, without a host sync.
+"""Notice that overflows took a scale to its floor, without a host sync.
 
-An overflow at the floor is the end: gradients hold inf or nan at every scale, and every further step is skipped. On a
-CPU the scale is read at once; on CUDA it is copied to pinned memory, and looked at when the copy is done, an update or
-two later.
+That is the end: gradients hold inf or nan at every scale, and every further step would be skipped.
+
+Most updates cost nothing: a scale of 2**16 that halves at most once an update needs 16 of them to come to a floor of 1.
+Only when it may have come there, each update notes on the device whether an overflow left it at the floor. Where
+reading does not wait (a CPU) this is read at once; on CUDA it is copied to pinned memory and looked at when the copy is
+done, an update or two later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxprec.scaling.loss_scale import LossScale
+from fxprec.scaling.arguments import SMALLEST_SCALE
+from fxprec.scaling.loss_scale import LossScale, UpdateRule
 
 __all__ = ["SMALLEST_SCALE", "FloorWatch"]
 
-#: The smallest scale whose reciprocal is a normal FP32 number.
-SMALLEST_SCALE = 2.0**-126
+
+class _Note(NamedTuple):
+    """What an update found: on the host once ``done`` says so."""
+
+    values: Tensor
+    done: Callable[[], bool]
+    update: int
 
 
 class FloorWatch:
-    """Watches the scales of a scaler; ``floor``: its ``min_scale``, or None for the smallest that can be taken out."""
+    """Watches the scales of a scaler.
+
+    Args:
+        floor: its ``min_scale``; None: the smallest whose reciprocal is finite.
+    """
 
     def __init__(self, floor: float | None) -> None:
         self.floor = SMALLEST_SCALE if floor is None else floor
-        self._copies: list[tuple[Tensor, torch.cuda.Event]] = []
+        self.reset()
 
-    def __reduce__(self) -> tuple[type[FloorWatch], tuple[float]]:
-        return FloorWatch, (self.floor,)
+    def reset(self) -> None:
+        """The scales are others than after the last update: nothing is known of them."""
+        self._updates = 0
+        self._safe_until = 0
+        self._notes: list[_Note] = []
 
-    def fallen(self, updated: Iterable[tuple[LossScale, Tensor]]) -> bool:
-        """After an update: whether a loss that overflowed is at the floor, as far as is known.
+    @property
+    def near(self) -> bool:
+        """Whether the next update may bring a scale to the floor."""
+        return self._updates >= self._safe_until
+
+    def note(self, updated: list[tuple[LossScale, Tensor]], losses: list[LossScale], rule: UpdateRule) -> None:
+        """After an update: note whether an overflow took a loss's scale to the floor, or found it there.
 
         Args:
-            updated: each scale and the ``found_inf`` that moved it.
+            updated: each loss that was checked, with its ``found_inf``.
+            losses: all of them.
+            rule: how they moved.
         """
-        for loss, found in updated:
-            assert loss.scale is not None
-            if loss.scale.device.type != "cuda":
-                if found > 0 and loss.scale <= self.floor:
-                    return True
+        if rule.backoff_factor >= 1:
+            return  # a static scale falls nowhere
+        if self.near and not _capturing(losses):
+            scales = torch.stack([loss.scale for loss in losses if loss.scale is not None])
+            hits = [_fell(self.floor, loss, found, rule) for loss, found in updated]
+            self._notes.append(_to_host(torch.stack([scales.amin(), *hits]), self._updates))
+        self._updates += 1
+
+    def fallen(self, backoff_factor: float) -> bool:
+        """Whether a scale fell to the floor, as far as is known."""
+        if not self._notes:
+            return False
+        fallen, waiting = False, list[_Note]()
+        for note in self._notes:
+            if not note.done():
+                waiting.append(note)
                 continue
-            hit = (found > 0) & (loss.scale <= self.floor)
-            host = torch.empty_like(hit, device="cpu", pin_memory=torch.cuda.is_available())
-            host.copy_(hit, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(loss.scale.device))
-            self._copies.append((host, event))
-        done = [host for host, event in self._copies if event.query()]
-        self._copies = [(host, event) for host, event in self._copies if not event.query()]
-        return any(bool(host) for host in done)
+            scale, *hits = note.values.tolist()
+            fallen |= any(hits)
+            if scale > self.floor:
+                steps = math.log(self.floor / scale) / math.log(backoff_factor)
+                # One less, for what rounding does to the logarithms and to the scale.
+                self._safe_until = max(self._safe_until, note.update + int(steps) - 1)
+        self._notes = waiting
+        return fallen
+
+
+def _fell(floor: float, loss: LossScale, found: Tensor, rule: UpdateRule) -> Tensor:
+    """1.0 after an overflow that leaves the scale at the floor, unless hysteresis tolerates it."""
+    assert loss.scale is not None and loss.hysteresis_left is not None
+    hit = (found > 0) & (loss.scale <= floor)
+    return (hit & (loss.hysteresis_left <= 0) if rule.hysteresis > 1 else hit).float()
+
+
+def _to_host(values: Tensor, update: int) -> _Note:
+    if reading_waits(values.device):
+        host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(values.device))
+        return _Note(host, event.query, update)
+    return _Note(values, lambda: True, update)
+
+
+def reading_waits(device: torch.device) -> bool:
+    """Whether reading from the device stops the host until all that was queued is done."""
+    return device.type == "cuda"
+
+
+def _capturing(losses: list[LossScale]) -> bool:
+    """In a CUDA graph that is being captured nothing can be read."""
+    scale = losses[0].scale
+    return scale is not None and scale.is_cuda and torch.cuda.is_current_stream_capturing()

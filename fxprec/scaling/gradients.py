@@ -7,19 +7,19 @@ adding up duplicate indices may overflow; of a DTensor the local shard is taken,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Grouped", "dtensor_type", "few", "grouped", "local", "parameter_names", "parameters_of"]
+__all__ = ["Grouped", "dtensor_type", "few", "grouped", "local", "parameter_names", "parameters_of", "refuse_dtypes"]
 
 #: (device, dtype) -> dense tensors that can be unscaled in place.
 Grouped = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 
-_SCALED = (torch.float32, torch.float64, torch.bfloat16)
+_SCALED = {torch.float32, torch.float64, torch.bfloat16}
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -35,28 +35,51 @@ def grouped(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer
         ValueError: float16 gradients, unless they are allowed. TypeError: complex or float8 ones. Both name the
             parameters.
     """
-    with_gradients: list[tuple[Tensor, Tensor]] = []
-    odd: list[Tensor] = []
-    for parameter in parameters_of(optimizer):
-        gradient = parameter.grad
-        if gradient is not None:
-            with_gradients.append((parameter, gradient))
-            if gradient.dtype not in _SCALED:
-                odd.append(parameter)
-    if odd:
-        _refuse(odd, allow_fp16, name_of(optimizer))
     groups: Grouped = {}
-    with torch.no_grad():
-        for parameter, gradient in with_gradients:
-            if gradient.layout is not torch.strided or type(gradient) is not Tensor:
-                gradient = _dense(parameter, gradient)
+    special: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+                special.append(parameter)
+                continue
             key = gradient.device, gradient.dtype
             tensors = groups.get(key)
             if tensors is None:
                 groups[key] = [gradient]
             else:
                 tensors.append(gradient)
+    dtypes = {dtype for _, dtype in groups} | {parameter.grad.dtype for parameter in special}  # type: ignore[union-attr]
+    if not dtypes <= (_SCALED | {torch.float16} if allow_fp16 else _SCALED):
+        refuse_dtypes(optimizer, allow_fp16, name_of)
+    with torch.no_grad():
+        for parameter in special:
+            gradient = _dense(parameter, cast(Tensor, parameter.grad))
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     return groups
+
+
+def refuse_dtypes(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer], dict[int, str]]) -> None:
+    """Raise as ``grouped`` does, if it would."""
+    odd = [(p, p.grad.dtype) for p in parameters_of(optimizer) if p.grad is not None and p.grad.dtype not in _SCALED]
+    if not odd:
+        return
+    names = name_of(optimizer)
+    half = [names[id(p)] for p, dtype in odd if dtype is torch.float16]
+    strange = [f"{names[id(p)]} ({dtype})" for p, dtype in odd if dtype is not torch.float16]
+    if strange:
+        raise TypeError(
+            f"gradients that cannot be unscaled and checked for inf: {few(strange)}. Keep such parameters in another "
+            "optimizer, which steps without the scaler"
+        )
+    if half and not allow_fp16:
+        raise ValueError(
+            f"Attempting to unscale FP16 gradients. They belong to {few(half)}. Unscaled, most of them would vanish: "
+            "keep the parameters in float32 as master weights, as fxprec.convert does at O0 to O2, or wrap the "
+            "optimizer in fxprec.amp.FP16_Optimizer. LossScaler(fp16_gradients=True) accepts them"
+        )
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -85,6 +108,12 @@ def parameter_names(optimizer: Optimizer, known: Callable[[Tensor], str | None])
     return names
 
 
+def few(names: list[str], most: int = 5) -> str:
+    """The first of them, and how many more there are."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
 def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The part of a gradient that can be unscaled in place."""
     if gradient.layout is torch.sparse_coo:
@@ -100,25 +129,3 @@ def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
             parameter.grad = sharded = sharded.redistribute(placements=cast(Any, parameter).placements)
         return local(sharded)
     return gradient
-
-
-def _refuse(odd: Iterable[Tensor], allow_fp16: bool, names: dict[int, str]) -> None:
-    half = [names[id(p)] for p in odd if p.grad is not None and p.grad.dtype is torch.float16]
-    strange = [f"{names[id(p)]} ({p.grad.dtype})" for p in odd if p.grad is not None and p.grad.dtype != torch.float16]
-    if strange:
-        raise TypeError(
-            f"gradients that cannot be unscaled and checked for inf: {few(strange)}. Keep such parameters in another "
-            "optimizer, which steps without the scaler"
-        )
-    if half and not allow_fp16:
-        raise ValueError(
-            f"Attempting to unscale FP16 gradients. They belong to {few(half)}. Unscaled, most of them would vanish: "
-            "keep the parameters in float32 as master weights, as fxprec.convert does at O0 to O2, or wrap the "
-            "optimizer in fxprec.amp.FP16_Optimizer. LossScaler(fp16_gradients=True) accepts them"
-        )
-
-
-def few(names: list[str], most: int = 5) -> str:
-    """The first of them, and how many more there are."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

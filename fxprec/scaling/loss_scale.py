@@ -36,7 +36,7 @@ class UpdateRule:
 class LossScale:
     """One loss's scale (FP32), growth tracker and hysteresis left (int32), 0-dim tensors once a device is known.
 
-    Before that, and in pickles, they are numbers.
+    Before that they are numbers, ``start``.
     """
 
     __slots__ = ("growth_tracker", "hysteresis_left", "scale", "start")
@@ -47,8 +47,9 @@ class LossScale:
         self.growth_tracker: Tensor | None = None
         self.hysteresis_left: Tensor | None = None
 
-    def __reduce__(self) -> tuple[type[LossScale], tuple[float, int, int]]:
-        return LossScale, self.numbers()
+    def number(self) -> float:
+        """The scale (a host sync)."""
+        return self.start[0] if self.scale is None else self.scale.item()
 
     def numbers(self) -> tuple[float, int, int]:
         """Scale, growth tracker and hysteresis left, as Python numbers (a host sync)."""
@@ -57,11 +58,11 @@ class LossScale:
         return self.scale.item(), int(self.growth_tracker.item()), int(self.hysteresis_left.item())
 
     def place(self, device: torch.device) -> None:
-        """Make the tensors."""
+        """Make the tensors; the scale last, since its presence tells other threads that all are there."""
         scale, growth_tracker, hysteresis_left = self.start
-        self.scale = torch.full((), scale, dtype=torch.float32, device=device)
-        self.growth_tracker = torch.full((), growth_tracker, dtype=torch.int32, device=device)
         self.hysteresis_left = torch.full((), hysteresis_left, dtype=torch.int32, device=device)
+        self.growth_tracker = torch.full((), growth_tracker, dtype=torch.int32, device=device)
+        self.scale = torch.full((), scale, dtype=torch.float32, device=device)
 
     def set(self, scale: float, growth_tracker: int, hysteresis_left: int) -> None:
         """Overwrite, in place where there are tensors: captured CUDA graphs hold their addresses."""

@@ -1,14 +1,23 @@
 """Gradients of an old scale that a changed scale would spoil.
 
-Scaled gradients that nobody unscaled may still be there when the scale changes: micro-batches before an ``update``. New
-ones would be added to them at another scale, and the sum could not be unscaled. Looking costs nothing in a usual loop:
-only after an update that left such gradients behind does the next backward look at them, as it begins.
+Scaled gradients that nobody unscaled may still be there when the scale changes: an optimizer that accumulates while
+another one steps. New gradients would be added to them at another scale, and the sum could not be unscaled.
+
+    update     which optimizers have gradients and were not used; a usual loop has none, and nothing more is done
+    backward   as it begins: are these gradients still there, untouched, and is the scale another one? Only such a
+               case reads from the device
+    unscale    refuse gradients that were
+
+Gradients that an optimizer unscaled in an earlier iteration, and that just lie there until its ``zero_grad``, are told
+apart by the identity and version of one of them. What is missed: gradients of an optimizer that the scaler never saw,
+after the second iteration; a graph below a sum of scaled losses, in the second one.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,75 +26,130 @@ from torch.optim import Optimizer
 
 from fxprec.scaling.gradients import local, parameters_of
 
-__all__ = ["OldGradients"]
+__all__ = ["OldGradients", "holds_any"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One gradient as it was; stands for all of its optimizer's."""
+
+    parameter: weakref.ref[Tensor]
+    gradient: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _Seen | None:
+        for parameter in parameters_of(optimizer):
+            gradient = parameter.grad
+            if gradient is not None:
+                return cls(weakref.ref(parameter), weakref.ref(gradient), gradient._version)
+        return None
+
+    def untouched(self) -> bool:
+        parameter, gradient = self.parameter(), self.gradient()
+        if parameter is None or gradient is None or parameter.grad is not gradient:
+            return False
+        return gradient._version == self.version
 
 
 class OldGradients:
-    """What is known of gradients that an update left behind at ``scale``.
+    """What one scaler knows of gradients that updates left behind."""
 
-    Args:
-        scale: the scale they have.
-        optimizers: those that might own some; None: nobody knows, all that the next backward reaches.
-    """
-
-    def __init__(self, scale: Tensor, optimizers: Iterable[Optimizer] | None) -> None:
-        self.scale = scale
-        self._optimizers = None if optimizers is None else weakref.WeakSet(optimizers)
+    def __init__(self) -> None:
+        self._scale: Tensor | None = None
+        self._settled: dict[int, _Seen] = {}
+        self._left: list[tuple[weakref.ref[Optimizer], _Seen]] = []
         self._mixed: dict[int, weakref.ref[Tensor]] = {}
+        self._owners: list[weakref.ref[Optimizer]] = []
+        #: In the second iteration optimizers may own gradients that the scaler has not seen yet.
+        self._first, self._search = True, False
+
+    def before_update(self, scale: Tensor, known: Mapping[int, Optimizer], used: set[int]) -> None:
+        """Before the scale changes.
+
+        Args:
+            scale: of the gradients.
+            known: id -> every optimizer that the scaler has seen.
+            used: ids of those that were unscaled in this iteration.
+        """
+        self._left, self._search, self._first = [], self._first, False
+        for id_, optimizer in known.items():
+            settled = self._settled.get(id_)
+            if id_ in used:
+                seen = _Seen.of(optimizer)
+                if seen is not None:
+                    self._settled[id_] = seen
+            elif (settled is None or not settled.untouched()) and (seen := _Seen.of(optimizer)) is not None:
+                self._left.append((weakref.ref(optimizer), seen))
+        if self._left or self._search:
+            self._scale = scale.clone()
+            self._owners = [weakref.ref(optimizer) for optimizer in known.values()]
 
     def watch(self, outputs: Tensor, scale: Tensor) -> None:
         """Look when the backward of ``outputs``, scaled by ``scale``, begins."""
-        if not outputs.requires_grad or outputs.grad_fn is None:
+        if not (self._left or self._search or self._mixed) or outputs.grad_fn is None:
             return
-        candidates = self._leaves_below(outputs) if self._optimizers is None else self._owned
-
-        def look(_gradient: Tensor) -> None:
-            kept = [p for p in candidates() if p.grad is not None]
-            # Reads from the device, in this rare case only.
-            if kept and not torch.equal(scale, self.scale):
-                self._mixed.update(
-                    {id(p): weakref.ref(p.grad) for p in kept if p.grad is not None and bool(_holds_any(p.grad))}
-                )
-
-        outputs.register_hook(look)
+        if outputs.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        root = weakref.ref(outputs)
+        outputs.register_hook(lambda _gradient: self._look(root(), scale))
 
     def refuse_mixed(self, optimizer: Optimizer, names_of: Callable[[Optimizer], dict[int, str]]) -> None:
-        """Raise a RuntimeError that names a gradient of ``optimizer`` which is a sum over two scales."""
-        for parameter in parameters_of(optimizer) if self._mixed else ():
-            seen = self._mixed.get(id(parameter))
-            if seen is not None and parameter.grad is not None and seen() is parameter.grad:
+        """Raise a RuntimeError that names a gradient of ``optimizer`` which is (a sum with) one of an old scale."""
+        if not self._mixed:
+            return
+        self._forget_zeros()
+        for parameter in parameters_of(optimizer):
+            if _is(self._mixed.get(id(parameter)), parameter.grad):
                 raise RuntimeError(
                     f"the gradient of {names_of(optimizer)[id(parameter)]} is a sum over two scales: the scale changed "
                     "while scaled gradients were still there. Call update() only when every optimizer that has "
                     "gradients was stepped, or zero_grad() the others"
                 )
 
-    def _owned(self) -> Iterator[Tensor]:
-        for optimizer in [*(self._optimizers or ())]:
-            yield from parameters_of(optimizer)
+    def _look(self, outputs: Tensor | None, scale: Tensor) -> None:
+        self._forget_zeros()
+        left, search, self._left, self._search = self._left, self._search, [], False
+        owners = [(reference(), seen) for reference, seen in left if seen.untouched()]
+        kept = [p for owner, _ in owners if owner is not None for p in parameters_of(owner) if p.grad is not None]
+        if search and outputs is not None:
+            owned = {id(p) for reference in self._owners if (owner := reference()) for p in parameters_of(owner)}
+            kept += [p for p in _leaves_below(outputs) if p.grad is not None and id(p) not in owned]
+        if not kept or self._scale is None or torch.equal(scale, self._scale):
+            return
+        for parameter in kept:
+            gradient = parameter.grad
+            if gradient is not None and holds_any(gradient):
+                self._mixed[id(parameter)] = weakref.ref(gradient)
 
-    @staticmethod
-    def _leaves_below(outputs: Tensor) -> Callable[[], list[Tensor]]:
-        root = weakref.ref(outputs)
-
-        def leaves() -> list[Tensor]:
-            tensor = root()
-            waiting = [] if tensor is None or tensor.grad_fn is None else [tensor.grad_fn]
-            seen, found = set(waiting), list[Tensor]()
-            while waiting:
-                node = waiting.pop()
-                if hasattr(node, "variable"):
-                    found.append(cast(Any, node).variable)
-                after = {below for below, _ in node.next_functions if below is not None} - seen
-                seen |= after
-                waiting += after
-            return found
-
-        return leaves
+    def _forget_zeros(self) -> None:
+        """Mixed gradients that are gone, or were set to zero in place."""
+        held = ((id_, reference()) for id_, reference in self._mixed.items())
+        self._mixed = {id_: weakref.ref(g) for id_, g in held if g is not None and holds_any(g)}
 
 
-def _holds_any(gradient: Tensor) -> Tensor:
+def holds_any(gradient: Tensor) -> bool:
+    """Whether anything in it is not 0. Reads the device."""
     held = local(gradient)
-    return (
-        held.values() if held.is_sparse and held.is_coalesced() else held._values() if held.is_sparse else held
-    ).any()
+    if held.layout is torch.sparse_coo:
+        held = held._values()
+    elif held.layout is not torch.strided:
+        held = held.values()
+    return bool((held != 0).any())
+
+
+def _is(reference: weakref.ref[Tensor] | None, gradient: Tensor | None) -> bool:
+    return reference is not None and gradient is not None and reference() is gradient
+
+
+def _leaves_below(outputs: Tensor) -> Iterator[Tensor]:
+    """Leaves that a backward of ``outputs`` would add gradients to."""
+    waiting: list[Any] = [outputs.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            yield cast(Tensor, node.variable)
+        after = {below for below, _ in node.next_functions if below is not None} - seen
+        seen |= after
+        waiting += after

@@ -14,7 +14,7 @@ from fxprec.scaling.gradients import few, parameters_of
 if TYPE_CHECKING:
     from fxprec.loss_scaler import LossScaler
 
-__all__ = ["floor_message", "no_gradients", "refuse_shared"]
+__all__ = ["claim", "floor_message", "no_gradients", "refuse_shared"]
 
 
 def refuse_shared(
@@ -22,23 +22,30 @@ def refuse_shared(
     owners: dict[int, weakref.ref[Optimizer]],
     names_of: Callable[[Optimizer], dict[int, str]],
 ) -> None:
-    """Note who unscales which gradients; a RuntimeError if another optimizer did already.
+    """Raise a RuntimeError if another optimizer unscaled one of the gradients already.
 
     Args:
         optimizer: the one that is about to.
-        owners: id of a parameter -> its optimizer, in this iteration.
+        owners: id of a parameter -> the optimizer that unscaled it, since the last ``scale``. (After another one there
+            may be new gradients, as where two optimizers of a shared encoder take turns.)
         names_of: names of an optimizer's parameters.
     """
-    with_gradients = [p for p in parameters_of(optimizer) if p.grad is not None]
-    if owners:
-        for parameter in with_gradients:
-            other = owners[id(parameter)]() if id(parameter) in owners else None
-            if other is not None and other is not optimizer:
-                raise RuntimeError(
-                    f"{names_of(optimizer)[id(parameter)]} belongs to two optimizers, {type(other).__name__} and "
-                    f"{type(optimizer).__name__}: its gradient would be unscaled twice. Give each parameter to one"
-                )
-    owners.update(dict.fromkeys(map(id, with_gradients), weakref.ref(optimizer)))
+    for parameter in parameters_of(optimizer) if owners else ():
+        other = owners[id(parameter)]() if id(parameter) in owners else None
+        if other is None or other is optimizer or parameter.grad is None:
+            continue
+        if any(parameter is owned for owned in parameters_of(other)):  # and not a new one with an old id
+            raise RuntimeError(
+                f"{names_of(optimizer)[id(parameter)]} belongs to two optimizers, {type(other).__name__} and "
+                f"{type(optimizer).__name__}: its gradient would be unscaled twice. Give each parameter to one"
+            )
+
+
+def claim(optimizer: Optimizer, owners: dict[int, weakref.ref[Optimizer]]) -> None:
+    """Note that the optimizer's gradients are unscaled."""
+    reference = weakref.ref(optimizer)
+    for group in optimizer.param_groups:
+        owners.update(dict.fromkeys(map(id, group["params"]), reference))
 
 
 def no_gradients(optimizer: Optimizer) -> NoGradientsError:
@@ -58,8 +65,8 @@ def floor_message(scaler: LossScaler) -> str:
     names = scaler.overflow_parameters()
     where = f" The last overflow was in the gradients of {few(names)}." if names else ""
     return (
-        f"the loss scale fell to its floor ({scales}) after {scaler.skipped_steps} skipped steps: gradients hold inf "
-        f"or nan at every scale, so it is the model that makes them.{where} Look at the loss and the inputs of the "
-        "last step first; at fxprec.explain(model, name) for what computes in low precision there; at the learning "
-        "rate; and train weights that were pretrained in bfloat16 in bfloat16 (dtype=torch.bfloat16)"
+        f"the loss scale fell to its floor ({scales}) after {scaler.skipped_steps} skipped steps: gradients held "
+        f"inf or nan at every scale above, so it is the model that makes them.{where} Look at the loss and the inputs "
+        "of the last step first; at fxprec.explain(model, name) for what computes in low precision there; at the "
+        "learning rate; and train weights that were pretrained in bfloat16 in bfloat16 (dtype=torch.bfloat16)"
     )

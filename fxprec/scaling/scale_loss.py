@@ -1,4 +1,4 @@
-"""``with scaler.scale_loss(loss, optimizer)``: scale, backward, unscale, for any number of losses a step.
+"""One loss: scale, backward, unscale, for any number of losses a step.
 
 Each loss has a scale of its own, so its gradients must be unscaled before those of the next one are added: what is
 there on entry is put aside, and added again on exit. (apex.amp's ``scale_loss`` has the same contract.)
@@ -6,6 +6,7 @@ there on entry is put aside, and added again on exit. (apex.amp's ``scale_loss``
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,21 +17,58 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from fxprec.scaling.gradients import parameters_of
+from fxprec.scaling.refusals import claim
 
 if TYPE_CHECKING:
     from fxprec.loss_scaler import LossScaler
 
-__all__ = ["add_back", "scaled_loss"]
+__all__ = ["ASIDE", "BLOCKS", "DELAYED", "OPEN", "add_back", "scaled_loss"]
 
-#: Keys in the scaler's state of an optimizer: parameters and gradients put aside, and the loss of a delayed unscale.
-ASIDE, DELAYED = "aside", "delayed"
+#: Keys in the scaler's state of an optimizer: unscaled gradients put aside, the loss of a delayed unscale, whether a
+#: block is open, whether one was closed.
+ASIDE, DELAYED, OPEN, BLOCKS = "aside", "delayed", "open", "blocks"
+
+
+class _Kept(NamedTuple):
+    """A gradient that was put aside: the tensor, and its values, elsewhere where a backward may write into the tensor.
+
+    (DDP's ``gradient_as_bucket_view`` makes gradients views of the memory where it will reduce the next ones.)
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, parameter: Tensor, gradient: Tensor) -> _Kept:
+        return cls(parameter, gradient, gradient.clone() if gradient._is_view() else gradient)
+
+    def put_back(self) -> None:
+        if self.values is not self.gradient:
+            self.gradient.copy_(self.values)
+        self.parameter.grad = self.gradient
+
+    def add_back(self) -> None:
+        """Add it to what is there now, in the tensor that was there before."""
+        new = self.parameter.grad
+        if new is None:
+            self.put_back()
+        elif new is self.gradient or (self.values is not self.gradient and new.data_ptr() == self.gradient.data_ptr()):
+            new.add_(self.values)
+        elif self.gradient.layout is torch.strided:
+            self.put_back()
+            self.gradient.add_(new)
+        else:
+            self.parameter.grad = new + self.gradient  # sparse: out of place, the dense one first
 
 
 class _Before(NamedTuple):
-    """An optimizer on entry: its stage, and the gradients that were put aside; None: they may be added to."""
+    """An optimizer on entry: its stage, its gradients, and whether they are scaled, by the same loss."""
 
+    optimizer: Optimizer
     stage: OptState
-    gradients: list[tuple[Tensor, Tensor]] | None
+    gradients: list[_Kept]
+    scaled: bool
 
 
 @contextmanager
@@ -38,57 +76,79 @@ def scaled_loss(
     scaler: LossScaler, loss: Tensor, optimizers: Optimizer | Iterable[Optimizer], loss_id: int, delay_unscale: bool
 ) -> Iterator[Any]:
     """The context; see ``LossScaler.scale_loss``."""
-    owners = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
-    for owner in owners:
-        if not isinstance(owner, Optimizer):
-            raise TypeError(f"scale_loss takes an optimizer or a list of them, not {type(owner).__name__}")
+    owners = _owners(optimizers)
     scaled = scaler._scaled_for(loss_id, loss, owners)
     before = [_put_aside(scaler, owner) for owner in owners]
     try:
         yield scaled
-    except BaseException:
-        for owner, state in zip(owners, before, strict=True):
-            _restore(scaler, owner, state)
-        raise
-    for owner in owners:
-        state = scaler._per_optimizer_states[id(owner)]
-        state[DELAYED] = loss_id
         if not delay_unscale:
-            scaler.unscale_(owner)
+            claimed: dict[int, weakref.ref[Optimizer]] = {}
+            for owner in owners:
+                scaler._refuse(owner, claimed)
+                claim(owner, claimed)
+    except BaseException:
+        for entry in before:
+            _restore(scaler, entry)
+        raise
+    for entry in before:
+        state = scaler._state_of(entry.optimizer)
+        del state[OPEN]
+        state[DELAYED], state[BLOCKS] = loss_id, True
+        if entry.scaled:
+            add_back(entry.gradients)
+        else:
+            state[ASIDE] = entry.gradients
+    for owner in () if delay_unscale else owners:
+        scaler.unscale_(owner)
 
 
-def add_back(state: dict[str, Any]) -> None:
-    """Add the gradients that were put aside to those that were unscaled meanwhile, in the tensors that were there."""
-    with torch.no_grad():
-        for parameter, gradient in state.pop(ASIDE, []):
-            if parameter.grad is not None:
-                gradient = (
-                    gradient.add_(parameter.grad) if gradient.layout is torch.strided else gradient + parameter.grad
-                )
-            parameter.grad = gradient
+@torch.no_grad()
+def add_back(kept: list[_Kept]) -> None:
+    """Add gradients that were put aside to those that are there now, in the tensors that were there before.
+
+    Plain ones in one multi-tensor addition.
+    """
+    plain = [k for k in kept if k.values is k.gradient and type(k.gradient) is type(k.parameter.grad) is Tensor]
+    plain = [k for k in plain if k.gradient.layout is torch.strided and k.parameter.grad is not k.gradient]
+    if plain:
+        news = [k.parameter.grad for k in plain]
+        torch._foreach_add_([k.gradient for k in plain], news)  # pyright: ignore
+        for k in plain:
+            k.parameter.grad = k.gradient
+    done = {id(k) for k in plain}
+    for k in kept:
+        if id(k) not in done:
+            k.add_back()
 
 
+def _owners(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """Each optimizer once."""
+    owners = {id(o): o for o in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)}
+    for owner in owners.values():
+        if not isinstance(owner, Optimizer):
+            raise TypeError(f"scale_loss takes an optimizer or a list of them, not {type(owner).__name__}")
+    return [*owners.values()]
+
+
+@torch.no_grad()
 def _put_aside(scaler: LossScaler, optimizer: Optimizer) -> _Before:
-    """Gradients that are scaled by the same loss stay; all others are unscaled, and no backward may add to them."""
-    state = scaler._per_optimizer_states[id(optimizer)]
-    before = _Before(state["stage"], None)
-    if DELAYED not in state:
-        before = _Before(state["stage"], [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None])
-        for parameter, _ in before.gradients or []:
-            parameter.grad = None
-        state[ASIDE] = before.gradients
-    state["stage"] = OptState.READY
+    """Gradients that are there are unscaled, or are restored if the block fails: no backward may add to them."""
+    state = scaler._state_of(optimizer)
+    gradients = [_Kept.of(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+    for kept in gradients:
+        kept.parameter.grad = None
+    before = _Before(optimizer, state["stage"], gradients, DELAYED in state)
+    state["stage"], state[OPEN] = OptState.READY, True
     return before
 
 
-def _restore(scaler: LossScaler, optimizer: Optimizer, before: _Before) -> None:
-    """As on entry. (What a delayed loss's failed backward added went into gradients that were there: it stays.)"""
-    state = scaler._per_optimizer_states[id(optimizer)]
+@torch.no_grad()
+def _restore(scaler: LossScaler, before: _Before) -> None:
+    """As on entry."""
+    state = scaler._state_of(before.optimizer)
     state["stage"] = before.stage
-    if before.gradients is None:
-        return
-    state.pop(ASIDE, None)
-    for parameter in parameters_of(optimizer):
+    state.pop(OPEN, None)
+    for parameter in parameters_of(before.optimizer):
         parameter.grad = None
-    for parameter, gradient in before.gradients:
-        parameter.grad = gradient
+    for kept in before.gradients:
+        kept.put_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,12 +12,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxprec.scaling import arguments
-from fxprec.scaling.floor import FloorWatch
+from fxprec.scaling.floor import SMALLEST_SCALE, FloorWatch
 from fxprec.scaling.loss_scale import LossScale, UpdateRule
 from fxprec.scaling.old_scale import OldGradients
+from fxprec.scaling.resume import checked_blocks, saved_blocks
 from fxprec.scaling.skips import Skips
 
 __all__ = ["ScalerState"]
+
+#: Not pickled.
+_REFERENCES = ("_model", "_known", "_claimed", "_old", "_captured", "_process_group")
 
 
 def _of_first_loss(name: str) -> property:
@@ -24,6 +29,8 @@ def _of_first_loss(name: str) -> property:
         return getattr(self._losses[0], name)
 
     def set_(self: ScalerState, value: Tensor | None) -> None:
+        if value is not None and self._losses[0].scale is None:
+            self._lazy_init_scale_growth_tracker(value.device)
         setattr(self._losses[0], name, value)
 
     return property(get, set_)
@@ -64,7 +71,7 @@ class ScalerState(torch.amp.GradScaler):
         self._process_group = process_group
         count = arguments.checked_interval("num_losses", num_losses)
         self._losses = [LossScale(init_scale, 0, self._hysteresis) for _ in range(count)]
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         # torch leaves these out of a disabled scaler, and its accessors fail.
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
@@ -73,22 +80,21 @@ class ScalerState(torch.amp.GradScaler):
             self._growth_factor = self._backoff_factor = 1.0
         self._floor = FloorWatch(self._bounds[0])
         self._skips = Skips()
-        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._reset_references()
         self._forget_iteration()
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._old: OldGradients | None = None
 
     # torch's private names, which Accelerate and Lightning read: those of the first loss.
     _scale: Any = _of_first_loss("scale")
     _growth_tracker: Any = _of_first_loss("growth_tracker")
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        for loss in self._losses:
+        # The first loss last: its scale tells that all are there.
+        for loss in reversed(self._losses):
             loss.place(dev)
 
     def get_scale(self, loss_id: int = 0) -> float:
         """The scale of a loss; 1.0 if scaling is disabled. Reads the device."""
-        return self._losses[loss_id].numbers()[0] if self._enabled else 1.0
+        return self._losses[loss_id].number() if self._enabled else 1.0
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Raises LossScaleError unless it is above 1."""
@@ -97,21 +103,29 @@ class ScalerState(torch.amp.GradScaler):
     def set_backoff_factor(self, new_factor: float) -> None:
         """Raises LossScaleError unless it is between 0 and 1."""
         self._backoff_factor = arguments.checked_factors(2.0, new_factor)[1]
+        self._floor.reset()
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Raises LossScaleError unless it is a whole number of at least 1."""
         self._growth_interval = arguments.checked_interval("growth_interval", new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys, and "fxprec": each loss's scale and trackers, skips, whether gradients are scaled.
+        """torch's five keys, and "fxprec": each loss's scale and trackers, skips, how gradients stand.
 
-        Loads into ``torch.amp.GradScaler`` too. Good at any time between two calls of the scaler.
+        Loads into ``torch.amp.GradScaler`` too. Save between two iterations; or within an accumulation, with the
+        gradients, after any ``backward`` or ``scale_loss``.
+
+        Raises:
+            RuntimeError: ``scale_loss`` keeps gradients of earlier losses aside, which you cannot save.
         """
         if not self._enabled:
             return {}
         keys = ("scale", "growth_tracker", "hysteresis_left")
         losses = [dict(zip(keys, loss.numbers(), strict=True)) for loss in self._losses]
-        extra = {"losses": losses, "skipped_steps": self._skips.count, "scaled": self._scaled_since_update}
+        extra: dict[str, Any] = {"losses": losses, "skipped_steps": self._skips.count}
+        extra["scaled"] = self._scaled_since_update
+        states = [(self._known[i], state) for i, state in self._per_optimizer_states.items() if i in self._known]
+        extra["blocks"] = saved_blocks(states) + self._blocks
         return {**super().state_dict(), "fxprec": extra}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -125,42 +139,72 @@ class ScalerState(torch.amp.GradScaler):
             return
         losses = arguments.checked_state(state_dict, len(self._losses))
         extra = state_dict.get("fxprec", {})
+        blocks = checked_blocks(extra.get("blocks", []), len(self._losses))
         self._growth_factor = float(state_dict["growth_factor"])
         self._backoff_factor = float(state_dict["backoff_factor"])
         self._growth_interval = int(state_dict["growth_interval"])
+        low, high = self._bounds
         for loss, saved in zip(self._losses, losses, strict=True):
             left = min(saved.get("hysteresis_left", self._hysteresis), self._hysteresis)
-            loss.set(float(saved["scale"]), int(saved["growth_tracker"]), left)
+            scale = max(low or 0.0, min(float(saved["scale"]), math.inf if high is None else high))
+            loss.set(scale, int(saved["growth_tracker"]), left)
         self._init_scale, self._init_growth_tracker, _ = self._losses[0].start
         self._skips = Skips(extra.get("skipped_steps", 0))
+        self._floor.reset()
+        self._old = OldGradients()
         self._forget_iteration()
-        self._old = None
         if extra.get("scaled"):  # saved within an accumulation: its gradients come from a file, not from a backward
             self._scaled_since_update = True
+            self._blocks = blocks
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(torch.device(self._device))
 
     def __getstate__(self) -> dict[str, Any]:
+        """For pickle, copy and deepcopy, between two iterations, as torch's.
+
+        Raises:
+            AssertionError: within one. TypeError: a process group, which only this process knows.
+        """
+        if self._process_group is not None:
+            raise TypeError("a LossScaler with a process_group cannot be pickled or copied: save its state_dict()")
         state = super().__getstate__()
-        for name in ("_scale", "_growth_tracker"):
+        for name in ("_scale", "_growth_tracker", *_REFERENCES):
             state.pop(name, None)
-        return {**state, "_known": None, "_model": None, "_process_group": None}
+        state["_losses"] = [LossScale(*loss.numbers()) for loss in self._losses]
+        state["_floor"] = FloorWatch(self._bounds[0])
+        state["_skips"] = Skips(self._skips.count)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_known": weakref.WeakSet()})
+        super().__setstate__(state)
+        self._reset_references()
+        self._process_group = None
+
+    def _reset_references(self) -> None:
+        """What is known of other objects: nothing."""
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        self._claimed: dict[int, weakref.ref[Optimizer]] = {}
+        self._old = OldGradients()
+        self._captured = False
 
     def _forget_iteration(self) -> None:
         if self._enabled:
             self._per_optimizer_states.clear()
-        self._claimed: dict[int, weakref.ref[Optimizer]] = {}
-        self._scaled_since_update = False
+        self._claimed.clear()
+        self._scaled_since_update = self._scaled_outside = False
+        self._blocks: list[dict[str, Any]] = []
 
     def _rule(self) -> UpdateRule:
+        low, high = self._bounds
+        if low is None and self._floor.near and self._backoff_factor < 1:
+            low = SMALLEST_SCALE  # or the scale would reach 0
         return UpdateRule(
             self._growth_factor,
             self._backoff_factor,
             self._growth_interval,
             self._hysteresis,
             self._consecutive,
-            *self._bounds,
+            low,
+            high,
         )

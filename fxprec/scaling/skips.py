@@ -13,20 +13,24 @@ from fxprec.scaling.gradients import local, parameters_of
 
 __all__ = ["Skips"]
 
+#: That many flags of one device are kept before they are added up there: a kernel in so many steps.
+_FLAGS = 256
+
 
 class Skips:
     """The skipped steps of one scaler; ``count`` is where it starts from."""
 
     def __init__(self, count: int = 0) -> None:
         self._known = count
-        self._on_device: dict[torch.device, Tensor] = {}
+        self._flags: dict[torch.device, list[Tensor]] = {}
         self._last: list[bool | Tensor] = []
         self._open = False
-        self._overflow: list[str] | tuple[list[str], Tensor] = []
+        #: Of the last iteration that is known to have skipped: names, and which of them overflowed.
+        self._overflow: list[tuple[list[str], Tensor]] = []
+        #: The skips there had been when it was noted.
+        self._noted_at = count
+        #: The newest iteration's steps that only the device knows about.
         self._unread: list[tuple[weakref.ref[Optimizer], Tensor]] = []
-
-    def __reduce__(self) -> tuple[type[Skips], tuple[int]]:
-        return Skips, (self.count,)
 
     @property
     def last(self) -> bool:
@@ -35,50 +39,59 @@ class Skips:
 
     @property
     def count(self) -> int:
-        return self._known + sum(int(count.item()) for count in self._on_device.values())
+        return self._known + sum(int(torch.stack(flags).sum().item()) for flags in self._flags.values())
 
     def begin(self) -> None:
         """The next step is one of a new iteration."""
         self._open = False
 
-    def note_step(self, optimizer: Optimizer) -> None:
+    def note_step(self) -> None:
         """A step that the host knows to have run."""
         self._append(False)
 
     def note_skip(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         """A step that the host knows to have been skipped: remember where, before the gradients go."""
+        first = not any(flag is True for flag in self._last) or not self._open
         self._append(True)
         self._known += 1
-        self._unread.clear()
-        held = [(names[id(p)], _finite(p.grad)) for p in parameters_of(optimizer) if p.grad is not None]
-        device = held[0][1].device
-        flags = torch.stack([finite.to(device, non_blocking=True) for _, finite in held])
-        self._overflow = [name for name, _ in held], ~flags
+        if first:
+            self._overflow.clear()
+        self._note_overflow(optimizer, names)
 
     def note_on_device(self, optimizer: Optimizer, found: Mapping[torch.device, Tensor]) -> None:
-        """A step that only the device knows about. ``found``: its flags."""
+        """A step that only the device knows about. ``found``: its flags, each 0 or 1."""
         device, flag = next(iter(found.items()))
         if len(found) > 1:
-            flag = torch.stack([f.to(device, non_blocking=True) for f in found.values()]).amax()
-        skipped = (flag > 0).view(())
-        self._append(skipped)
-        if device not in self._on_device:
-            self._on_device[device] = torch.zeros((), dtype=torch.int64, device=device)
-        self._on_device[device] += skipped
-        self._unread.append((weakref.ref(optimizer), skipped))
+            flag = torch.stack([f.view(()).to(device, non_blocking=True) for f in found.values()]).amax()
+        self._append(flag)
+        self._unread.append((weakref.ref(optimizer), flag))
+        flags = self._flags.setdefault(device, [])
+        flags.append(flag.view(()))
+        if len(flags) == _FLAGS:
+            flags[:] = [torch.stack(flags).sum(dtype=torch.float32)]
 
     def parameters(self, names_of: Callable[[Optimizer], Mapping[int, str]]) -> list[str]:
-        """Names of the parameters of the last overflow."""
-        for reference, skipped in self._unread:
-            optimizer = reference()
-            if optimizer is not None and bool(skipped):
-                names = names_of(optimizer)
-                held = [(names[id(p)], p.grad) for p in parameters_of(optimizer) if p.grad is not None]
-                self._overflow = [name for name, gradient in held if not _finite(gradient)]
-        self._unread.clear()
-        if isinstance(self._overflow, tuple):
-            self._overflow = [name for name, bad in zip(*self._overflow, strict=True) if bad]
-        return [*self._overflow]
+        """Names of the parameters of the last overflow; none if it was skipped on the device and nobody asked then."""
+        if self._unread:
+            skipped = [reference() for reference, flag in self._unread if bool(flag)]
+            self._unread.clear()
+            if skipped and not any(flag is True for flag in self._last):
+                self._overflow.clear()
+            for optimizer in skipped:
+                if optimizer is not None:
+                    self._note_overflow(optimizer, names_of(optimizer))
+        if self._noted_at != self.count:
+            return []
+        overflow = [pair for names, bad in self._overflow for pair in zip(names, bad.tolist(), strict=True)]
+        return [name for name, bad in overflow if bad]
+
+    def _note_overflow(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        held = [(names[id(p)], _finite(p.grad)) for p in parameters_of(optimizer) if p.grad is not None]
+        if held:  # not so on a rank that skips because others do
+            device = held[0][1].device
+            flags = torch.stack([finite.to(device, non_blocking=True) for _, finite in held])
+            self._overflow.append(([name for name, _ in held], ~flags))
+        self._noted_at = self.count
 
     def _append(self, flag: bool | Tensor) -> None:
         if not self._open:
@@ -91,5 +104,8 @@ class Skips:
 def _finite(gradient: Tensor) -> Tensor:
     """Whether all of it is; a 0-dim tensor on its device."""
     held = local(gradient)
-    held = held.coalesce().values() if held.layout is torch.sparse_coo else held
+    if held.layout is torch.sparse_coo:
+        held = held.coalesce().values()
+    elif held.layout is not torch.strided:
+        held = held.values()
     return torch.isfinite(held).all()
