@@ -89,7 +89,8 @@ def _refuse_unfinished(settings: Settings) -> None:
 
 def _refuse_module(model: nn.Module) -> None:
     name = type(model).__name__
-    if name in _WRAPPERS and type(model).__module__.startswith(_WRAPPERS[name]):
+    homes = ((base.__module__, _WRAPPERS.get(base.__name__)) for base in type(model).__mro__)
+    if any(home is not None and module.startswith(home) for module, home in homes):
         raise ConversionError(
             f"the model is wrapped in {name}: convert first, then wrap: {name}(fxprec.convert(model)[0])"
         )

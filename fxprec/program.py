@@ -11,6 +11,7 @@ casts, and works on whatever tensors stand in for the parameters (functional_cal
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,6 +44,10 @@ class Program:
     gm: GraphModule
 
 
+#: What cannot be part of a Python name.
+_NO_NAME = re.compile(r"\W")
+
+
 def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Program:
     """Make the program of a rewritten, self-contained graph. Constants and subgraphs stay attributes."""
     shadows = {node: node.args[0] for node in gm.graph.nodes if _is_weight_cast(node, low)}
@@ -51,8 +56,9 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Pro
     graph = Graph()
     slots = {("low", node.target): node for node in shadows.values()} | {("plain", node.target): node for node in read}
     placeholders: dict[tuple[str, str], Node] = {}
+    taken: set[str] = set()
     for (kind, target), node in slots.items():
-        placeholders[kind, target] = graph.placeholder(f"{kind}_{target.replace('.', '_')}")
+        placeholders[kind, target] = graph.placeholder(_argument(f"{kind}_{target}", taken))
         placeholders[kind, target].meta = dict(node.meta)
     values: dict[Node, Node] = {}
     for node in gm.graph.nodes:
@@ -70,6 +76,15 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Pro
     function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")
     named = {kind: tuple(target for k, target in slots if k == kind) for kind in ("low", "plain")}
     return Program(function, named["low"], named["plain"], lifted)
+
+
+def _argument(path: str, taken: set[str]) -> str:
+    """A new name for an argument of the generated function: a path such as "blocks.layer-1.weight" is none."""
+    name = base = _NO_NAME.sub("_", path)
+    while name in taken:
+        name = f"{base}_{len(taken)}"
+    taken.add(name)
+    return name
 
 
 def _is_weight_cast(node: Node, low: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxprec.kernels.triton_support import jit, tl
+from fxprec.kernels.triton_support import constexpr, jit, tl
 
 __all__ = ["round_with_bits", "rounding_offset", "stochastic_round"]
 
@@ -24,7 +24,7 @@ _MASK = (1 << 64) - 1
 
 
 @jit()
-def random_words(seed, step, index, start, BLOCK: tl.constexpr):
+def random_words(seed, step, index, start, BLOCK: constexpr):
     """One random word for each of BLOCK consecutive elements of a tensor.
 
     seed: int64 scalar. step: int32 scalar. index: int64 scalar, what tells tensors apart, its lower half counts.

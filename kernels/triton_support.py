@@ -1,28 +1,46 @@
 """Triton where it is installed, and a clear error at the launch where it is not, so that every kernel file imports.
 
 Triton reads ``TRITON_INTERPRET`` when a kernel is decorated: set it before the first import of a kernel file. Kernel
-files take ``jit``, ``tl`` and ``constexpr`` from here and nothing from Triton itself.
+files take ``jit`` and ``tl`` from here and nothing from Triton itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
 try:
     import triton
     import triton.language
+    from triton import knobs
 except ImportError:
-    triton = None
+    triton = knobs = None
 
-__all__ = ["HAS_TRITON", "constexpr", "interpreting", "jit", "require_triton", "tl", "triton_dtype"]
+__all__ = [
+    "HAS_TRITON",
+    "constant",
+    "constexpr",
+    "int64",
+    "interpreting",
+    "jit",
+    "require_triton",
+    "tl",
+    "triton_dtype",
+]
 
 HAS_TRITON: Final = triton is not None
 
 #: ``triton.language``; None without Triton, where no kernel body ever runs.
 tl: Any = triton.language if triton is not None else None
+
+#: Annotations of kernel arguments, which Triton reads by name: compiled in, and of that type whatever its value.
+if TYPE_CHECKING or triton is None:
+    constexpr: TypeAlias = Any
+    int64: TypeAlias = Any
+else:
+    constexpr, int64 = tl.constexpr, tl.int64
 
 _NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -32,7 +50,7 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return triton.jit(**options) if triton is not None else lambda function: function
 
 
-def constexpr(value: int) -> Any:
+def constant(value: int) -> Any:
     """A module's constant that kernels may read (Triton refuses plain globals)."""
     return triton.language.constexpr(value) if triton is not None else value
 
@@ -44,7 +62,7 @@ def triton_dtype(dtype: torch.dtype | None) -> Any:
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors too."""
-    return triton is not None and bool(triton.knobs.runtime.interpret)
+    return knobs is not None and bool(knobs.runtime.interpret)
 
 
 def require_triton(device: torch.device, kernel: str) -> None:

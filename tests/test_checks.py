@@ -21,7 +21,11 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("wrapper", [DistributedDataParallel, nn.DataParallel])
+class OwnDDP(DistributedDataParallel):
+    """As other packages derive theirs."""
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, nn.DataParallel, OwnDDP])
 def test_wrapped_models(wrapper, process_group):
     wrapped = wrapper(nn.Linear(2, 2))
     x = torch.randn(3, 2)

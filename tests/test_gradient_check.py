@@ -4,9 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from fxprec.optim.gradient_check import check
+from fxprec.optim import gradient_check
+from fxprec.optim.triton_update import Plans
 
 CPU = torch.device("cpu")
+
+
+def check(parameters, scale, norm):
+    return gradient_check.check(parameters, scale, norm, Plans())
 
 
 def with_gradients(*gradients):
@@ -47,9 +52,11 @@ def test_the_norm_is_that_of_all_gradients_in_fp32():
 
 def test_the_divisor_is_scale_over_clip_coefficient():
     result = check(with_gradients(torch.tensor([300.0, 400.0])), torch.tensor(10.0), norm=True)
+    assert result.norm == 50
     assert result.divisor(1000.0, torch.tensor(10.0)) == 10
     assert result.divisor(5.0, torch.tensor(10.0)).item() == pytest.approx(100, rel=1e-6)
-    assert result.divisor(50.0, None).item() == pytest.approx(10, rel=1e-6)
+    plain = check(with_gradients(torch.tensor([300.0, 400.0])), None, norm=True)
+    assert plain.divisor(50.0, None).item() == pytest.approx(10, rel=1e-6)
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -90,3 +90,23 @@ def test_a_checkpoint_recomputes_with_the_same_random_numbers(tools):
         torch.testing.assert_close(gradient, parameter.grad, atol=0.05, rtol=0.05)
     # two in the forward, one more in the recomputation (the last one's result is not needed), three in the backward
     assert tools.matmul_dtypes(lambda: model(x).sum().backward()) == {LOW: 2 + 1 + 3}
+
+
+class Named(nn.Module):
+    """Paths that are no names, and that become the same one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("layer-1", "layer 1", "layer_1")})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def test_paths_that_are_no_names():
+    model = Named()
+    expected = model(torch.ones(2, 3))
+    fxprec.convert(model)
+    torch.testing.assert_close(model(torch.ones(2, 3)), expected, rtol=2e-2, atol=2e-2)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fxprec.optim.one_pass import OnePass
+from fxprec.optim.one_pass import OnePass, on
+from fxprec.optim.parts import parts_of
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import adam_update
+from fxprec.optim.triton_update import adam_launch
 from fxprec.scaling.gradients import parameters_of
 
 __all__ = ["Adam", "AdamW"]
 
 #: Names of the moments in the state, as torch has them.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+#: Key of the groups of an optimizer with a ``state_dtype``: the seed of its rounding.
+_SEED = "rounding_seed"
 
 
 class Adam(OnePass, torch.optim.Adam):
@@ -78,6 +84,7 @@ class Adam(OnePass, torch.optim.Adam):
             fused=True,
             decoupled_weight_decay=decoupled_weight_decay,
         )
+        self._keep_seed()
         self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients)
 
     def _update(
@@ -100,7 +107,26 @@ class Adam(OnePass, torch.optim.Adam):
         names = ("step", *_MOMENTS[: 3 if group["amsgrad"] else 2])
         lists = {name: [state[name] for state in states] for name in names}
         lists |= {"params": owners, "grads": [owner.grad for owner in owners if owner.grad is not None]}
-        adam_update(group, lists, divisor, found_inf, self._rounding, self._places(owners))
+        rounding = None if self._rounding is None else replace(self._rounding, seed=group[_SEED])
+        everywhere = self._places(owners)
+        for part in parts_of(lists):
+            places = [everywhere[i] for i in part.places] if everywhere else []
+            scale, flag = on(part.device, divisor), on(part.device, found_inf)
+            if part.triton:
+                key, shadows = (id(group), *part.key), copies.for_kernel(part.owners)
+                adam_launch(self._plans, key, group, part.lists, shadows, scale, flag, rounding, places)
+            else:
+                adam_update(part, group, scale, flag, rounding, places)
+
+    def _keep_seed(self) -> None:
+        """In the groups, which every kind of checkpoint carries (``torch.distributed.checkpoint`` drops other keys)."""
+        if self._rounding is not None:
+            self.defaults[_SEED] = self._rounding.seed  # also of groups added later
+        for group in self.param_groups:
+            if self._rounding is None:
+                group.pop(_SEED, None)
+            else:
+                group.setdefault(_SEED, self._rounding.seed)
 
     def _places(self, owners: list[Tensor]) -> list[int]:
         """Positions among all parameters: the rounding of each tensor has bits of its own."""
@@ -116,17 +142,11 @@ class Adam(OnePass, torch.optim.Adam):
         for name in _MOMENTS[: 3 if group["amsgrad"] else 2]:
             state[name] = torch.zeros_like(owner, dtype=dtype, memory_format=torch.preserve_format)
 
-    def state_dict(self) -> dict[str, Any]:
-        """torch's; with a ``state_dtype`` also "fxprec", with the seed of the rounding."""
-        state = super().state_dict()
-        return state if self._rounding is None else {**state, "fxprec": {"seed": self._rounding.seed}}
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """A state of ours or of torch's, whatever its implementation and dtype."""
         super().load_state_dict(dict(state_dict))
         rounding = self._rounding
-        if rounding is not None and "fxprec" in state_dict:
-            self._rounding = Rounding(rounding.dtype, state_dict["fxprec"]["seed"])
+        self._keep_seed()
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
             for owner in group["params"]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxprec.optim.triton_update import Plans, norm_launch, takes
 from fxprec.scaling.agreement import group_of_parameters, sum_over
 from fxprec.scaling.gradients import dtensor_type, local
 
@@ -24,7 +25,7 @@ class GradientCheck:
 
     Attributes:
         found_inf: device -> 0-dim FP32, above 0 where a gradient on it holds inf or nan.
-        norm: of all gradients as they are, scaled or not; 0-dim FP32; None: it was not asked for.
+        norm: of all gradients, after the loss scale is taken out; 0-dim FP32; None: it was not asked for.
     """
 
     found_inf: dict[torch.device, Tensor]
@@ -33,36 +34,46 @@ class GradientCheck:
     def divisor(self, max_norm: float, scale: Tensor | None) -> Tensor:
         """What gradients are to be divided by, for a norm of at most ``max_norm`` after ``scale`` is taken out.
 
-        0-dim FP32: scale x max(1, (norm / scale + 1e-6) / max_norm), as ``torch.nn.utils.clip_grad_norm_`` clips.
+        0-dim FP32: scale x max(1, (norm + 1e-6) / max_norm), as ``torch.nn.utils.clip_grad_norm_`` clips.
         """
         assert self.norm is not None, "the norm was not asked for"
-        norm = self.norm if scale is None else self.norm / scale.to(self.norm.device)
-        factor = ((norm + _EPSILON) / max_norm).clamp(min=1.0)
+        factor = ((self.norm + _EPSILON) / max_norm).clamp(min=1.0)
         return factor if scale is None else factor * scale.to(factor.device)
 
 
-def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool) -> GradientCheck:
-    """Read the gradients of ``parameters`` once; ``norm``: compute their global norm too.
-
-    Give all parameters: those without a gradient tell which ranks take part in the norm.
+@torch.no_grad()
+def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans: Plans) -> GradientCheck:
+    """Read the gradients of ``parameters`` once.
 
     A replica of a DTensor counts once over all ranks, and so does a plain tensor beside DTensors, which is taken to be
     the same everywhere.
+
+    Args:
+        parameters: all of them: those without a gradient tell which ranks take part in the norm.
+        scale: the loss scale that gradients have; 0-dim FP32, or None.
+        norm: compute their global norm too.
+        plans: of the optimizer's launches.
     """
     owners = [*parameters]
-    groups: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, float, bool], list[tuple[Tensor, Tensor]]] = {}
     ranks = group_of_parameters(owners)
     for owner in owners:
-        gradient = owner.grad
-        if gradient is not None:
-            held = _values(gradient)
-            groups.setdefault((held.device, held.dtype, _share(owner, ranks)), []).append(held)
+        if owner.grad is not None:
+            held = local(owner.grad)
+            key = held.device, held.dtype, _share(owner, ranks), takes(owner, held)
+            groups.setdefault(key, []).append((owner, held))
     found: dict[torch.device, Tensor] = {}
     squares: list[Tensor] = []
-    for (device, _, share), tensors in groups.items():
-        flag, square = _read(tensors, norm)
+    for (device, dtype, share, triton), pairs in groups.items():
+        rate = None if scale is None else scale.to(device, non_blocking=True)
+        if triton:
+            params, gradients = [local(owner) for owner, _ in pairs], [gradient for _, gradient in pairs]
+            flag, square = norm_launch(plans, (device, dtype, share), params, gradients, rate)
+        else:
+            flag, square = _read([_values(gradient) for _, gradient in pairs], norm)
+            square = square if square is None or rate is None else square / rate / rate
         found[device] = flag if device not in found else torch.maximum(found[device], flag)
-        if square is not None:
+        if norm and square is not None:
             squares.append(square if share == 1 else square * share)
     if not norm:
         return GradientCheck(found, None)
@@ -75,8 +86,6 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool) -> Gra
 
 def _read(tensors: list[Tensor], norm: bool) -> tuple[Tensor, Tensor | None]:
     """A flag for inf and nan, and the sum of squares in FP32, of tensors on one device and of one dtype."""
-    if tensors[0].device.type == "cuda" and (launch := _triton_norm()) is not None:
-        return launch(tensors, norm)
     device = tensors[0].device
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
@@ -94,13 +103,8 @@ def _read(tensors: list[Tensor], norm: bool) -> tuple[Tensor, Tensor | None]:
     return flag, square
 
 
-def _triton_norm() -> Any:
-    return None
-
-
 def _values(gradient: Tensor) -> Tensor:
-    held = local(gradient)
-    return held.coalesce().values() if held.layout is torch.sparse_coo else held
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
 
 
 def _share(owner: Any, ranks: Any) -> float:

@@ -22,9 +22,15 @@ from torch.optim import Optimizer
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients
 from fxprec.optim.shadow_copies import ShadowCopies
+from fxprec.optim.triton_update import Plans
 from fxprec.scaling.gradients import parameters_of
 
-__all__ = ["OnePass"]
+__all__ = ["OnePass", "on"]
+
+
+def on(device: torch.device, number: Tensor | None) -> Tensor | None:
+    """A 0-dim tensor there, without waiting."""
+    return None if number is None else number.to(device, non_blocking=True)
 
 
 class OnePass(Optimizer):
@@ -60,6 +66,7 @@ class OnePass(Optimizer):
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be greater than 0, not {max_norm!r}; None: no clipping")
         self.max_norm = None if max_norm is None else float(max_norm)
+        self._plans = Plans()
         self._low_gradients = checked_low_gradients(low_gradients)
         if self._low_gradients:
             ask_for_low_gradients(parameters_of(self), self._low_gradients)
@@ -69,12 +76,12 @@ class OnePass(Optimizer):
 
         The scaler calls it before ``step``, and hands the result on as ``gradient_check``. ``scale``: the gradients'.
         """
-        return check(parameters_of(self), scale, self.max_norm is not None)
+        return check(parameters_of(self), scale, self.max_norm is not None, self._plans)
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's pickles leave out what is neither state nor group."""
-        own = {name: value for name, value in self.__dict__.items() if name in ("max_norm", "_low_gradients", "_rounding")}
-        return {**super().__getstate__(), **own}
+        kept = ("max_norm", "_low_gradients", "_rounding", "_plans")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept if name in self.__dict__}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; low gradients for these parameters too."""
@@ -97,7 +104,7 @@ class OnePass(Optimizer):
         divisor = scale
         if self.max_norm is not None:
             if checked is None:
-                checked = check(parameters_of(self), scale, norm=True)
+                checked = check(parameters_of(self), scale, True, self._plans)
             divisor = checked.divisor(self.max_norm, scale)
         copies = ShadowCopies(self._parameters())
         for group in self.param_groups:

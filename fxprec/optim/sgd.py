@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from fxprec.optim.one_pass import OnePass
+from fxprec.optim.one_pass import OnePass, on
+from fxprec.optim.parts import parts_of
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import sgd_update
+from fxprec.optim.triton_update import sgd_launch
 
 __all__ = ["SGD"]
 
@@ -75,7 +77,24 @@ class SGD(OnePass, torch.optim.SGD):
                 lists = {"params": some, "grads": [owner.grad for owner in some if owner.grad is not None]}
                 if group["momentum"]:
                     lists["momentum_buffer"] = [self.state[owner]["momentum_buffer"] for owner in some]
-                sgd_update(group, lists, divisor, found_inf, first)
+                self._update_dense(group, lists, divisor, found_inf, copies, first)
+
+    def _update_dense(
+        self,
+        group: dict[str, Any],
+        lists: dict[str, list[Tensor]],
+        divisor: Tensor | None,
+        found_inf: Tensor | None,
+        copies: ShadowCopies,
+        first: bool,
+    ) -> None:
+        for part in parts_of(lists):
+            scale, flag = on(part.device, divisor), on(part.device, found_inf)
+            if part.triton:
+                key, shadows = (id(group), *part.key), copies.for_kernel(part.owners)
+                sgd_launch(self._plans, key, group, part.lists, shadows, scale, flag, first)
+            else:
+                sgd_update(part, group, scale, flag, first)
 
     def _update_sparse(
         self, group: dict[str, Any], owners: list[Tensor], divisor: Tensor | None, found_inf: Tensor | None

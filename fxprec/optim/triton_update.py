@@ -1,0 +1,131 @@
+"""Updates and checks by our Triton kernels: on CUDA, every tensor of a group in one launch, shadows written with it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels import multi_tensor_adam, multi_tensor_norm, multi_tensor_sgd
+from fxprec.kernels.multi_tensor import MultiTensorPlan
+from fxprec.kernels.multi_tensor_adam import AdamSettings
+from fxprec.kernels.multi_tensor_sgd import SgdSettings
+from fxprec.kernels.triton_support import HAS_TRITON, interpreting
+from fxprec.optim.rounding import Rounding
+from fxprec.optim.scalars import scalar
+
+__all__ = ["Plans", "adam_launch", "norm_launch", "sgd_launch", "takes"]
+
+_SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def takes(param: Tensor, gradient: Tensor) -> bool:
+    """Whether the kernels serve a parameter and its gradient, both local."""
+    return (
+        HAS_TRITON
+        and (param.device.type == "cuda" or interpreting())
+        and param.dtype in _SUPPORTED
+        and gradient.dtype in _SUPPORTED
+        and gradient.layout is torch.strided
+    )
+
+
+class Plans:
+    """The tables of one optimizer's launches, kept while its tensors are the same."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, MultiTensorPlan] = {}
+
+    def __reduce__(self) -> tuple[type[Plans], tuple[()]]:
+        """Copies and pickles are empty: tables hold addresses."""
+        return Plans, ()
+
+    def plan(
+        self,
+        key: Hashable,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]] = (),
+        steps: Sequence[Tensor] | None = None,
+        shadows: Sequence[Tensor | None] | None = None,
+        indices: Sequence[int] | None = None,
+    ) -> MultiTensorPlan:
+        """The plan of these tensors; a new one if ``key`` had others."""
+        plan = self._plans.get(key)
+        if plan is None or not (
+            _same(plan.params, params)
+            and len(plan.states) == len(states)
+            and all(_same(old, new) for old, new in zip(plan.states, states, strict=True))
+            and _same(plan.steps or (), steps or ())
+            and _same(plan.shadows or (), shadows or ())
+        ):
+            plan = MultiTensorPlan(params, states=states, steps=steps, shadows=shadows, indices=indices)
+            self._plans[key] = plan
+        return plan
+
+
+def norm_launch(
+    plans: Plans, key: Hashable, params: Sequence[Tensor], gradients: Sequence[Tensor], scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(flag for inf and nan, sum of squares after ``scale`` is taken out), both 0-dim FP32."""
+    bound = plans.plan(("norm", key), params).bind(gradients)
+    result = multi_tensor_norm.launch(bound, grad_scale=scale)
+    return result.found_inf, result.sum_of_squares
+
+
+def adam_launch(
+    plans: Plans,
+    key: Hashable,
+    group: Mapping[str, Any],
+    lists: Mapping[str, list[Tensor]],
+    shadows: Sequence[Tensor | None],
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+    rounding: Rounding | None,
+    places: Sequence[int],
+) -> None:
+    """Adam or AdamW; arguments as for ``torch_update.adam_update``, of one device and dtype each."""
+    moments = [tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")]
+    plan = plans.plan(("adam", key), lists["params"], moments, lists["step"], _some(shadows), places or None)
+    beta1, beta2 = map(scalar, group["betas"])
+    settings = AdamSettings(
+        betas=(beta1, beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group["decoupled_weight_decay"],
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        rounding_seed=None if rounding is None else rounding.seed,
+    )
+    multi_tensor_adam.launch(
+        plan.bind(lists["grads"]), settings, lr=group["lr"], grad_scale=divisor, found_inf=found_inf
+    )
+
+
+def sgd_launch(
+    plans: Plans,
+    key: Hashable,
+    group: Mapping[str, Any],
+    lists: Mapping[str, list[Tensor]],
+    shadows: Sequence[Tensor | None],
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+    first: bool,
+) -> None:
+    """SGD; arguments as for ``torch_update.sgd_update``, of one device and dtype each."""
+    buffers = [lists["momentum_buffer"]] if "momentum_buffer" in lists else []
+    plan = plans.plan(("sgd", first, key), lists["params"], buffers, None, _some(shadows))
+    names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
+    settings = SgdSettings(**{name: scalar(group[name]) for name in names})
+    multi_tensor_sgd.launch(
+        plan.bind(lists["grads"]), settings, lr=group["lr"], first=first, grad_scale=divisor, found_inf=found_inf
+    )
+
+
+def _same(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    return len(old) == len(new) and all(map(lambda a, b: a is b, old, new))
+
+
+def _some(shadows: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+    return None if all(shadow is None for shadow in shadows) else shadows
