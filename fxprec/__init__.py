@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 from fxprec.convert import Converted, convert
 from fxprec.errors import (
     CaptureError,
+    ClosureError,
     ConversionError,
     FxprecError,
     InvariantError,
+    LossScaleError,
+    LossScaleFloorError,
+    NoGradientsError,
     NotCapturedError,
     PolicyError,
 )
@@ -24,28 +28,36 @@ from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
 
 if TYPE_CHECKING:
-    from fxprec import testing
+    from fxprec import amp, fp16_utils, optim, parallel, testing
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "ClosureError",
     "ConversionError",
     "Converted",
     "FxprecError",
     "InvariantError",
+    "LossScaleError",
+    "LossScaleFloorError",
     "LossScaler",
+    "NoGradientsError",
     "NotCapturedError",
     "Policy",
     "PolicyError",
     "Rule",
     "accumulate",
+    "amp",
     "convert",
     "explain",
+    "fp16_utils",
     "freeze",
     "graph_module",
     "graphs",
+    "optim",
     "original",
+    "parallel",
     "refresh",
     "report",
     "revert",
@@ -53,8 +65,11 @@ __all__ = [
 ]
 
 
+_ON_USE = ("amp", "fp16_utils", "optim", "parallel", "testing")
+
+
 def __getattr__(name: str) -> ModuleType:
-    """``fxprec.testing`` is imported when it is used."""
-    if name == "testing":
-        return import_module("fxprec.testing")
+    """These submodules are imported when they are used."""
+    if name in _ON_USE:
+        return import_module(f"fxprec.{name}")
     raise AttributeError(f"module 'fxprec' has no attribute {name!r}")

@@ -20,6 +20,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxprec import dynamo
+from fxprec.dynamo_fsdp import frames_of_shards
 from fxprec.dynamo_graph import own_graph
 from fxprec.errors import CaptureError
 from fxprec.locks import CAPTURING
@@ -54,7 +55,11 @@ class DynamicGraphs:
                 self._capture = self._capture or dynamo.DynamoCapture(conversion.unbound_forward(), self)
         capture = self._capture
         try:
-            with conversion.net_context() if self._under_net else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if self._under_net:
+                    stack.enter_context(conversion.net_context())
+                if conversion.weights.come_and_go:
+                    stack.enter_context(frames_of_shards(module))
                 output = capture.call(module, *args, **kwargs)
         except RuntimeError as error:
             output = self._after(error, module, args, kwargs)

@@ -60,7 +60,7 @@ def attach(module: torch.nn.Module, settings: Settings, frozen: frozenset[str] |
 def revert(module: torch.nn.Module) -> torch.nn.Module:
     """Undo ``convert``: the class and forward of the original. Parameters stay (at O3: low). Returns the module."""
     conversion = conversion_of(module)
-    if type(module).__dict__.get("_fxprec_original") is not conversion.original_class:
+    if _is_wrapped(module):
         raise ConversionError(
             f"{type(module).__name__} was wrapped after it was converted (fully_shard changes the class too): "
             "revert before wrapping"
@@ -71,6 +71,11 @@ def revert(module: torch.nn.Module) -> torch.nn.Module:
         module.__dict__.setdefault("forward", conversion.instance_forward)
     conversion.store.clear()
     return module
+
+
+def _is_wrapped(module: torch.nn.Module) -> bool:
+    """Whether another class stands around ours by now, which cannot be taken away from below it."""
+    return type(module).__dict__.get("_fxprec_original") is not conversion_of(module).original_class
 
 
 def put_back(module: torch.nn.Module) -> None:
@@ -192,7 +197,7 @@ def _enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         return conversion(module, args, kwargs)
     except (CaptureError, PolicyError):
-        if not conversion.settled and not conversion.converting:
+        if not conversion.settled and not conversion.converting and not _is_wrapped(module):
             put_back(module)  # refused at its first call
         raise
     finally:

@@ -28,16 +28,16 @@ class Weights:
     def __init__(self, dtype: torch.dtype) -> None:
         self.store = ShadowStore(dtype)
         self._dtype = dtype
-        self._come_and_go = False
+        self.come_and_go = False
 
     def begin(self) -> None:
         """Note the start of a forward of the whole model."""
-        self._come_and_go = _fsdp_is_on()
+        self.come_and_go = _fsdp_is_on()
         self.store.begin()
 
     def read(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The low copies of ``weights``, in order."""
-        if self._come_and_go:
+        if self.come_and_go:
             return [weight.to(self._dtype) for weight in weights]
         return self.store.read(weights)
 

@@ -165,6 +165,21 @@ def fsdp(tools, rank, block, called_before):
     return tools.matmul_dtypes(model, _batch(0, rank)), evaluated, len(conversion.store._entries), bool(conversion.net)
 
 
+def containers(tools, rank):
+    """Sharded modules whose forward is torch's own code, in a forward that only calls them."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), nn.Linear(8, 4))
+    reference = copy.deepcopy(model)
+    fxprec.convert(model)
+    for part in (*model, model):
+        fully_shard(part)
+    torch.testing.assert_close(model(_batch(0, rank)), reference(_batch(0, rank)), atol=0.05, rtol=0.05)
+    graphs = [gm for gm in fxprec.graphs(model) if any(node.target is not None for node in gm.graph.nodes)]
+    assert all("forward" not in part.__dict__ for part in model)
+    return tools.matmul_dtypes(model, _batch(0, rank)), len(graphs)
+
+
 def around(tools, rank):
     """A converted model in one that is sharded as a whole: its weights come and go, though no module in it says so."""
     from torch.distributed.fsdp import fully_shard
@@ -235,6 +250,10 @@ def test_fsdp_per_block_and_around(ask_two, block, called_before):
         assert trained == evaluated == {LOW: 7}
         assert shadows == 0
         assert in_net  # the loop over blocks is left to the interpreter, and the report says so
+
+
+def test_fsdp_of_torchs_own_modules(ask_two):
+    assert ask_two(containers) == [({LOW: 3}, 2)] * WORLD
 
 
 def test_fsdp_around_a_converted_submodule(ask_two):

@@ -1,0 +1,33 @@
+"""The interface of NVIDIA apex's ``amp``: ``from apex import amp`` becomes ``from fxprec import amp``.
+
+::
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+from fxprec.amp.fp16_optimizer import FP16_Optimizer
+from fxprec.amp.functions import disable_casts, float_function, half_function, promote_function
+from fxprec.amp.initialize import initialize
+from fxprec.amp.registered import register_float_function, register_half_function, register_promote_function
+from fxprec.amp.scaling import load_state_dict, master_params, scale_loss, state_dict
+from fxprec.amp.state import state as _amp_state  # scripts read ``amp._amp_state.loss_scalers[0].loss_scale()``
+
+__all__ = [
+    "FP16_Optimizer",
+    "_amp_state",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]

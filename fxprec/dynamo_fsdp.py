@@ -1,0 +1,46 @@
+"""Modules of ``torch.nn`` that FSDP shards by themselves: dynamo would leave them to the interpreter.
+
+A call of a sharded module is a graph break, for its hooks, and what comes next is the frame of its ``forward``. Of a
+class of the user's dynamo captures it; frames of torch's own code (``nn.Sequential``, ``nn.Linear``) it skips unless it
+is within a graph already. So such a module's forward gets a frame around it, for the time of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+__all__ = ["frames_of_shards"]
+
+
+@contextlib.contextmanager
+def frames_of_shards(module: nn.Module) -> Iterator[None]:
+    """Within the block dynamo captures the sharded modules of torch's in ``module``. Only where FSDP is in use."""
+    framed = [part for part in _shards(module) if "forward" not in part.__dict__ and _is_skipped(part)]
+    for part in framed:
+        part.__dict__["forward"] = _framed(part)
+    try:
+        yield
+    finally:
+        for part in framed:
+            part.__dict__.pop("forward", None)
+
+
+def _shards(module: nn.Module) -> list[nn.Module]:
+    fsdp = sys.modules["torch.distributed.fsdp"]  # imported by whoever sharded something
+    return [part for part in module.modules() if part is not module and isinstance(part, fsdp.FSDPModule)]
+
+
+def _is_skipped(part: nn.Module) -> bool:
+    from torch._dynamo import trace_rules
+
+    return bool(trace_rules.check(part.forward))
+
+
+def _framed(part: nn.Module) -> object:
+    from torch._dynamo.external_utils import wrap_inline
+
+    return wrap_inline(part.forward)
