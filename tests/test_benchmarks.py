@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pathlib
 
+from benchmarks import traffic
 from benchmarks.casts import markdown, rows
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+ROOT = pathlib.Path(__file__).parents[1]
+README = ROOT / "README.md"
 
 
 def test_casts_of_a_12_layer_gpt():
@@ -18,3 +20,13 @@ def test_casts_of_a_12_layer_gpt():
     assert casts["fxprec O2"][0] <= 105
     assert casts["eager autocast"][:3] == [270, 97, 97]
     assert markdown(table) in README.read_text(encoding="utf-8")
+
+
+def test_bytes_of_a_training_step():
+    table = traffic.rows()
+    moved = {variant: int(figures[4]) for variant, *figures in table}
+    eager, converted, ours, low, cuda, cuda_low = moved.values()
+    assert eager == converted == 60
+    assert low < ours < eager
+    assert (cuda, cuda_low) == (40, 30)
+    assert traffic.markdown(table) in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +126,15 @@ class Model(nn.Module):
         return self.decoder(x)
 
 
-def run_block(start: str) -> dict[str, Any]:
+def run_block(start: str, convert: bool = True) -> dict[str, Any]:
     """Run README.md's block that begins so, with a model (converted, if the block does not do it) and data at hand."""
     (block,) = [each for each in blocks("python") if each.startswith(start)]
     loader = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
     names: dict[str, Any] = {"torch": torch, "F": F, "fxprec": fxprec, "model": Model(), "loader": loader}
     names["x"], names["y"] = loader[0]
-    if "fxprec.convert(" not in block:
+    if convert and "fxprec.convert(" not in block:
         names["model"], names["scaler"] = fxprec.convert(names["model"])
+    names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
     exec(compile(block, "README.md", "exec"), names)
     return names
 
@@ -166,6 +169,32 @@ def test_readme_training():
     assert "unknown" not in str(fxprec.report(model).headline.activations)
 
 
+def test_readme_scaler_and_optimizer(capsys: pytest.CaptureFixture[str]):
+    names = run_block("optimizer = fxprec.optim")
+    assert isinstance(names["optimizer"], fxprec.optim.AdamW) and names["scaler"].skipped_steps == 0
+    assert not capsys.readouterr().out
+
+
+def test_readme_loops_of_torch_and_apex():
+    torchs = run_block('scaler = torch.amp.GradScaler("cpu")', convert=False)
+    assert torchs["scaler"].get_scale() == 65536 and torchs["loss"].isfinite()
+    apexs = run_block("from fxprec import amp", convert=False)
+    assert isinstance(apexs["model"], Model) and fxprec.graphs(apexs["model"])
+    assert apexs["loss"].item() == pytest.approx(torchs["loss"].item(), abs=2)
+
+
+def test_ddp_under_torchrun():
+    command = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", ROOT / "examples" / "ddp.py"]
+    for engine in ([], ["--fsdp"]):
+        options = ["--steps", "3", "--width", "2", "--batch", "8", *engine]
+        ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        lines = re.findall(
+            r"rank \d: 3 steps, 0 skipped, loss \d\.\d{3}, (scale \d+, sum of weights \S+\.\d{6})", ended.stdout
+        )
+        assert len(lines) == 2 and lines[0] == lines[1]
+
+
 def test_readme_deployment():
     names = run_block("fxprec.freeze(model)")
     model, x = names["model"], names["x"]
@@ -177,12 +206,15 @@ def test_readme_deployment():
 
 def test_every_python_block_of_readme_is_run_above():
     source = Path(__file__).read_text(encoding="utf-8")
-    starts = re.findall(r'^ +(?:names = |model = )?run_block\("(.+?)"\)', source, re.MULTILINE)
+    starts = re.findall(r'^ +(?:\w+ = )?run_block\((["\'])(.+?)\1[,)]', source, re.MULTILINE)
     for block in blocks("python"):
-        assert any(block.startswith(start) for start in starts), block
+        assert any(block.startswith(start) for _, start in starts), block
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/precision.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))],
+)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text(encoding="utf-8")):
         assert target.startswith("https://") or (ROOT / page).parent.joinpath(target).exists(), target
