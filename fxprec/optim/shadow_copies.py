@@ -44,7 +44,7 @@ class ShadowCopies:
             if copies:
                 targets, sources = [s for s, _ in copies], [p for _, p in copies]
                 torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
-            written = [s for s in shadows if s in self._in_kernel.values()] if self._in_kernel else []
+            written = [s for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is s]
             if written:  # a kernel bumps no version, and autograd reports by it a step between forward and backward
                 torch.autograd.graph.increment_version(written)
             store.note_written(owners)

@@ -1,0 +1,144 @@
+"""What tests of Triton kernels share: where kernels run, what they compile to without a GPU, and how far bits differ.
+
+Kernel tests take ``device`` from ``DEVICES``: Triton's interpreter, or a CUDA device where there is one. Triton decides
+at import whether it interprets, so those for the interpreter run in another process, which one test of the file starts
+with ``run_in_the_interpreter``. ``TRITON_INTERPRET=1 pytest tests/test_multi_tensor_adam.py`` runs them directly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+CUDA = torch.cuda.is_available() and not INTERPRETING
+
+_INTERPRETER = pytest.param("cpu", id="interpreter")
+_GPU = pytest.param("cuda", id="gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")])
+DEVICES = [_INTERPRETER] if INTERPRETING else [_GPU]
+compiles = pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="wants Triton's compiler")
+#: Compute capabilities that kernels are compiled for.
+ARCHITECTURES = [80, 90, 100]
+
+
+def run_in_the_interpreter(path: str) -> None:
+    """Run the interpreter's tests of a file in their own process: all must pass, and there must be some."""
+    if not HAS_TRITON or INTERPRETING or importlib.util.find_spec("numpy") is None:
+        pytest.skip("wants Triton and numpy, and to be outside of the interpreter")
+    import numpy
+    import triton
+
+    if _release(triton.__version__) < (3, 7) and _release(numpy.__version__) >= (2, 4):
+        pytest.skip("Triton before 3.7 cannot interpret loops with numpy 2.4")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter]", path]
+    run = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=pathlib.Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0 and re.search(r"\d+ passed, \d+ deselected", run.stdout), run.stdout + run.stderr
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
+
+
+@pytest.fixture
+def fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter round a multiply-add once, as every GPU does (it rounds twice)."""
+    if INTERPRETING:
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+        def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+            wide = x.data.astype("float64") * y.data.astype("float64") + z.data.astype("float64")
+            return TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_fma", fma)
+
+
+def ulps(a: Tensor, b: Tensor) -> int:
+    """The largest distance of two float32 tensors, counted in float32 values between them. NaN equals NaN."""
+
+    def place(x: Tensor) -> Tensor:
+        bits = x.contiguous().view(torch.int32).long()
+        bits = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+        return torch.where(x.isnan(), torch.full_like(bits, 1 << 40), bits)
+
+    assert a.dtype == b.dtype == torch.float32 and a.shape == b.shape
+    return int((place(a) - place(b)).abs().max()) if a.numel() else 0
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equality to the bit, also of NaN and of the sign of zero."""
+    kind = {4: torch.int32, 2: torch.int16}[a.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as it came out of the compiler."""
+
+    ttir: str
+    ptx: str
+    registers: int
+    spills: int  # bytes of local memory a thread
+
+    def moved_in_the_loop(self) -> tuple[int, int]:
+        """Bytes that one pass of the main loop loads and stores for each element of a block."""
+        return tuple(sum(map(_itemsize, re.findall(pattern, self._loop()))) for pattern in (_LOAD, _STORE))  # type: ignore[return-value]
+
+    def _loop(self) -> str:
+        (start,) = [match.start() for match in re.finditer(r"scf\.for", self.ttir)]
+        start = self.ttir.index("{", start)
+        depth, end = 1, start + 1
+        while depth:
+            depth += {"{": 1, "}": -1}.get(self.ttir[end], 0)
+            end += 1
+        return self.ttir[start:end]
+
+
+_LOAD = r"tt\.load [^:]*: tensor<\d+x!tt\.ptr<(\w+)>>"
+_STORE = r"tt\.store [^:]*: tensor<\d+x!tt\.ptr<(\w+)>>"
+
+
+def _itemsize(name: str) -> int:
+    return int(re.sub(r"\D", "", name)) // 8
+
+
+def compiled(
+    kernel: Any, architecture: int, warps: int, pointers: dict[str, str], constants: dict[str, Any]
+) -> Compiled:
+    """Compile a kernel without a GPU; arguments that are neither pointers nor constants are FP32 scalars.
+
+    ``architecture`` is 10 times the compute capability. Constants of None leave an optional argument out.
+    """
+    from triton import compile, knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {name: "constexpr" if name in constants else pointers.get(name, "fp32") for name in kernel.arg_names}
+    source = ASTSource(kernel, types, constexprs=constants)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    built = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(built.asm["cubin"])
+        cubin.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return Compiled(built.asm["ttir"], built.asm["ptx"], numbers["REG"], numbers["STACK"] + numbers["LOCAL"])
