@@ -34,10 +34,17 @@ def _autocast(model: nn.Module) -> Callable[..., Tensor]:
     return forward
 
 
+def _low_gradients(model: nn.Module) -> Callable[..., Tensor]:
+    converted, _ = fxprec.convert(model)
+    fxprec.optim.AdamW(converted.parameters(), low_gradients=True)
+    return converted
+
+
 #: name -> from an FP32 model to what is called in its stead
 VARIANTS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     "eager autocast": _autocast,
     "fxprec O1": lambda model: fxprec.convert(model, level="O1").module,
+    "fxprec O1, low gradients": _low_gradients,
     "fxprec O2": lambda model: fxprec.convert(model, level="O2").module,
 }
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fxprec.errors import LossScaleFloorError, NoGradientsError
 from fxprec.scaling import arguments
 from fxprec.scaling.agreement import agree, group_of
+from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.device_step import can_skip_on_device, step_on_device
 from fxprec.scaling.gradients import grouped, parameter_names, parameters_of, refuse_dtypes
 from fxprec.scaling.loss_scale import LossScale
@@ -98,8 +99,9 @@ class LossScaler(ScalerState):
                 ``step`` (accumulation).
 
         Raises:
-            IndexError: no such loss. RuntimeError: gradients of another loss are there, still scaled; or the optimizer
-                has stepped. After an exception in the block the gradients are those of before.
+            IndexError: no such loss. TypeError: no optimizer. RuntimeError: gradients of another loss, or of ``scale``,
+                are there, still scaled; the optimizer has stepped, or is in a block already. What ``unscale_`` refuses
+                is raised on exit. After an exception the gradients are those of before.
         """
         if not self._enabled:
             return nullcontext(loss)
@@ -110,7 +112,7 @@ class LossScaler(ScalerState):
 
         Raises:
             RuntimeError: a second time, or after ``step``; nothing was scaled since the last ``update``; a parameter
-                that another optimizer owns too; gradients that are sums over two scales.
+                that another optimizer unscaled already; gradients that are sums over two scales.
             ValueError, TypeError: gradients that cannot be unscaled.
         """
         if not self._enabled:
@@ -308,8 +310,8 @@ class LossScaler(ScalerState):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(tensor.device)
             scale = cast(Tensor, self._losses[loss_id].scale)
-            if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-                self._captured = True  # a CUDA graph will scale, and backward, unseen
+            if capturing(tensor.device):
+                self._captured = True  # replays will scale, and run backward, unseen
             result = tensor * scale.to(tensor.device, non_blocking=True)
             self._old.watch(result, scale)
             return result

@@ -196,6 +196,24 @@ def test_threads_may_scale_the_first_losses_at_once():
         assert results == [4.0] * 4
 
 
+@pytest.mark.parametrize("zero", [True, False])
+def test_two_optimizers_of_one_parameter_may_take_turns(zero):
+    """Each with gradients of its own: a shared encoder with two heads."""
+
+    def loop(scaler):
+        model, first = model_and_optimizer(fused=True)
+        second = torch.optim.SGD(model[0].parameters(), lr=0.2)
+        for x, _ in batches(3):
+            for optimizer in (first, second):
+                model.zero_grad(set_to_none=zero)
+                scaler.scale(model(x).pow(2).sum()).backward()
+                scaler.step(optimizer)
+            scaler.update()
+        return model, first, second
+
+    side_by_side(loop)
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam])
 def test_sparse_gradients(optimizer):
     def loop(scaler):
@@ -606,12 +624,13 @@ def test_scale_runs_in_a_compiled_function():
     assert parameter.grad.tolist() == [8.0, 8.0]
 
 
-def test_a_captured_cuda_graph_scales_unseen():
+def test_a_captured_cuda_graph_scales_unseen(monkeypatch):
     """torch's documented loop: ``scale`` and ``backward`` in a graph, ``step`` and ``update`` after each replay."""
     scaler, parameter = LossScaler("cpu", 4.0), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
-    scaler._captured = True  # what scale() notes during a capture
-    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    with monkeypatch.context() as capture:
+        capture.setattr("fxprec.loss_scaler.capturing", lambda device: True)
+        scaler.scale(parameter.sum())
     for _ in range(2):
         parameter.grad = torch.full((2,), 4.0)  # the replay
         scaler.step(optimizer)

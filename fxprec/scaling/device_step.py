@@ -62,8 +62,7 @@ def step_on_device(
 
 def _is_lr_schedulers(step: Any, optimizer: Optimizer) -> bool:
     """Whether it is the class's ``step`` as torch's lr schedulers wrap it. (Other wrappers may copy their mark.)"""
-    module = getattr(step, "__globals__", {}).get("__name__")
-    return module == "torch.optim.lr_scheduler" and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return getattr(step, "_wrapped_by_lr_sched", False) and step.__wrapped__ is type(optimizer).step
 
 
 def _makes_state(optimizer: Optimizer) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fxprec.scaling.arguments import SMALLEST_SCALE
+from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.loss_scale import LossScale, UpdateRule
 
 __all__ = ["SMALLEST_SCALE", "FloorWatch"]
@@ -63,7 +64,7 @@ class FloorWatch:
         """
         if rule.backoff_factor >= 1:
             return  # a static scale falls nowhere
-        if self.near and not _capturing(losses):
+        if self.near and not capturing(updated[0][1].device):
             scales = torch.stack([loss.scale for loss in losses if loss.scale is not None])
             hits = [_fell(self.floor, loss, found, rule) for loss, found in updated]
             self._notes.append(_to_host(torch.stack([scales.amin(), *hits]), self._updates))
@@ -107,9 +108,3 @@ def _to_host(values: Tensor, update: int) -> _Note:
 def reading_waits(device: torch.device) -> bool:
     """Whether reading from the device stops the host until all that was queued is done."""
     return device.type == "cuda"
-
-
-def _capturing(losses: list[LossScale]) -> bool:
-    """In a CUDA graph that is being captured nothing can be read."""
-    scale = losses[0].scale
-    return scale is not None and scale.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.gradients import local, parameters_of
 
 __all__ = ["OldGradients", "holds_any"]
@@ -89,7 +90,7 @@ class OldGradients:
         """Look when the backward of ``outputs``, scaled by ``scale``, begins."""
         if not (self._left or self._search or self._mixed) or outputs.grad_fn is None:
             return
-        if outputs.is_cuda and torch.cuda.is_current_stream_capturing():
+        if capturing(outputs.device):
             return
         root = weakref.ref(outputs)
         outputs.register_hook(lambda _gradient: self._look(root(), scale))

@@ -87,8 +87,7 @@ def scaled_loss(
                 scaler._refuse(owner, claimed)
                 claim(owner, claimed)
     except BaseException:
-        for entry in before:
-            _restore(scaler, entry)
+        _restore(scaler, before)
         raise
     for entry in before:
         state = scaler._state_of(entry.optimizer)
@@ -123,7 +122,8 @@ def add_back(kept: list[_Kept]) -> None:
 
 def _owners(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     """Each optimizer once."""
-    owners = {id(o): o for o in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)}
+    given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
+    owners = {id(owner): owner for owner in given}
     for owner in owners.values():
         if not isinstance(owner, Optimizer):
             raise TypeError(f"scale_loss takes an optimizer or a list of them, not {type(owner).__name__}")
@@ -143,12 +143,14 @@ def _put_aside(scaler: LossScaler, optimizer: Optimizer) -> _Before:
 
 
 @torch.no_grad()
-def _restore(scaler: LossScaler, before: _Before) -> None:
+def _restore(scaler: LossScaler, before: list[_Before]) -> None:
     """As on entry."""
-    state = scaler._state_of(before.optimizer)
-    state["stage"] = before.stage
-    state.pop(OPEN, None)
-    for parameter in parameters_of(before.optimizer):
-        parameter.grad = None
-    for kept in before.gradients:
-        kept.put_back()
+    for entry in before:
+        state = scaler._state_of(entry.optimizer)
+        state["stage"] = entry.stage
+        state.pop(OPEN, None)
+        for parameter in parameters_of(entry.optimizer):
+            parameter.grad = None
+    for entry in before:  # after all that are set to None: a parameter may be in two optimizers
+        for kept in entry.gradients:
+            kept.put_back()

@@ -1,0 +1,12 @@
+"""CUDA graphs: what is captured runs again later, without Python."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["capturing"]
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether kernels on this device are being captured: then nothing can be read from it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
