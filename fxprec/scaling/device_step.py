@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from fxprec.scaling.gradients import parameters_of
+from fxprec.scaling.stages import CHECK
 
 __all__ = ["can_skip_on_device", "step_on_device"]
 
@@ -50,13 +51,13 @@ def step_on_device(
     optimizer.grad_scale = given if unscaled else scale if given is None else scale * given
     # One at most: fused kernels take it off the step count again.
     optimizer.found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
-    if "check" in state:
-        optimizer.gradient_check = state["check"]
+    if CHECK in state:
+        optimizer.gradient_check = state[CHECK]
     try:
         return optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-        if "check" in state:
+        if CHECK in state:
             del optimizer.gradient_check
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from torch.optim import Optimizer
 
 from fxprec.errors import NoGradientsError
 from fxprec.scaling.gradients import few, parameters_of
-
-if TYPE_CHECKING:
-    from fxprec.loss_scaler import LossScaler
 
 __all__ = ["claim", "floor_message", "no_gradients", "refuse_shared"]
 
@@ -59,13 +55,12 @@ def no_gradients(optimizer: Optimizer) -> NoGradientsError:
     )
 
 
-def floor_message(scaler: LossScaler) -> str:
+def floor_message(scales: Iterable[float], skipped: int, names: list[str]) -> str:
     """What to look at when gradients overflow at every scale."""
-    scales = ", ".join(f"{loss.numbers()[0]:g}" for loss in scaler._losses)
-    names = scaler.overflow_parameters()
+    found = ", ".join(f"{scale:g}" for scale in scales)
     where = f" The last overflow was in the gradients of {few(names)}." if names else ""
     return (
-        f"the loss scale fell to its floor ({scales}) after {scaler.skipped_steps} skipped steps: gradients held "
+        f"the loss scale fell to its floor ({found}) after {skipped} skipped steps: gradients held "
         f"inf or nan at every scale above, so it is the model that makes them.{where} Look at the loss and the inputs "
         "of the last step first; at fxprec.explain(model, name) for what computes in low precision there; at the "
         "learning rate; and train weights that were pretrained in bfloat16 in bfloat16 (dtype=torch.bfloat16)"

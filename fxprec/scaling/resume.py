@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fxprec.errors import LossScaleError
 from fxprec.scaling.gradients import parameters_of
-from fxprec.scaling.scale_loss import ASIDE, BLOCKS, DELAYED, OPEN
+from fxprec.scaling.stages import ASIDE, BLOCKS, BY_LOSS, DELAYED, OPEN
 
 __all__ = ["checked_blocks", "resume", "saved_blocks"]
 
@@ -34,7 +34,7 @@ def saved_blocks(states: Iterable[tuple[Optimizer, Mapping[str, Any]]]) -> list[
                 "save after the scale_loss block that unscales"
             )
         if BLOCKS in state and state["stage"] is not OptState.STEPPED:
-            found = state.get("found_inf_by_loss", {})
+            found = state.get(BY_LOSS, {})
             overflow = {loss_id: any(bool(flag > 0) for flag in flags) for loss_id, flags in found.items()}
             blocks.append({"sizes": _sizes(optimizer), "delayed": state.get(DELAYED), "overflow": overflow})
     return blocks
@@ -74,7 +74,7 @@ def resume(optimizer: Optimizer, blocks: list[dict[str, Any]], device: torch.dev
         state[DELAYED] = block["delayed"]
     flags = {i: torch.full((), float(bad), device=device) for i, bad in block["overflow"].items()}
     if flags:
-        state["found_inf_by_loss"] = {i: [flag] for i, flag in flags.items()}
+        state[BY_LOSS] = {i: [flag] for i, flag in flags.items()}
         state["found_inf_per_device"] = {device: torch.stack([*flags.values()]).amax()}
 
 

@@ -9,24 +9,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from fxprec.scaling.gradient_checks import GradientChecks
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.refusals import claim
+from fxprec.scaling.stages import ASIDE, BLOCKS, DELAYED, OPEN
 
-if TYPE_CHECKING:
-    from fxprec.loss_scaler import LossScaler
-
-__all__ = ["ASIDE", "BLOCKS", "DELAYED", "OPEN", "add_back", "scaled_loss"]
-
-#: Keys in the scaler's state of an optimizer: unscaled gradients put aside, the loss of a delayed unscale, whether a
-#: block is open, whether one was closed.
-ASIDE, DELAYED, OPEN, BLOCKS = "aside", "delayed", "open", "blocks"
+__all__ = ["add_back", "scaled_loss"]
 
 
 class _Kept(NamedTuple):
@@ -73,7 +68,7 @@ class _Before(NamedTuple):
 
 @contextmanager
 def scaled_loss(
-    scaler: LossScaler, loss: Tensor, optimizers: Optimizer | Iterable[Optimizer], loss_id: int, delay_unscale: bool
+    scaler: GradientChecks, loss: Tensor, optimizers: Optimizer | Iterable[Optimizer], loss_id: int, delay_unscale: bool
 ) -> Iterator[Any]:
     """The context; see ``LossScaler.scale_loss``."""
     owners = _owners(optimizers)
@@ -131,7 +126,7 @@ def _owners(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
 
 
 @torch.no_grad()
-def _put_aside(scaler: LossScaler, optimizer: Optimizer) -> _Before:
+def _put_aside(scaler: GradientChecks, optimizer: Optimizer) -> _Before:
     """Gradients that are there are unscaled, or are restored if the block fails: no backward may add to them."""
     state = scaler._state_of(optimizer)
     gradients = [_Kept.of(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
@@ -143,7 +138,7 @@ def _put_aside(scaler: LossScaler, optimizer: Optimizer) -> _Before:
 
 
 @torch.no_grad()
-def _restore(scaler: LossScaler, before: list[_Before]) -> None:
+def _restore(scaler: GradientChecks, before: list[_Before]) -> None:
     """As on entry."""
     for entry in before:
         state = scaler._state_of(entry.optimizer)
