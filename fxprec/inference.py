@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fxprec.errors import ConversionError
+from fxprec.low_gradients import widened
 from fxprec.module import conversion_of, graphs
 
 __all__ = ["accumulate", "freeze", "refresh"]
@@ -31,11 +32,12 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     micro-batches lose too much. ``low_gradients="accumulate"`` keeps them.
     """
     store = conversion_of(model).store
-    if widened := store.widen_gradients(model.parameters()):
+    if changed := widened(model.parameters()):
+        store.forget(changed)
         warnings.warn(
-            f"fxprec.accumulate: the gradients of {widened} parameters are FP32 from now on, since low-precision sums "
-            "over micro-batches lose too much. low_gradients='accumulate' keeps them low; leave low_gradients out to "
-            "have FP32 ones without this warning",
+            f"fxprec.accumulate: the gradients of {len(changed)} parameters are FP32 from now on, since low-precision "
+            "sums over micro-batches lose too much. low_gradients='accumulate' keeps them low; leave low_gradients out "
+            "to have FP32 ones without this warning",
             stacklevel=3,
         )
     with store.accumulating():

@@ -38,12 +38,10 @@ from torch._C import _get_dispatch_mode, _get_tracing_state, _len_torch_dispatch
 from torch._C._functorch import maybe_current_level
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fxprec.errors import ConversionError, FxprecError
+from fxprec.errors import FxprecError
+from fxprec.low_gradients import cast_with_low_gradient, refuse_ddp, wants_low_gradient
 
-__all__ = ["LOW_GRADIENT", "ShadowStore", "StaleShadowError", "stores"]
-
-#: Attribute of a parameter whose optimizer reads low-precision gradients: "step", or "accumulate" too.
-LOW_GRADIENT = "_fxprec_low_gradient"
+__all__ = ["ShadowStore", "StaleShadowError", "stores"]
 
 #: The sequence number below that of AccumulateGrad, which is the highest.
 _AS_SOON_AS_READY = 2**64 - 2
@@ -90,18 +88,6 @@ class _Plan:
     pointers: list[int]
 
 
-class _LowGradient(torch.autograd.Function):
-    """A cast whose backward hands the low gradient on: the weight's ``grad_dtype`` is low."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return weight.detach().to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
 class ShadowStore:
     """The shadows of one converted model.
 
@@ -139,7 +125,7 @@ class ShadowStore:
         """Note the start of a forward of the whole model."""
         self._entered = True
         if self._low_gradients:
-            _refuse_ddp()
+            refuse_ddp()
         if self.debug:
             self._check(self._written if torch.is_grad_enabled() else self._entries)
 
@@ -196,17 +182,6 @@ class ShadowStore:
             self._accumulating -= 1
             self._held = self._held and self._accumulating > 0
 
-    def widen_gradients(self, weights: Iterable[Tensor]) -> int:
-        """Give weights whose low gradients may not be accumulated FP32 ones again, for good; how many there were."""
-        narrow: list[Any] = [weight for weight in weights if getattr(weight, LOW_GRADIENT, None) == "step"]
-        for weight in narrow:
-            gradient, weight.grad = weight.grad, None
-            weight.grad_dtype = weight.dtype
-            weight.grad = gradient if gradient is None else gradient.to(weight.dtype)
-            delattr(weight, LOW_GRADIENT)
-        self.forget(narrow)
-        return len(narrow)
-
     def forget(self, weights: Iterable[Tensor]) -> None:
         """Drop the shadows of these weights; the next reads make them again."""
         for weight in weights:
@@ -255,18 +230,15 @@ class ShadowStore:
         if key in self._entries or not _is_lasting(weight):
             return self._entries.get(key)
         # Whatever mode is on now, the shadow outlives it: made under inference_mode or no_grad it would have no edge.
-        low_gradient = getattr(weight, LOW_GRADIENT, None) is not None and weight.requires_grad
+        low_gradient = wants_low_gradient(weight)
         with torch.inference_mode(False), torch.enable_grad():
-            shadow = _LowGradient.apply(weight, self.dtype) if low_gradient else weight.to(self.dtype)
+            shadow = cast_with_low_gradient(weight, self.dtype) if low_gradient else weight.to(self.dtype)
         if shadow.grad_fn is not None:
             # Backward runs what was made last first. This edge is older than every forward: the gradients of all
             # weights would come at the very end, too late for DDP to reduce the first while the others are computed.
             edge: Any = shadow.grad_fn
             edge._set_sequence_nr(_AS_SOON_AS_READY)
-        if low_gradient:
-            _refuse_ddp()
-            weight.grad_dtype = self.dtype
-            self._low_gradients = True
+        self._low_gradients |= low_gradient
         reference = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key))
         version, pointer = weight._version, weight.data_ptr()
         entry = _Entry(key, reference, shadow, shadow.data, weight.device, weight.requires_grad, version, pointer)
@@ -396,15 +368,6 @@ def _is_lasting(weight: Tensor) -> bool:
         and not weight.is_inference()
         and weight.data_ptr() != 0
     )
-
-
-def _refuse_ddp() -> None:
-    parallel = sys.modules.get("torch.nn.parallel.distributed")
-    if parallel is not None and parallel.DistributedDataParallel._active_ddp_module is not None:
-        raise ConversionError(
-            "low_gradients=True under DistributedDataParallel, whose reducer takes gradients of the parameters' dtype "
-            "only: leave low_gradients out, or shard with fully_shard"
-        )
 
 
 def _is_traced() -> bool:

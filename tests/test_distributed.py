@@ -262,3 +262,22 @@ def test_fsdp_around_a_converted_submodule(ask_two):
 
 def test_weights_that_are_dtensors(ask_two):
     assert ask_two(replicated_dtensors) == [{LOW: 2}] * WORLD
+
+
+def low_gradients(tools, rank):
+    from fxprec import optim
+
+    model, _ = fxprec.convert(Net(Static))
+    optim.AdamW(model.parameters(), low_gradients=True)
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(fxprec.ConversionError, match="low_gradients=True under DistributedDataParallel"):
+        wrapped(_batch(0, rank))
+    model(_batch(0, rank)).sum().backward()  # outside of it
+    with pytest.raises(fxprec.ConversionError, match="low_gradients=True under DistributedDataParallel"):
+        wrapped(_batch(0, rank))
+    return str(model.head.weight.grad.dtype)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="wants Tensor.grad_dtype")
+def test_low_gradients_are_refused_under_ddp(ask_two):
+    assert ask_two(low_gradients) == ["torch.bfloat16"] * WORLD

@@ -1,7 +1,7 @@
-"""Gradients that stay in the low dtype: the backward of a shadow hands them on as they are, without a cast.
+"""An optimizer's wish for low gradients: its parameters are marked.
 
-A parameter says that its gradient may be low by an attribute; the shadow store of a converted model, which makes the
-edge from the parameter to its shadow, reads it there. Weights that no graph lowers keep FP32 gradients.
+The shadow stores of converted models, which make the edge from a parameter to its shadow, see to it. Weights that no
+graph lowers keep FP32 gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.shadows import LOW_GRADIENT, stores
+from fxprec.low_gradients import mark
+from fxprec.shadows import stores
 
 __all__ = ["ask_for_low_gradients", "checked_low_gradients"]
 
@@ -36,6 +37,6 @@ def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> None:
     """From the next forward on, for those of ``parameters`` that have a shadow then."""
     parameters = [*parameters]
     for parameter in parameters:
-        setattr(parameter, LOW_GRADIENT, how)
+        mark(parameter, how)
     for store in stores():
         store.forget(parameters)
