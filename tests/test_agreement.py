@@ -260,3 +260,30 @@ def test_tensor_parallel_training_is_that_of_one_process(ask_two, optimizer):
 @pytest.mark.parametrize(("optimizer", "calls"), [("torch", [1]), ("fused", [1]), ("ours", [1]), ("clipping", [1, 1])])
 def test_one_number_is_agreed_upon_once(ask_two, optimizer, calls):
     assert ask_two(reductions, optimizer) == [calls] * WORLD
+
+
+def partial_gradients(tools, rank, optimizer):
+    """A gradient whose value is the sum over ranks, as tensor parallelism may leave it; once only the sum is inf."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    plain = nn.Parameter(torch.ones(4))
+    results = []
+    for owner, single in ((parameter, False), (plain, True)):
+        made, scaler = OPTIMIZERS[optimizer]([owner]), fxprec.LossScaler("cpu", 1.0)
+        for size in (0.5, 3e38):
+            scaler.scale(torch.zeros((), requires_grad=True))
+            part = torch.full((4,), size)
+            owner.grad = part * 2 if single else DTensor.from_local(part, mesh, [Partial()])
+            scaler.step(made)
+            scaler.update()
+        results.append((full(owner.detach()), scaler.skipped_steps))
+    return results
+
+
+@pytest.mark.parametrize("optimizer", ["torch", "fused", "ours", "clipping", "momentum"])
+def test_partial_gradients_are_summed_before_they_are_looked_at(ask_two, optimizer):
+    for (parallel, skipped), (single, expected) in ask_two(partial_gradients, optimizer):
+        assert skipped == expected == 1
+        torch.testing.assert_close(parallel, single, rtol=1e-6, atol=1e-7)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxprec.optim.triton_update import Plans, norm_launch, takes
 from fxprec.scaling.agreement import group_of_parameters, sum_over
-from fxprec.scaling.gradients import dtensor_type, local
+from fxprec.scaling.gradients import dtensor_type, local, summed
 
 __all__ = ["GradientCheck", "check"]
 
@@ -59,7 +59,7 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
     ranks = group_of_parameters(owners)
     for owner in owners:
         if owner.grad is not None:
-            held = local(owner.grad)
+            held = local(summed(owner, owner.grad))
             key = held.device, held.dtype, _share(owner, ranks), takes(owner, held)
             groups.setdefault(key, []).append((owner, held))
     found: dict[torch.device, Tensor] = {}

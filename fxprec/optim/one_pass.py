@@ -13,7 +13,7 @@ the loss scale and by the clipping factor as it reads it, and writes the shadow 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.triton_update import Plans
-from fxprec.scaling.gradients import parameters_of
+from fxprec.scaling.gradients import parameters_of, summed
 
 __all__ = ["OnePass", "on"]
 
@@ -106,6 +106,8 @@ class OnePass(Optimizer):
             if checked is None:
                 checked = check(parameters_of(self), scale, True, self._plans)
             divisor = checked.divisor(self.max_norm, scale)
+        for owner in self._parameters():
+            summed(owner, cast(Tensor, owner.grad))
         copies = ShadowCopies(self._parameters())
         for group in self.param_groups:
             owners = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Grouped", "dtensor_type", "few", "grouped", "local", "parameter_names", "parameters_of", "refuse_dtypes"]
+__all__ = [
+    "Grouped",
+    "dtensor_type",
+    "few",
+    "grouped",
+    "local",
+    "parameter_names",
+    "parameters_of",
+    "refuse_dtypes",
+    "summed",
+]
 
 #: (device, dtype) -> dense tensors that can be unscaled in place.
 Grouped = dict[tuple[torch.device, torch.dtype], list[Tensor]]
@@ -75,10 +85,16 @@ def refuse_dtypes(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Opt
             "optimizer, which steps without the scaler"
         )
     if half and not allow_fp16:
+        cure = (
+            "leave unscale_ and clip_grad_norm_ out: with low_gradients the optimizer unscales them in its step, and "
+            "clips them by its own max_norm"
+            if any(p.dtype is torch.float32 for p, _ in odd)
+            else "keep the parameters in float32 as master weights, as fxprec.convert does at O0 to O2, or wrap the "
+            "optimizer in fxprec.amp.FP16_Optimizer. LossScaler(fp16_gradients=True) accepts them"
+        )
         raise ValueError(
             f"Attempting to unscale FP16 gradients. They belong to {few(half)}. Unscaled, most of them would vanish: "
-            "keep the parameters in float32 as master weights, as fxprec.convert does at O0 to O2, or wrap the "
-            "optimizer in fxprec.amp.FP16_Optimizer. LossScaler(fp16_gradients=True) accepts them"
+            f"{cure}"
         )
 
 
@@ -89,6 +105,20 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     held: Any = cast(Any, tensor).to_local()
     return held.wait() if hasattr(held, "wait") else held
+
+
+def summed(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient; of a DTensor that is partial, whose true value is the sum over ranks, placed as its parameter is.
+
+    ``parameter.grad`` is replaced then. A collective: every rank of the mesh has to come here.
+    """
+    dtensor = dtensor_type()
+    if dtensor is None or not isinstance(gradient, dtensor):
+        return gradient
+    sharded: Any = gradient
+    if any(placement.is_partial() for placement in sharded.placements):
+        parameter.grad = sharded = sharded.redistribute(placements=cast(Any, parameter).placements)
+    return sharded
 
 
 def dtensor_type() -> Any:
@@ -122,10 +152,4 @@ def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
         return gradient._values()
     if gradient.layout is not torch.strided:
         return gradient.values()
-    dtensor = dtensor_type()
-    if dtensor is not None and isinstance(gradient, dtensor):
-        sharded: Any = gradient
-        if any(placement.is_partial() for placement in sharded.placements):
-            parameter.grad = sharded = sharded.redistribute(placements=cast(Any, parameter).placements)
-        return local(sharded)
-    return gradient
+    return local(summed(parameter, gradient))
