@@ -1,4 +1,4 @@
-"""What runs on a device: one kernel a file, with its launcher and its eager reference. (The first ones come later.)"""
+"""What runs on a device: one kernel a file, with its launcher and its eager reference."""
 
 if __name__ != "fxprec.kernels":
     # Found as a top-level 'kernels' from the checkout's root. It must not load twice, and must not pass for the PyPI

@@ -169,7 +169,7 @@ class MultiTensorPlan:
         if not self._capturing():
             if known is None:
                 # A fresh pinned block each time: torch's host allocator lends it again only after the copy has run.
-                known = _on_device(torch.tensor(addresses), self.device)
+                known = _on_device(_table(addresses), self.device)
                 self._last_row = (addresses, known)
             if self._spare is None:
                 self._spare = self._staging()
@@ -181,7 +181,7 @@ class MultiTensorPlan:
                     "New gradients were bound twice while CUDA graphs were captured: run one step between captures."
                 )
             staging, self._spare = self._spare, None
-            staging.copy_(torch.tensor(addresses))
+            staging.copy_(_table(addresses))
             known = staging.to(self.device, non_blocking=True)
             self._captured.append(staging)  # every replay copies from it again
         self._captured += [known, tables]  # and reads these
@@ -233,12 +233,12 @@ class MultiTensorPlan:
             (count, parts, index, *map(_address, tensors))
             for count, parts, index, tensors in zip(elements, chunks, self.indices, columns, strict=True)
         ]
-        first = torch.tensor([0, *chunks[:-1]]).cumsum(0)
-        owner = torch.arange(len(chunks)).repeat_interleave(torch.tensor(chunks))
-        place = torch.arange(len(owner)) - first[owner]
+        count = _table(chunks)
+        owner = torch.arange(len(chunks), device="cpu").repeat_interleave(count)
+        place = torch.arange(len(owner), device="cpu") - (count.cumsum(0) - count)[owner]
         return Tables(
             chunks=_on_device(torch.stack((owner, place), dim=1).int(), self.device),
-            entries=_on_device(torch.tensor(entries), self.device),
+            entries=_on_device(_table(entries), self.device),
             arrivals=torch.zeros(len(chunks), dtype=torch.int32, device=self.device),
             aligned=not any(address % 16 for entry in entries for address in (*entry[3:7], entry[8])),  # not the step's
         )
@@ -249,7 +249,7 @@ class MultiTensorPlan:
     def _staging(self) -> Tensor | None:
         if self.device.type != "cuda":
             return None
-        return torch.empty(len(self.params), dtype=torch.int64, pin_memory=True)
+        return torch.empty(len(self.params), dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 def chunk_size(elements: Sequence[int]) -> int:
@@ -262,6 +262,11 @@ def chunk_size(elements: Sequence[int]) -> int:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
+
+
+def _table(numbers: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
+    # Whatever the default device is.
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _on_device(table: Tensor, device: torch.device) -> Tensor:

@@ -83,7 +83,8 @@ def bytes_per_element(
 ) -> int:
     """Bytes that the update moves for each element: the gradient is read, the shadow written, all else both.
 
-    Low gradient, FP32 parameter and states, low shadow: read 2 + 4 + 4 + 4, write 4 + 4 + 4 + 2, 28 in all.
+    Low gradient, FP32 parameter and states, low shadow: read 2 + 4 + 4 + 4, write 4 + 4 + 4 + 2, 28 in all. Beside that
+    a program reads some 100 bytes of tables, for 8192 elements or more.
     """
     written = param.itemsize + (3 if amsgrad else 2) * state.itemsize
     return gradient.itemsize + 2 * written + (0 if shadow is None else shadow.itemsize)
@@ -249,7 +250,7 @@ def launch(
             tables.chunks, tables.entries, gradients.row, tables.arrivals, pointer, grad_scale, clip_coef, found_inf,
             lr_high=pairs[0][0], lr_low=pairs[0][1], decay_high=pairs[1][0], decay_low=pairs[1][1],
             log1_high=pairs[2][0], log1_low=pairs[2][1], log2_high=pairs[3][0], log2_low=pairs[3][1],
-            lerp_weight=lerp_weight, beta2=beta2, one_minus_beta2=1 - beta2, eps=settings.eps,
+            lerp_weight=lerp_weight, beta2=float(beta2), one_minus_beta2=1.0 - beta2, eps=float(settings.eps),
             seed=settings.rounding_seed or 0, GRADIENT_DTYPE=triton_dtype(gradients.dtype),
             PARAM_DTYPE=triton_dtype(plan.param_dtype), STATE_DTYPE=triton_dtype(plan.state_dtype),
             SHADOW_DTYPE=triton_dtype(plan.shadow_dtype), DECAY=settings.weight_decay != 0,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["SUPPORTED", "check_operand", "check_scalar", "dense_like", "device_rate", "only_dtype"]
+__all__ = ["SUPPORTED", "check_operand", "check_scalar", "dense_like", "device_rate", "is_dense", "only_dtype"]
 
 #: What the kernels read and write. Float64 and complex tensors stay with torch's own optimizers.
 SUPPORTED: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,7 +30,7 @@ def check_operand(name: str, position: int, tensor: Tensor, param: Tensor | None
     if tensor.dtype not in SUPPORTED:
         raise TypeError(f"{where} is {tensor.dtype}; the kernels take float32, bfloat16 and float16.")
     if param is None:
-        if not _dense(tensor):
+        if not is_dense(tensor):
             raise ValueError(
                 f"{where} of shape {tuple(tensor.shape)} and strides {tensor.stride()} overlaps itself or has gaps; "
                 "the kernels take dense tensors: use a contiguous copy."
@@ -51,7 +51,7 @@ def dense_like(position: int, gradient: Tensor, param: Tensor) -> Tensor:
     """The gradient if it lies in memory as its parameter does; else a copy that does (one more pass over it)."""
     if gradient.device == param.device and gradient.shape == param.shape and gradient.layout == torch.strided:
         if not _same_layout(gradient, param):
-            gradient = torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
+            gradient = torch.empty_like(param, dtype=gradient.dtype, requires_grad=False).copy_(gradient.detach())
     check_operand("gradients", position, gradient, param)
     return gradient
 
@@ -94,7 +94,8 @@ def _same_layout(tensor: Tensor, param: Tensor) -> bool:
     return all(size == 1 or a == b for size, a, b in zip(param.shape, tensor.stride(), param.stride(), strict=True))
 
 
-def _dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory without gaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1

@@ -115,11 +115,10 @@ def test_float16_ones_need_no_unscale_in_place():
 
 
 def test_unscaling_float16_ones_by_hand_says_who_does_it():
-    model, _ = fxprec.convert(net(), dtype=torch.float16)
-    scaler = fxprec.LossScaler("cpu", 1024.0)
+    model, scaler = fxprec.convert(net(), dtype=torch.float16, scaler=fxprec.LossScaler("cpu", 1024.0))
     optimizer = optim.SGD(model.parameters(), lr=0.1, low_gradients=True)
     scaler.scale(model(batch()).square().mean()).backward()
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients.*0.weight.*max_norm"):
+    with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients.*0\.weight.*max_norm"):
         scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)  # nothing has changed
     assert not scaler.step_was_skipped

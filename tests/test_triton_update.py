@@ -194,3 +194,20 @@ def test_no_step_but_the_first_waits_for_the_device(make):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert scaler.skipped_steps >= 0
+
+
+@on_devices
+def test_what_the_kernels_do_not_take_goes_to_torchs(device):
+    dense, gaps, wide = torch.ones(4, 6), torch.ones(4, 6)[:, ::2], torch.ones(4, dtype=torch.float64)
+    params = [nn.Parameter(tensor.to(device) if tensor is dense else tensor) for tensor in (dense, gaps, wide)]
+    if device == "cuda":
+        params = [nn.Parameter(tensor.detach().to(device)) for tensor in params]
+        params[1] = nn.Parameter(torch.ones(4, 6, device=device)[:, ::2])
+    one = optim.AdamW(params, lr=0.1, max_norm=1.0)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    one.step()
+    for param in params:
+        assert (param < 0.95).all()
+    kernels = [plan for (kind, *_), plan in one._plans._plans.items() if kind == "adam"]
+    assert len(kernels) == 1 and len(kernels[0].params) == 1

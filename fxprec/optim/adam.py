@@ -155,7 +155,9 @@ class Adam(OnePass, torch.optim.Adam):
                     state["step"] = state["step"].to(owner.device, torch.float32)
                     for name in _MOMENTS:
                         if name in state:
-                            state[name] = state[name].to(owner.dtype if rounding is None else rounding.dtype)
+                            # In the parameter's memory order, which the kernels go by.
+                            like = torch.zeros_like(owner, dtype=owner.dtype if rounding is None else rounding.dtype)
+                            state[name] = like.copy_(state[name])
 
 
 class AdamW(Adam, torch.optim.AdamW):

@@ -23,6 +23,7 @@ from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.triton_update import Plans
+from fxprec.scaling.device_step import makes_state
 from fxprec.scaling.gradients import parameters_of, summed
 
 __all__ = ["OnePass", "on"]
@@ -99,7 +100,8 @@ class OnePass(Optimizer):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         checked: GradientCheck | None = getattr(self, "gradient_check", None)
-        if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item():
+        # No state for a skipped step: the first one waits for the device. (Our scaler knows by then, torch's does not.)
+        if found_inf is not None and (found_inf.device.type == "cpu" or makes_state(self)) and found_inf.item():
             return loss
         divisor = scale
         if self.max_norm is not None:

@@ -114,3 +114,8 @@ class SGD(OnePass, torch.optim.SGD):
         super().load_state_dict(dict(state_dict))
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
+            for owner in group["params"]:
+                if self.state.get(owner, {}).get("momentum_buffer") is not None:
+                    # In the parameter's memory order, which the kernels go by.
+                    buffer = torch.zeros_like(owner).copy_(self.state[owner]["momentum_buffer"])
+                    self.state[owner]["momentum_buffer"] = buffer

@@ -5,17 +5,41 @@ They take FP32 gradients and states in the parameters' dtype; others go through 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxprec.kernels.tensor_lists import is_dense
 from fxprec.optim.parts import Part
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import scalar
 
 __all__ = ["adam_update", "sgd_update"]
+
+
+@contextlib.contextmanager
+def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[dict[str, list[Tensor]]]:
+    """``lists`` with every tensor of a parameter in its memory order, and without gaps; copies go back afterwards.
+
+    Torch's fused kernels on CPUs take memory as it comes: they mix up the elements of a gradient or a moment whose
+    strides are not the parameter's (a checkpoint from before ``channels_last``), and write into the gaps of a slice.
+    """
+    laid_out = {name: [*tensors] for name, tensors in lists.items()}
+    moved: list[tuple[Tensor, Tensor]] = []
+    for i, param in enumerate(lists["params"]):
+        like = param if is_dense(param) else param.contiguous()
+        for name in lists:
+            tensor = lists[name][i]
+            if tensor.stride() != like.stride() and name != "step":
+                laid_out[name][i] = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+                if name != "grads":
+                    moved.append((tensor, laid_out[name][i]))
+    yield laid_out
+    for target, source in moved:
+        target.copy_(source)
 
 
 def adam_update(
@@ -36,7 +60,18 @@ def adam_update(
         rounding: how moments of a lower dtype are rounded.
         places: what tells the tensors apart there.
     """
-    lists = part.lists
+    with in_one_order(part.lists) as lists:
+        _adam(lists, group, divisor, found_inf, rounding, places)
+
+
+def _adam(
+    lists: Mapping[str, list[Tensor]],
+    group: Mapping[str, Any],
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+    rounding: Rounding | None,
+    places: Sequence[int],
+) -> None:
     params, steps = lists["params"], lists["step"]
     moments = {name: lists[name] for name in lists if name not in ("params", "grads", "step")}
     wide = {name: [tensor.to(params[0].dtype) for tensor in tensors] for name, tensors in moments.items()}
@@ -70,17 +105,18 @@ def sgd_update(
     part: Part, group: Mapping[str, Any], divisor: Tensor | None, found_inf: Tensor | None, first: bool
 ) -> None:
     """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam_update``."""
-    torch._fused_sgd_(  # pyright: ignore
-        part.lists["params"],
-        part.lists["grads"],
-        part.lists.get("momentum_buffer", []),
-        weight_decay=scalar(group["weight_decay"]),
-        momentum=group["momentum"],
-        lr=group["lr"],
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        is_first_step=first,
-        grad_scale=divisor,
-        found_inf=found_inf,
-    )
+    with in_one_order(part.lists) as lists:
+        torch._fused_sgd_(  # pyright: ignore
+            lists["params"],
+            lists["grads"],
+            lists.get("momentum_buffer", []),
+            weight_decay=scalar(group["weight_decay"]),
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            is_first_step=first,
+            grad_scale=divisor,
+            found_inf=found_inf,
+        )

@@ -12,6 +12,7 @@ from fxprec.kernels import multi_tensor_adam, multi_tensor_norm, multi_tensor_sg
 from fxprec.kernels.multi_tensor import MultiTensorPlan
 from fxprec.kernels.multi_tensor_adam import AdamSettings
 from fxprec.kernels.multi_tensor_sgd import SgdSettings
+from fxprec.kernels.tensor_lists import is_dense
 from fxprec.kernels.triton_support import HAS_TRITON, interpreting
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import scalar
@@ -29,6 +30,7 @@ def takes(param: Tensor, gradient: Tensor) -> bool:
         and param.dtype in _SUPPORTED
         and gradient.dtype in _SUPPORTED
         and gradient.layout is torch.strided
+        and is_dense(param)
     )
 
 
@@ -59,6 +61,7 @@ class Plans:
             and all(_same(old, new) for old, new in zip(plan.states, states, strict=True))
             and _same(plan.steps or (), steps or ())
             and _same(plan.shadows or (), shadows or ())
+            and plan.indices == tuple(indices or range(len(params)))
         ):
             plan = MultiTensorPlan(params, states=states, steps=steps, shadows=shadows, indices=indices)
             self._plans[key] = plan

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.stages import CHECK
 
-__all__ = ["can_skip_on_device", "step_on_device"]
+__all__ = ["can_skip_on_device", "makes_state", "step_on_device"]
 
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:
@@ -31,7 +31,7 @@ def can_skip_on_device(optimizer: Optimizer) -> bool:
     wrapped = optimizer.__dict__.get("step")
     if wrapped is not None and not _is_lr_schedulers(wrapped, optimizer):
         return False
-    return not _makes_state(optimizer)
+    return not makes_state(optimizer)
 
 
 def step_on_device(
@@ -66,8 +66,8 @@ def _is_lr_schedulers(step: Any, optimizer: Optimizer) -> bool:
     return getattr(step, "_wrapped_by_lr_sched", False) and step.__wrapped__ is type(optimizer).step
 
 
-def _makes_state(optimizer: Optimizer) -> bool:
-    """Whether the next step of one of torch's fused optimizers makes state."""
+def makes_state(optimizer: Optimizer) -> bool:
+    """Whether the next step of one of torch's fused optimizers, or of ours, makes state."""
     if isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups):
         return False
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
