@@ -89,8 +89,7 @@ def _refuse_unfinished(settings: Settings) -> None:
 
 def _refuse_module(model: nn.Module) -> None:
     name = type(model).__name__
-    homes = ((base.__module__, _WRAPPERS.get(base.__name__)) for base in type(model).__mro__)
-    if any(home is not None and module.startswith(home) for module, home in homes):
+    if _is_wrapper(model):
         raise ConversionError(
             f"the model is wrapped in {name}: convert first, then wrap: {name}(fxprec.convert(model)[0])"
         )
@@ -112,8 +111,14 @@ def _refuse_module(model: nn.Module) -> None:
             raise ConversionError(
                 f"{path or name} is a quantized {kind}: fxprec rewrites FP32 models; convert the one that was quantized"
             )
-        if path and kind in _WRAPPERS and type(module).__module__.startswith(_WRAPPERS[kind]):
+        if path and _is_wrapper(module):
             raise ConversionError(f"the submodule {path!r} is wrapped in {kind}: convert first, then wrap")
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether it is one of torch's parallel wrappers, or of a class derived from one; by name: FSDP is not imported."""
+    bases = type(module).__mro__
+    return any(base.__module__.startswith(_WRAPPERS.get(base.__name__, "no such module")) for base in bases)
 
 
 def _refuse_weights(name: str, tensors: dict[str, Tensor]) -> None:

@@ -56,7 +56,7 @@ def refuse_ddp() -> None:
     if parallel is not None and parallel.DistributedDataParallel._active_ddp_module is not None:
         raise ConversionError(
             "low_gradients=True under DistributedDataParallel, whose reducer takes gradients of the parameters' dtype "
-            "only: leave low_gradients out, or shard with fully_shard"
+            "only: leave low_gradients out"
         )
 
 

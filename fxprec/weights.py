@@ -32,7 +32,9 @@ class Weights:
 
     def begin(self) -> None:
         """Note the start of a forward of the whole model."""
-        self.come_and_go = _fsdp_is_on()
+        came_and_went, self.come_and_go = self.come_and_go, _fsdp_is_on()
+        if self.come_and_go and not came_and_went:
+            self.store.clear()  # made before the model was sharded: they would keep the whole weights alive
         self.store.begin()
 
     def read(self, weights: Sequence[Tensor]) -> list[Tensor]:

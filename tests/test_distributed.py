@@ -273,11 +273,17 @@ def low_gradients(tools, rank):
     with pytest.raises(fxprec.ConversionError, match="low_gradients=True under DistributedDataParallel"):
         wrapped(_batch(0, rank))
     model(_batch(0, rank)).sum().backward()  # outside of it
+    gradient = str(model.head.weight.grad.dtype)
     with pytest.raises(fxprec.ConversionError, match="low_gradients=True under DistributedDataParallel"):
         wrapped(_batch(0, rank))
-    return str(model.head.weight.grad.dtype)
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+    with pytest.raises(ValueError, match="for sharded parameters"):
+        optim.AdamW(model.parameters(), low_gradients=True)
+    return gradient
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="wants Tensor.grad_dtype")
-def test_low_gradients_are_refused_under_ddp(ask_two):
+def test_low_gradients_are_refused_under_ddp_and_fsdp(ask_two):
     assert ask_two(low_gradients) == ["torch.bfloat16"] * WORLD

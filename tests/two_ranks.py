@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import inspect
 import os
@@ -85,8 +86,9 @@ def _serve(rank: int, port: int, rendezvous: int) -> None:
             try:
                 torch.manual_seed(0)
                 answer = True, getattr(module_at(path), name)(conftest.Tools, rank, *arguments)
-            except Exception:
+            except BaseException:  # pytest's own are no Exceptions
                 answer = False, traceback.format_exc()
+            gc.collect()  # a sharded model that lives on changes what the next one does
             parent.send_bytes(pickle.dumps(answer))  # send() would pass tensors on as open files of this process
     dist.destroy_process_group()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fxprec.low_gradients import mark
+from fxprec.scaling.gradients import dtensor_type
 from fxprec.shadows import stores
 
 __all__ = ["ask_for_low_gradients", "checked_low_gradients"]
@@ -34,8 +35,18 @@ def checked_low_gradients(argument: Any) -> str | None:
 
 
 def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> None:
-    """From the next forward on, for those of ``parameters`` that have a shadow then."""
+    """From the next forward on, for those of ``parameters`` that have a shadow then.
+
+    Raises:
+        ValueError: DTensors, which have none.
+    """
     parameters = [*parameters]
+    dtensor = dtensor_type()
+    if dtensor is not None and any(isinstance(parameter, dtensor) for parameter in parameters):
+        raise ValueError(
+            "low_gradients=True for sharded parameters (DTensors), whose low copies live for one forward only: leave "
+            "it out. With FSDP2, MixedPrecisionPolicy(reduce_dtype=...) halves the traffic of gradients"
+        )
     for parameter in parameters:
         mark(parameter, how)
     for store in stores():
