@@ -15,19 +15,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from fxprec.amp.casting import cast_arguments, widest
-from fxprec.amp.state import state
+from fxprec.amp.state import Kind, state
 from fxprec.module import conversion_of, is_converted
 
-__all__ = ["Kind", "decorated", "disable_casts", "float_function", "half_function", "is_decorated", "promote_function"]
+__all__ = ["decorated", "disable_casts", "float_function", "half_function", "is_decorated", "promote_function"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Kind = Literal["half", "float", "promote"]
 
 
 def half_function(fn: Callable[P, R]) -> Callable[P, R]:

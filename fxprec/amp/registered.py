@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from fxprec.amp.functions import Kind, decorated, is_decorated
-from fxprec.amp.state import state
+from fxprec.amp.functions import decorated, is_decorated
+from fxprec.amp.state import Kind, Registration, state
 from fxprec.passes.ir import Rule
 from fxprec.passes.op_names import canonical_op
 from fxprec.passes.op_table import rule_of
@@ -56,16 +56,6 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """``promote_function`` for ``module.name``; as ``register_half_function``."""
     _register(module, name, "promote")
-
-
-@dataclass(frozen=True)
-class Registration:
-    """One ``register_*`` call; ``op``: the canonical name, for what becomes an override."""
-
-    module: Any
-    name: str
-    kind: Kind
-    op: str | None = None
 
 
 @dataclass(frozen=True)

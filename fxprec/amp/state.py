@@ -6,7 +6,8 @@ All of it is in ``state``, and nowhere else. It is what ``apex.amp._amp_state`` 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -15,9 +16,21 @@ from fxprec.amp.properties import Properties
 
 if TYPE_CHECKING:
     from fxprec.amp.loss_scale import AmpLossScaler
-    from fxprec.amp.registered import Registration
 
-__all__ = ["AmpState", "say", "state"]
+__all__ = ["AmpState", "Kind", "Registration", "say", "state"]
+
+#: What a decorated or registered function computes in: the low dtype, FP32, or the widest of its arguments.
+Kind = Literal["half", "float", "promote"]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One ``register_*`` call; ``op``: the canonical name, for what becomes an override."""
+
+    module: Any
+    name: str
+    kind: Kind
+    op: str | None = None
 
 
 class AmpState:
