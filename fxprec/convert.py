@@ -18,6 +18,7 @@ from fxprec.checks import check_module_overrides, refuse_unfit, settled_device
 from fxprec.default_scaler import make_scaler
 from fxprec.loss_scaler import LossScaler
 from fxprec.module import attach, put_back
+from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
 from fxprec.program import Executor
 from fxprec.settings import Capture, Placement, Settings
@@ -104,7 +105,7 @@ def convert(
     conversion.converting = True
     try:
         if policy.level == "O3":
-            conversion.undo = _lower_parameters(module, settings.dtype)
+            conversion.undo = _lower_parameters(module, settings.dtype, policy)
         if example_inputs is not None:
             warm_up(module, conversion, example_inputs)
         else:
@@ -191,9 +192,20 @@ def _as_module(model: Any, loss: Any) -> nn.Module:
     return around
 
 
-def _lower_parameters(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """O3: the parameters themselves become low; buffers (running statistics) stay FP32. Returns what undoes it."""
-    masters = [(p, p.data, p._version) for p in module.parameters() if p.dtype is torch.float32]
+def _lower_parameters(module: nn.Module, dtype: torch.dtype, policy: Policy) -> Callable[[], None]:
+    """O3: the parameters themselves become low, but for those of modules that the policy keeps in FP32.
+
+    Buffers (running statistics) stay FP32. Returns what undoes it.
+    """
+    modules = dict(module.named_modules())
+    kept = {
+        id(parameter)
+        for path, each in modules.items()
+        if policy.of_module(path, modules) in (torch.float32, Rule.FULL, Rule.KEEP)
+        for parameter in each.parameters(recurse=False)
+    }
+    lowered = [p for p in module.parameters() if p.dtype is torch.float32 and id(p) not in kept]
+    masters = [(parameter, parameter.data, parameter._version) for parameter in lowered]
     for parameter, master, _ in masters:
         parameter.data = master.to(dtype)
 

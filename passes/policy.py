@@ -113,6 +113,11 @@ class Policy:
             return Rule.LOW, f"level O3 lowers it all the same ({why})"
         return known, why
 
+    def of_module(self, path: str, modules: Mapping[str, object]) -> Resolved | None:
+        """What overrides of modules say of the one at ``path``; None: nothing. ``modules``: path -> module, of all."""
+        overrides = (each for each in reversed(self.overrides) if each.matches_module(path, modules))
+        return next((each.precision for each in overrides), None)
+
     def _row(self, op_name: str, table_rule: OpRule | None, device: str | None) -> tuple[Resolved, str]:
         """What is known of an op before level and overrides."""
         for row in reversed(self.rules):

@@ -121,6 +121,11 @@ class Override:
             hit = fnmatchcase(op_name if self.kind == "ops" else node.name, self.name)
         return self.precision if hit else None
 
+    def matches_module(self, path: str, modules: Mapping[str, object]) -> bool:
+        """Whether it is about the module at ``path``, or one that it is in. ``modules``: path -> module, of all."""
+        kinds = (type(modules[each]) for each in _with_parents(path) if each in modules)
+        return self.kind == "modules" and (self._matches_path(path) or any(map(self._matches_class, kinds)))
+
     def complaint(self, ops: set[str], modules: Mapping[str, object], nodes: set[str]) -> str | None:
         """Why it matches nothing among these names, or None where it does; a predicate may rightly find nothing.
 

@@ -377,3 +377,34 @@ def test_freeze_halves_the_weights_and_refuses_training():
             fxprec.freeze(converted)
         converted.eval()
         assert torch.equal(converted(x), expected)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wide"),
+    [
+        ({"body.1": torch.float32}, {"body.1"}),
+        ({nn.LayerNorm: "full"}, {"body.1"}),
+        ({"body": "keep"}, {"body.0", "body.1"}),
+        ({"body": torch.float32, "body.1": "low"}, {"body.0"}),
+        ({"Sequential": torch.float32}, {"body.0", "body.1"}),
+    ],
+)
+def test_level_o3_leaves_the_parameters_of_modules_that_stay_in_fp32(overrides, wide):
+    model = Normed()
+    exact = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fxprec.convert(model, policy=fxprec.Policy.preset("O3").override(modules=overrides))
+    for name, parameter in model.named_parameters():
+        dtype = torch.float32 if name.rpartition(".")[0] in wide else torch.bfloat16
+        assert torch.equal(parameter, exact[name].to(dtype)) and parameter.dtype is dtype
+    model(torch.randn(3, 4)).sum().backward()
+    fxprec.revert(model)

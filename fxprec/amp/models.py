@@ -83,10 +83,8 @@ def convert_model(
         _check_same(model, Settings(policy=policy, dtype=properties.dtype, device=conversion_of(model).settings.device))
         conversion_of(model).start_over()  # decorated functions may be others now
     else:
-        masters = [(p, p.data) for norm in kept.values() for p in norm.parameters(recurse=False)]
         convert(model, policy=policy, dtype=properties.dtype, scaler=False)
         undo.callback(put_back, model)
-        _keep(model, masters)
         if properties.level == "O3":
             undo.callback(model.register_state_dict_post_hook(_state_in_fp32).remove)
     if cast_outputs is not None:
@@ -100,17 +98,6 @@ def _batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 def _override(policy: Policy, norms: Iterable[str], rule: Rule) -> Policy:
     return policy.override(modules={glob.escape(path) or "*": rule for path in norms})  # "*": the model is one itself
-
-
-def _keep(model: nn.Module, masters: list[tuple[nn.Parameter, Tensor]]) -> None:
-    """Give parameters that O3 lowered their FP32 values back; what was captured meanwhile took them for low."""
-    if not masters:
-        return
-    for parameter, master in masters:
-        parameter.data = master
-    conversion = conversion_of(model)
-    conversion.start_over()
-    conversion.capture_now(model)
 
 
 def _state_in_fp32(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
