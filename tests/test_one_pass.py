@@ -362,3 +362,8 @@ def test_strides_do_not_matter(name):
     for p, q in zip(a, b, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
     assert torch.equal(a[1].detach().as_strided((4, 3), (6, 2), 1), beside)
+
+
+def test_it_says_which_kernels_run_and_why():
+    optimizer = optim.SGD([*parameters(), nn.Parameter(torch.ones(2, dtype=torch.float64))], lr=0.1)
+    assert optimizer.implementations() == {"torch (on cpu)": 6}

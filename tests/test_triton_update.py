@@ -207,6 +207,11 @@ def test_what_the_kernels_do_not_take_goes_to_torchs(device):
     for param in params:
         param.grad = torch.ones_like(param)
     one.step()
+    assert one.implementations() == {
+        "Triton, one pass": 1,
+        "torch (not dense in memory)": 1,
+        "torch (torch.float64 with a gradient of torch.float64)": 1,
+    }
     for param in params:
         assert (param < 0.95).all()
     kernels = [plan for (kind, *_), plan in one._plans._plans.items() if kind == "adam"]

@@ -12,6 +12,7 @@ the loss scale and by the clipping factor as it reads it, and writes the shadow 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
@@ -22,9 +23,9 @@ from torch.optim import Optimizer
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients
 from fxprec.optim.shadow_copies import ShadowCopies
-from fxprec.optim.triton_update import Plans
+from fxprec.optim.triton_update import Plans, why_not
 from fxprec.scaling.device_step import makes_state
-from fxprec.scaling.gradients import parameters_of, summed
+from fxprec.scaling.gradients import local, parameters_of, summed
 
 __all__ = ["OnePass", "on"]
 
@@ -71,6 +72,15 @@ class OnePass(Optimizer):
         self._low_gradients = checked_low_gradients(low_gradients)
         if self._low_gradients:
             ask_for_low_gradients(parameters_of(self), self._low_gradients)
+
+    def implementations(self) -> dict[str, int]:
+        """Which kernels a step takes, and for how many parameters: ours, or torch's and why."""
+        found: Counter[str] = Counter()
+        for parameter in parameters_of(self):
+            held = local(parameter)
+            reason = why_not(held, held if parameter.grad is None else local(parameter.grad))
+            found["Triton, one pass" if reason is None else f"torch ({reason})"] += 1
+        return dict(found)
 
     def check_gradients(self, scale: Tensor | None) -> GradientCheck:
         """Read every gradient once: flags for inf and nan, and the norm if ``step`` will clip.

@@ -17,21 +17,27 @@ from fxprec.kernels.triton_support import HAS_TRITON, interpreting
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import scalar
 
-__all__ = ["Plans", "adam_launch", "norm_launch", "sgd_launch", "takes"]
+__all__ = ["Plans", "adam_launch", "norm_launch", "sgd_launch", "takes", "why_not"]
 
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes(param: Tensor, gradient: Tensor) -> bool:
     """Whether the kernels serve a parameter and its gradient, both local."""
-    return (
-        HAS_TRITON
-        and (param.device.type == "cuda" or interpreting())
-        and param.dtype in _SUPPORTED
-        and gradient.dtype in _SUPPORTED
-        and gradient.layout is torch.strided
-        and is_dense(param)
-    )
+    return why_not(param, gradient) is None
+
+
+def why_not(param: Tensor, gradient: Tensor) -> str | None:
+    """Why torch's kernels take a parameter instead of ours; None: ours do."""
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if param.device.type != "cuda" and not interpreting():
+        return f"on {param.device.type}"
+    if param.dtype not in _SUPPORTED or gradient.dtype not in _SUPPORTED:
+        return f"{param.dtype} with a gradient of {gradient.dtype}"
+    if gradient.layout is not torch.strided:
+        return "sparse gradient"
+    return None if is_dense(param) else "not dense in memory"
 
 
 class Plans:
