@@ -287,3 +287,20 @@ def test_partial_gradients_are_summed_before_they_are_looked_at(ask_two, optimiz
     for (parallel, skipped), (single, expected) in ask_two(partial_gradients, optimizer):
         assert skipped == expected == 1
         torch.testing.assert_close(parallel, single, rtol=1e-6, atol=1e-7)
+
+
+def loss_that_is_a_dtensor(tools, rank):
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    weight = nn.Parameter(distribute_tensor(torch.tensor([1.0, 2.0]), mesh, [Replicate()]))
+    scaler, made = fxprec.LossScaler("cpu", 8.0), torch.optim.SGD([weight], lr=0.5)
+    loss = scaler.scale(weight.square().sum() / 2)
+    loss.backward()
+    scaler.step(made)
+    scaler.update()
+    return isinstance(loss, DTensor), full(loss.detach()).item(), full(weight.detach()).tolist()
+
+
+def test_a_loss_that_is_a_dtensor(ask_two):
+    assert ask_two(loss_that_is_a_dtensor) == [(True, 20.0, [0.5, 1.0])] * WORLD
