@@ -7,7 +7,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,12 @@ class Converted(NamedTuple):
 
     module: nn.Module
     scaler: LossScaler
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"convert returns two things, model, scaler = fxprec.convert(model): this has no {name!r}")
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("convert returns two things: model, scaler = fxprec.convert(model)")
 
 
 def convert(

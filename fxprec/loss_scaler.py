@@ -112,9 +112,12 @@ class LossScaler(GradientChecks):
         self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer, "unscale_")
         if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update(). Call it once a step, "
+                "before clipping; scale_loss and clip_grad_norm_ unscale by themselves"
+            )
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
+            raise RuntimeError("unscale_() is being called after step(). Call it between backward() and step()")
         self._require_scaled("unscale_")
         loss_id = state.get(DELAYED, 0)
         scale = cast(Tensor, self._losses[loss_id].scale)
@@ -156,7 +159,10 @@ class LossScaler(GradientChecks):
         self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer, "step")
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+            raise RuntimeError(
+                "step() has already been called since the last update(). Call scaler.update() once at the end of every "
+                "iteration"
+            )
         self._require_scaled("step")
         if DELAYED in state:
             self.unscale_(optimizer)

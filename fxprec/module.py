@@ -41,6 +41,12 @@ def conversion_of(module: object) -> Conversion:
         ConversionError: it is not converted.
     """
     if not is_converted(module):
+        inner = getattr(module, "module", None)
+        if is_converted(inner):
+            raise ConversionError(
+                f"{type(module).__name__} is a wrapper: pass the converted {type(inner).__name__} inside it, "
+                "wrapped.module"
+            )
         raise ConversionError(
             f"{type(module).__name__} is not converted: call fxprec.convert(model) first, "
             "and pass the module that it returned"

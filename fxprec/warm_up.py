@@ -58,6 +58,8 @@ def _split(example_inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[tuple[Any
     raise TypeError(
         f"example_inputs must be a tuple of positional or a dict of keyword inputs, not {type(example_inputs).__name__}"
         + (": write (x,)" if isinstance(example_inputs, Tensor) else "")
+        + (f": write level={example_inputs!r}" if isinstance(example_inputs, str) else "")
+        + (": convert takes no optimizer" if isinstance(example_inputs, torch.optim.Optimizer) else "")
     )
 
 

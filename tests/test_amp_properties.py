@@ -86,7 +86,7 @@ def test_none_is_no_override():
         ("O2", {"keep_batchnorm_fp32": 1}, AssertionError, "keep_batchnorm_fp32=1"),
         ("O2", {"cast_model_type": "half"}, TypeError, "cast_model_type must be a torch.dtype"),
         ("O2", {"cast_model_type": torch.float64}, ValueError, "cast_model_type=torch.float64"),
-        ("O1", {"loss_scale": "high"}, ValueError, "could not convert"),
+        ("O1", {"loss_scale": "high"}, ValueError, "loss_scale must be 'dynamic' or finite"),
         ("O1", {"loss_scale": 0}, ValueError, "finite and greater than 0, not 0"),
         ("O1", {"loss_scale": float("inf")}, ValueError, "finite and greater than 0, not inf"),
     ],

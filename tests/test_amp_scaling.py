@@ -426,6 +426,21 @@ def test_an_unknown_loss_is_an_index_error(loss_id):
         backward(model, optimizer, loss_id=loss_id)
 
 
+def test_a_step_within_the_block_would_take_scaled_gradients_and_is_refused():
+    model, optimizer = started()
+    before = values(model)
+    with (
+        pytest.raises(RuntimeError, match=r"SGD\.step within amp\.scale_loss.*Step after the block"),
+        amp.scale_loss(loss_of(model), optimizer) as scaled,
+    ):
+        scaled.backward()
+        optimizer.step()
+    assert same(values(model), before)
+    backward(model, optimizer)
+    optimizer.step()
+    assert not same(values(model), before)
+
+
 def test_an_optimizer_from_elsewhere_is_refused():
     model, _ = started()
     with pytest.raises(RuntimeError, match=r"this Adam did not go through amp\.initialize"):

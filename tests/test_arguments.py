@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fxprec.errors import LossScaleError
 from fxprec.scaling import arguments
 
 
@@ -56,3 +57,8 @@ def test_no_closure_is_none():
     arguments.refuse_closure((None,), {})
     arguments.refuse_closure((), {"closure": None})
     arguments.refuse_closure((3,), {"other": len})
+
+
+def test_bounds_that_cross_say_so():
+    with pytest.raises(LossScaleError, match=r"^min_scale=10 is above max_scale=1$"):
+        arguments.checked_bounds(10, 5.0, 1)

@@ -379,6 +379,24 @@ def test_freeze_halves_the_weights_and_refuses_training():
         assert torch.equal(converted(x), expected)
 
 
+def test_taking_what_convert_returns_for_the_model_says_so():
+    both = fxprec.convert(nn.Linear(2, 2))
+    with pytest.raises(AttributeError, match=r"returns two things.*'parameters'"):
+        both.parameters()
+    with pytest.raises(TypeError, match="returns two things"):
+        both(torch.ones(1, 2))
+    model, scaler = both
+    assert (both.module, both.scaler) == (model, scaler)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"), [("O1", "write level='O1'"), (torch.optim.SGD([torch.ones(1)], 0.1), "takes no optimizer")]
+)
+def test_what_is_no_example_input(argument, words):
+    with pytest.raises(TypeError, match=words):
+        fxprec.convert(nn.Linear(2, 2), argument)
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -170,7 +170,7 @@ def test_readme_training():
 
 
 def test_readme_scaler_and_optimizer(capsys: pytest.CaptureFixture[str]):
-    names = run_block("optimizer = fxprec.optim")
+    names = run_block("model, scaler = fxprec.convert(model, scaler=")
     assert isinstance(names["optimizer"], fxprec.optim.AdamW) and names["scaler"].skipped_steps == 0
     assert not capsys.readouterr().out
 

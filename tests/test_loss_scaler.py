@@ -386,9 +386,9 @@ def test_errors_of_stages(cls):
     ):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"^unscale_\(\) is being called after step\(\)\.$"):
+    with pytest.raises(RuntimeError, match=r"^unscale_\(\) is being called after step\(\)\."):
         scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"^step\(\) has already been called since the last update\(\)\.$"):
+    with pytest.raises(RuntimeError, match=r"^step\(\) has already been called since the last update\(\)\."):
         scaler.step(optimizer)
     scaler.update()
     for parameter in model.parameters():

@@ -382,3 +382,9 @@ def test_the_inductor_executor_trains():
     reference = copy.deepcopy(model)
     converted, _ = fxprec.convert(model, executor="inductor")
     assert train(converted) == pytest.approx(train(reference), rel=0.03)
+
+
+def test_a_wrapper_says_to_pass_what_is_inside():
+    model, _ = fxprec.convert(nn.Linear(2, 2))
+    with pytest.raises(fxprec.ConversionError, match=r"DataParallel is a wrapper: pass the converted Linear inside it"):
+        fxprec.report(nn.DataParallel(model))

@@ -29,7 +29,7 @@ def test_the_blocks_run_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[s
         exec(compile(block, "docs/training.md", "exec"), space)
     assert space["scaler"].get_scale(1) == 65536
     assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert set(space["saved"]) == {"model", "optimizer", "scaler", "random"}
+    assert set(space["saved"]) == {"model", "optimizer", "schedule", "scaler", "random"}
     assert "overflow" not in capsys.readouterr().out
 
 

@@ -157,7 +157,10 @@ def _master_weights(value: Any, opt_level: str) -> bool:
 def _loss_scale(value: Any, opt_level: str) -> float | str:
     if value == "dynamic":
         return "dynamic"
-    scale = float(value)
+    try:
+        scale = float(value)
+    except (TypeError, ValueError):
+        scale = math.nan
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"loss_scale must be 'dynamic' or finite and greater than 0, not {value!r}")
     return scale

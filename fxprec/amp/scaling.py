@@ -30,10 +30,12 @@ class Stash:
     Attributes:
         skip: the loss whose overflow makes the next step be skipped, and its scaler.
         delayed: the loss whose gradients are there, still scaled.
+        open: the loss whose ``scale_loss`` block is open.
     """
 
     skip: tuple[int, AmpLossScaler] | None = None
     delayed: int | None = None
+    open: int | None = None
 
 
 @contextlib.contextmanager
@@ -77,7 +79,13 @@ def scale_loss(
         yield loss.float()
         return
     with scaler.scaled(loss, owners, delay_unscale) as scaled:
-        yield scaled
+        for stash in stashes:
+            stash.open = loss_id
+        try:
+            yield scaled
+        finally:
+            for stash in stashes:
+                stash.open = None
     for stash in stashes:
         stash.delayed = loss_id if delay_unscale else None
     if delay_unscale or delay_overflow_check:
@@ -103,6 +111,11 @@ def guard_step(optimizer: Optimizer, properties: Properties) -> None:
             raise RuntimeError(
                 "Currently, Amp does not support closure use with optimizers: its overflow could not be skipped. Run "
                 "the closure first, then optimizer.step(); or loss_scale=1.0 at O0, O1 or O3"
+            )
+        if stash.open is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step within amp.scale_loss: the gradients of loss {stash.open} are still "
+                "scaled. Step after the block"
             )
         if stash.delayed is not None and any(p.grad is not None for p in master_params(self)):
             raise RuntimeError(

@@ -61,6 +61,8 @@ def checked_bounds(low: Any, scale: float, high: Any) -> tuple[float | None, flo
     """``min_scale <= scale <= max_scale``, where they are given."""
     low = None if low is None else checked_scale("min_scale", low)
     high = None if high is None else checked_scale("max_scale", high)
+    if low is not None and high is not None and low > high:
+        raise LossScaleError(f"min_scale={low:g} is above max_scale={high:g}")
     if (low is not None and scale < low) or (high is not None and scale > high):
         raise LossScaleError(f"a scale of {scale:g} is not between min_scale={low} and max_scale={high}")
     return low, high
@@ -131,10 +133,8 @@ def _states_of_losses(state: Mapping[str, Any], num_losses: int) -> list[dict[st
     _checked_count("the saved skipped_steps", extra.get("skipped_steps", 0))
     losses = extra["losses"]
     if len(losses) != num_losses:
-        raise LossScaleError(
-            f"the state holds {len(losses)} losses, this scaler has num_losses={num_losses}: make it with num_losses="
-            f"{len(losses)}"
-        )
+        advice = f": make it with num_losses={len(losses)}" if losses else ""
+        raise LossScaleError(f"the state holds {len(losses)} losses, this scaler has num_losses={num_losses}{advice}")
     if not all(isinstance(loss, Mapping) for loss in losses):
         raise RuntimeError("the scaler's state of each loss under 'fxprec' is a dict")
     return [{**losses[0], **first}, *map(dict, losses[1:])]

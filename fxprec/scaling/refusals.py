@@ -60,7 +60,7 @@ def floor_message(scales: Iterable[float], skipped: int, names: list[str]) -> st
     found = ", ".join(f"{scale:g}" for scale in scales)
     where = f" The last overflow was in the gradients of {few(names)}." if names else ""
     return (
-        f"the loss scale fell to its floor ({found}) after {skipped} skipped steps: gradients held "
+        f"the loss scale fell to its floor ({found}) with {skipped} steps skipped so far: gradients held "
         f"inf or nan at every scale above, so it is the model that makes them.{where} Look at the loss and the inputs "
         "of the last step first; at fxprec.explain(model, name) for what computes in low precision there; at the "
         "learning rate; and train weights that were pretrained in bfloat16 in bfloat16 (dtype=torch.bfloat16)"

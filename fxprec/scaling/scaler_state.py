@@ -83,6 +83,8 @@ class ScalerState(torch.amp.GradScaler):
         self._reset_references()
         self._forget_iteration()
 
+    __init__.__qualname__ = "LossScaler.__init__"  # which Python's messages about arguments name
+
     # torch's private names, which Accelerate and Lightning read: those of the first loss.
     _scale: Any = _of_first_loss("scale")
     _growth_tracker: Any = _of_first_loss("growth_tracker")
