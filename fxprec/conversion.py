@@ -91,7 +91,7 @@ class Conversion:
             return self.run_in_net(
                 module, args, kwargs, "lazy modules take their shapes, and classes, from a first call"
             )
-        self.weights.begin()
+        self.weights.begin(module)
         output = self._run(module, args, kwargs)
         if not self.settled:
             self.check_policy(module)

@@ -29,10 +29,13 @@ class Weights:
         self.store = ShadowStore(dtype)
         self._dtype = dtype
         self.come_and_go = False
+        self._sharded: tuple[int, ...] = ()  # the living FSDP modules when it was last asked
 
-    def begin(self) -> None:
-        """Note the start of a forward of the whole model."""
-        came_and_went, self.come_and_go = self.come_and_go, _fsdp_is_on()
+    def begin(self, module: torch.nn.Module) -> None:
+        """Note the start of a forward of ``module``, the whole model."""
+        came_and_went, sharded = self.come_and_go, _sharded_modules()
+        if (ids := tuple(map(id, sharded))) != self._sharded:
+            self._sharded, self.come_and_go = ids, _manages_part_of(module, sharded)
         if self.come_and_go and not came_and_went:
             self.store.clear()  # made before the model was sharded: they would keep the whole weights alive
         self.store.begin()
@@ -44,10 +47,18 @@ class Weights:
         return self.store.read(weights)
 
 
-def _fsdp_is_on() -> bool:
-    """Whether ``fully_shard`` was applied to any living module: it manages the weights of submodules inside, too."""
+def _sharded_modules() -> list[torch.nn.Module]:
+    """Every living module that ``fully_shard`` was applied to."""
     composable = sys.modules.get("torch.distributed._composable_state")
     if composable is None or not composable._module_state_mapping:
-        return False
+        return []
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in composable._module_state_mapping)
+    return (
+        [] if fsdp is None else [each for each in composable._module_state_mapping if isinstance(each, fsdp.FSDPModule)]
+    )
+
+
+def _manages_part_of(module: torch.nn.Module, sharded: list[torch.nn.Module]) -> bool:
+    """Whether one of them is in the module, or around it: FSDP manages the weights of submodules too."""
+    ours = {*map(id, module.modules())}
+    return any(id(part) in ours for each in sharded for part in each.modules())

@@ -264,6 +264,22 @@ def test_weights_that_are_dtensors(ask_two):
     assert ask_two(replicated_dtensors) == [{LOW: 2}] * WORLD
 
 
+def beside_a_sharded_one(tools, rank):
+    """A model that nobody sharded keeps its shadows while another one in the process is sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    sharded, _ = fxprec.convert(Static())
+    fully_shard(sharded)
+    sharded(_batch(0, rank)).sum().backward()
+    model, _ = fxprec.convert(Static())
+    model(_batch(0, rank)).sum().backward()
+    return len(conversion_of(sharded).store._entries), len(conversion_of(model).store._entries)
+
+
+def test_a_model_beside_a_sharded_one(ask_two):
+    assert ask_two(beside_a_sharded_one) == [(0, 4)] * WORLD
+
+
 def low_gradients(tools, rank):
     from fxprec import optim
 

@@ -42,7 +42,7 @@ class Activations:
 
     def __str__(self) -> str:
         if not self.values:
-            return "unknown without shapes: call the model, or give convert(model, example_inputs=...)"
+            return "unknown without shapes: give convert(model, example_inputs=...)"
         saved = self.original - self.rewritten
         text = (
             f"{_size(self.rewritten)} written, {_size(self.original)} in the original: "
