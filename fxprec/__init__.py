@@ -73,3 +73,8 @@ def __getattr__(name: str) -> ModuleType:
     if name in _ON_USE:
         return import_module(f"fxprec.{name}")
     raise AttributeError(f"module 'fxprec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What users import, without what it is made of."""
+    return [*__all__, "__version__"]

@@ -80,3 +80,8 @@ def test_kernels_import_only_torch_and_triton():
 
 def test_ci_can_run():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_completion_shows_what_users_import():
+    assert set(dir(fxprec)) == {*fxprec.__all__, "__version__"}
+    assert all(hasattr(fxprec, name) for name in dir(fxprec))
