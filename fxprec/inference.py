@@ -19,7 +19,9 @@ __all__ = ["accumulate", "freeze", "refresh"]
 def refresh(model: nn.Module) -> None:
     """Copy every weight to its shadow now: after ``param.data.mul_()`` and the like, which torch does not record.
 
-    Training forwards refresh by themselves; this is for writes through ``.data`` before a forward under ``no_grad``.
+    For writes through ``.data`` before a forward under ``no_grad``; and after a step of ``fxprec.optim``, which wrote
+    the shadows, before any forward (a WGAN's ``p.data.clamp_()``). After another optimizer's training forwards refresh
+    by themselves.
     """
     conversion_of(model).store.refresh()
 

@@ -1,52 +1,61 @@
-"""Weights whose gradient stays in the low dtype: marked by an attribute, cast to their shadow without a cast back."""
+"""Weights whose gradient stays in the low dtype: marked by their optimizer, cast to their shadow without a cast back.
+
+Marks are beside the weights, not in them: a pickled weight would take an attribute along, to where no optimizer of ours
+reads its gradient.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.errors import ConversionError
 
-__all__ = ["cast_with_low_gradient", "mark", "refuse_ddp", "wants_low_gradient", "widened"]
-
-#: Of a parameter whose optimizer reads low gradients: "step", or "accumulate" too.
-_MARK = "_fxprec_low_gradient"
+__all__ = ["cast_with_low_gradient", "mark", "refuse_ddp", "wants_low_gradient", "widen", "widened"]
 
 
 def mark(weight: Tensor, how: str) -> None:
     """From its next shadow on the gradient is low; ``how``: "step", or "accumulate" too."""
-    setattr(weight, _MARK, how)
+    _marks()[weight] = how
 
 
 def wants_low_gradient(weight: Tensor) -> bool:
     """Whether it was marked, and has a gradient."""
-    return getattr(weight, _MARK, None) is not None and weight.requires_grad
+    return weight.requires_grad and weight in _marks()
 
 
 def cast_with_low_gradient(weight: Any, dtype: torch.dtype) -> Tensor:
-    """``weight.to(dtype)`` whose backward hands the low gradient on.
+    """``weight.to(dtype)`` whose backward hands the low gradient on. A gradient that is there already is rounded.
 
     Raises:
         ConversionError: DistributedDataParallel is running.
     """
     refuse_ddp()
     shadow: Any = _LowGradient.apply(weight, dtype)
-    weight.grad_dtype = dtype
+    _set_grad_dtype(weight, dtype)
     return shadow
 
 
-def widened(weights: Iterable[Tensor]) -> list[Tensor]:
-    """Give those that are not to be accumulated low FP32 gradients again, for good, and return them."""
-    narrow: list[Any] = [weight for weight in weights if getattr(weight, _MARK, None) == "step"]
+def widen(weights: Iterable[Tensor]) -> None:
+    """Marked ones without a shadow have gradients of their own dtype, until the next one is made."""
+    for weight in weights:
+        if weight in _marks():
+            _set_grad_dtype(weight, weight.dtype)
+
+
+def widened(weights: Iterable[Tensor], how: tuple[str, ...] = ("step",)) -> list[Tensor]:
+    """Give those that were marked so FP32 gradients again, for good, and return them: their shadows are to go."""
+    marks = _marks()
+    narrow = [weight for weight in weights if marks.get(weight) in how]
     for weight in narrow:
-        gradient, weight.grad = weight.grad, None
-        weight.grad_dtype = weight.dtype
-        weight.grad = gradient if gradient is None else gradient.to(weight.dtype)
-        delattr(weight, _MARK)
+        _set_grad_dtype(weight, weight.dtype)
+        del marks[weight]
     return narrow
 
 
@@ -58,6 +67,22 @@ def refuse_ddp() -> None:
             "low_gradients=True under DistributedDataParallel, whose reducer takes gradients of the parameters' dtype "
             "only: leave low_gradients out"
         )
+
+
+@functools.cache
+def _marks() -> WeakTensorKeyDictionary:
+    """Weight -> "step", or "accumulate" too."""
+    return WeakTensorKeyDictionary()
+
+
+def _set_grad_dtype(weight: Any, dtype: torch.dtype) -> None:
+    gradient = weight.grad
+    if gradient is None or gradient.dtype is dtype:
+        weight.grad_dtype = dtype
+    else:  # which torch refuses to change while there is another
+        weight.grad = None
+        weight.grad_dtype = dtype
+        weight.grad = gradient.to(dtype)
 
 
 class _LowGradient(torch.autograd.Function):

@@ -39,7 +39,7 @@ from torch._C._functorch import maybe_current_level
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fxprec.errors import FxprecError
-from fxprec.low_gradients import cast_with_low_gradient, refuse_ddp, wants_low_gradient
+from fxprec.low_gradients import cast_with_low_gradient, refuse_ddp, wants_low_gradient, widen
 
 __all__ = ["ShadowStore", "StaleShadowError", "stores"]
 
@@ -161,7 +161,17 @@ class ShadowStore:
     def shadow_of(self, weight: Tensor) -> Tensor | None:
         """The persistent shadow of a weight, for an optimizer to write, as low precision of its new value."""
         entry = self._entries.get(id(weight))
-        return entry.shadow if entry is not None and entry.pointer == weight.data_ptr() else None
+        if entry is None or entry.pointer != weight.data_ptr() or entry.shadow.shape != weight.shape:
+            return None
+        return entry.shadow
+
+    def note_stepping(self, weights: Iterable[Tensor]) -> None:
+        """They are about to change: until ``note_written`` says otherwise, their shadows are stale."""
+        with self._lock:
+            keys = {key for key in map(id, weights) if key in self._entries}
+            self._written -= keys
+            self._stepped |= keys
+            self._stale = True
 
     def note_written(self, weights: Iterable[Tensor]) -> None:
         """Their shadows were just written: the next forwards need not copy them."""
@@ -188,8 +198,10 @@ class ShadowStore:
             self._drop(id(weight))
 
     def clear(self) -> None:
-        """Drop every shadow; the next reads make them again."""
+        """Drop every shadow; the next reads make them again. Until then gradients are as wide as the weights."""
         with self._lock:
+            if self._low_gradients:
+                widen(weight for entry in self._entries.values() if (weight := entry.weight()) is not None)
             self._entries.clear()
             self._plans.clear()
             self._stepped.clear()
@@ -280,6 +292,8 @@ class ShadowStore:
                 or (changed and weight.shape != entry.shadow.shape)
             ):
                 self._drop(entry.key)
+                if self._low_gradients:
+                    widen([weight])  # it may have no shadow again: model.double()
             elif changed or (everything and entry.key not in self._written):
                 entry.version = version
                 self._written.discard(entry.key)
@@ -346,7 +360,7 @@ def _stores() -> weakref.WeakSet[ShadowStore]:
     stores: weakref.WeakSet[ShadowStore] = weakref.WeakSet()
 
     def stepped(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        for store in [*stores]:
+        for store in list(stores):  # dynamo before torch 2.13 cannot unpack it, in a compiled step
             store._note_step(optimizer)
 
     register_optimizer_step_post_hook(stepped)

@@ -73,3 +73,19 @@ def test_gradients_are_only_read():
     before = [(p.grad.clone(), p.grad._version) for p in parameters]
     check(parameters, torch.tensor(4.0), norm=True)
     assert all(torch.equal(p.grad, g) and p.grad._version == v for p, (g, v) in zip(parameters, before, strict=True))
+
+
+def test_a_norm_that_overflows_only_with_the_scale_in_it():
+    result = check(with_gradients(torch.full((4,), 2.0**66), torch.ones(3)), torch.tensor(2.0**16), norm=True)
+    assert result.found_inf[CPU] == 0
+    assert result.norm == 2.0**51
+
+
+@pytest.mark.parametrize("place", [0, 5, 9])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 1.0])
+def test_large_and_small_tensors_beside_each_other(place, bad):
+    gradients = [torch.zeros(5000 if i in (5, 7) else i) for i in range(10)]
+    if gradients[place].numel():
+        gradients[place][-1] = bad
+    found = check(with_gradients(*gradients), None, norm=False).found_inf[CPU]
+    assert bool(found > 0) is (place > 0 and bad != 1.0)

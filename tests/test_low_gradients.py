@@ -1,6 +1,7 @@
 """Gradients in the low dtype: who has them, what they cost, where they are refused."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -166,3 +167,80 @@ def test_a_copy_has_wide_gradients():
 def test_other_arguments_are_refused(argument):
     with pytest.raises(ValueError, match="low_gradients must be"):
         optim.SGD(net().parameters(), lr=0.1, low_gradients=argument)
+
+
+def test_gradients_that_are_there_already_are_rounded():
+    model, _ = fxprec.convert(net())
+    model(batch()).sum().backward()
+    before = model[0].weight.grad.clone()
+    optim.AdamW(model.parameters(), low_gradients=True)
+    model(batch())
+    assert dtypes(model) == [LOW, LOW, WIDE, WIDE, LOW, LOW]
+    assert torch.equal(model[0].weight.grad, before.to(LOW))
+
+
+def test_revert_gives_wide_gradients_back_and_convert_low_ones():
+    model, _ = fxprec.convert(net())
+    optimizer = optim.AdamW(model.parameters(), low_gradients=True)
+    model(batch()).sum().backward()
+    kept = model[0].weight.grad.float()
+    fxprec.revert(model)
+    assert torch.equal(model[0].weight.grad, kept)
+    model.zero_grad()
+    model(batch()).sum().backward()
+    assert dtypes(model) == [WIDE] * 6
+    fxprec.convert(model, dtype=torch.float16, scaler=False)
+    model(batch()).sum().backward()
+    optimizer.step()
+    assert dtypes(model) == [torch.float16, torch.float16, WIDE, WIDE, torch.float16, torch.float16]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizer_that_cannot_read_them_turns_them_off_with_a_warning(fused):
+    model, other = fxprec.convert(net())[0], fxprec.convert(net())[0]
+    optim.AdamW(model.parameters(), low_gradients="accumulate")
+    steps = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused) for m in (model, other)]
+    for m in (model, other):
+        m(batch()).sum().backward()
+    for parameter, wide in zip(model.parameters(), other.parameters(), strict=True):
+        wide.grad = parameter.grad.float()
+    with pytest.warns(UserWarning, match="AdamW steps on 4 parameters.*FP32 from now on"):
+        steps[0].step()
+    steps[1].step()
+    for m in (model, other):
+        m.zero_grad()
+        m(batch()).sum().backward()
+    assert dtypes(model) == [WIDE] * 6
+    for parameter, wide in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, wide) and torch.equal(parameter.grad, wide.grad)
+
+
+def test_the_last_optimizer_decides():
+    model, _ = fxprec.convert(net())
+    for low, expected in ((True, LOW), (False, WIDE), ("accumulate", LOW)):
+        optim.SGD(model.parameters(), lr=0.1, low_gradients=low)
+        model(batch()).sum().backward()
+        assert model[0].weight.grad.dtype is expected
+
+
+def test_a_pickled_model_has_wide_gradients_and_with_its_optimizer_low_ones():
+    model, _ = fxprec.convert(net())
+    optimizer = optim.AdamW(model.parameters(), low_gradients=True)
+    model(batch()).sum().backward()
+    optimizer.step()
+    alone = pickle.loads(pickle.dumps(model))
+    both = pickle.loads(pickle.dumps((model, optimizer)))[0], copy.deepcopy((model, optimizer))[0]
+    for other, expected in ((alone, WIDE), (both[0], LOW), (both[1], LOW)):
+        other.zero_grad()
+        other(batch()).sum().backward()
+        assert other[0].weight.grad.dtype is expected
+
+
+def test_a_model_in_float64_has_float64_gradients():
+    model, _ = fxprec.convert(net())
+    optim.AdamW(model.parameters(), low_gradients=True)
+    model(batch()).sum().backward()
+    model.zero_grad()
+    model.double()
+    model(batch().double()).sum().backward()
+    assert dtypes(model) == [torch.float64] * 6

@@ -1,6 +1,7 @@
 """What every optimizer of fxprec.optim does in its step, beside torch's unscale_, clip_grad_norm_ and fused update."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -273,7 +274,7 @@ def test_other_implementations_are_refused_by_name(cls, options):
         cls(parameters(), lr=0.1, **options)
 
 
-@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), "1"])
 def test_a_norm_is_above_zero(max_norm):
     with pytest.raises(ValueError, match="greater than 0"):
         optim.SGD(parameters(), lr=0.1, max_norm=max_norm)
@@ -367,3 +368,62 @@ def test_strides_do_not_matter(name):
 def test_it_says_which_kernels_run_and_why():
     optimizer = optim.SGD([*parameters(), nn.Parameter(torch.ones(2, dtype=torch.float64))], lr=0.1)
     assert optimizer.implementations() == {"torch (on cpu)": 6}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", FAMILY)
+def test_parameters_of_other_dtypes_move_as_in_fp32(name, dtype):
+    """Every element: torch's fused SGD on CPUs leaves whole vectors of low ones where they are."""
+    ours, theirs, options = FAMILY[name]
+    a, b = [nn.Parameter(p.detach().to(dtype)) for p in parameters()], parameters()
+    for low, wide in zip(a, b, strict=True):
+        wide.data.copy_(low.data)
+    one, other = ours(a, lr=0.1, **options), theirs(b, lr=0.1, fused=True, **options)
+    for step in range(3):
+        for low, wide, grad in zip(a, b, gradients(step), strict=True):
+            low.grad = grad.to(dtype)
+            wide.grad = low.grad.float()
+        one.step()
+        other.step()
+    for low, wide in zip(a, b, strict=True):
+        assert low.dtype is dtype
+        tolerance = 4 * torch.finfo(dtype).eps + 1e-6
+        torch.testing.assert_close(low.float(), wide, rtol=tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW, optim.SGD])
+def test_complex_parameters_are_refused_before_anything_changes(cls):
+    strange = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=rf"real parameters.*\(2,\).*complex64.*torch\.optim\.{cls.__name__}"):
+        cls([*parameters(), strange], lr=0.1)
+    optimizer = cls(parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="real parameters"):
+        optimizer.add_param_group({"params": [strange]})
+    assert len(optimizer.param_groups) == 1
+    cls([*parameters(), strange.requires_grad_(False)], lr=0.1)  # never gets a gradient
+
+
+def test_a_sparse_gradient_in_a_later_group_is_refused_before_anything_changes():
+    dense, table = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(6, 2))
+    optimizer = optim.AdamW([{"params": [dense]}, {"params": [table]}], lr=0.1)
+    dense.grad, table.grad = torch.ones(3), torch.ones(6, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert torch.equal(dense, torch.ones(3)) and not optimizer.state
+
+
+@pytest.mark.parametrize("name", ["max_norm", "low_gradients"])
+def test_what_holds_for_all_groups_is_refused_in_one(name):
+    with pytest.raises(ValueError, match=f"{name} in a parameter group"):
+        optim.SGD([{"params": parameters(), name: 1.0}], lr=0.1)
+    optimizer = optim.SGD(parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=f"{name} in a parameter group"):
+        optimizer.add_param_group({"params": parameters(), name: 1.0})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_signatures_begin_as_torchs_do():
+    for ours, theirs, _ in FAMILY.values():
+        own = inspect.signature(ours).parameters
+        assert set(inspect.signature(theirs).parameters) <= set(own)
+        assert "max_norm" in own

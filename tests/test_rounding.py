@@ -113,3 +113,17 @@ def test_states_travel_to_and_from_torchs_adamw():
 def test_other_dtypes_and_seeds_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         problem(**options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_small_updates_survive_for_parameters_of_any_dtype(dtype):
+    one = nn.Parameter(torch.ones(2000, dtype=dtype))
+    optimizer = optim.AdamW([one], lr=1e-2, state_dtype=torch.bfloat16, seed=0)
+    exact = 0.0
+    for step in range(200):
+        one.grad = torch.full_like(one, 0.5 if step < 3 else 0.03125)
+        exact = 0.999 * exact + 0.001 * float(one.grad[0]) ** 2
+        optimizer.step()
+    assert optimizer.state[one]["exp_avg_sq"].dtype is torch.bfloat16
+    assert optimizer.state[one]["exp_avg_sq"].float().mean().item() == pytest.approx(exact, rel=2e-2)
+    assert one.dtype is dtype and (one < 0.99).all()

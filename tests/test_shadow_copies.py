@@ -129,3 +129,33 @@ def test_debug_reports_a_write_through_data_that_the_written_shadow_hides():
     model[0].weight.data.mul_(2)
     with pytest.raises(StaleShadowError, match="refresh"):
         model(batch())
+
+
+def test_a_weight_that_got_another_shape_at_its_address_is_left_to_the_next_forward():
+    model, _ = fxprec.convert(nn.Linear(8, 8, bias=False))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    weight = model.weight
+    weight.grad = None
+    weight.data = weight.data.view(4, 16)
+    weight.grad = torch.ones(4, 16)
+    optimizer.step()
+    weight.grad = None
+    weight.data = weight.data.view(8, 8)
+    model(batch())
+    assert_fresh(model)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_step_that_fails_half_way_leaves_no_stale_shadow(grad):
+    model, _ = fxprec.convert(net())
+    optimizer = optim.AdamW([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
+    step(model, optimizer)
+    before = model[0].weight.detach().clone()
+    optimizer.param_groups[1]["weight_decay"] = "none"
+    with pytest.raises(TypeError):
+        step(model, optimizer)
+    assert not torch.equal(model[0].weight, before)
+    with torch.set_grad_enabled(grad):
+        model(batch())
+    assert_fresh(model)

@@ -216,3 +216,22 @@ def test_what_the_kernels_do_not_take_goes_to_torchs(device):
         assert (param < 0.95).all()
     kernels = [plan for (kind, *_), plan in one._plans._plans.items() if kind == "adam"]
     assert len(kernels) == 1 and len(kernels[0].params) == 1
+
+
+@on_devices
+@pytest.mark.parametrize("name", FAMILY)
+def test_float16_parameters(name, device):
+    """At O3. Their moments are float16 as torch's, which our kernels leave to torch's."""
+    ours, theirs, options = FAMILY[name]
+    a, b = [nn.Parameter(p.detach().half()) for p in parameters(device)], parameters(device)
+    one, other = ours(a, lr=0.1, max_norm=1e6, **options), theirs(b, lr=0.1, fused=True, **options)
+    for step in range(2):
+        for params, optimizer in ((a, one), (b, other)):
+            generator = torch.Generator().manual_seed(1000 + step)
+            for param, shape in zip(params, SHAPES, strict=True):
+                param.grad = torch.randn(shape, generator=generator).half().to(param)
+            optimizer.step()
+    reason = "Triton, one pass" if name == "SGD" else "torch (state in torch.float16)"
+    assert one.implementations() == {reason: len(a)}
+    for p, q in zip(a, b, strict=True):
+        torch.testing.assert_close(p.float(), q, rtol=5e-3, atol=5e-3)

@@ -91,22 +91,18 @@ class Adam(OnePass, torch.optim.Adam):
         self,
         group: dict[str, Any],
         owners: list[Tensor],
+        gradients: list[Tensor],
         divisor: Tensor | None,
         found_inf: Tensor | None,
         copies: ShadowCopies,
     ) -> None:
-        if any(owner.grad is not None and owner.grad.is_sparse for owner in owners):
-            raise RuntimeError(
-                f"fxprec.optim.{type(self).__name__} does not support sparse gradients: take torch.optim.SparseAdam or "
-                "fxprec.optim.SGD for these parameters"
-            )
         states = [self.state[owner] for owner in owners]
         for owner, state in zip(owners, states, strict=True):
             if not state:
                 self._begin(owner, state, group)
         names = ("step", *_MOMENTS[: 3 if group["amsgrad"] else 2])
         lists = {name: [state[name] for state in states] for name in names}
-        lists |= {"params": owners, "grads": [owner.grad for owner in owners if owner.grad is not None]}
+        lists |= {"params": owners, "grads": gradients}
         rounding = None if self._rounding is None else replace(self._rounding, seed=group[_SEED])
         everywhere = self._places(owners)
         for part in parts_of(lists):
@@ -135,9 +131,12 @@ class Adam(OnePass, torch.optim.Adam):
         places = {id(parameter): i for i, parameter in enumerate(parameters_of(self))}
         return [places[id(owner)] for owner in owners]
 
+    def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+        return owner.dtype if self._rounding is None else self._rounding.dtype
+
     def _begin(self, owner: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         """Zero moments, as torch's fused implementation makes them."""
-        dtype = self._rounding.dtype if self._rounding is not None else owner.dtype
+        dtype = self._state_dtype(owner, group)
         state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
         for name in _MOMENTS[: 3 if group["amsgrad"] else 2]:
             state[name] = torch.zeros_like(owner, dtype=dtype, memory_format=torch.preserve_format)
@@ -145,7 +144,6 @@ class Adam(OnePass, torch.optim.Adam):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """A state of ours or of torch's, whatever its implementation and dtype."""
         super().load_state_dict(dict(state_dict))
-        rounding = self._rounding
         self._keep_seed()
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
@@ -156,7 +154,7 @@ class Adam(OnePass, torch.optim.Adam):
                     for name in _MOMENTS:
                         if name in state:
                             # In the parameter's memory order, which the kernels go by.
-                            like = torch.zeros_like(owner, dtype=owner.dtype if rounding is None else rounding.dtype)
+                            like = torch.zeros_like(owner, dtype=self._state_dtype(owner, group))
                             state[name] = like.copy_(state[name])
 
 
@@ -174,6 +172,33 @@ class AdamW(Adam, torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        **options: Any,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_norm: float | None = None,
+        state_dtype: torch.dtype | None = None,
+        seed: int | None = None,
+        low_gradients: bool | str = False,
     ) -> None:
-        Adam.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **options)
+        Adam.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            max_norm=max_norm,
+            state_dtype=state_dtype,
+            seed=seed,
+            low_gradients=low_gradients,
+        )

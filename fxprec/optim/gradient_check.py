@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
-from fxprec.optim.triton_update import Plans, norm_launch, takes
+from fxprec.optim.triton_update import Plans, norm_launch, serves, takes
 from fxprec.scaling.agreement import group_of_parameters, sum_over
 from fxprec.scaling.gradients import dtensor_type, local, summed
 
@@ -17,6 +18,9 @@ __all__ = ["GradientCheck", "check"]
 
 #: As in ``torch.nn.utils.clip_grad_norm_``.
 _EPSILON = 1e-6
+
+#: Elements of a tensor that is cheaper to copy beside others than to look at by itself.
+_SMALL = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,17 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
     owners = [*parameters]
     groups: dict[tuple[torch.device, torch.dtype, float, bool], list[tuple[Tensor, Tensor]]] = {}
     ranks = group_of_parameters(owners)
+    served: dict[torch.device, bool] = {}
     for owner in owners:
-        if owner.grad is not None:
-            held = local(summed(owner, owner.grad))
-            key = held.device, held.dtype, _share(owner, ranks), takes(owner, held)
+        held = owner.grad
+        if held is not None:
+            if type(held) is not Tensor:
+                held = local(summed(owner, held))
+            device = held.device
+            if device not in served:
+                served[device] = serves(device)
+            share = 1.0 if ranks is None else _share(owner, ranks)
+            key = device, held.dtype, share, served[device] and takes(owner, held)
             groups.setdefault(key, []).append((owner, held))
     found: dict[torch.device, Tensor] = {}
     squares: list[Tensor] = []
@@ -70,8 +81,7 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
             params, gradients = [local(owner) for owner, _ in pairs], [gradient for _, gradient in pairs]
             flag, square = norm_launch(plans, (device, dtype, share), params, gradients, rate)
         else:
-            flag, square = _read([_values(gradient) for _, gradient in pairs], norm)
-            square = square if square is None or rate is None else square / rate / rate
+            flag, square = _read([_values(gradient) for _, gradient in pairs], norm, rate)
         found[device] = flag if device not in found else torch.maximum(found[device], flag)
         if norm and square is not None:
             squares.append(square if share == 1 else square * share)
@@ -84,23 +94,37 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
     return GradientCheck(found, total.sqrt())
 
 
-def _read(tensors: list[Tensor], norm: bool) -> tuple[Tensor, Tensor | None]:
-    """A flag for inf and nan, and the sum of squares in FP32, of tensors on one device and of one dtype."""
+def _read(tensors: list[Tensor], norm: bool, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """A flag for inf and nan, and the sum of squares in FP32, of tensors on one device and of one dtype.
+
+    ``scale`` is taken out of the squares.
+    """
     device = tensors[0].device
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.zeros((), device=device), torch.zeros((), device=device) if norm else None
     if not norm:
-        # The smallest and the largest: nan comes through as either, and it is the cheapest read that torch has.
+        # The smallest and the largest: nan comes through as either, and it is the cheapest read that torch has. Of
+        # small tensors the calls would cost more than a copy.
+        small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
+        if len(small) > 1:
+            large = [tensor for tensor in tensors if tensor.numel() > _SMALL]
+            tensors = [_flatten_dense_tensors(small), *large]
         extremes = [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
         return (~torch.isfinite(torch.stack(extremes)).all()).float(), None
     wide = None if tensors[0].dtype is torch.float64 else torch.float32
-    norms = torch._foreach_norm(tensors, 2, wide)  # pyright: ignore[reportPrivateImportUsage]
-    square = torch.stack(norms).square().sum().float()
+    square = _squares(tensors, wide, scale)
     if device.type == "cpu" and bool(torch.isfinite(square)):
         return torch.zeros(()), square
     flag, _ = _read(tensors, norm=False)  # squares of finite gradients overflow too
+    if device.type == "cpu" and scale is not None and not flag:
+        square = _squares(tensors, torch.float64, scale)  # not so after the scale is taken out, perhaps
     return flag, square
+
+
+def _squares(tensors: list[Tensor], wide: torch.dtype | None, scale: Tensor | None) -> Tensor:
+    norms = torch.stack(torch._foreach_norm(tensors, 2, wide))  # pyright: ignore[reportPrivateImportUsage]
+    return (norms if scale is None else norms / scale).square().sum().float()
 
 
 def _values(gradient: Tensor) -> Tensor:

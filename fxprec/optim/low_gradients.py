@@ -1,22 +1,26 @@
 """An optimizer's wish for low gradients: its parameters are marked.
 
 The shadow stores of converted models, which make the edge from a parameter to its shadow, see to it. Weights that no
-graph lowers keep FP32 gradients.
+graph lowers keep FP32 gradients. Where another optimizer takes the parameters over, its gradients are FP32 again.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fxprec.low_gradients import mark
-from fxprec.scaling.gradients import dtensor_type
+from fxprec.low_gradients import mark, widened
+from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.shadows import stores
 
-__all__ = ["ask_for_low_gradients", "checked_low_gradients"]
+__all__ = ["ask_for_low_gradients", "checked_low_gradients", "end_low_gradients"]
 
 
 def checked_low_gradients(argument: Any) -> str | None:
@@ -47,7 +51,34 @@ def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> None:
             "low_gradients=True for sharded parameters (DTensors), whose low copies live for one forward only: leave "
             "it out. With FSDP2, MixedPrecisionPolicy(reduce_dtype=...) halves the traffic of gradients"
         )
+    _watch_other_optimizers()
     for parameter in parameters:
         mark(parameter, how)
     for store in stores():
         store.forget(parameters)
+
+
+def end_low_gradients(parameters: Iterable[Tensor]) -> int:
+    """FP32 gradients for all of them, those that are there too, whoever asked for low ones; how many had asked."""
+    changed = widened(parameters, how=("step", "accumulate"))
+    for store in stores() if changed else ():
+        store.forget(changed)
+    return len(changed)
+
+
+@functools.cache
+def _watch_other_optimizers() -> None:
+    """Before their steps; torch's would fail on a low gradient, half-way through their parameters."""
+
+    def about_to_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        if getattr(optimizer, "writes_shadows", False):
+            return
+        low = [p for p in parameters_of(optimizer) if p.grad is not None and p.grad.dtype is not p.dtype]
+        if low and (count := end_low_gradients(low)):
+            warnings.warn(
+                f"{type(optimizer).__name__} steps on {count} parameters whose gradients another optimizer keeps low "
+                "(low_gradients), which only fxprec.optim can read: they are FP32 from now on",
+                stacklevel=3,
+            )
+
+    register_optimizer_step_pre_hook(about_to_step)

@@ -13,21 +13,30 @@ the loss scale and by the clipping factor as it reads it, and writes the shadow 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fxprec.optim.gradient_check import GradientCheck, check
-from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients
+from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients, end_low_gradients
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.triton_update import Plans, why_not
 from fxprec.scaling.device_step import makes_state
 from fxprec.scaling.gradients import local, parameters_of, summed
 
 __all__ = ["OnePass", "on"]
+
+#: Arguments of a whole optimizer, which torch would keep in a group without a word.
+_OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients")
+
+
+def _refuse_own_options(group: dict[str, Any]) -> None:
+    if found := [name for name in _OF_ALL_GROUPS if name in group]:
+        raise ValueError(f"{', '.join(found)} in a parameter group: give it to the optimizer, it holds for all groups")
 
 
 def on(device: torch.device, number: Tensor | None) -> Tensor | None:
@@ -47,6 +56,7 @@ class OnePass(Optimizer):
     #: Read by the shadow stores: they need no refresh after a step of this one.
     writes_shadows: ClassVar[bool] = True
 
+    _takes_sparse: ClassVar[bool] = False
     max_norm: float | None = None
     _low_gradients: str | None = None
 
@@ -65,21 +75,27 @@ class OnePass(Optimizer):
                 f"fxprec.optim.{name} has one implementation, in one pass: leave foreach, fused and differentiable "
                 f"out, or take torch.optim.{name} for foreach={foreach}, fused={fused}, differentiable={differentiable}"
             )
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm must be greater than 0, not {max_norm!r}; None: no clipping")
+        if max_norm is not None and not (isinstance(max_norm, Real) and max_norm > 0):
+            raise ValueError(f"max_norm must be a number greater than 0, not {max_norm!r}; None: no clipping")
+        for group in self.param_groups:
+            _refuse_own_options(group)
         self.max_norm = None if max_norm is None else float(max_norm)
         self._plans = Plans()
         self._low_gradients = checked_low_gradients(low_gradients)
         if self._low_gradients:
             ask_for_low_gradients(parameters_of(self), self._low_gradients)
+        else:  # the last optimizer of a parameter decides
+            end_low_gradients(parameters_of(self))
 
     def implementations(self) -> dict[str, int]:
         """Which kernels a step takes, and for how many parameters: ours, or torch's and why."""
         found: Counter[str] = Counter()
-        for parameter in parameters_of(self):
-            held = local(parameter)
-            reason = why_not(held, held if parameter.grad is None else local(parameter.grad))
-            found["Triton, one pass" if reason is None else f"torch ({reason})"] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                held = local(parameter)
+                gradient = held if parameter.grad is None else local(parameter.grad)
+                reason = why_not(held, gradient, self._state_dtype(parameter, group))
+                found["Triton, one pass" if reason is None else f"torch ({reason})"] += 1
         return dict(found)
 
     def check_gradients(self, scale: Tensor | None) -> GradientCheck:
@@ -94,11 +110,23 @@ class OnePass(Optimizer):
         kept = ("max_norm", "_low_gradients", "_rounding", "_plans")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept if name in self.__dict__}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or a pickle; and of ``load_state_dict``, whose state has no say in low gradients."""
+        super().__setstate__(state)
+        if asked := state.get("_low_gradients"):
+            ask_for_low_gradients(parameters_of(self), asked)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; low gradients for these parameters too."""
+        _refuse_own_options(param_group)
         super().add_param_group(param_group)
-        if self._low_gradients:
-            ask_for_low_gradients(self.param_groups[-1]["params"], self._low_gradients)
+        try:
+            refuse_complex(self.param_groups[-1]["params"], type(self).__name__)
+            if self._low_gradients:
+                ask_for_low_gradients(self.param_groups[-1]["params"], self._low_gradients)
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -118,20 +146,32 @@ class OnePass(Optimizer):
             if checked is None:
                 checked = check(parameters_of(self), scale, True, self._plans)
             divisor = checked.divisor(self.max_norm, scale)
-        for owner in self._parameters():
-            summed(owner, cast(Tensor, owner.grad))
-        copies = ShadowCopies(self._parameters())
-        for group in self.param_groups:
-            owners = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if owners:
-                self._update(group, owners, divisor, found_inf, copies)
+        for owner in parameters_of(self):
+            if type(owner.grad) is not Tensor and owner.grad is not None:
+                summed(owner, owner.grad)
+        pairs = [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        if not self._takes_sparse and any(gradient.is_sparse for some in pairs for _, gradient in some):
+            raise RuntimeError(
+                f"fxprec.optim.{type(self).__name__} does not support sparse gradients: take torch.optim.SparseAdam or "
+                "fxprec.optim.SGD for these parameters"
+            )
+        copies = ShadowCopies(owner for some in pairs for owner, _ in some)
+        for group, some in zip(self.param_groups, pairs, strict=True):
+            if some:
+                owners, gradients = map(list, zip(*some, strict=True))
+                self._update(group, owners, gradients, divisor, found_inf, copies)
         copies.finish()
         return loss
+
+    def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
+        """Of the states that a parameter of the group has beside "step"; None: it has none."""
+        raise NotImplementedError
 
     def _update(
         self,
         group: dict[str, Any],
         owners: list[Tensor],
+        gradients: list[Tensor],
         divisor: Tensor | None,
         found_inf: Tensor | None,
         copies: ShadowCopies,
@@ -139,5 +179,12 @@ class OnePass(Optimizer):
         """The update of the parameters of one group that have gradients."""
         raise NotImplementedError
 
-    def _parameters(self) -> Iterator[Tensor]:
-        return (parameter for parameter in parameters_of(self) if parameter.grad is not None)
+
+def refuse_complex(parameters: Iterable[Tensor], name: str) -> None:
+    """Raises TypeError: no fused kernel takes them, and a step that failed half-way would have changed others."""
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.is_complex():
+            raise TypeError(
+                f"fxprec.optim.{name} takes real parameters, not one of shape {tuple(parameter.shape)} and "
+                f"{parameter.dtype}: give it to torch.optim.{name}, in an optimizer of its own"
+            )

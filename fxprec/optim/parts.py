@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fxprec.optim.triton_update import takes
+from fxprec.optim.triton_update import serves, takes
 from fxprec.scaling.gradients import local
 
 __all__ = ["Part", "parts_of"]
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+_dtype = operator.attrgetter("dtype")
+_place = operator.attrgetter("device", "dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,7 @@ class Part:
 
     lists: dict[str, list[Tensor]]
     owners: list[Tensor]
-    places: list[int]
+    places: Sequence[int]
     triton: bool
 
     @property
@@ -38,18 +44,29 @@ class Part:
         return self.device, self.lists["params"][0].dtype, self.lists["grads"][0].dtype
 
 
+def _held_here(tensors: list[Tensor]) -> list[Tensor]:
+    """Each tensor, or of a DTensor what this rank holds."""
+    return tensors if _PLAIN.issuperset(map(type, tensors)) else [*map(local, tensors)]
+
+
 def parts_of(lists: dict[str, list[Tensor]]) -> list[Part]:
     """Split ``lists``, which hold "params" and "grads"; gradients in the parameter dtype for torch's kernels."""
     owners = lists["params"]
-    held = {name: [*map(local, tensors)] for name, tensors in lists.items()}
+    held = {name: _held_here(tensors) for name, tensors in lists.items()}
+    params, grads = held["params"], held["grads"]
+    states = next((tensors for name, tensors in held.items() if name not in ("params", "grads", "step")), None)
+    state_dtypes = [None] * len(params) if states is None else [*map(_dtype, states)]
+    places = [*map(_place, params)]
+    served = {device for device in {device for device, _ in places} if serves(device)}
     split: dict[tuple[torch.device, torch.dtype, torch.dtype | None], list[int]] = {}
-    for i, (param, gradient) in enumerate(zip(held["params"], held["grads"], strict=True)):
-        key = param.device, param.dtype, gradient.dtype if takes(param, gradient) else None
-        split.setdefault(key, []).append(i)
+    for i, (device, dtype) in enumerate(places):
+        ours = device in served and takes(params[i], grads[i], state_dtypes[i])
+        split.setdefault((device, dtype, grads[i].dtype if ours else None), []).append(i)
     parts: list[Part] = []
-    for (_, dtype, low), places in split.items():
-        part = {name: [tensors[i] for i in places] for name, tensors in held.items()}
-        if low is None:
-            part["grads"] = [gradient.to(dtype) for gradient in part["grads"]]
-        parts.append(Part(part, [owners[i] for i in places], places, low is not None))
+    for (_, dtype, low), chosen in split.items():
+        whole = len(split) == 1
+        part = held if whole else {name: [tensors[i] for i in chosen] for name, tensors in held.items()}
+        if low is None and {*map(_dtype, part["grads"])} != {dtype}:
+            part = {**part, "grads": [gradient.to(dtype) for gradient in part["grads"]]}
+        parts.append(Part(part, owners if whole else [owners[i] for i in chosen], chosen, low is not None))
     return parts

@@ -38,7 +38,7 @@ class Rounding:
                 raise ValueError("seed is that of the rounding of a low state_dtype: give state_dtype=torch.bfloat16")
             return None
         if dtype is not torch.bfloat16:
-            raise ValueError(f"state_dtype must be torch.bfloat16, not {dtype}")
+            raise ValueError(f"state_dtype must be torch.bfloat16, not {dtype!r}")
         return Rounding(dtype, int(torch.randint(2**31, ())) if seed is None else seed)
 
     def write(
@@ -48,8 +48,11 @@ class Rounding:
         steps: Sequence[Tensor],
         places: Sequence[int],
     ) -> None:
-        """Round FP32 ``values`` into ``targets``. What bfloat16 holds stays, so after a skipped step nothing moves."""
+        """Round ``values``, FP32 or FP64, into ``targets``.
+
+        What bfloat16 holds stays, so after a skipped step nothing moves.
+        """
         for number, name in enumerate(targets):
             for target, value, step, place in zip(targets[name], values[name], steps, places, strict=True):
                 offset = rounding_offset(int(step.item()), place, number)
-                target.copy_(stochastic_round(value, self.seed, offset))
+                target.copy_(stochastic_round(value.float(), self.seed, offset))

@@ -35,6 +35,8 @@ class SGD(OnePass, torch.optim.SGD):
     Source: torch.optim.SGD.
     """
 
+    _takes_sparse = True
+
     def __init__(
         self,
         params: ParamsT,
@@ -56,28 +58,39 @@ class SGD(OnePass, torch.optim.SGD):
         )
         self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients)
 
+    def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
+        return owner.dtype if group["momentum"] else None
+
     def _update(
         self,
         group: dict[str, Any],
         owners: list[Tensor],
+        gradients: list[Tensor],
         divisor: Tensor | None,
         found_inf: Tensor | None,
         copies: ShadowCopies,
     ) -> None:
-        sparse = [owner for owner in owners if owner.grad is not None and owner.grad.is_sparse]
+        pairs = [*zip(owners, gradients, strict=True)]
+        sparse = [(owner, gradient) for owner, gradient in pairs if gradient.is_sparse]
         if sparse:
             self._update_sparse(group, sparse, divisor, found_inf)
-            owners = [owner for owner in owners if owner.grad is not None and not owner.grad.is_sparse]
-        fresh = [o for o in owners if group["momentum"] and self.state[o].get("momentum_buffer") is None]
-        for owner in fresh:
-            self.state[owner]["momentum_buffer"] = torch.zeros_like(owner, memory_format=torch.preserve_format)
-        begun = {*map(id, fresh)}
-        for first, some in ((True, fresh), (False, [owner for owner in owners if id(owner) not in begun])):
-            if some:
-                lists = {"params": some, "grads": [owner.grad for owner in some if owner.grad is not None]}
-                if group["momentum"]:
-                    lists["momentum_buffer"] = [self.state[owner]["momentum_buffer"] for owner in some]
-                self._update_dense(group, lists, divisor, found_inf, copies, first)
+            pairs = [(owner, gradient) for owner, gradient in pairs if not gradient.is_sparse]
+        momentum = bool(group["momentum"])
+        fresh: list[tuple[Tensor, Tensor]] = []
+        begun: list[tuple[Tensor, Tensor]] = []
+        buffers: list[Tensor] = []
+        for pair in pairs:
+            buffer = self.state[pair[0]].get("momentum_buffer") if momentum else None
+            if buffer is not None:
+                buffers.append(buffer)
+            (fresh if momentum and buffer is None else begun).append(pair)
+        if fresh:
+            made = [torch.zeros_like(owner, memory_format=torch.preserve_format) for owner, _ in fresh]
+            for (owner, _), buffer in zip(fresh, made, strict=True):
+                self.state[owner]["momentum_buffer"] = buffer
+            self._update_dense(group, _lists(fresh, made), divisor, found_inf, copies, first=True)
+        if begun:
+            self._update_dense(group, _lists(begun, buffers), divisor, found_inf, copies, first=False)
 
     def _update_dense(
         self,
@@ -97,12 +110,17 @@ class SGD(OnePass, torch.optim.SGD):
                 sgd_update(part, group, scale, flag, first)
 
     def _update_sparse(
-        self, group: dict[str, Any], owners: list[Tensor], divisor: Tensor | None, found_inf: Tensor | None
+        self,
+        group: dict[str, Any],
+        pairs: list[tuple[Tensor, Tensor]],
+        divisor: Tensor | None,
+        found_inf: Tensor | None,
     ) -> None:
         if found_inf is not None and found_inf.item():
             return
+        owners = [owner for owner, _ in pairs]
         buffers = [self.state[owner].get("momentum_buffer") for owner in owners]
-        grads = [owner.grad if divisor is None else owner.grad / divisor for owner in owners if owner.grad is not None]
+        grads = [gradient if divisor is None else gradient / divisor for _, gradient in pairs]
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
         sgd(owners, grads, buffers, True, foreach=False, fused=False, **{name: group[name] for name in names})
         for owner, buffer in zip(owners, buffers, strict=True):
@@ -119,3 +137,8 @@ class SGD(OnePass, torch.optim.SGD):
                     # In the parameter's memory order, which the kernels go by.
                     buffer = torch.zeros_like(owner).copy_(self.state[owner]["momentum_buffer"])
                     self.state[owner]["momentum_buffer"] = buffer
+
+
+def _lists(pairs: list[tuple[Tensor, Tensor]], buffers: list[Tensor]) -> dict[str, list[Tensor]]:
+    lists = {"params": [owner for owner, _ in pairs], "grads": [gradient for _, gradient in pairs]}
+    return {**lists, "momentum_buffer": buffers} if buffers else lists

@@ -20,6 +20,7 @@ class ShadowCopies:
         self._owners = [*parameters] if self._stores else []
         self._by_store: list[tuple[ShadowStore, list[Tensor], list[Tensor]]] = []
         for store in self._stores:
+            store.note_stepping(self._owners)  # should the step fail half-way
             found = [(p, shadow) for p in self._owners if (shadow := store.shadow_of(p)) is not None]
             if found:
                 self._by_store.append((store, [p for p, _ in found], [shadow for _, shadow in found]))

@@ -1,6 +1,7 @@
 """Updates by torch's own fused kernels: on CPUs, and wherever Triton is not.
 
-They take FP32 gradients and states in the parameters' dtype; others go through temporaries.
+They take gradients and states in the parameters' dtype; others go through temporaries. So do low parameters of SGD on
+CPUs, of which torch's kernel there updates next to none (pytorch issue 191763, up to 2.13).
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[dict[str, list[T
     Torch's fused kernels on CPUs take memory as it comes: they mix up the elements of a gradient or a moment whose
     strides are not the parameter's (a checkpoint from before ``channels_last``), and write into the gaps of a slice.
     """
+    if all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists.values()):
+        yield {**lists}  # the usual case, without a look at each stride
+        return
     laid_out = {name: [*tensors] for name, tensors in lists.items()}
     moved: list[tuple[Tensor, Tensor]] = []
     for i, param in enumerate(lists["params"]):
@@ -40,6 +44,19 @@ def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[dict[str, list[T
     yield laid_out
     for target, source in moved:
         target.copy_(source)
+
+
+@contextlib.contextmanager
+def in_fp32_on_a_cpu(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str, list[Tensor]]]:
+    """``lists`` in FP32 where their parameters are low and on a CPU; values go back afterwards, rounded once."""
+    param = lists["params"][0]
+    if param.device.type != "cpu" or param.dtype not in (torch.float16, torch.bfloat16):
+        yield lists
+        return
+    wide = {name: [tensor.float() for tensor in tensors] for name, tensors in lists.items()}
+    yield wide
+    for name in lists.keys() - {"grads"}:
+        torch._foreach_copy_(lists[name], wide[name])  # pyright: ignore[reportPrivateImportUsage]
 
 
 def adam_update(
@@ -72,15 +89,22 @@ def _adam(
     rounding: Rounding | None,
     places: Sequence[int],
 ) -> None:
-    params, steps = lists["params"], lists["step"]
+    steps, dtype = lists["step"], lists["params"][0].dtype
     moments = {name: lists[name] for name in lists if name not in ("params", "grads", "step")}
-    wide = {name: [tensor.to(params[0].dtype) for tensor in tensors] for name, tensors in moments.items()}
+    if rounding is None:
+        params, grads, wide = lists["params"], lists["grads"], moments
+    else:  # moments are rounded from at least FP32, so all is computed in it
+        params, grads, *others = (
+            [tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in tensors]
+            for tensors in (lists["params"], lists["grads"], *moments.values())
+        )
+        wide = dict(zip(moments, others, strict=True))
     beta1, beta2 = map(scalar, group["betas"])
     update = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_  # pyright: ignore
     torch._foreach_add_(steps, 1)  # pyright: ignore
     update(
         params,
-        lists["grads"],
+        grads,
         wide["exp_avg"],
         wide["exp_avg_sq"],
         wide.get("max_exp_avg_sq", []),
@@ -98,6 +122,9 @@ def _adam(
     if found_inf is not None:  # the kernel did nothing: neither did this step
         torch._foreach_sub_(steps, [found_inf] * len(steps))  # pyright: ignore
     if rounding is not None:
+        for target, param in zip(lists["params"], params, strict=True):
+            if target is not param:
+                target.copy_(param)
         rounding.write(moments, wide, steps, places)
 
 
@@ -105,11 +132,11 @@ def sgd_update(
     part: Part, group: Mapping[str, Any], divisor: Tensor | None, found_inf: Tensor | None, first: bool
 ) -> None:
     """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam_update``."""
-    with in_one_order(part.lists) as lists:
+    with in_one_order(part.lists) as lists, in_fp32_on_a_cpu(lists) as wide:
         torch._fused_sgd_(  # pyright: ignore
-            lists["params"],
-            lists["grads"],
-            lists.get("momentum_buffer", []),
+            wide["params"],
+            wide["grads"],
+            wide.get("momentum_buffer", []),
             weight_decay=scalar(group["weight_decay"]),
             momentum=group["momentum"],
             lr=group["lr"],

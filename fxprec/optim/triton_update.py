@@ -17,17 +17,22 @@ from fxprec.kernels.triton_support import HAS_TRITON, interpreting
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import scalar
 
-__all__ = ["Plans", "adam_launch", "norm_launch", "sgd_launch", "takes", "why_not"]
+__all__ = ["Plans", "adam_launch", "norm_launch", "serves", "sgd_launch", "takes", "why_not"]
 
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def takes(param: Tensor, gradient: Tensor) -> bool:
-    """Whether the kernels serve a parameter and its gradient, both local."""
-    return why_not(param, gradient) is None
+def serves(device: torch.device) -> bool:
+    """Whether the kernels run there."""
+    return HAS_TRITON and (device.type == "cuda" or interpreting())
 
 
-def why_not(param: Tensor, gradient: Tensor) -> str | None:
+def takes(param: Tensor, gradient: Tensor, state: torch.dtype | None = None) -> bool:
+    """Whether the kernels serve a parameter, its gradient, both local, and a ``state`` of this dtype."""
+    return why_not(param, gradient, state) is None
+
+
+def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None) -> str | None:
     """Why torch's kernels take a parameter instead of ours; None: ours do."""
     if not HAS_TRITON:
         return "Triton is not installed"
@@ -35,6 +40,8 @@ def why_not(param: Tensor, gradient: Tensor) -> str | None:
         return f"on {param.device.type}"
     if param.dtype not in _SUPPORTED or gradient.dtype not in _SUPPORTED:
         return f"{param.dtype} with a gradient of {gradient.dtype}"
+    if state is torch.float16:
+        return "state in torch.float16"
     if gradient.layout is not torch.strided:
         return "sparse gradient"
     return None if is_dense(param) else "not dense in memory"
