@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fxprec.optim.one_pass import OnePass, on
+from fxprec.optim.one_pass import OnePass, Step
 from fxprec.optim.parts import parts_of
 from fxprec.optim.rounding import Rounding
-from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import adam_update
 from fxprec.optim.triton_update import adam_launch
 from fxprec.scaling.gradients import parameters_of
@@ -92,9 +91,7 @@ class Adam(OnePass, torch.optim.Adam):
         group: dict[str, Any],
         owners: list[Tensor],
         gradients: list[Tensor],
-        divisor: Tensor | None,
-        found_inf: Tensor | None,
-        copies: ShadowCopies,
+        step: Step,
     ) -> None:
         states = [self.state[owner] for owner in owners]
         for owner, state in zip(owners, states, strict=True):
@@ -107,9 +104,9 @@ class Adam(OnePass, torch.optim.Adam):
         everywhere = self._places(owners)
         for part in parts_of(lists):
             places = [everywhere[i] for i in part.places] if everywhere else []
-            scale, flag = on(part.device, divisor), on(part.device, found_inf)
+            scale, flag = step.on(part.device)
             if part.triton:
-                key, shadows = (id(group), *part.key), copies.for_kernel(part.owners)
+                key, shadows = (id(group), *part.key), step.copies.for_kernel(part.owners)
                 adam_launch(self._plans, key, group, part.lists, shadows, scale, flag, rounding, places)
             else:
                 adam_update(part, group, scale, flag, rounding, places)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from fxprec.optim.triton_update import Plans, why_not
 from fxprec.scaling.device_step import makes_state
 from fxprec.scaling.gradients import local, parameters_of, summed
 
-__all__ = ["OnePass", "on"]
+__all__ = ["OnePass", "Step"]
 
 #: Arguments of a whole optimizer, which torch would keep in a group without a word.
 _OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients")
@@ -39,9 +39,23 @@ def _refuse_own_options(group: dict[str, Any]) -> None:
         raise ValueError(f"{', '.join(found)} in a parameter group: give it to the optimizer, it holds for all groups")
 
 
-def on(device: torch.device, number: Tensor | None) -> Tensor | None:
-    """A 0-dim tensor there, without waiting."""
-    return None if number is None else number.to(device, non_blocking=True)
+class Step(NamedTuple):
+    """What the updates of one step are told.
+
+    Attributes:
+        divisor: gradients are divided by it; 0-dim FP32, or None.
+        found_inf: above 0: nothing is to change; 0-dim FP32, or None.
+        copies: the shadows to write.
+    """
+
+    divisor: Tensor | None
+    found_inf: Tensor | None
+    copies: ShadowCopies
+
+    def on(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """``divisor`` and ``found_inf`` there, without waiting."""
+        there = [None if each is None else each.to(device, non_blocking=True) for each in self[:2]]
+        return there[0], there[1]
 
 
 class OnePass(Optimizer):
@@ -156,10 +170,11 @@ class OnePass(Optimizer):
                 "fxprec.optim.SGD for these parameters"
             )
         copies = ShadowCopies(owner for some in pairs for owner, _ in some)
+        step = Step(divisor, found_inf, copies)
         for group, some in zip(self.param_groups, pairs, strict=True):
             if some:
                 owners, gradients = map(list, zip(*some, strict=True))
-                self._update(group, owners, gradients, divisor, found_inf, copies)
+                self._update(group, owners, gradients, step)
         copies.finish()
         return loss
 
@@ -172,9 +187,7 @@ class OnePass(Optimizer):
         group: dict[str, Any],
         owners: list[Tensor],
         gradients: list[Tensor],
-        divisor: Tensor | None,
-        found_inf: Tensor | None,
-        copies: ShadowCopies,
+        step: Step,
     ) -> None:
         """The update of the parameters of one group that have gradients."""
         raise NotImplementedError

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from fxprec.optim.one_pass import OnePass, on
+from fxprec.optim.one_pass import OnePass, Step
 from fxprec.optim.parts import parts_of
-from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import sgd_update
 from fxprec.optim.triton_update import sgd_launch
 
@@ -66,14 +65,12 @@ class SGD(OnePass, torch.optim.SGD):
         group: dict[str, Any],
         owners: list[Tensor],
         gradients: list[Tensor],
-        divisor: Tensor | None,
-        found_inf: Tensor | None,
-        copies: ShadowCopies,
+        step: Step,
     ) -> None:
         pairs = [*zip(owners, gradients, strict=True)]
         sparse = [(owner, gradient) for owner, gradient in pairs if gradient.is_sparse]
         if sparse:
-            self._update_sparse(group, sparse, divisor, found_inf)
+            self._update_sparse(group, sparse, step)
             pairs = [(owner, gradient) for owner, gradient in pairs if not gradient.is_sparse]
         momentum = bool(group["momentum"])
         fresh: list[tuple[Tensor, Tensor]] = []
@@ -88,23 +85,21 @@ class SGD(OnePass, torch.optim.SGD):
             made = [torch.zeros_like(owner, memory_format=torch.preserve_format) for owner, _ in fresh]
             for (owner, _), buffer in zip(fresh, made, strict=True):
                 self.state[owner]["momentum_buffer"] = buffer
-            self._update_dense(group, _lists(fresh, made), divisor, found_inf, copies, first=True)
+            self._update_dense(group, _lists(fresh, made), step, first=True)
         if begun:
-            self._update_dense(group, _lists(begun, buffers), divisor, found_inf, copies, first=False)
+            self._update_dense(group, _lists(begun, buffers), step, first=False)
 
     def _update_dense(
         self,
         group: dict[str, Any],
         lists: dict[str, list[Tensor]],
-        divisor: Tensor | None,
-        found_inf: Tensor | None,
-        copies: ShadowCopies,
+        step: Step,
         first: bool,
     ) -> None:
         for part in parts_of(lists):
-            scale, flag = on(part.device, divisor), on(part.device, found_inf)
+            scale, flag = step.on(part.device)
             if part.triton:
-                key, shadows = (id(group), *part.key), copies.for_kernel(part.owners)
+                key, shadows = (id(group), *part.key), step.copies.for_kernel(part.owners)
                 sgd_launch(self._plans, key, group, part.lists, shadows, scale, flag, first)
             else:
                 sgd_update(part, group, scale, flag, first)
@@ -113,14 +108,13 @@ class SGD(OnePass, torch.optim.SGD):
         self,
         group: dict[str, Any],
         pairs: list[tuple[Tensor, Tensor]],
-        divisor: Tensor | None,
-        found_inf: Tensor | None,
+        step: Step,
     ) -> None:
-        if found_inf is not None and found_inf.item():
+        if step.found_inf is not None and step.found_inf.item():
             return
         owners = [owner for owner, _ in pairs]
         buffers = [self.state[owner].get("momentum_buffer") for owner in owners]
-        grads = [gradient if divisor is None else gradient / divisor for _, gradient in pairs]
+        grads = [gradient if step.divisor is None else gradient / step.divisor for _, gradient in pairs]
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
         sgd(owners, grads, buffers, True, foreach=False, fused=False, **{name: group[name] for name in names})
         for owner, buffer in zip(owners, buffers, strict=True):
