@@ -27,7 +27,9 @@ _SEED = "rounding_seed"
 
 
 class Adam(OnePass, torch.optim.Adam):
-    """``torch.optim.Adam``: the same hyper-parameters, groups, state names and checkpoints, in one pass over memory.
+    """``torch.optim.Adam``: the same hyper-parameters, groups, state names and checkpoints, with less traffic.
+
+    A read of the gradients to check them, and one pass that updates; see ``docs/training.md``.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, capturable, decoupled_weight_decay: as torch's.

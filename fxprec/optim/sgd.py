@@ -19,7 +19,9 @@ __all__ = ["SGD"]
 
 
 class SGD(OnePass, torch.optim.SGD):
-    """``torch.optim.SGD``: the same hyper-parameters, groups, state names and checkpoints, in one pass over memory.
+    """``torch.optim.SGD``: the same hyper-parameters, groups, state names and checkpoints, with less traffic.
+
+    A read of the gradients to check them, and one pass that updates; see ``docs/training.md``.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
