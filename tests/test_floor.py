@@ -75,7 +75,7 @@ def test_falls_and_growth_in_any_order_are_counted_right(seed):
 def test_warn_and_none_go_on():
     scaler = LossScaler("cpu", 4.0, min_scale=2.0, on_floor="warn")
     for _ in range(3):
-        with pytest.warns(UserWarning, match=r"fell to its floor \(2\) after \d skipped steps") as record:
+        with pytest.warns(UserWarning, match=r"fell to its floor \(2\) after \d skipped steps?:") as record:
             iteration(scaler, True)
         assert record[0].filename == __file__  # points at the caller of update
     silent = LossScaler("cpu", 4.0, min_scale=2.0, on_floor=None)

@@ -243,7 +243,7 @@ def test_the_scale_collapses():
             scaler.update()
     assert isinstance(caught.value, RuntimeError)
     assert re.match(
-        r"the loss scale fell to its floor \(1.17549e-38\) with 128 steps skipped so far: gradients held inf "
+        r"the loss scale fell to its floor \(1.17549e-38\) after 128 skipped steps: gradients held inf "
         r"or nan at every scale above, .* The last overflow was in the gradients of block.weight. "
         r"Look at the loss and the inputs",
         str(caught.value),

@@ -59,8 +59,9 @@ def floor_message(scales: Iterable[float], skipped: int, names: list[str]) -> st
     """What to look at when gradients overflow at every scale."""
     found = ", ".join(f"{scale:g}" for scale in scales)
     where = f" The last overflow was in the gradients of {few(names)}." if names else ""
+    steps = f"{skipped} skipped step{'' if skipped == 1 else 's'}"
     return (
-        f"the loss scale fell to its floor ({found}) with {skipped} steps skipped so far: gradients held "
+        f"the loss scale fell to its floor ({found}) after {steps}: gradients held "
         f"inf or nan at every scale above, so it is the model that makes them.{where} Look at the loss and the inputs "
         "of the last step first; at fxprec.explain(model, name) for what computes in low precision there; at the "
         "learning rate; and train weights that were pretrained in bfloat16 in bfloat16 (dtype=torch.bfloat16)"
