@@ -13,6 +13,7 @@ from fxprec import optim
 
 FAMILY = {
     "AdamW": (optim.AdamW, torch.optim.AdamW, {}),
+    "capturable": (optim.AdamW, torch.optim.AdamW, {"capturable": True, "betas": (0.8, 0.99), "eps": 1e-6}),
     "Adam": (optim.Adam, torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True, "maximize": True}),
     "SGD": (optim.SGD, torch.optim.SGD, {}),
     "momentum": (optim.SGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
@@ -91,6 +92,7 @@ def test_a_state_of_torchs_default_implementation_loads(pair):
     plain = [p.detach().clone().requires_grad_() for p in a]
     kept = {k: v for k, v in theirs.defaults.items() if k not in ("fused", "foreach", "differentiable")}
     kept.pop("decoupled_weight_decay", None)
+    kept.pop("capturable", None)  # which torch's default implementation takes on CUDA only
     default = type(theirs)(plain, **kept)
     give(plain, gradients(0))
     default.step()
@@ -347,7 +349,8 @@ def test_strides_do_not_matter(name):
 
     a, b = made(), made()
     beside = a[1].detach().as_strided((4, 3), (6, 2), 1).clone()  # between the elements of the slice
-    one, other = ours(a, lr=0.1, **options), theirs(b, lr=0.1, foreach=False, **options)
+    plain = {name: value for name, value in options.items() if name != "capturable"}
+    one, other = ours(a, lr=0.1, **options), theirs(b, lr=0.1, foreach=False, **plain)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         for p, q in zip(a, b, strict=True):
