@@ -12,6 +12,7 @@ from torch import nn
 from fxprec.errors import ConversionError
 from fxprec.low_gradients import widened
 from fxprec.module import conversion_of, graphs
+from fxprec.shadows import stores
 
 __all__ = ["accumulate", "freeze", "refresh"]
 
@@ -20,8 +21,8 @@ def refresh(model: nn.Module) -> None:
     """Copy every weight to its shadow now: after ``param.data.mul_()`` and the like, which torch does not record.
 
     For writes through ``.data`` before a forward under ``no_grad``; and after a step of ``fxprec.optim``, which wrote
-    the shadows, before any forward (a WGAN's ``p.data.clamp_()``). After another optimizer's training forwards refresh
-    by themselves.
+    the shadows, before any forward (a WGAN's ``p.data.clamp_()``). After a step of any other optimizer training
+    forwards refresh by themselves.
     """
     conversion_of(model).store.refresh()
 
@@ -35,7 +36,8 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     """
     store = conversion_of(model).store
     if changed := widened(model.parameters()):
-        store.forget(changed)
+        for each in stores():  # another model may share weights
+            each.forget(changed)
         warnings.warn(
             f"fxprec.accumulate: the gradients of {len(changed)} parameters are FP32 from now on, since low-precision "
             "sums over micro-batches lose too much. low_gradients='accumulate' keeps them low; leave low_gradients out "

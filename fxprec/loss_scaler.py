@@ -174,7 +174,7 @@ class LossScaler(GradientChecks):
         on_device, unscales = can_skip_on_device(optimizer), False
         if state["stage"] is OptState.UNSCALED:
             if self._recheck:
-                self._record(state, state.get(BY_LOSS, [0]), self._check_again(optimizer))
+                self._record(state, state.get(BY_LOSS, [0]), self._check_only(optimizer))
         elif on_device or hasattr(optimizer, "check_gradients"):
             unscales = True
             self._record(state, [0], self._check_for_device(optimizer, state))

@@ -111,7 +111,7 @@ class ShadowStore:
         self._written: set[int] = set()  # by the optimizer, in its step
         self._entered = False  # a forward began and no recording read has refreshed it yet
         self._stale = False
-        self._low_gradients = False  # of some weight
+        self._low_gradients: set[int] = set()  # of these shadows
         self._accumulating = 0
         self._held = False  # the first micro-batch was refreshed
         self._lock = threading.RLock()
@@ -200,8 +200,9 @@ class ShadowStore:
     def clear(self) -> None:
         """Drop every shadow; the next reads make them again. Until then gradients are as wide as the weights."""
         with self._lock:
-            if self._low_gradients:
-                widen(weight for entry in self._entries.values() if (weight := entry.weight()) is not None)
+            narrow = [entry for key in [*self._low_gradients] if (entry := self._entries.get(key)) is not None]
+            widen(weight for entry in narrow if (weight := entry.weight()) is not None)
+            self._low_gradients.clear()
             self._entries.clear()
             self._plans.clear()
             self._stepped.clear()
@@ -250,7 +251,8 @@ class ShadowStore:
             # weights would come at the very end, too late for DDP to reduce the first while the others are computed.
             edge: Any = shadow.grad_fn
             edge._set_sequence_nr(_AS_SOON_AS_READY)
-        self._low_gradients |= low_gradient
+        if low_gradient:
+            self._low_gradients.add(key)
         reference = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key))
         version, pointer = weight._version, weight.data_ptr()
         entry = _Entry(key, reference, shadow, shadow.data, weight.device, weight.requires_grad, version, pointer)
@@ -291,9 +293,9 @@ class ShadowStore:
                 or weight.requires_grad is not entry.requires_grad
                 or (changed and weight.shape != entry.shadow.shape)
             ):
-                self._drop(entry.key)
-                if self._low_gradients:
+                if entry.key in self._low_gradients:
                     widen([weight])  # it may have no shadow again: model.double()
+                self._drop(entry.key)
             elif changed or (everything and entry.key not in self._written):
                 entry.version = version
                 self._written.discard(entry.key)
@@ -315,6 +317,7 @@ class ShadowStore:
         """Without the lock, since weakref callbacks come at any time: single dict operations only."""
         self._entries.pop(key, None)
         self._written.discard(key)
+        self._low_gradients.discard(key)
         for ids in [*self._plans]:
             if key in ids:
                 self._plans.pop(ids, None)

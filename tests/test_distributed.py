@@ -292,6 +292,11 @@ def low_gradients(tools, rank):
     gradient = str(model.head.weight.grad.dtype)
     with pytest.raises(fxprec.ConversionError, match="low_gradients=True under DistributedDataParallel"):
         wrapped(_batch(0, rank))
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="FP32 from now on"), fxprec.accumulate(model):
+        wrapped(_batch(0, rank)).sum().backward()  # turned off, they are no reason to refuse
+    assert model.head.weight.grad.dtype is torch.float32
+
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(model)

@@ -6,10 +6,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
 from fxprec import optim
+from fxprec.testing import count_casts
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="wants Tensor.grad_dtype")
 
@@ -21,23 +21,6 @@ def net():
 
 def batch(seed=0):
     return torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
-
-
-class Casts(TorchDispatchMode):
-    """Counts conversions of dtype that run."""
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.count += func is torch.ops.aten._to_copy.default and result.dtype != args[0].dtype
-        return result
 
 
 def dtypes(model):
@@ -54,12 +37,12 @@ def test_weights_that_a_graph_lowers_get_low_gradients_without_a_cast():
         optim.AdamW(model.parameters(), low_gradients=low)
         model(batch()).sum().backward()
         model.zero_grad()
-        with Casts() as casts:
+        with count_casts() as casts:
             model(batch()).sum().backward()
-        counts[low] = casts.count
+        counts[low] = casts.weight_gradients
         lowered = LOW if low else WIDE
         assert dtypes(model) == [lowered, lowered, WIDE, WIDE, lowered, lowered]
-    assert counts[False] - counts[True] == 4  # two weights, two biases
+    assert counts == {False: 4, True: 0}  # two weights, two biases
 
 
 def test_they_are_the_wide_gradients_rounded():

@@ -91,8 +91,6 @@ class OnePass(Optimizer):
             )
         if max_norm is not None and not (isinstance(max_norm, Real) and max_norm > 0):
             raise ValueError(f"max_norm must be a number greater than 0, not {max_norm!r}; None: no clipping")
-        for group in self.param_groups:
-            _refuse_own_options(group)
         self.max_norm = None if max_norm is None else float(max_norm)
         self._plans = Plans()
         self._low_gradients = checked_low_gradients(low_gradients)

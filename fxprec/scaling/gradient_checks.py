@@ -103,8 +103,7 @@ class GradientChecks(ScalerState):
         """Look for inf in gradients that the optimizer will unscale itself."""
         check = getattr(optimizer, "check_gradients", None)
         if check is None:
-            scale = cast(Tensor, self._scale)
-            return self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), allow_fp16=True)
+            return self._check_only(optimizer)
         self._refuse_spoiled(optimizer, self._claimed)
         claim(optimizer, self._claimed)
         state[CHECK] = check(self._scale)
@@ -112,7 +111,7 @@ class GradientChecks(ScalerState):
         self._agree(optimizer, found)
         return found
 
-    def _check_again(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+    def _check_only(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
         scale = cast(Tensor, self._scale)
         return self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), allow_fp16=True)
 
