@@ -77,8 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
         f"scale {scaler.get_scale():g}, sum of weights {weights:.6f}",
         flush=True,
     )
-    # In this order, and with the interpreter free meanwhile: a gloo thread that still lets go of the last reduction needs
-    # it, and DDP's end would wait for that thread.
+    # In this order, and with the interpreter free meanwhile: a gloo thread that lets go of the last reduction needs it,
+    # and DDP's end would wait for that thread.
     del wrapped
     dist.barrier()
     dist.destroy_process_group()
