@@ -20,6 +20,7 @@ except ImportError:
 
 __all__ = [
     "HAS_TRITON",
+    "can_launch",
     "constant",
     "constexpr",
     "int64",
@@ -63,6 +64,11 @@ def triton_dtype(dtype: torch.dtype | None) -> Any:
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors too."""
     return knobs is not None and bool(knobs.runtime.interpret)
+
+
+def can_launch(device: torch.device) -> bool:
+    """Whether kernels run on tensors of this device: on CUDA with Triton, in Triton's interpreter anywhere."""
+    return HAS_TRITON and (device.type == "cuda" or interpreting())
 
 
 def require_triton(device: torch.device, kernel: str) -> None:

@@ -1,0 +1,118 @@
+"""A kernel as a torch op: seen by torch.compile, torch.export and dispatch modes, and short where nobody looks.
+
+A kernel file writes the launcher of its forward, what the result looks like (fake), what the backward needs
+(setup_context) and the backward, and makes one ``KernelOp`` of them. Calling it takes one of three ways::
+
+    a tracer, a dispatch mode, a transform or a tensor subclass   torch.ops.fxprec.<name>      (about 25 us a call)
+    otherwise, where a gradient will be wanted                    torch.autograd.Function      (about 12 us)
+    otherwise                                                     the launcher itself
+
+The backward launches its own ``KernelOp``, which has no autograd: with ``create_graph=True`` gradients are enabled
+there, and the backward returns ``eager_gradients`` instead, which autograd can differentiate again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["KernelOp", "eager_gradients"]
+
+
+class KernelOp:
+    """``op(*inputs)``: one kernel, as ``torch.ops.fxprec.<name>`` and by the shortest way.
+
+    :param name: of the op, unique in the namespace ``fxprec``.
+    :param forward: the launcher. Its annotations are the op's schema (Tensor, Tensor | None, int, float, bool, ...;
+        returns Tensor or a tuple of them); it returns no input and no view of one, and writes to none.
+    :param fake: the same arguments to empty tensors of the results' shapes, dtypes and strides.
+    :param backward: ``backward(ctx, *grads)``, as of torch.autograd.Function: a gradient (or None) for each input.
+    :param setup_context: ``setup_context(ctx, inputs, output)``, as of torch.library.register_autograd.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        backward: Callable[..., Any] | None = None,
+        setup_context: Callable[..., None] | None = None,
+    ) -> None:
+        self.name = name
+        self.launch = forward
+        self.op = torch.library.custom_op(f"fxprec::{name}", forward, mutates_args=())
+        self.op.register_fake(fake)
+        self._function: Any = None
+        self._transformed: Any = None
+        if backward is not None:
+            self.op.register_autograd(backward, setup_context=setup_context)
+            self._function = _function(name, forward, backward, setup_context)
+            self._transformed = _transformed(name, self.op, backward, setup_context)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the kernel. All inputs positionally, defaults included."""
+        if _watched(inputs):
+            if self._transformed is not None and torch._C._are_functorch_transforms_active():
+                return self._transformed.apply(*inputs)
+            return self.op(*inputs)
+        if self._function is not None and torch.is_grad_enabled() and any(map(_wants_gradient, inputs)):
+            return self._function.apply(*inputs)
+        return self.launch(*inputs)
+
+
+def eager_gradients(
+    reference: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``reference(*inputs)``, an eager form of the kernel, that can be differentiated themselves.
+
+    :param inputs: those of the forward, tensors as autograd knows them (``ctx.saved_tensors``).
+    :param grads: of the results; None where a result had no gradient.
+    :returns: for each input its gradient; None where it wants none.
+    """
+    with torch.enable_grad():
+        # A view of each: the gradient is that of this call alone, also where one tensor is two of the inputs.
+        own = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
+        results = reference(*own)
+        results = results if isinstance(results, tuple) else (results,)
+        pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
+        wanted = [x for x in own if isinstance(x, Tensor) and x.requires_grad]
+        if not pairs or not wanted:
+            return (None,) * len(own)
+        outputs, cotangents = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, wanted, cotangents, create_graph=True, allow_unused=True)
+    gradients = iter(found)
+    return tuple(next(gradients) if isinstance(x, Tensor) and x.requires_grad else None for x in own)
+
+
+def _watched(inputs: tuple[Any, ...]) -> bool:
+    """Whether somebody must see the op: a tracer, a mode, a function transform, a tensor subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any(isinstance(x, Tensor) and type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in inputs)
+    )
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _function(name: str, forward: Any, backward: Any, setup_context: Any) -> Any:
+    def run(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    members = {"forward": staticmethod(run), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), members)
+
+
+def _transformed(name: str, op: Any, backward: Any, setup_context: Any) -> Any:
+    """The form that torch.func.grad and its kind take; a custom op with autograd is refused by them."""
+    members = {"forward": op.__call__, "setup_context": setup_context, "backward": backward}
+    return type(name, (torch.autograd.Function,), {key: staticmethod(value) for key, value in members.items()})

@@ -1,0 +1,1 @@
+"""Row programs: what a fused region computes, as a small typed program, and the Triton kernel made from it."""
