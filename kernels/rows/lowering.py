@@ -1,0 +1,354 @@
+"""What torch's functions mean in row programs: canonical op name -> a function over terms with the same arguments.
+
+A term is a value (or a number) with the shape that it has in torch. The formulas are torch's own, with its corner cases:
+where a branch is not taken its gradient must not become 0 * inf, so arguments of exponentials are selected first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from fxprec.kernels.rows.values import Builder, Operand, Value
+
+__all__ = ["LOWERINGS", "ROW_REDUCTIONS", "Declined", "Term", "lower"]
+
+
+class Declined(Exception):
+    """A region, a shape or a layout that row programs do not serve; says why, for the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A value as torch sees it."""
+
+    value: Operand
+    shape: tuple[int, ...]
+
+
+def lower(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], reduced: int) -> Term:
+    """The result of one call. Terms stand for tensors; ``reduced``: how many trailing dimensions are the columns.
+
+    :raises Declined: an op, or arguments of it, that row programs do not know.
+    """
+    function = LOWERINGS.get(name)
+    if function is None:
+        raise Declined(f"{name} is no row operation")
+    try:
+        return function(Call(b, reduced), *args, **kwargs)
+    except TypeError as error:  # arguments that the lowering does not have
+        raise Declined(f"{name}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a lowering may use: a calculator on terms, with broadcasting."""
+
+    b: Builder
+    reduced: int
+
+    def __call__(self, op: str, *args: Any) -> Term:
+        shapes = [a.shape for a in args if isinstance(a, Term)]
+        shape = shapes[0] if all(s == shapes[0] for s in shapes) else tuple(torch.broadcast_shapes(*shapes))
+        values = [a.value if isinstance(a, Term) else float(a) for a in args]
+        return Term(self.b(op, *values), shape)
+
+    def reduce(self, op: str, x: Term, dim: Any, keepdim: bool = False) -> Term:
+        """The sum, mean, maximum or minimum over the columns."""
+        rank, dims = len(x.shape), self._dims(x, dim)
+        if len(dims) != self.reduced or rank < len(dims):
+            raise Declined(f"a reduction over other dimensions than the last {self.reduced}")
+        value = x.value
+        if math.prod(x.shape[rank - self.reduced :]) != 1:
+            value = self.b.mean(value) if op == "mean" else self.b.reduce(op, value)
+        kept = x.shape[: rank - self.reduced]
+        return Term(value, kept + (1,) * self.reduced if keepdim else kept)
+
+    def last(self, x: Term, dim: Any) -> None:
+        """Decline unless ``dim`` is what the rows run along."""
+        if len(self._dims(x, dim)) != self.reduced:
+            raise Declined("an operation along another dimension than the last")
+
+    def _dims(self, x: Term, dim: Any) -> list[int]:
+        rank = len(x.shape)
+        dims = [*range(-rank, 0)] if dim is None else [dim] if isinstance(dim, int) else [*dim]
+        dims = sorted(d - rank if d >= 0 else d for d in dims)
+        if not dims or dims != [*range(-len(dims), 0)]:
+            raise Declined(f"a reduction over dimensions {dim} of {rank}: not the last ones")
+        return dims
+
+    def stop(self, x: Term) -> Term:
+        return Term(self.b.stop(x.value) if isinstance(x.value, Value) else x.value, x.shape)
+
+
+def _unary(op: str) -> Callable[..., Term]:
+    return lambda c, input: c(op, input)
+
+
+def _binary(op: str) -> Callable[..., Term]:
+    return lambda c, input, other: c(op, input, other)
+
+
+def _add(c: Call, input: Any, other: Any, alpha: float = 1) -> Term:
+    return c("add", input, other if alpha == 1 else c("mul", other, alpha) if _is_term(other) else other * alpha)
+
+
+def _sub(c: Call, input: Any, other: Any, alpha: float = 1) -> Term:
+    return c("sub", input, other if alpha == 1 else c("mul", other, alpha) if _is_term(other) else other * alpha)
+
+
+def _div(c: Call, input: Any, other: Any, rounding_mode: Any = None) -> Term:
+    if rounding_mode is not None:
+        raise Declined("a division that rounds")
+    if not _is_term(other) and other != 0:
+        return c("mul", input, 1.0 / other) if math.frexp(other)[0] in (0.5, -0.5) else c("div", input, other)
+    return c("div", input, other)
+
+
+def _pow(c: Call, input: Any, exponent: Any) -> Term:
+    if _is_term(exponent) or not _is_term(input):
+        raise Declined("a power whose exponent is a tensor")
+    return power(c, input, float(exponent))
+
+
+def power(c: Call, x: Term, exponent: float) -> Term:
+    """Powers that have an exact form; their derivatives follow from it."""
+    if exponent == int(exponent) and 1 <= abs(exponent) <= 4:
+        result = x
+        for _ in range(int(abs(exponent)) - 1):
+            result = c("mul", result, x)
+        return result if exponent > 0 else c("div", 1.0, result)
+    if exponent in (0.5, -0.5):
+        return c("sqrt" if exponent > 0 else "rsqrt", x)
+    if exponent == 1.5:
+        return c("mul", x, c("sqrt", x))
+    raise Declined(f"a power of {exponent}")
+
+
+def _clamp(c: Call, input: Term, min: Any = None, max: Any = None) -> Term:  # torch's names
+    x = input
+    inside = [c(op, x, bound) for op, bound in (("ge", min), ("le", max)) if bound is not None]
+    held = c.stop(x)
+    if max is not None:
+        held = c("where", c("gt", held, max), max, held)
+    if min is not None:
+        held = c("where", c("lt", held, min), min, held)
+    if max is not None and min is not None:  # where min > max, torch gives max
+        held = c("where", c("gt", held, max), max, held)
+    chosen = inside[0] if len(inside) == 1 else c("and", *inside) if inside else None
+    return x if chosen is None else c("where", chosen, x, held)
+
+
+def _hardtanh(c: Call, input: Term, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Term:
+    x = input
+    inside = c("and", c("gt", x, min_val), c("lt", x, max_val))
+    held = c.stop(x)
+    held = c("where", c("gt", held, max_val), max_val, held)
+    return c("where", inside, x, c("where", c("lt", held, min_val), min_val, held))
+
+
+def _relu(c: Call, input: Term, inplace: bool = False) -> Term:
+    return c("where", c("le", input, 0.0), 0.0, input)
+
+
+def _leaky_relu(c: Call, input: Term, negative_slope: float = 0.01, inplace: bool = False) -> Term:
+    return c("where", c("gt", input, 0.0), input, c("mul", input, negative_slope))
+
+
+def _elu(c: Call, input: Term, alpha: float = 1.0, inplace: bool = False) -> Term:
+    low = c("where", c("gt", input, 0.0), 0.0, input)
+    return c("where", c("gt", input, 0.0), input, c("mul", c("expm1", low), alpha))
+
+
+def _softplus(c: Call, input: Term, beta: float = 1.0, threshold: float = 20.0) -> Term:
+    scaled = c("mul", input, beta)
+    large = c("gt", scaled, threshold)
+    soft = c("log1p", c("exp", c("where", large, 0.0, scaled)))
+    return c("where", large, input, soft if beta == 1 else c("div", soft, beta))
+
+
+def _logsigmoid(c: Call, input: Term) -> Term:
+    small = c("where", c("gt", input, 0.0), 0.0, input)
+    return c("sub", small, c("log1p", c("exp", c("neg", c("abs", input)))))
+
+
+def _silu(c: Call, input: Term, inplace: bool = False) -> Term:
+    return c("mul", input, c("sigmoid", input))
+
+
+def _gelu(c: Call, input: Term, approximate: str = "none") -> Term:
+    if approximate == "tanh":
+        cubic = c("mul", c("mul", c("mul", input, input), input), 0.044715)
+        inner = c("tanh", c("mul", c("add", input, cubic), math.sqrt(2.0 / math.pi)))
+    else:
+        inner = c("erf", c("mul", input, math.sqrt(0.5)))
+    return c("mul", c("mul", input, 0.5), c("add", inner, 1.0))
+
+
+def _mish(c: Call, input: Term, inplace: bool = False) -> Term:
+    return c("mul", input, c("tanh", _softplus(c, input)))
+
+
+def _hardsigmoid(c: Call, input: Term, inplace: bool = False) -> Term:
+    return _hardtanh(c, c("add", c("mul", input, 1.0 / 6.0), 0.5), 0.0, 1.0)
+
+
+def _hardswish(c: Call, input: Term, inplace: bool = False) -> Term:
+    middle = c("mul", input, c("div", c("add", input, 3.0), 6.0))
+    return c("where", c("le", input, -3.0), 0.0, c("where", c("ge", input, 3.0), input, middle))
+
+
+def _where(c: Call, condition: Term, input: Any, other: Any) -> Term:
+    return c("where", condition, input, other)
+
+
+def _masked_fill(c: Call, input: Term, mask: Term, value: Any) -> Term:
+    return c("where", mask, value, input)
+
+
+def _addcmul(c: Call, input: Term, tensor1: Term, tensor2: Term, value: float = 1) -> Term:
+    return c("add", input, c("mul", c("mul", tensor1, tensor2), value))
+
+
+def _addcdiv(c: Call, input: Term, tensor1: Term, tensor2: Term, value: float = 1) -> Term:
+    return c("add", input, c("mul", c("div", tensor1, tensor2), value))
+
+
+def _lerp(c: Call, input: Term, end: Term, weight: Any) -> Term:
+    return c("add", input, c("mul", c("sub", end, input), weight))
+
+
+def _same(c: Call, input: Term, *_: Any, **__: Any) -> Term:
+    return input
+
+
+def _sum(c: Call, input: Term, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Term:
+    return c.reduce("sum", input, dim, keepdim)
+
+
+def _mean(c: Call, input: Term, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Term:
+    return c.reduce("mean", input, dim, keepdim)
+
+
+def _extreme(op: str) -> Callable[..., Term]:
+    return lambda c, input, dim=(), keepdim=False: c.reduce(op, input, dim, keepdim)
+
+
+def _centred(c: Call, x: Term, dim: Any) -> tuple[Term, Term]:
+    """x - mean and the mean of its square: of a row, by two passes over registers, without cancellation."""
+    centred = c("sub", x, c.reduce("mean", x, dim, True))
+    return centred, c.reduce("mean", c("mul", centred, centred), dim, True)
+
+
+def _var(c: Call, input: Term, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Term:  # fmt: skip
+    correction = (1 if unbiased in (None, True) else 0) if correction is None else correction
+    count = c.b.columns
+    if count <= correction:
+        raise Declined("the variance of fewer columns than its correction takes away")
+    _, square = _centred(c, input, dim)
+    square = c("mul", square, count / (count - correction))
+    return square if keepdim else Term(square.value, square.shape[: len(square.shape) - c.reduced])
+
+
+def _layer_norm(
+    c: Call, input: Term, normalized_shape: Any, weight: Term | None = None, bias: Term | None = None,
+    eps: float = 1e-5, cudnn_enable: bool = True,
+) -> Term:  # fmt: skip
+    centred, square = _centred(c, input, [*range(-len(normalized_shape), 0)])
+    result = c("mul", centred, c("rsqrt", c("add", square, eps)))
+    result = result if weight is None else c("mul", result, weight)
+    return result if bias is None else c("add", result, bias)
+
+
+def _rms_norm(
+    c: Call, input: Term, normalized_shape: Any, weight: Term | None = None, eps: float | None = None
+) -> Term:
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    square = c.reduce("mean", c("mul", input, input), [*range(-len(normalized_shape), 0)], True)
+    result = c("mul", input, c("rsqrt", c("add", square, eps)))
+    return result if weight is None else c("mul", result, weight)
+
+
+def _exponentials(c: Call, x: Term, dim: Any) -> tuple[Term, Term, Term]:
+    """x - max, its exponential and the sum of that."""
+    c.last(x, dim)
+    shifted = c("sub", x, c.stop(c.reduce("max", x, dim, True)))
+    exponential = c("exp", shifted)
+    return shifted, exponential, c.reduce("sum", exponential, dim, True)
+
+
+def _softmax(c: Call, input: Term, dim: Any = None, *_: Any, **__: Any) -> Term:
+    _, exponential, total = _exponentials(c, input, dim)
+    return c("div", exponential, total)
+
+
+def _log_softmax(c: Call, input: Term, dim: Any = None, *_: Any, **__: Any) -> Term:
+    shifted, _, total = _exponentials(c, input, dim)
+    return c("sub", shifted, c("log", total))
+
+
+def _logsumexp(c: Call, input: Term, dim: Any, keepdim: bool = False) -> Term:
+    c.last(input, dim)
+    top = c.stop(c.reduce("max", input, dim, True))
+    top = c("where", c("eq", c("abs", top), math.inf), 0.0, top)  # rows of -inf give -inf, not NaN
+    total = c.reduce("sum", c("exp", c("sub", input, top)), dim, True)
+    result = c("add", c("log", total), top)
+    return result if keepdim else Term(result.value, result.shape[: len(result.shape) - c.reduced])
+
+
+def _normalize(c: Call, input: Term, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None) -> Term:
+    if p != 2.0:
+        raise Declined(f"a norm of order {p}")
+    total = c.reduce("sum", c("mul", input, input), dim, True)
+    # At a row of zeros the root has no derivative, and torch takes 0.
+    zero = c("eq", total, 0.0)
+    norm = c("where", zero, 0.0, c("sqrt", c("where", zero, 1.0, total)))
+    return c("div", input, _clamp(c, norm, min=eps))
+
+
+def _is_term(x: Any) -> bool:
+    return isinstance(x, Term)
+
+
+#: Those that reduce over columns, and the place of the argument that says over which dimensions; None: its last ones.
+ROW_REDUCTIONS: Final[Mapping[str, int | None]] = MappingProxyType(
+    {
+        "sum": 1, "mean": 1, "amax": 1, "amin": 1, "var": 1, "softmax": 1, "log_softmax": 1, "logsumexp": 1,
+        "normalize": 2, "layer_norm": None, "rms_norm": None,
+    }
+)  # fmt: skip
+
+_COMPARISONS: Final = ("eq", "ne", "lt", "le", "gt", "ge")
+_UNARY: Final = (
+    "neg", "abs", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "erf", "sin", "cos", "tanh",
+    "sigmoid", "sign", "floor", "ceil", "trunc", "isnan",
+)  # fmt: skip
+
+LOWERINGS: Final[Mapping[str, Callable[..., Term]]] = MappingProxyType(
+    {
+        **{name: _unary(name) for name in _UNARY},
+        **{name: _binary(name) for name in (*_COMPARISONS, "mul", "maximum", "minimum")},
+        "logical_and": _binary("and"), "logical_or": _binary("or"), "logical_not": _unary("not"),
+        "add": _add, "sub": _sub, "rsub": lambda c, input, other, alpha=1: _sub(c, other, input, alpha),
+        "div": _div, "rdiv": lambda c, input, other: c("div", other, input), "pow": _pow,
+        "reciprocal": lambda c, input: c("div", 1.0, input), "square": lambda c, input: c("mul", input, input),
+        "log10": lambda c, input: c("mul", c("log", input), 1.0 / math.log(10.0)),
+        "clamp": _clamp, "clamp_min": lambda c, input, min: _clamp(c, input, min),
+        "clamp_max": lambda c, input, max: _clamp(c, input, None, max),
+        "relu": _relu, "relu6": lambda c, input, inplace=False: _hardtanh(c, input, 0.0, 6.0), "hardtanh": _hardtanh,
+        "leaky_relu": _leaky_relu, "elu": _elu, "softplus": _softplus, "logsigmoid": _logsigmoid, "silu": _silu,
+        "gelu": _gelu, "mish": _mish, "hardsigmoid": _hardsigmoid, "hardswish": _hardswish,
+        "tanhshrink": lambda c, input: c("sub", input, c("tanh", input)),
+        "softsign": lambda c, input: c("div", input, c("add", c("abs", input), 1.0)),
+        "where": _where, "masked_fill": _masked_fill, "addcmul": _addcmul, "addcdiv": _addcdiv, "lerp": _lerp,
+        "clone": _same, "contiguous": _same, "positive": _same,
+        "sum": _sum, "mean": _mean, "amax": _extreme("max"), "amin": _extreme("min"), "var": _var,
+        "softmax": _softmax, "log_softmax": _log_softmax, "logsumexp": _logsumexp, "normalize": _normalize,
+        "layer_norm": _layer_norm, "rms_norm": _rms_norm,
+    }
+)  # fmt: skip

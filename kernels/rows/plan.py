@@ -1,0 +1,349 @@
+"""What a region does for inputs of given shapes, strides and dtypes: derived once, then launched.
+
+Two calls whose inputs differ in the number of rows alone share their row programs; only the launches are made anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from fxprec.kernels.rows import program as rp
+from fxprec.kernels.rows.evaluate import evaluate
+from fxprec.kernels.rows.kernel import Launch, prepare
+from fxprec.kernels.rows.layout import Layout, dense_strides, find_layout, is_dense, place
+from fxprec.kernels.rows.lowering import Declined
+
+__all__ = ["Plan", "Spec", "make_plan", "spec_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    wanted: bool = False
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+def spec_of(x: Tensor) -> Spec:
+    """``wanted``: it wants a gradient."""
+    return Spec(tuple(x.shape), x.stride(), x.dtype, x.requires_grad)
+
+
+@dataclass(slots=True)
+class Derived:
+    """Row programs of one region, for all numbers of rows."""
+
+    forward: rp.Program
+    backward: rp.Backward | None
+    statistics: int
+
+
+@dataclass(eq=False)
+class Plan:
+    """A region for given inputs on a device.
+
+    Attributes:
+        outputs: what the forward gives.
+        statistics: FP32 tensors that it keeps for the backward besides.
+        gradients: of the wanted inputs, as the backward stores them; None for column partials.
+    """
+
+    name: str
+    device: torch.device
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    layout: Layout
+    derived: Derived
+    statistics: tuple[Spec, ...]
+    gradients: tuple[Spec | None, ...]
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+
+    @property
+    def draws(self) -> int:
+        """How many seeds it reads."""
+        return self.derived.forward.seeds
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
+        """Outputs, and with ``keep`` the statistics."""
+        made = [spec.empty(self.device) for spec in (*self.outputs, *(self.statistics if keep else ()))]
+        launch = self.forward_launch if keep else self.inference_launch
+        launch((*inputs, *made), seeds, seed, None)
+        return made
+
+    def backward(
+        self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
+    ) -> list[Tensor]:
+        """A gradient for each wanted input, in the input's shape and dtype."""
+        bw = self.derived.backward
+        assert bw is not None
+        given = [_laid(c, self.outputs[n]) for c, n in zip(cotangents, bw.cotangents, strict=True)]
+        made = [None if spec is None else spec.empty(self.device) for spec in self.gradients]
+        launch = self.backward_launch
+        partials = None
+        if launch.partials:
+            partials = torch.empty((launch.grid[0], launch.partials), dtype=torch.float32, device=self.device)
+        launch((*saved, *given, *(m for m in made if m is not None)), seeds, seed, partials)
+        if partials is not None:
+            partials = partials.sum(0) if len(partials) > 1 else partials[0]
+        return self._finished(made, partials)
+
+    def eager_backward(
+        self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
+    ) -> list[Tensor]:
+        """The same in plain torch ops on the saved inputs and outputs, which autograd can differentiate.
+
+        Statistics are computed again from these: as saved they have no history.
+        """
+        bw = self.derived.backward
+        assert bw is not None
+        kept = [n for n, (kind, _) in enumerate(bw.saved) if kind != "statistic"]
+        dropped = len(bw.saved) - len(kept)
+        loads = [bw.program.loads[n] for n in kept] + [*bw.program.loads[len(bw.saved) :]]
+        assert dropped or len(loads) == len(bw.program.loads)
+        program = rp.Program(tuple(loads), bw.program.stores, bw.program.seeds, bw.program.columns)
+        found = evaluate(program, self.layout, [*(saved[n] for n in kept), *cotangents], seeds, seed)
+        results = []
+        for n, gradient, store in zip(bw.wanted, found, bw.program.stores, strict=True):
+            spec = self.inputs[n]
+            if store.partial:
+                gradient = self._column_shaped(gradient.reshape(-1), spec)
+            else:
+                if not store.columns or gradient.shape[0] != self.layout.rows:
+                    gradient = gradient.expand(self.layout.rows, self.layout.columns if store.columns else 1)
+                gradient = self._torch_shaped(gradient, store.columns).sum_to_size(spec.shape)
+            results.append(gradient.to(spec.dtype))
+        return results
+
+    def _torch_shaped(self, x: Tensor, columns: bool) -> Tensor:
+        if columns:
+            return self.layout.torch_shaped(x)
+        shape = _row_shape(self.layout)
+        order = self.layout.row_dims
+        others = [d for d in range(len(shape)) if d not in order]
+        back = sorted(range(len(shape)), key=[*others, *order].index)
+        return x.reshape([1] * len(others) + [shape[d] for d in order]).permute([*back])
+
+    def _finished(self, made: Sequence[Tensor | None], sums: Tensor | None) -> list[Tensor]:
+        bw = self.derived.backward
+        assert bw is not None
+        results, offset = [], 0
+        for n, gradient, store in zip(bw.wanted, made, bw.program.stores, strict=True):
+            spec = self.inputs[n]
+            if gradient is None:
+                assert sums is not None
+                width = bw.program.columns if store.columns else 1
+                gradient = sums.narrow(0, offset, width)
+                offset += width
+                gradient = self._column_shaped(gradient, spec)
+            elif gradient.shape != spec.shape:
+                gradient = gradient.sum_to_size(spec.shape)
+            results.append(gradient.to(spec.dtype))
+        return results
+
+    def _column_shaped(self, x: Tensor, spec: Spec) -> Tensor:
+        """Columns, which lie in the layout's order, in the shape of an input that varies along nothing else."""
+        rank, own = len(self.layout.shape), len(spec.shape)
+        dims = [d for d in self.layout.column_dims if d >= rank - own and spec.shape[d - rank + own] != 1]
+        if x.numel() == 1 or len(dims) <= 1:
+            return x.reshape(spec.shape)
+        back = sorted(range(len(dims)), key=lambda i: dims[i])
+        return x.reshape([self.layout.shape[d] for d in dims]).permute(back).reshape(spec.shape)
+
+    def empty_gradients(self) -> list[Tensor]:
+        """What ``backward`` gives, without numbers."""
+        bw = self.derived.backward
+        assert bw is not None
+        return [
+            torch.empty(self.inputs[n].shape, dtype=self.inputs[n].dtype, device=self.device) if spec is None
+            or spec.shape != self.inputs[n].shape else spec.empty(self.device)
+            for n, spec in zip(bw.wanted, self.gradients, strict=True)
+        ]  # fmt: skip
+
+    # -- launches, each made when it is first wanted -----------------------------------------------------------------
+
+    @functools.cached_property
+    def inference_launch(self) -> Launch:
+        """Of the forward where no gradient will be asked for."""
+        program = self.derived.forward
+        stores = program.stores[: len(self.outputs)]
+        return self._launch(self.name, rp.Program(program.loads, stores, program.seeds, program.columns), self.outputs)
+
+    @functools.cached_property
+    def forward_launch(self) -> Launch:
+        """Of the forward, with statistics."""
+        return self._launch(self.name, self.derived.forward, (*self.outputs, *self.statistics))
+
+    @functools.cached_property
+    def backward_launch(self) -> Launch:
+        """Of the backward."""
+        bw = self.derived.backward
+        assert bw is not None
+        read = [*(self._saved(kind, n) for kind, n in bw.saved)]
+        read += [(f"grad_{self.output_names[n]}", self.outputs[n]) for n in bw.cotangents]
+        write = [(f"grad_{self.input_names[n]}", spec) for n, spec in zip(bw.wanted, self.gradients, strict=True)]
+        return self._prepared(f"{self.name}_backward", bw.program, read, write)
+
+    def _saved(self, kind: str, n: int) -> tuple[str, Spec]:
+        if kind == "input":
+            return self.input_names[n], self.inputs[n]
+        return (self.output_names[n], self.outputs[n]) if kind == "output" else (f"statistic_{n}", self.statistics[n])
+
+    def _launch(self, name: str, program: rp.Program, stores: Sequence[Spec]) -> Launch:
+        names = [*self.output_names, *(f"statistic_{n}" for n in range(len(self.statistics)))]
+        read = [*zip(self.input_names, self.inputs, strict=True)]
+        return self._prepared(name, program, read, [*zip(names, stores, strict=False)])
+
+    def _prepared(self, name: str, program: rp.Program, read: Any, write: Any) -> Launch:
+        def placed(tensor: str, spec: Spec | None) -> Any:
+            return tensor, None if spec is None else place(self.layout, spec.shape, spec.strides)
+
+        loads = [placed(*each) for each in read]
+        stores = [placed(*each) for each in write]
+        return prepare(name, program, self.layout, loads, stores, self.device)
+
+    def bytes_moved(self) -> tuple[int, int, int, int]:
+        """(forward, its bound, backward, its bound): moved by the kernels, and if each tensor moved once."""
+        raise NotImplementedError
+
+
+def _laid(x: Tensor, spec: Spec) -> Tensor:
+    """A gradient in the strides of its output, as the kernel walks it: the tensor itself where it lies so."""
+    if x.stride() == spec.strides and x.dtype == spec.dtype:
+        return x
+    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=x.device).copy_(x)
+
+
+class _Shapes(Interpreter):
+    """Runs a region's graph on meta tensors and writes down what each node gives."""
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            n.meta["shape"], n.meta["torch_dtype"] = tuple(result.shape), result.dtype
+            n.meta["strides"] = result.stride()
+        elif n.op != "output":
+            raise Declined(f"{n.name} is no tensor")
+        return result
+
+
+def make_plan(
+    name: str, gm: GraphModule, inputs: Sequence[Spec], device: torch.device, known: dict[Any, Derived]
+) -> Plan:
+    """Derive a region for some inputs.
+
+    :param gm: its graph; each node carries ``meta["op"]``, inserted casts ``meta["inserted"]``; returns a tuple.
+    :param known: row programs of regions of this structure, to which new ones are added.
+    :raises Declined: why row programs do not serve it.
+    """
+    with torch.no_grad():
+        _Shapes(gm).run(*[spec.empty(torch.device("meta")) for spec in inputs])
+    if any(math.prod(spec.shape) == 0 for spec in inputs):
+        raise Declined("an empty tensor")
+    calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    shape = tuple(torch.broadcast_shapes(*[spec.shape for spec in inputs]))
+    reduced = rp.reduced_dimensions(calls, len(shape))
+    full = [(spec.shape, spec.strides) for spec in inputs]
+    returned = [node for node in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+    outputs = tuple(Spec(n.meta["shape"], n.meta["strides"], n.meta["torch_dtype"]) for n in returned)  # type: ignore[union-attr]
+    layout = _layout(shape, full, [(o.shape, o.strides) for o in outputs], reduced, inputs)
+    derived = _derived(gm, inputs, layout, reduced, known)
+    if derived.backward is not None:
+        statistics = tuple(
+            Spec(_row_shape(layout) if s.rows else (1,) * len(shape), _row_strides(layout) if s.rows else (1,) * len(shape), torch.float32)
+            for s in derived.forward.stores[len(outputs) :]
+        )
+        gradients = tuple(_gradient(inputs[n], s, layout) for n, s in zip(derived.backward.wanted, derived.backward.program.stores, strict=True))
+    else:
+        statistics, gradients = (), ()
+    names = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
+    return Plan(
+        name, device, tuple(inputs), outputs, layout, derived, statistics, gradients, names,
+        tuple(f"{node.name}_out" for node in returned),  # type: ignore[union-attr]
+    )  # fmt: skip
+
+
+def _layout(shape: Any, full: Any, outputs: Any, reduced: int, inputs: Sequence[Spec]) -> Layout:
+    whole = [each for each in (*full, *outputs) if not reduced or len(each[0]) == len(shape) or each in full]
+    layout = find_layout(shape, [(s, t) for s, t in whole if len(s) <= len(shape)], reduced)
+    if not reduced and layout.flat:
+        scalar = any(spec.wanted and math.prod(spec.shape) == 1 for spec in inputs) and layout.columns > 1
+        if scalar:  # its gradient is a sum, which takes rows
+            layout = Layout(layout.shape, layout.column_dims[:-1], layout.column_dims[-1:])
+    return layout
+
+
+def _derived(gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: int, known: dict[Any, Derived]) -> Derived:
+    ones = tuple((spec.dtype, spec.wanted, tuple(size == 1 for size in spec.shape)) for spec in inputs)
+    key = (ones, reduced, layout.row_dims, layout.column_dims, tuple(layout.shape[d] for d in layout.column_dims) if not layout.flat else None)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = _derive(gm, inputs, layout, reduced)
+    return found
+
+
+def _derive(gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: int) -> Derived:
+    rank = len(layout.shape)
+
+    def port(shape: Sequence[int], dtype: torch.dtype) -> rp.Port:
+        padded = (1,) * (rank - len(shape)) + tuple(shape)
+        if len(shape) < rank and reduced and tuple(shape) == layout.shape[: rank - reduced]:
+            padded = tuple(shape) + (1,) * reduced  # a reduction that dropped its dimensions
+        own = [padded[d] != 1 for d in layout.row_dims]
+        return rp.Port(
+            dtype, any(own) or not own, any(padded[d] != 1 for d in layout.column_dims), any(own) and not all(own)
+        )
+
+    fw = rp.forward(gm, layout.shape, reduced, port, layout.columns)
+    wanted = [n for n, spec in enumerate(inputs) if spec.wanted and spec.dtype.is_floating_point]
+    if not wanted:
+        return Derived(fw.program, None, 0)
+    bw = rp.backward(fw, wanted, range(len(fw.outputs)), layout.rows)
+    statistics = rp.statistics_of(bw)
+    return Derived(fw.with_statistics(statistics), bw, len(statistics))
+
+
+def _row_shape(layout: Layout) -> tuple[int, ...]:
+    return tuple(1 if d in layout.column_dims else size for d, size in enumerate(layout.shape))
+
+
+def _row_strides(layout: Layout) -> tuple[int, ...]:
+    strides, step = [0] * len(layout.shape), 1
+    for d in reversed(layout.row_dims):
+        strides[d] = step
+        step *= layout.shape[d]
+    return tuple(strides)
+
+
+def _gradient(spec: Spec, store: rp.Store, layout: Layout) -> Spec | None:
+    if store.partial:
+        return None
+    if store.dtype is not spec.dtype or _some_rows(spec, layout):
+        shape = layout.shape if store.columns else _row_shape(layout)
+        strides = dense_strides(layout, shape)
+        return Spec(shape, strides, torch.float32)
+    if is_dense(spec.shape, spec.strides):
+        return spec
+    return Spec(spec.shape, dense_strides(layout, spec.shape), spec.dtype)
+
+
+def _some_rows(spec: Spec, layout: Layout) -> bool:
+    rank = len(layout.shape)
+    padded = (1,) * (rank - len(spec.shape)) + spec.shape
+    own = [padded[d] != 1 for d in layout.row_dims]
+    return any(own) and not all(own)

@@ -1,0 +1,161 @@
+"""A fused region: one module of a rewritten graph, which runs as one Triton kernel forward and one backward.
+
+Its graph stays as it was before fusion, and can be printed and run. For the inputs of a call a plan is looked up by
+their shapes, strides and dtypes, or made. Where row programs do not serve (a CPU, float64, a layout), or where a
+compiler is to see the ops, the graph itself runs, op by op; ``path`` and ``reason`` say so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fxprec.kernels.rows.lowering import Declined
+from fxprec.kernels.rows.ops import launch_backward, launch_forward
+from fxprec.kernels.rows.plan import Plan, Spec, make_plan
+from fxprec.kernels.rows.structure import structure_of
+from fxprec.kernels.triton_support import HAS_TRITON, can_launch
+
+__all__ = ["FusedRegion"]
+
+#: Plans of a region. A model that calls it with ever new shapes keeps the latest.
+_MOST_PLANS: Final = 64
+_LOCK: Final = threading.RLock()
+#: Row programs by the structure of a region's graph: equal layers of any model share them.
+_DERIVED: dict[str, dict[Any, Any]] = {}
+
+
+class FusedRegion(nn.Module):
+    """One fused region of a rewritten graph.
+
+    Attributes:
+        name: what it holds, such as ``fused_add_layer_norm``.
+        graph_module: its nodes, as they were in the graph; returns a tuple.
+        draws: how many dropouts it has; the last argument of a call is then the tensor of seeds.
+        seed: place of its first seed there.
+        triton: whether row programs are to be used at all.
+        path: what ran last: "triton", "aten", or "" before the first call.
+        reason: why, in one clause.
+    """
+
+    def __init__(self, name: str, graph_module: GraphModule, draws: int, seed: int, triton: bool) -> None:
+        super().__init__()
+        self.name = name
+        self.graph_module = graph_module
+        self.draws, self.seed, self.triton = draws, seed, triton
+        self.path, self.reason = "", "not called yet"
+        self.single = len(graph_module.graph.output_node().args[0]) == 1  # type: ignore[arg-type]
+        self._plans: dict[Any, Plan | str] = {}
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run for these inputs: tensors in the order of the graph's, and the seeds where there are dropouts."""
+        seeds = None
+        if self.draws and len(inputs) > len(self._placeholders):
+            seeds, inputs = inputs[-1], inputs[:-1]
+        if not self.triton or torch.compiler.is_compiling():
+            self.path, self.reason = "aten", "fuse='aten'" if not self.triton else "a compiler sees the ops"
+            return self._as_ops(inputs)
+        recording = torch.is_grad_enabled()
+        key = (recording, inputs[0].device, *[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs])
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan(key, inputs, recording)
+        if isinstance(plan, str):
+            self.path, self.reason = "aten", plan
+            return self._as_ops(inputs)
+        self.path, self.reason = "triton", ""
+        if recording and plan.derived.backward is not None:
+            results = _Run.apply(self, plan, seeds, *inputs)
+        else:
+            results = launch_forward(plan, inputs, seeds, self.seed, False)
+        return results[0] if self.single else results
+
+    @property
+    def _placeholders(self) -> list[Any]:
+        return self.graph_module.graph.find_nodes(op="placeholder")
+
+    def _as_ops(self, inputs: Sequence[Any]) -> Any:
+        results = self.graph_module(*inputs)
+        return results[0] if self.single else results
+
+    def _plan(self, key: Any, inputs: Sequence[Any], recording: bool) -> Plan | str:
+        with _LOCK:
+            try:
+                plan: Plan | str = self._made(inputs, recording)
+            except Declined as reason:
+                plan = str(reason)
+            while len(self._plans) >= _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = plan
+        return plan
+
+    def _made(self, inputs: Sequence[Any], recording: bool) -> Plan:
+        device = inputs[0].device
+        if not HAS_TRITON:
+            raise Declined("Triton is not installed")
+        if not can_launch(device):
+            raise Declined(f"Triton does not run on '{device.type}'")
+        if any(x.device != device for x in inputs if x.dim()):
+            raise Declined("inputs on several devices")
+        if any(x.device != device for x in inputs):
+            raise Declined("a scalar on another device")
+        known = _DERIVED.setdefault(structure_of(self.graph_module), {})
+        specs = [Spec(tuple(x.shape), x.stride(), x.dtype, recording and x.requires_grad) for x in inputs]
+        return make_plan(self.name, self.graph_module, specs, device, known)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """What was derived so far, for each pattern of inputs."""
+        return tuple(plan for plan in self._plans.values() if isinstance(plan, Plan))
+
+    @property
+    def source(self) -> str:
+        """Triton source of the kernels of the last plan, forward and backward.
+
+        :raises RuntimeError: nothing was derived yet.
+        """
+        if not self.plans:
+            raise RuntimeError(f"{self.name} has no kernels ({self.reason}): call the model on a CUDA device first")
+        plan = self.plans[-1]
+        launches = [plan.inference_launch] if plan.derived.backward is None else [plan.forward_launch, plan.backward_launch]
+        return "\n\n".join(launch.source for launch in launches)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedRegion:
+        import copy
+
+        return FusedRegion(self.name, copy.deepcopy(self.graph_module, memo), self.draws, self.seed, self.triton)
+
+
+class _Run(torch.autograd.Function):
+    """The forward kernel, which keeps what the backward kernel starts from."""
+
+    @staticmethod
+    def forward(ctx: Any, region: FusedRegion, plan: Plan, seeds: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        made = launch_forward(plan, inputs, seeds, region.seed, True)
+        outputs, statistics = made[: len(plan.outputs)], made[len(plan.outputs) :]
+        kinds = {"input": inputs, "output": outputs, "statistic": statistics}
+        ctx.save_for_backward(*[kinds[kind][n] for kind, n in plan.derived.backward.saved])  # type: ignore[union-attr]
+        ctx.region, ctx.plan, ctx.seeds = region, plan, seeds
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        bw = plan.derived.backward
+        assert bw is not None
+        found: list[Any] = [None] * len(plan.inputs)
+        if torch.is_grad_enabled():
+            gradients = plan.eager_backward(ctx.saved_tensors, cotangents, ctx.seeds, ctx.region.seed)
+        else:
+            gradients = launch_backward(plan, ctx.saved_tensors, cotangents, ctx.seeds, ctx.region.seed)
+        for n, gradient in zip(bw.wanted, gradients, strict=True):
+            found[n] = gradient
+        return (None, None, None, *found)

@@ -1,0 +1,41 @@
+"""What two regions have in common if they compute the same: a text of their graphs, without the nodes' names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+__all__ = ["structure_of"]
+
+
+def structure_of(gm: GraphModule) -> str:
+    """Equal for graphs that do the same to their inputs."""
+    known = gm.meta.get("structure")
+    if known is None:
+        known = gm.meta["structure"] = "\n".join(_lines(gm))
+    return known
+
+
+def _lines(gm: GraphModule) -> list[str]:
+    numbers: dict[Node, str] = {}
+    lines = []
+    for node in gm.graph.nodes:
+        numbers[node] = f"%{len(numbers)}"
+
+        def number(argument: Node) -> Any:
+            return _Name(numbers[argument])
+
+        args, kwargs = map_arg((node.args, node.kwargs), number)
+        op = node.meta["op"].name if "op" in node.meta else node.op
+        inserted = " inserted" if node.meta.get("inserted") else ""
+        lines.append(f"{op}{inserted} {args!r} {sorted(kwargs.items(), key=lambda item: item[0])!r}")
+    return lines
+
+
+class _Name(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

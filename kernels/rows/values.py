@@ -1,0 +1,156 @@
+"""The values of a row program: FP32 numbers over rows x columns, made one from another by a few primitives.
+
+A value varies along rows, along columns, along both or neither; an operation on two values varies along whatever one of
+them does (broadcasting), and a reduction removes the columns. Equal operations give the same object, so that common
+subexpressions are shared. Values know nothing of memory: ``load`` names an operand by its number, and the shape of the
+program (how many rows and columns, and where they lie) is the layout's business.
+
+============================  =====================================================================================
+``load``                      operand ``attribute``; a float in FP32, an integer or a bool as it is
+``keep``                      dropout: True where an element stays; ``attribute`` is (seed number, p)
+``round``                     to the dtype ``attribute`` and back to FP32
+``float``                     an integer or bool as FP32
+``sum``, ``max``, ``min``     over the columns of a row
+``where``                     (condition, a, b)
+``eq`` ... ``ge``, ``and``,   bool
+``or``, ``not``, ``isnan``
+``less_or_nan``               (a, b): a < b, or one of them is NaN
+the rest                      arithmetic on floats, as named
+============================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+
+__all__ = ["BOOLEAN", "REDUCTIONS", "Builder", "Kind", "Operand", "Value", "walk"]
+
+Kind = Literal["float", "integer", "bool"]
+
+
+REDUCTIONS: Final = frozenset({"sum", "max", "min"})
+#: Operations whose result is true or false.
+BOOLEAN: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "isnan", "keep"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """One value. ``number``: its place in the order of making, in which arguments come before results."""
+
+    op: str
+    args: tuple[Value | float, ...]
+    rows: bool
+    columns: bool
+    kind: Kind
+    attribute: Any = None
+    number: int = 0
+    stopped: bool = False  # no gradient goes through it
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"%{arg.number}" if isinstance(arg, Value) else f"{arg:g}" for arg in self.args)
+        return f"%{self.number} = {self.op}({inner})"
+
+
+Operand: TypeAlias = Value | float
+
+
+@dataclass(slots=True)
+class Builder:
+    """Makes values, each once. ``columns``: how many the program has, for means."""
+
+    columns: int
+    _known: dict[Any, Value] = field(default_factory=dict)
+
+    @property
+    def made(self) -> int:
+        """How many values there are."""
+        return len(self._known)
+
+    def load(self, operand: int, dtype: torch.dtype, rows: bool, columns: bool) -> Value:
+        """The value of an operand, which is of ``dtype`` in memory."""
+        kind: Kind = "bool" if dtype is torch.bool else "float" if dtype.is_floating_point else "integer"
+        return self._make("load", (), operand, kind, (rows, columns))
+
+    def keep(self, seed: int, p: float) -> Value:
+        """Which elements the dropout with this number keeps."""
+        return self._make("keep", (), (seed, p), "bool", (True, True))
+
+    def round(self, x: Value, dtype: torch.dtype) -> Value:
+        """``x`` as it will be read back from memory of ``dtype``."""
+        if dtype is torch.float32 or (x.op == "round" and x.attribute is dtype):
+            return x
+        return self._make("round", (self.float(x),), dtype, "float")
+
+    def float(self, x: Operand) -> Operand:
+        """An integer or bool as FP32; floats as they are."""
+        return self._make("float", (x,), None, "float") if isinstance(x, Value) and x.kind != "float" else x
+
+    def stop(self, x: Value) -> Value:
+        """``x``, through which no gradient goes."""
+        return self._make("stop", (x,), None, x.kind)
+
+    def __call__(self, op: str, *args: Operand) -> Value:
+        """``op`` of the arguments, numbers and values."""
+        if op not in ("and", "or", "not", "where"):
+            args = tuple(map(self.float, args))
+        elif op == "where":
+            args = (args[0], self.float(args[1]), self.float(args[2]))
+        simpler = self._simpler(op, args)
+        if simpler is not None:
+            return simpler
+        return self._make(op, args, None, "bool" if op in BOOLEAN else "float")
+
+    def reduce(self, op: str, x: Operand) -> Operand:
+        """The sum, maximum or minimum of each row."""
+        if isinstance(x, Value) and x.columns:
+            return self._make(op, (self.float(x),), None, "float")
+        return self("mul", x, float(self.columns)) if op == "sum" else x  # the same number in every column
+
+    def mean(self, x: Operand) -> Operand:
+        """Of each row."""
+        return self("mul", self.reduce("sum", x), 1.0 / max(self.columns, 1))
+
+    def _simpler(self, op: str, args: tuple[Operand, ...]) -> Value | None:
+        """Only what is exact for every value, NaN and signed zeros included."""
+        if op == "mul" and 1.0 in args:
+            other = args[1] if args[0] == 1.0 else args[0]
+            return other if isinstance(other, Value) else None
+        if op == "div" and args[1] == 1.0:
+            return args[0] if isinstance(args[0], Value) else None
+        if op == "neg" and isinstance(args[0], Value) and args[0].op == "neg":
+            return args[0].args[0]  # type: ignore[return-value]
+        return None
+
+    def _make(
+        self,
+        op: str,
+        args: tuple[Operand, ...],
+        attribute: Any,
+        kind: Kind,
+        extent: tuple[bool, bool] | None = None,
+    ) -> Value:
+        key = (op, tuple(id(a) if isinstance(a, Value) else ("number", repr(a)) for a in args), attribute)
+        known = self._known.get(key)
+        if known is None:
+            if extent is None:
+                values = [a for a in args if isinstance(a, Value)]
+                extent = (any(v.rows for v in values), op not in REDUCTIONS and any(v.columns for v in values))
+            known = self._known[key] = Value(op, args, *extent, kind, attribute, len(self._known))
+        return known
+
+
+def walk(roots: Iterator[Value] | list[Value], stop: Callable[[Value], bool] = lambda _: False) -> list[Value]:
+    """What the roots are made from, and they, arguments first; not what lies behind a value that ``stop`` names."""
+    found: dict[Value, None] = {}
+    pending = [*roots]
+    while pending:
+        value = pending.pop()
+        if value not in found:
+            found[value] = None
+            if not stop(value):
+                pending += [a for a in value.args if isinstance(a, Value)]
+    return sorted(found, key=lambda value: value.number)
