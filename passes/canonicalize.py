@@ -34,7 +34,7 @@ from fxprec.passes.ir import Op, PassResult
 from fxprec.passes.op_names import canonical_op, cast_target
 from fxprec.passes.op_table import rule_of
 
-__all__ = ["canonicalize", "every_graph", "subgraphs"]
+__all__ = ["body_of", "canonicalize", "every_graph", "subgraphs"]
 
 
 def canonicalize(gm: GraphModule, context: Context) -> PassResult:
@@ -65,14 +65,21 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
 
 
 def subgraphs(gm: GraphModule) -> Iterator[GraphModule]:
-    """The graphs that higher-order ops of ``gm`` call (bodies of checkpointed regions, branches, loops), once each."""
+    """The graphs below ``gm``, once each: bodies that higher-order ops call (checkpoints, branches, loops), regions."""
     seen: set[int] = set()
     for node in gm.graph.nodes:
-        if node.op == "get_attr":
-            value = getattr(gm, node.target, None) if "." not in node.target else None
-            if isinstance(value, GraphModule) and id(value) not in seen:
-                seen.add(id(value))
-                yield value
+        value = body_of(gm, node)
+        if value is not None and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+
+
+def body_of(gm: GraphModule, node: Node) -> GraphModule | None:
+    """The graph that this node names or calls, if it is one's body or a fused region."""
+    if node.op == "get_attr" and "." not in str(node.target):
+        value = getattr(gm, str(node.target), None)
+        return value if isinstance(value, GraphModule) else None
+    return getattr(gm, str(node.target)).graph_module if node.op == "call_module" else None
 
 
 def every_graph(gm: GraphModule) -> Iterator[GraphModule]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
@@ -23,6 +24,8 @@ class Context:
         device: device type of the parameters, "cpu" or "cuda".
         keep_output_dtype: cast module outputs back to the dtype of the original program.
         native_mixed: norms, sums and means may read low input in their native mixed kernels.
+        regions: "triton": fused regions that run as kernels; "aten": fused regions whose ops run one by one; "": none.
+        region_choices: (pattern of region names, whether to fuse them); the last match wins, without one they are fused.
     """
 
     low: torch.dtype
@@ -31,3 +34,9 @@ class Context:
     device: str = "cpu"
     keep_output_dtype: bool = True
     native_mixed: bool = True
+    regions: Literal["", "aten", "triton"] = ""
+    region_choices: tuple[tuple[str, bool], ...] = ()
+
+    def fuses(self, region: str) -> bool:
+        """Whether the region of this name is to be fused."""
+        return next((yes for pattern, yes in reversed(self.region_choices) if fnmatchcase(region, pattern)), True)

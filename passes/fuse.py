@@ -1,45 +1,201 @@
-"""Let native kernels that compute in FP32 inside read low-precision input, so that no FP32 copy is materialised.
+"""Make one node of every run of row operations between matmuls: a ``FusedRegion``, which is one kernel.
 
 Before::
 
-    %a: bfloat16 = linear(%x, %w)
-    %mean: float32 = mean(%a, -1)                          # reads bfloat16, computes float32
+    %linear: bfloat16 = linear(%x, %w, None)
+    %low: bfloat16 = cast(%bias, torch.bfloat16)
+    %add: bfloat16 = add(%linear, %low)
+    %gelu: bfloat16 = gelu(%add)
+    %linear_1: bfloat16 = linear(%gelu, %w1, None)
 
 After::
 
-    %a: bfloat16 = linear(%x, %w)
-    %mean: float32 = mean(%a, -1, dtype=torch.float32)     # accumulates and puts out FP32, reads BF16
+    %linear: bfloat16 = linear(%x, %w, None)
+    %fused_add_gelu: bfloat16 = fused_add_gelu(%linear, %bias)    # call_module; its graph holds cast, add and gelu
+    %linear_1: bfloat16 = linear(%fused_add_gelu, %w1, None)
 
-Norms need no rewriting: batch, layer and group norm take low input beside FP32 weights as they are, and ``decide`` gave
-them free ports where the device has such a kernel.
+The kernel loads what it reads in its dtype, computes in FP32 and rounds once, so casts within it cost nothing. A region
+with several outputs gives a tuple. Dropouts take their seeds from one tensor, drawn once a call of the graph. What
+stays outside of regions keeps its native kernels (``wide_sums``).
 """
 
 from __future__ import annotations
 
-import torch
-from torch.fx import GraphModule
+import operator
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context
-from fxprec.passes.ir import Op, PassResult, Precision
-from fxprec.passes.op_table import rule_of
+from fxprec.passes.effects import order_of_effects, sort
+from fxprec.passes.functional import make_functional
+from fxprec.passes.ir import Op, PassResult, Precision, Rule
+from fxprec.passes.regions import Region, find_regions
+from fxprec.passes.seeds import draw_seeds_like
+from fxprec.passes.split_bias import put_back, split_biases
+from fxprec.passes.wide_sums import accumulate_wide
 
 __all__ = ["fuse"]
 
 
 def fuse(gm: GraphModule, context: Context) -> PassResult:
-    """Give sums and means that read low their accumulation dtype."""
-    changed = False
-    for sub in subgraphs(gm):
-        changed |= fuse(sub, context).changed
-    for node in gm.graph.nodes:
-        op: Op | None = node.meta.get("op")
-        precision: Precision | None = node.meta.get("precision")
-        row = rule_of(op.name) if op is not None else None
-        if row is None or not row.dtype_keyword or precision is None or precision.reads is precision.output:
-            continue
-        if precision.reads is not None and precision.output is torch.float32 and node.kwargs.get("dtype") is None:
-            node.kwargs = {**node.kwargs, "dtype": torch.float32}
-            node.meta["fused"] = "accumulates in FP32 while it reads low"
-            changed = True
-    return PassResult(gm, changed)
+    """Form regions where the context asks for them; give the native sums that are left their accumulation dtype."""
+    changed, declined = False, []
+    for sub in [*subgraphs(gm)]:
+        result = fuse(sub, context)
+        changed |= result.changed
+        declined += result.declined
+    if context.regions:
+        formed, reasons = _form(gm, context)
+        changed |= formed
+        declined += reasons
+    return PassResult(gm, accumulate_wide(gm) or changed, tuple(declined))
+
+
+def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
+    graph, triton = gm.graph, context.regions == "triton"
+    make_functional(graph)
+    splits = split_biases(graph) if triton else []
+    found = find_regions(graph, order_of_effects(graph))
+    names = _names(gm, found)
+    chosen = [region for region in found if context.fuses(names[region])]
+    inside = {node for region in chosen for node in region.nodes}
+    for split in splits:
+        if split.add not in inside or not any(user in inside for user in split.add.users):
+            for region in found:
+                region.nodes = [node for node in region.nodes if node is not split.add]
+            put_back(graph, split)
+        elif not split.bias.users and split.bias.op != "get_attr":
+            graph.erase_node(split.bias)
+    declined = [f"{names[region]}: fuse says no" for region in found if region not in chosen]
+    if not chosen:
+        return False, declined
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    order = order_of_effects(graph)
+    seeds = _Seeds(graph, triton)
+    for region in chosen:
+        node = _replace(gm, region, names[region], triton, seeds)
+        position[node] = position[region.nodes[-1]]
+    seeds.finish(position)
+    for node in graph.nodes:
+        if node not in position:  # an item of a region's tuple
+            position[node] = position[node.args[0]]
+    sort(graph, order, position)
+    return True, declined
+
+
+def _replace(gm: GraphModule, region: Region, name: str, triton: bool, seeds: _Seeds) -> Node:
+    """Put a call of a FusedRegion in the place of a region's nodes."""
+    graph, inputs, outputs = gm.graph, region.inputs, region.outputs
+    inner = _graph_module(gm, region, inputs, outputs)
+    draws = sum(map(_is_dropout, region.nodes))
+    module = FusedRegion(name, inner, draws, seeds.count, triton)
+    gm.add_submodule(name, module)
+    with graph.inserting_before(region.nodes[-1]):
+        arguments = (*inputs, *seeds.take(draws, inputs))
+        call = graph.create_node("call_module", name, arguments, name=name)
+        call.meta = _meta(outputs, region)
+        inside = set(region.nodes)
+        names: dict[Node, str] = {}
+        for number, output in enumerate(outputs):
+            result = call
+            if len(outputs) > 1:
+                result = graph.call_function(operator.getitem, (call, number))
+                result.meta = _item_meta(output)
+                names[result] = output.name
+            output.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(region.nodes):
+        graph.erase_node(node)
+    for result, called in names.items():
+        result.name = called
+    return call
+
+
+def _graph_module(gm: GraphModule, region: Region, inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    for source in inputs:
+        values[source] = graph.placeholder(source.name)
+        values[source].meta = {key: value for key, value in source.meta.items() if key not in ("op", "inserted", "kind")}
+    for node in region.nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+    end = graph.output(tuple(values[node] for node in outputs))
+    end.meta["precision"] = Precision(None, None, None, Rule.FOLLOW, "read by the graph around")
+    return GraphModule(torch.nn.Module(), graph, class_name="Region")
+
+
+def _meta(outputs: Sequence[Node], region: Region) -> dict[str, Any]:
+    first = outputs[0]
+    kept = {key: region.nodes[-1].meta[key] for key in ("nn_module_stack", "stack_trace") if key in region.nodes[-1].meta}
+    if len(outputs) == 1:
+        kept |= {key: first.meta[key] for key in ("dtype", "numel", "val", "scalar") if key in first.meta}
+        output = first.meta["precision"].output
+    else:
+        kept["dtype"] = tuple(node.meta["dtype"] for node in outputs)
+        kept["scalar"] = False
+        output = None
+    why = f"{len(region.nodes)} nodes in one kernel: FP32 in registers, rounded once"
+    return kept | {"op": Op("fused_region"), "precision": Precision(None, torch.float32, output, Rule.FOLLOW, why)}
+
+
+def _item_meta(output: Node) -> dict[str, Any]:
+    kept = {key: value for key, value in output.meta.items() if key not in ("inserted", "in_registers")}
+    precision = Precision(None, None, output.meta["precision"].output, Rule.FOLLOW, "an output of the region")
+    return kept | {"op": Op("getitem"), "precision": precision}
+
+
+def _names(gm: GraphModule, regions: Sequence[Region]) -> dict[Region, str]:
+    taken: set[str] = {name for name, _ in gm.named_children()} | {node.name for node in gm.graph.nodes}
+    names = {}
+    for region in regions:
+        base, number = region.name, 0
+        name = base
+        while name in taken:
+            number += 1
+            name = f"{base}_{number}"
+        taken.add(name)
+        names[region] = name
+    return names
+
+
+def _is_dropout(node: Node) -> bool:
+    """A dropout that drops: its calls outside of training stay as they are, and do nothing."""
+    if node.meta["op"].name != "dropout":
+        return False
+    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    return training is not False and p not in (0, 1)
+
+
+class _Seeds:
+    """The node that draws the seeds of a graph's dropouts, made when the first region wants one."""
+
+    def __init__(self, graph: Graph, triton: bool) -> None:
+        self.graph, self.triton = graph, triton
+        self.count = 0
+        self.node: Node | None = None
+
+    def take(self, draws: int, inputs: Sequence[Node]) -> tuple[Node, ...]:
+        """The node, where a region with this many dropouts needs it."""
+        if not draws or not self.triton:
+            return ()
+        if self.node is None:
+            self.node = self.graph.call_function(draw_seeds_like, (inputs[0], 0))
+            self.node.meta = {
+                "op": Op("draw_seeds"), "dtype": torch.int64, "scalar": False,
+                "precision": Precision(None, None, None, Rule.KEEP, "seeds of the dropouts in fused regions"),
+            }  # fmt: skip
+        self.count += draws
+        return (self.node,)
+
+    def finish(self, position: dict[Node, int]) -> None:
+        """Now the number is known."""
+        if self.node is not None:
+            source = self.node.args[0]
+            self.node.args = (source, self.count)
+            position[self.node] = position.get(source, 0)  # type: ignore[arg-type]
+

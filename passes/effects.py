@@ -1,0 +1,92 @@
+"""What must keep its order though no argument says so: writes to memory and its readers, random numbers, unknown calls.
+
+A pass that moves nodes asks here first::
+
+    %a = add(%x, 1)
+    %r = rand_like(%a)
+    %_ = add_(%b, 1)           # writes %b
+    %v = view(%b, -1)          # reads it: stays after the write
+    %s = rand_like(%a)         # stays after %r, for the same numbers from the same seed
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from torch.fx import Graph, Node
+
+from fxprec.errors import InvariantError
+from fxprec.passes.aliases import alias_roots, written_roots
+from fxprec.passes.ir import Op
+from fxprec.passes.op_table import rule_of
+from fxprec.passes.row_operations import is_row_operation
+
+__all__ = ["order_of_effects", "sort"]
+
+#: Parts of the names of ops that draw random numbers.
+_RANDOM: Final = (
+    "rand", "dropout", "region", "bernoulli", "multinomial", "normal_", "rrelu", "gumbel", "poisson", "exponential", "uniform",
+    "scaled_dot_product_attention", "multi_head_attention", "fractional_max_pool", "draw_seeds",
+)  # fmt: skip
+
+
+def order_of_effects(graph: Graph) -> dict[Node, list[Node]]:
+    """Node -> the nodes that must stay before it though it does not read them.
+
+    Row operations have none: their dropouts draw seeds of their own.
+    """
+    roots = alias_roots(graph)
+    written = written_roots(graph, roots)
+    last: dict[object, Node] = {}
+    order: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        touched: list[object] = [*dict.fromkeys(roots[n] for n in (node, *node.all_input_nodes) if roots[n] in written)]
+        if _has_effects(node):
+            touched.append("effects")
+        earlier = [last[what] for what in touched if what in last]
+        if earlier:
+            order[node] = earlier
+        last.update(dict.fromkeys(touched, node))
+    return order
+
+
+def sort(graph: Graph, order: Mapping[Node, Sequence[Node]], position: Mapping[Node, int]) -> None:
+    """Put each node after what it reads and what ``order`` names, else by position. ``order`` holds present nodes."""
+    waiting = {node: len({*node.all_input_nodes, *order.get(node, ())}) for node in graph.nodes}
+    followers: dict[Node, list[Node]] = {}
+    for node, earlier in order.items():
+        for each in dict.fromkeys(earlier):
+            if node not in each.users:
+                followers.setdefault(each, []).append(node)
+    names = {node: number for number, node in enumerate(graph.nodes)}
+    ready = [(position.get(node, 0), names[node], node) for node, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    sorted_nodes: list[Node] = []
+    while ready:
+        _, _, node = heapq.heappop(ready)
+        sorted_nodes.append(node)
+        for follower in (*node.users, *followers.get(node, ())):
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, (position.get(follower, 0), names[follower], follower))
+
+    if len(sorted_nodes) != len(waiting):
+        raise InvariantError(
+            f"fuse: {len(waiting) - len(sorted_nodes)} nodes wait for each other: a region is not convex. "
+            "This is a bug in fxprec: please report it, and convert with fuse=False meanwhile"
+        )
+    last = graph._root
+    for node in sorted_nodes:
+        last.append(node)
+        last = node
+
+
+def _has_effects(node: Node) -> bool:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    op: Op | None = node.meta.get("op")
+    if is_row_operation(node):
+        return False
+    return op is None or rule_of(op.name) is None or any(part in op.name for part in _RANDOM)

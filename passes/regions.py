@@ -1,0 +1,183 @@
+"""Find the regions of a graph: groups of row operations that can become one kernel each.
+
+Every node gets a level: the highest level of its inputs, plus one where it cannot be in one region with that input. Row
+operations that are connected and have one level form a region. A path that leaves a region never comes back, since
+levels only rise along it: regions are convex, so that no cycle arises when each becomes one node. It takes one walk.
+
+    %linear = linear(...)             level 0
+    %dropout = dropout(%linear)       level 1  |
+    %add = add(%x, %dropout)          level 1  |  one region: fused_dropout_add_layer_norm
+    %norm = layer_norm(%add)          level 1  |
+    %low = cast(%norm, bfloat16)      level 1  |
+    %linear_1 = linear(%low)          level 2
+    %add_1 = add(%add, %linear_1)     level 3     the next region, which reads %add
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.passes.aliases import alias_roots, written_roots
+from fxprec.passes.ir import Op, arg_nodes
+from fxprec.passes.row_operations import is_row_operation, reduced_dimensions
+
+__all__ = ["Region", "find_regions"]
+
+#: Nodes of a region. Larger kernels run out of registers.
+_MOST: Final = 64
+#: Ops in a region's name.
+_NAMED: Final = 5
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """Nodes that become one kernel, in the order of the graph.
+
+    Attributes:
+        nodes: of the region.
+        reduced: how many trailing dimensions its reductions run over; 0 without any.
+        shape: that its values broadcast to, as far as shapes are known; () otherwise.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    reduced: int = 0
+    shape: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """``fused_dropout_add_layer_norm``: its ops without casts, each once, the first of them."""
+        names = dict.fromkeys(op.name for node in self.nodes if (op := node.meta["op"]).name != "to")
+        return "_".join(["fused", *[*names][:_NAMED], *(["more"] if len(names) > _NAMED else [])])
+
+    @property
+    def inputs(self) -> list[Node]:
+        """What it reads, in the order of reading."""
+        inside = set(self.nodes)
+        return [*dict.fromkeys(s for node in self.nodes for _, s in arg_nodes(node) if s not in inside)]
+
+    @property
+    def outputs(self) -> list[Node]:
+        """Those of its nodes that others read."""
+        inside = set(self.nodes)
+        return [node for node in self.nodes if any(user not in inside for user in node.users)]
+
+
+def find_regions(graph: Graph, order: Mapping[Node, Sequence[Node]]) -> list[Region]:
+    """The regions of a graph that save memory traffic, in the order of their first nodes.
+
+    :param order: node -> nodes that must stay before it though it does not read them (``effects.order_of_effects``).
+    """
+    roots = alias_roots(graph)
+    written = written_roots(graph, roots)
+    level: dict[Node, int] = {}
+    region: dict[Node, Region] = {}
+    for node in graph.nodes:
+        sources = [*node.all_input_nodes, *order.get(node, ())]
+        joins = is_row_operation(node) and not any(roots[each] in written for each in (node, *sources))
+        own = Region([node], max(0, reduced_dimensions(node)), _shape(node)) if joins else None
+        level[node] = max((_after(source, own, level, region) for source in sources), default=0)
+        if own is None:
+            continue
+        parts = dict.fromkeys(region[s] for s in sources if s in region and level[s] == level[node])
+        joined = _merged([*parts, own])
+        if joined is None:  # it could join either of two regions, not both
+            level[node] += 1
+            joined = own
+        region[node] = joined
+        for part in parts:
+            if part is not joined and joined is not own:
+                region.update(dict.fromkeys(part.nodes, joined))
+    for node in reversed(graph.nodes):
+        if node in region and len(region[node].nodes) == 1:
+            _sink(node, region)
+    found = dict.fromkeys(region[node] for node in graph.nodes if node in region)
+    for each in found:
+        each.nodes.sort()
+    return [each for each in found if _saves(each)]
+
+
+def _sink(node: Node, region: dict[Node, Region]) -> None:
+    """Move a lone node into the one region that reads it. Its level is lower: nothing it reads depends on that region."""
+    readers = {region.get(user): None for user in node.users}
+    (reader,) = readers if len(readers) == 1 else (None,)
+    if reader is None:
+        return
+    joined = _merged([reader, region[node]])
+    if joined is not None:
+        for member in (node, *reader.nodes):
+            region[member] = joined
+
+
+def _after(source: Node, own: Region | None, level: dict[Node, int], region: dict[Node, Region]) -> int:
+    """The level of a node that comes after ``source``, for all that this edge says."""
+    other = region.get(source)
+    if own is None:
+        return level[source] + (other is not None)
+    return level[source] + (other is None or _together(other, own) is None)
+
+
+def _merged(parts: list[Region]) -> Region | None:
+    """All of them as one region, which is the largest of them; None where that cannot be."""
+    reduced, shape, size = 0, (), 0
+    for each in parts:
+        together = _together(Region([], reduced, shape), each)
+        size += len(each.nodes)
+        if together is None or size > _MOST:
+            return None
+        reduced, shape = together
+    largest = max(parts, key=lambda each: len(each.nodes))
+    for each in parts:
+        if each is not largest:
+            largest.nodes += each.nodes
+    largest.reduced, largest.shape = reduced, shape
+    return largest
+
+
+def _together(a: Region, b: Region) -> tuple[int, tuple[int, ...]] | None:
+    """(reduced, shape) of both as one region; None where that cannot be."""
+    if len(a.nodes) + len(b.nodes) > _MOST or (a.reduced and b.reduced and a.reduced != b.reduced):
+        return None
+    if not a.shape or not b.shape or a.shape == b.shape:
+        return a.reduced or b.reduced, a.shape or b.shape
+    try:
+        shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
+    except RuntimeError:
+        return None
+    return (a.reduced or b.reduced, shape) if shape in (a.shape, b.shape) else None
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    """The shape that the node computes in, where it is known: of a reduction that of its input."""
+    value = node.meta.get("val")
+    if reduced_dimensions(node):
+        source = node.args[0]
+        value = source.meta.get("val") if isinstance(source, Node) else None
+    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return ()
+    return tuple(value.shape)
+
+
+def _saves(region: Region) -> bool:
+    """Whether something that was written and read again stays in registers, and the outputs are what kernels store."""
+    if len(region.nodes) < 2 or all(_op(node).name == "to" for node in region.nodes):
+        return False
+    return not region.shape or all(_stored(node, region) for node in region.outputs)
+
+
+def _stored(node: Node, region: Region) -> bool:
+    """An output spans all the rows: it has the region's shape, or what a reduction leaves of it."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return True
+    shape = tuple(value.shape)
+    rows = region.shape[: len(region.shape) - region.reduced]
+    return shape == region.shape or (bool(region.reduced) and shape in (rows, rows + (1,) * region.reduced))
+
+
+def _op(node: Node) -> Op:
+    return node.meta["op"]

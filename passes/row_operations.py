@@ -1,0 +1,114 @@
+"""Which nodes a fused region may hold: row operations, as far as the graph alone can tell.
+
+A row operation is pointwise, or reduces over the last dimensions. What shapes decide (does it broadcast as rows and
+columns do?) is found out at the first call; what arguments decide is found out here, so that one unusual call does not
+cost a region its kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, Final
+
+import torch
+from torch.fx import Node
+
+from fxprec.kernels.rows.lowering import LOWERINGS, ROW_REDUCTIONS
+from fxprec.passes.ir import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes
+
+__all__ = ["is_row_operation", "reduced_dimensions"]
+
+#: Keyword arguments that may be there, and what they must be.
+_ALLOWED: Final = {"inplace": (False, True), "out": (None,), "rounding_mode": (None,)}
+_EXPONENTS: Final = frozenset({1.0, 2.0, 3.0, 4.0, -1.0, -2.0, -3.0, -4.0, 0.5, -0.5, 1.5})
+_CASTS_TO: Final = CASTABLE
+#: Dtypes of tensors that kernels load.
+_LOADED: Final = CASTABLE | {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+
+
+def is_row_operation(node: Node) -> bool:
+    """Whether a row program can compute this node, if its shapes allow it."""
+    op: Op | None = node.meta.get("op")
+    if op is None or op.in_place or node.op not in ("call_function", "call_method"):
+        return False
+    if not _is_loaded(node.meta.get("dtype"), results=True) or not _reads_tensors(node):
+        return False
+    if op.name == "to":
+        return _is_plain_cast(node)
+    if op.name == "dropout":
+        return _binds(_dropout, node)
+    if op.name not in LOWERINGS or not _binds(LOWERINGS[op.name], node):
+        return False
+    if op.name in ROW_REDUCTIONS:
+        return reduced_dimensions(node) > 0
+    if op.name == "pow":
+        exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent")
+        return isinstance(node.args[0], Node) and isinstance(exponent, int | float) and float(exponent) in _EXPONENTS
+    if op.name in ("clone", "contiguous"):
+        return len(node.args) == 1 and not node.kwargs
+    return True
+
+
+def reduced_dimensions(node: Node) -> int:
+    """How many trailing dimensions the node reduces over; 0 for none, -1 where it is others or nobody knows."""
+    op: Op | None = node.meta.get("op")
+    if op is None or op.name not in ROW_REDUCTIONS:
+        return 0
+    position = ROW_REDUCTIONS[op.name]
+    if position is None:
+        shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+        return len(shape) if isinstance(shape, tuple | list) else -1
+    default = 1 if op.name == "normalize" else None
+    dim: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
+    dims = [dim] if isinstance(dim, int) else [*dim] if isinstance(dim, tuple | list) else []
+    if not dims or not all(isinstance(d, int) for d in dims):
+        return -1
+    value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
+    if isinstance(value, torch.Tensor):
+        dims = [d - value.dim() if d >= 0 else d for d in dims]
+    return len(dims) if sorted(dims) == [*range(-len(dims), 0)] else -1
+
+
+def _is_loaded(info: Any, results: bool) -> bool:
+    return info is UNKNOWN or (info in CASTABLE or info is torch.bool if results else info in _LOADED)
+
+
+def _reads_tensors(node: Node) -> bool:
+    sources = [source for _, source in arg_nodes(node)]
+    return bool(sources) and all(
+        source.meta.get("dtype") is not NON_TENSOR and _is_loaded(source.meta.get("dtype"), results=False)
+        for source in sources
+    )
+
+
+def _is_plain_cast(node: Node) -> bool:
+    """From one float dtype to another, on the same device and always a cast."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or node.kwargs.keys() - {"dtype"}:
+        return False
+    if source.op == "get_attr" and not node.meta.get("in_registers"):
+        return False  # a weight's shadow stands in its place
+    if not all(isinstance(argument, torch.dtype) for argument in node.args[1:]):
+        return False
+    return node.meta.get("dtype") in CASTABLE or node.meta.get("dtype") is UNKNOWN
+
+
+def _dropout(call: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
+    """The arguments of dropout that a region knows."""
+
+
+def _binds(function: Any, node: Node) -> bool:
+    """Whether the lowering has these arguments, with no nested tensors among them and nothing unusual."""
+    try:
+        _signature(function).bind(None, *node.args, **node.kwargs)
+    except TypeError:
+        return False
+    if any(value not in _ALLOWED.get(key, (value,)) for key, value in node.kwargs.items() if not isinstance(value, Node)):
+        return False
+    return not any(isinstance(arg, tuple | list) and any(isinstance(a, Node) for a in arg) for arg in node.args)
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)

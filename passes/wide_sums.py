@@ -1,0 +1,41 @@
+"""Let native sums that accumulate in FP32 read low-precision input, so that no FP32 copy is materialised.
+
+Before::
+
+    %a: bfloat16 = linear(%x, %w)
+    %mean: float32 = mean(%a, -1)                          # reads bfloat16, computes float32
+
+After::
+
+    %a: bfloat16 = linear(%x, %w)
+    %mean: float32 = mean(%a, -1, dtype=torch.float32)     # accumulates and puts out FP32, reads BF16
+
+Norms need no rewriting: batch, layer and group norm take low input beside FP32 weights as they are, and ``decide`` gave
+them free ports where the device has such a kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from fxprec.passes.ir import Op, Precision
+from fxprec.passes.op_table import rule_of
+
+__all__ = ["accumulate_wide"]
+
+
+def accumulate_wide(gm: GraphModule) -> bool:
+    """Give sums and means that read low their accumulation dtype. Says whether there were any."""
+    changed = False
+    for node in gm.graph.nodes:
+        op: Op | None = node.meta.get("op")
+        precision: Precision | None = node.meta.get("precision")
+        row = rule_of(op.name) if op is not None else None
+        if row is None or not row.dtype_keyword or precision is None or precision.reads is precision.output:
+            continue
+        if precision.reads is not None and precision.output is torch.float32 and node.kwargs.get("dtype") is None:
+            node.kwargs = {**node.kwargs, "dtype": torch.float32}
+            node.meta["fused"] = "accumulates in FP32 while it reads low"
+            changed = True
+    return changed
