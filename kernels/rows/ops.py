@@ -28,7 +28,7 @@ def launch_forward(plan: Plan, inputs: Sequence[Tensor], seeds: Tensor | None, s
 def launch_backward(
     plan: Plan, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
 ) -> list[Tensor]:
-    """Gradients of the wanted inputs of a plan."""
+    """What the backward kernel of a plan stores."""
     if torch._C._len_torch_dispatch_stack() > 0:
         return torch.ops.fxprec.region_backward(list(saved), list(cotangents), seeds, seed, _number(plan))
     return plan.backward(saved, cotangents, seeds, seed)

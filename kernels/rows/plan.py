@@ -89,19 +89,51 @@ class Plan:
     def backward(
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
     ) -> list[Tensor]:
-        """A gradient for each wanted input, in the input's shape and dtype."""
+        """What the backward kernel stores: gradients that are no column partials, then the partials of the others.
+
+        :param cotangents: as ``laid_out`` gives them.
+        """
+        made = self.empty_gradients()
+        launch = self.backward_launch
+        partials = made[-1] if launch.partials else None
+        tensors = made[:-1] if launch.partials else made
+        launch((*saved, *cotangents, *tensors), seeds, seed, partials)
+        return made
+
+    def laid_out(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the outputs in the strides of the outputs, as the kernel walks them: copied where they differ."""
         bw = self.derived.backward
         assert bw is not None
-        given = [_laid(c, self.outputs[n]) for c, n in zip(cotangents, bw.cotangents, strict=True)]
-        made = [None if spec is None else spec.empty(self.device) for spec in self.gradients]
+        return [_laid(c, self.outputs[n]) for c, n in zip(cotangents, bw.cotangents, strict=True)]
+
+    def finished(self, made: Sequence[Tensor]) -> list[Tensor]:
+        """A gradient for each wanted input, in its shape and dtype, from what ``backward`` gave."""
+        bw = self.derived.backward
+        assert bw is not None
+        sums: Tensor | None = None
+        if self.backward_launch.partials:
+            sums = made[-1].sum(0) if len(made[-1]) > 1 else made[-1][0]
+        stored, results, offset = iter(made), [], 0
+        for n, store in zip(bw.wanted, bw.program.stores, strict=True):
+            spec = self.inputs[n]
+            if store.partial:
+                assert sums is not None
+                width = bw.program.columns if store.columns else 1
+                gradient = self._column_shaped(sums.narrow(0, offset, width), spec)
+                offset += width
+            else:
+                gradient = next(stored)
+                gradient = gradient if gradient.shape == spec.shape else gradient.sum_to_size(spec.shape)
+            results.append(gradient.to(spec.dtype))
+        return results
+
+    def empty_gradients(self) -> list[Tensor]:
+        """What ``backward`` gives, without numbers."""
+        made = [spec.empty(self.device) for spec in self.gradients if spec is not None]
         launch = self.backward_launch
-        partials = None
         if launch.partials:
-            partials = torch.empty((launch.grid[0], launch.partials), dtype=torch.float32, device=self.device)
-        launch((*saved, *given, *(m for m in made if m is not None)), seeds, seed, partials)
-        if partials is not None:
-            partials = partials.sum(0) if len(partials) > 1 else partials[0]
-        return self._finished(made, partials)
+            made.append(torch.empty((launch.grid[0], launch.partials), dtype=torch.float32, device=self.device))
+        return made
 
     def eager_backward(
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
@@ -139,23 +171,6 @@ class Plan:
         back = sorted(range(len(shape)), key=[*others, *order].index)
         return x.reshape([1] * len(others) + [shape[d] for d in order]).permute([*back])
 
-    def _finished(self, made: Sequence[Tensor | None], sums: Tensor | None) -> list[Tensor]:
-        bw = self.derived.backward
-        assert bw is not None
-        results, offset = [], 0
-        for n, gradient, store in zip(bw.wanted, made, bw.program.stores, strict=True):
-            spec = self.inputs[n]
-            if gradient is None:
-                assert sums is not None
-                width = bw.program.columns if store.columns else 1
-                gradient = sums.narrow(0, offset, width)
-                offset += width
-                gradient = self._column_shaped(gradient, spec)
-            elif gradient.shape != spec.shape:
-                gradient = gradient.sum_to_size(spec.shape)
-            results.append(gradient.to(spec.dtype))
-        return results
-
     def _column_shaped(self, x: Tensor, spec: Spec) -> Tensor:
         """Columns, which lie in the layout's order, in the shape of an input that varies along nothing else."""
         rank, own = len(self.layout.shape), len(spec.shape)
@@ -164,16 +179,6 @@ class Plan:
             return x.reshape(spec.shape)
         back = sorted(range(len(dims)), key=lambda i: dims[i])
         return x.reshape([self.layout.shape[d] for d in dims]).permute(back).reshape(spec.shape)
-
-    def empty_gradients(self) -> list[Tensor]:
-        """What ``backward`` gives, without numbers."""
-        bw = self.derived.backward
-        assert bw is not None
-        return [
-            torch.empty(self.inputs[n].shape, dtype=self.inputs[n].dtype, device=self.device) if spec is None
-            or spec.shape != self.inputs[n].shape else spec.empty(self.device)
-            for n, spec in zip(bw.wanted, self.gradients, strict=True)
-        ]  # fmt: skip
 
     # -- launches, each made when it is first wanted -----------------------------------------------------------------
 

@@ -155,7 +155,8 @@ class _Run(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradients = plan.eager_backward(ctx.saved_tensors, cotangents, ctx.seeds, ctx.region.seed)
         else:
-            gradients = launch_backward(plan, ctx.saved_tensors, cotangents, ctx.seeds, ctx.region.seed)
+            given = plan.laid_out(cotangents)
+            gradients = plan.finished(launch_backward(plan, ctx.saved_tensors, given, ctx.seeds, ctx.region.seed))
         for n, gradient in zip(bw.wanted, gradients, strict=True):
             found[n] = gradient
         return (None, None, None, *found)
