@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ def refuse_unfit(model: Any, settings: Settings) -> None:
                 "Convert outside of it, and leave the autocast context away when training"
             )
     _refuse_unfinished(settings)
+    _refuse_no_kernels(settings)
     if isinstance(model, nn.Module):
         _refuse_module(model)
         _refuse_weights(type(model).__name__, {**dict(model.named_parameters()), **dict(model.named_buffers())})
@@ -78,13 +80,26 @@ def _refuse_unfinished(settings: Settings) -> None:
             "lower='pays' comes with the cost model of devices, which this version does not have: "
             "use lower='always', and Policy.override to leave single modules in FP32"
         )
-    if settings.fuse is True:
-        found = "is" if torch.cuda.is_available() else "is not"
-        raise ConversionError(
-            "fuse=True wants fused Triton regions, which run on CUDA and which this version does not have (the "
-            f"parameters are on {settings.device!r}, CUDA {found} available): "
-            "use fuse='auto', which takes native mixed-precision kernels"
+
+
+def _refuse_no_kernels(settings: Settings) -> None:
+    """``fuse`` asks for regions, and there can be none."""
+    wanted = settings.fuse in (True, "aten") or isinstance(settings.fuse, Mapping)
+    if not wanted or settings.regions == "triton" or (settings.regions and settings.fuse is not True):
+        return
+    if settings.policy.level == "O0":
+        why = "level O0 is equal bit for bit, which no kernel of another order is: take O1"
+    elif settings.executor == "inductor":
+        why = "executor='inductor' fuses by itself: leave one of them out"
+    else:
+        lacks = (
+            "Triton is not installed" if find_spec("triton") is None else f"the parameters are on {settings.device!r}"
         )
+        why = (
+            f"{lacks}: Triton kernels run on CUDA. fuse='auto' takes native mixed-precision kernels there, "
+            "fuse='aten' forms the regions and runs them op by op"
+        )
+    raise ConversionError(f"fuse={settings.fuse!r}: {why}")
 
 
 def _refuse_module(model: nn.Module) -> None:

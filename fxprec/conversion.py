@@ -19,7 +19,8 @@ from fxprec.dynamic import DynamicGraphs
 from fxprec.errors import CaptureError, ConversionError, NotCapturedError
 from fxprec.net import Net, inside_net
 from fxprec.outputs import has_low_input, restore_dtypes
-from fxprec.passes.canonicalize import subgraphs
+from fxprec.passes.canonicalize import every_graph
+from fxprec.passes.fuse import region_names
 from fxprec.passes.runner import run_passes
 from fxprec.program import Program, lift
 from fxprec.settings import Settings
@@ -59,7 +60,7 @@ class Conversion:
         self.undo: Callable[[], None] | None = None
         self.start_over()
         self._warned_autocast = False
-        self._policy_checked = not settings.policy.overrides and not settings.policy.rules
+        self._policy_checked = not settings.policy.overrides and not settings.policy.rules and not settings.chooses
 
     def start_over(self) -> None:
         """Forget every capture: nothing was, or the forward is another one now."""
@@ -239,9 +240,10 @@ class Conversion:
         """Once graphs exist: raise PolicyError if an override matched nothing in any of them."""
         if self._policy_checked or not self.graphs:
             return
-        everything = [node for gm in self.graphs for graph in (gm, *subgraphs(gm)) for node in graph.graph.nodes]
+        everything = [node for gm in self.graphs for graph in every_graph(gm) for node in graph.graph.nodes]
         ops = {node.meta["op"].name for node in everything if "op" in node.meta}
         self.settings.policy.check_matches(ops, dict(module.named_modules()), {node.name for node in everything})
+        self.settings.check_regions([name for gm in self.graphs for name in region_names(gm)])
         self._policy_checked = True
 
     def refuse_if_frozen(self, what: str) -> None:

@@ -21,7 +21,7 @@ from fxprec.module import attach, put_back
 from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
 from fxprec.program import Executor
-from fxprec.settings import Capture, Placement, Settings
+from fxprec.settings import Capture, Fuse, Placement, Settings
 from fxprec.warm_up import warm_up
 
 __all__ = ["Converted", "convert"]
@@ -49,7 +49,7 @@ def convert(
     policy: Policy | None = None,
     placement: Placement = "mincut",
     lower: Literal["always", "pays"] = "always",
-    fuse: bool | Literal["auto"] = "auto",
+    fuse: Fuse = "auto",
     capture: Capture = "auto",
     executor: Executor = "eager",
     keep_output_dtype: bool = True,
@@ -68,8 +68,9 @@ def convert(
         policy: a ``Policy``, which carries its level.
         placement: "mincut": the cheapest casts; "autocast": where torch.autocast has them.
         lower: "always". "pays" (leave an op in FP32 where lowering loses) is refused until there is a cost model.
-        fuse: "auto": native mixed kernels; False: none, every node stays visible. True (Triton regions) is refused
-            until there are some.
+        fuse: "auto": regions between matmuls become Triton kernels on CUDA, elsewhere native mixed kernels serve;
+            True: Triton regions, or an error; "aten": regions that run op by op, to look at; False: neither, every
+            node stays visible; ``{"fused_*gelu*": False}``: as "auto", but not the regions with such names.
         capture: "auto", "symbolic" (torch.fx, at once, no inputs) or "dynamo" (at the first call).
         executor: "eager" runs the rewritten graph, "inductor" compiles it.
         keep_output_dtype: outputs keep the dtypes of the original program.
@@ -82,7 +83,8 @@ def convert(
         ValueError: an unknown level, dtype, placement, capture or executor; PolicyError for a policy that disagrees
             with the level or matches nothing.
         ConversionError: converted already; wrapped in DDP, FSDP or DataParallel; only low, quantized or complex
-            weights; an active torch.autocast; ``lower="pays"`` or ``fuse=True``. The model is left as it was.
+            weights; an active torch.autocast; ``lower="pays"``; ``fuse=True`` where no kernel runs. The model is
+            left as it was.
         CaptureError: ``capture="symbolic"`` and the forward depends on data; names the line.
 
     Sources: DESIGN of torch.autocast (https://docs.pytorch.org/docs/stable/amp.html); Micikevicius et al.,

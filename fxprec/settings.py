@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
 
+from fxprec.errors import PolicyError
 from fxprec.passes.context import Context
 from fxprec.passes.policy import Policy
+from fxprec.passes.policy_terms import did_you_mean
 from fxprec.program import Executor
 
 __all__ = ["Settings", "one_of"]
 
 Capture = Literal["auto", "symbolic", "dynamo"]
 Placement = Literal["mincut", "autocast"]
+#: See ``convert``. A mapping says of single regions, by patterns of their names, whether to fuse them.
+Fuse = bool | Literal["auto", "aten"] | Mapping[str, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,8 @@ class Settings:
     """What a conversion was asked to do; picklable, so that a saved or copied model can redo it.
 
     Raises:
-        ValueError: an unknown dtype, placement, capture, executor or ``lower``; says which there are and the nearest.
+        ValueError: an unknown dtype, placement, capture, executor, ``lower`` or ``fuse``; says which there are and the
+            nearest.
     """
 
     policy: Policy
@@ -31,7 +38,7 @@ class Settings:
     device: str = "cpu"
     placement: Placement = "mincut"
     lower: Literal["always", "pays"] = "always"
-    fuse: bool | Literal["auto"] = "auto"
+    fuse: Fuse = "auto"
     capture: Capture = "auto"
     executor: Executor = "eager"
     keep_output_dtype: bool = True
@@ -41,7 +48,7 @@ class Settings:
         one_of("capture", self.capture, get_args(Capture))
         one_of("executor", self.executor, get_args(Executor))
         one_of("lower", self.lower, ("always", "pays"))
-        one_of("fuse", self.fuse, (True, False, "auto"))
+        self._check_fuse()
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
                 f"dtype={self.dtype!r}: models are lowered to torch.float16 or torch.bfloat16; "
@@ -57,7 +64,51 @@ class Settings:
             device=self.device,
             keep_output_dtype=self.keep_output_dtype,
             native_mixed=self.fuse is not False,
+            regions=self.regions,
+            region_choices=tuple(self.fuse.items()) if isinstance(self.fuse, Mapping) else (),
         )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether single regions are named."""
+        return isinstance(self.fuse, Mapping)
+
+    def check_regions(self, names: Sequence[str]) -> None:
+        """Raise PolicyError for a pattern in ``fuse`` that names none of the regions that formed."""
+        for pattern in self.fuse if isinstance(self.fuse, Mapping) else ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise PolicyError(
+                    f"fuse: {pattern!r} names no region{did_you_mean(pattern, names)}; "
+                    f"there are {', '.join(sorted(names)) or 'none'}"
+                )
+
+    @property
+    def regions(self) -> Literal["", "aten", "triton"]:
+        """How fused regions run; "" for none."""
+        if self.fuse is False or self.policy.level == "O0" or self.executor == "inductor":
+            return ""
+        if self.fuse == "aten":
+            return "aten"
+        if (self.device == "cuda" or self.fuse != "auto") and _runs_kernels(self.device):
+            return "triton"
+        return "aten" if isinstance(self.fuse, Mapping) else ""
+
+    def _check_fuse(self) -> None:
+        if not isinstance(self.fuse, Mapping):
+            return one_of("fuse", self.fuse, (True, False, "auto", "aten"))
+        for pattern, yes in self.fuse.items():
+            if not isinstance(pattern, str) or not isinstance(yes, bool):
+                raise ValueError(
+                    f"fuse={{{pattern!r}: {yes!r}}}: give patterns of region names and True or False, such as "
+                    "{'fused_*gelu*': False}; fxprec.report lists the names"
+                )
+        return None
+
+
+def _runs_kernels(device: str) -> bool:
+    from fxprec.kernels.triton_support import can_launch  # which loads Triton
+
+    return can_launch(torch.device(device))
 
 
 def one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:

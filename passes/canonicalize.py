@@ -28,6 +28,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import GraphModule, Node
 
+from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.context import Context
 from fxprec.passes.in_place import is_in_place, must_not_write, out_by_copy, write_by_copy
 from fxprec.passes.ir import Op, PassResult
@@ -79,7 +80,8 @@ def body_of(gm: GraphModule, node: Node) -> GraphModule | None:
     if node.op == "get_attr" and "." not in str(node.target):
         value = getattr(gm, str(node.target), None)
         return value if isinstance(value, GraphModule) else None
-    return getattr(gm, str(node.target)).graph_module if node.op == "call_module" else None
+    called = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return called.graph_module if isinstance(called, FusedRegion) else None
 
 
 def every_graph(gm: GraphModule) -> Iterator[GraphModule]:

@@ -25,7 +25,7 @@ class Context:
         keep_output_dtype: cast module outputs back to the dtype of the original program.
         native_mixed: norms, sums and means may read low input in their native mixed kernels.
         regions: "triton": fused regions that run as kernels; "aten": fused regions whose ops run one by one; "": none.
-        region_choices: (pattern of region names, whether to fuse them); the last match wins, without one they are fused.
+        region_choices: (pattern of region names, whether to fuse them); the last match wins, without one: yes.
     """
 
     low: torch.dtype

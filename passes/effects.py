@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from torch.fx import Graph, Node
 
@@ -27,7 +27,7 @@ __all__ = ["order_of_effects", "sort"]
 
 #: Parts of the names of ops that draw random numbers.
 _RANDOM: Final = (
-    "rand", "dropout", "region", "bernoulli", "multinomial", "normal_", "rrelu", "gumbel", "poisson", "exponential", "uniform",
+    "rand", "dropout", "bernoulli", "multinomial", "normal_", "rrelu", "gumbel", "poisson", "exponential", "uniform",
     "scaled_dot_product_attention", "multi_head_attention", "fractional_max_pool", "draw_seeds",
 )  # fmt: skip
 
@@ -39,16 +39,16 @@ def order_of_effects(graph: Graph) -> dict[Node, list[Node]]:
     """
     roots = alias_roots(graph)
     written = written_roots(graph, roots)
-    last: dict[object, Node] = {}
+    last: dict[Any, Node] = {}
     order: dict[Node, list[Node]] = {}
-    for node in graph.nodes:
-        touched: list[object] = [*dict.fromkeys(roots[n] for n in (node, *node.all_input_nodes) if roots[n] in written)]
+    for node in [*graph.nodes]:
+        touched: list[Any] = [*dict.fromkeys(roots[n] for n in (node, *node.all_input_nodes) if roots[n] in written)]
         if _has_effects(node):
             touched.append("effects")
         earlier = [last[what] for what in touched if what in last]
         if earlier:
             order[node] = earlier
-        last.update(dict.fromkeys(touched, node))
+        last |= dict.fromkeys(touched, node)
     return order
 
 

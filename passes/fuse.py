@@ -29,7 +29,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.kernels.rows.region import FusedRegion
-from fxprec.passes.canonicalize import subgraphs
+from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.context import Context
 from fxprec.passes.effects import order_of_effects, sort
 from fxprec.passes.functional import make_functional
@@ -39,7 +39,7 @@ from fxprec.passes.seeds import draw_seeds_like
 from fxprec.passes.split_bias import put_back, split_biases
 from fxprec.passes.wide_sums import accumulate_wide
 
-__all__ = ["fuse"]
+__all__ = ["fuse", "region_names"]
 
 
 def fuse(gm: GraphModule, context: Context) -> PassResult:
@@ -54,6 +54,11 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
         changed |= formed
         declined += reasons
     return PassResult(gm, accumulate_wide(gm) or changed, tuple(declined))
+
+
+def region_names(gm: GraphModule) -> list[str]:
+    """Of all the regions that were found in a graph and the bodies it calls, fused or not."""
+    return [name for graph in every_graph(gm) for name in graph.meta.get("region_names", ())]
 
 
 def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
@@ -72,6 +77,7 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
         elif not split.bias.users and split.bias.op != "get_attr":
             graph.erase_node(split.bias)
     declined = [f"{names[region]}: fuse says no" for region in found if region not in chosen]
+    gm.meta["region_names"] = [*names.values()]
     if not chosen:
         return False, declined
     position = {node: number for number, node in enumerate(graph.nodes)}
@@ -91,7 +97,7 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
 def _replace(gm: GraphModule, region: Region, name: str, triton: bool, seeds: _Seeds) -> Node:
     """Put a call of a FusedRegion in the place of a region's nodes."""
     graph, inputs, outputs = gm.graph, region.inputs, region.outputs
-    inner = _graph_module(gm, region, inputs, outputs)
+    inner = _graph_module(name, region, inputs, outputs)
     draws = sum(map(_is_dropout, region.nodes))
     module = FusedRegion(name, inner, draws, seeds.count, triton)
     gm.add_submodule(name, module)
@@ -115,14 +121,17 @@ def _replace(gm: GraphModule, region: Region, name: str, triton: bool, seeds: _S
     return call
 
 
-def _graph_module(gm: GraphModule, region: Region, inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
+def _graph_module(name: str, region: Region, inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
     graph = Graph()
     values: dict[Node, Node] = {}
     for source in inputs:
         values[source] = graph.placeholder(source.name)
-        values[source].meta = {key: value for key, value in source.meta.items() if key not in ("op", "inserted", "kind")}
+        values[source].meta = {
+            key: value for key, value in source.meta.items() if key not in ("op", "inserted", "kind")
+        }
     for node in region.nodes:
         values[node] = graph.node_copy(node, values.__getitem__)
+        values[node].meta |= {"in_region": "stored" if node in outputs else "kept", "region": name}
     end = graph.output(tuple(values[node] for node in outputs))
     end.meta["precision"] = Precision(None, None, None, Rule.FOLLOW, "read by the graph around")
     return GraphModule(torch.nn.Module(), graph, class_name="Region")
@@ -130,7 +139,9 @@ def _graph_module(gm: GraphModule, region: Region, inputs: Sequence[Node], outpu
 
 def _meta(outputs: Sequence[Node], region: Region) -> dict[str, Any]:
     first = outputs[0]
-    kept = {key: region.nodes[-1].meta[key] for key in ("nn_module_stack", "stack_trace") if key in region.nodes[-1].meta}
+    kept = {
+        key: region.nodes[-1].meta[key] for key in ("nn_module_stack", "stack_trace") if key in region.nodes[-1].meta
+    }
     if len(outputs) == 1:
         kept |= {key: first.meta[key] for key in ("dtype", "numel", "val", "scalar") if key in first.meta}
         output = first.meta["precision"].output
@@ -198,4 +209,3 @@ class _Seeds:
             source = self.node.args[0]
             self.node.args = (source, self.count)
             position[self.node] = position.get(source, 0)  # type: ignore[arg-type]
-

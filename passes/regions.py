@@ -51,7 +51,8 @@ class Region:
     @property
     def name(self) -> str:
         """``fused_dropout_add_layer_norm``: its ops without casts, each once, the first of them."""
-        names = dict.fromkeys(op.name for node in self.nodes if (op := node.meta["op"]).name != "to")
+        ops = ("bias" if "bias_of" in node.meta else _op(node).name for node in self.nodes)
+        names = dict.fromkeys(name for name in ops if name != "to")
         return "_".join(["fused", *[*names][:_NAMED], *(["more"] if len(names) > _NAMED else [])])
 
     @property
@@ -102,7 +103,7 @@ def find_regions(graph: Graph, order: Mapping[Node, Sequence[Node]]) -> list[Reg
 
 
 def _sink(node: Node, region: dict[Node, Region]) -> None:
-    """Move a lone node into the one region that reads it. Its level is lower: nothing it reads depends on that region."""
+    """Move a lone node into the one region that reads it, on which nothing depends that the node reads: it is lower."""
     readers = {region.get(user): None for user in node.users}
     (reader,) = readers if len(readers) == 1 else (None,)
     if reader is None:

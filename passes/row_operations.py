@@ -44,7 +44,8 @@ def is_row_operation(node: Node) -> bool:
         return reduced_dimensions(node) > 0
     if op.name == "pow":
         exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent")
-        return isinstance(node.args[0], Node) and isinstance(exponent, int | float) and float(exponent) in _EXPONENTS
+        base: Any = node.args[0] if node.args else node.kwargs.get("input")
+        return isinstance(base, Node) and isinstance(exponent, int | float) and float(exponent) in _EXPONENTS
     if op.name in ("clone", "contiguous"):
         return len(node.args) == 1 and not node.kwargs
     return True
@@ -104,7 +105,8 @@ def _binds(function: Any, node: Node) -> bool:
         _signature(function).bind(None, *node.args, **node.kwargs)
     except TypeError:
         return False
-    if any(value not in _ALLOWED.get(key, (value,)) for key, value in node.kwargs.items() if not isinstance(value, Node)):
+    options = {key: value for key, value in node.kwargs.items() if not isinstance(value, Node)}
+    if any(value not in _ALLOWED.get(key, (value,)) for key, value in options.items()):
         return False
     return not any(isinstance(arg, tuple | list) and any(isinstance(a, Node) for a in arg) for arg in node.args)
 

@@ -14,7 +14,7 @@ gradient comes out of the same pass. ``put_back`` undoes it where no region came
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.fx import Graph, Node
@@ -75,6 +75,7 @@ def _split(graph: Graph, product: Node, bias: Node, behind: int) -> SplitBias:
     added.update_arg(1, parameter)
     added.meta = {key: value for key, value in product.meta.items() if key != "in_registers"} | {
         "op": Op("add"),
+        "bias_of": product.name,
         "precision": Precision(None, torch.float32, low, Rule.PROMOTE, f"the bias of {product.name}"),
     }
     _set_bias(product, None)
@@ -101,7 +102,7 @@ def _set_bias(product: Node, bias: Node | None) -> None:
         product.update_kwarg("bias", bias)
 
 
-def _shaped(source: Node, shape: tuple[int, ...]) -> dict[str, object]:
+def _shaped(source: Node, shape: tuple[int, ...]) -> dict[str, Any]:
     value = source.meta.get("val")
     known = {"val": value.reshape(shape)} if isinstance(value, torch.Tensor) and len(shape) > 1 else {}
     kept = {k: source.meta[k] for k in ("nn_module_stack", "stack_trace", "numel", "val", "dtype") if k in source.meta}

@@ -81,7 +81,7 @@ def activations(nodes: Iterable[Node]) -> Activations:
             if numel is None:
                 sums["unknown"] += 1
                 continue
-            size = numel * (now or before).itemsize
+            size = 0 if node.meta.get("in_region") == "kept" else numel * (now or before).itemsize
             sums["values"] += 1
             sums["rewritten"] += size
             if is_inserted(node):
@@ -93,7 +93,7 @@ def activations(nodes: Iterable[Node]) -> Activations:
 
 def _writes_memory(node: Node) -> bool:
     op: Op | None = node.meta.get("op")
-    if op is None or op.in_place or is_shadow(node):
+    if op is None or op.in_place or is_shadow(node) or op.name == "fused_region":
         return False
     row = rule_of(op.name)
     return row is None or not row.view or op.name == "to"

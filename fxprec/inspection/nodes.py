@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxprec.module import graphs, is_converted
+from fxprec.passes.canonicalize import body_of
 from fxprec.passes.casts import CASTS, cast
 from fxprec.passes.ir import Op, Precision, dtype_name, module_path
 from fxprec.passes.policy_terms import did_you_mean
@@ -68,12 +69,19 @@ def annotated_graphs(gm: GraphModule) -> bool:
 
 
 def places(graph: int, gm: GraphModule, prefix: str = "") -> Iterator[Place]:
-    """Every node of a graph and, at the point where it is read, of each body that a higher-order op calls."""
+    """Every node of a graph and, at the point where it is read, of each body that a higher-order op calls.
+
+    The nodes of a fused region come before its own, under the names that they would have without it.
+    """
     seen: set[int] = set()
     for node in gm.graph.nodes:
+        body = body_of(gm, node)
+        if body is not None and node.op == "call_module":
+            yield from (
+                Place(graph, prefix + inner.name, inner) for inner in body.graph.nodes if "region" in inner.meta
+            )
         yield Place(graph, prefix + node.name, node)
-        body = getattr(gm, node.target, None) if node.op == "get_attr" and "." not in node.target else None
-        if isinstance(body, GraphModule) and id(body) not in seen:
+        if body is not None and node.op == "get_attr" and id(body) not in seen:
             seen.add(id(body))
             yield from places(graph, body, f"{prefix}{node.target}.")
 

@@ -25,6 +25,7 @@ from fxprec.inspection.nodes import (
     shown_dtype,
     source_line,
 )
+from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
 from fxprec.inspection.text import columns, plain, titled
 from fxprec.module import conversion_of, is_converted
 from fxprec.passes.ir import Precision, dtype_name, module_path
@@ -37,7 +38,11 @@ __all__ = ["Activations", "Explanation", "GraphReport", "Headline", "Report", "R
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One node. ``kind``: "op", "cast" (inserted, at every call), "shadow" (inserted cast of a weight) or "input"."""
+    """One node.
+
+    ``kind``: "op", "cast" (inserted, at every call), "shadow" (inserted cast of a weight), "absorbed" (an inserted cast
+    within a fused region, where it costs nothing), "region" or "input". ``region``: the fused region that it is in.
+    """
 
     node: str
     kind: str
@@ -48,6 +53,7 @@ class Row:
     rule: str
     why: str
     source: str
+    region: str = ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -58,6 +64,8 @@ class Headline:
         settings: level, dtype and placement; empty for a bare graph.
         computes: compute dtype -> nodes.
         casts: inserted casts that run at every call.
+        absorbed: inserted casts within fused regions, which cost nothing.
+        regions: what fused regions there are and how they run.
         shadow_casts: inserted casts of weights, in whose place shadows are read.
         folded: casts removed again.
         captures, graphs, breaks: how often a forward was captured, what came of it, and the graph breaks between.
@@ -70,8 +78,10 @@ class Headline:
     settings: str
     computes: Mapping[str, int]
     casts: int
+    absorbed: int
     shadow_casts: int
     folded: int
+    regions: str
     activations: Activations
     weights: Weights
     captures: int
@@ -94,8 +104,11 @@ class Headline:
         yield "computing", ", ".join(f"{number} in {dtype}" for dtype, number in self.computes.items()) or "no floats"
         yield (
             "casts",
-            f"{self.casts} inserted, {self.shadow_casts} of weights read as shadows instead, {self.folded} folded",
+            f"{self.casts} inserted, {self.shadow_casts} of weights read as shadows instead, {self.folded} folded"
+            + (f", {self.absorbed} within regions" if self.absorbed else ""),
         )
+        if self.regions:
+            yield "regions", self.regions
         yield "activations", str(self.activations) + (f" (all {self.graphs} graphs)" if self.graphs > 1 else "")
         yield "weights", str(self.weights)
         yield "graphs", f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}"
@@ -116,6 +129,7 @@ class GraphReport:
     rows: tuple[Row, ...]
     activations: Activations
     declined: tuple[str, ...]
+    regions: tuple[RegionReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -144,9 +158,11 @@ class Report:
             rows = (
                 (row.node, row.module, row.op, row.compute, row.output, row.rule, row.why, row.source)
                 for row in graph.rows
-                if row.kind != "shadow"
+                if row.kind not in ("shadow", "absorbed")
             )
             parts.append(titled(title, columns(names, rows)))
+            if graph.regions:
+                parts.append(titled("\nfused regions", columns(REGION_COLUMNS, map(region_cells, graph.regions))))
         return Group(*parts)
 
 
@@ -169,7 +185,7 @@ def report(model: nn.Module) -> Report:
         inputs = tuple(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
         rows = tuple(_row(place) for place in own if place.node.op not in ("get_attr", "output"))
         declined = tuple(short_paths(text) for text in gm.meta.get("declined", ()))
-        sections.append(GraphReport(inputs, rows, activations(place.node for place in own), declined))
+        sections.append(GraphReport(inputs, rows, activations(place.node for place in own), declined, regions_of(gm)))
     return Report(_headline(model, graphs, found, sections), tuple(sections))
 
 
@@ -186,6 +202,8 @@ def _headline(
         settings=f"{settings.policy.level}, {dtype_name(settings.dtype)}, {settings.placement}" if settings else "",
         computes=dict(Counter(row.compute for row in rows if row.compute != "-").most_common()),
         casts=kinds["cast"],
+        absorbed=kinds["absorbed"],
+        regions=region_line([region for section in sections for region in section.regions]),
         shadow_casts=kinds["shadow"],
         folded=sum(gm.meta.get("folded", 0) for gm in graphs),
         activations=sum((section.activations for section in sections), Activations()),
@@ -214,14 +232,17 @@ def _row(place: Place) -> Row:
         rule=rule if computes else "-",
         why=why,
         source=source_line(node),
+        region=node.meta.get("region", ""),
     )
 
 
 def _kind(node: Node) -> str:
     if node.op == "placeholder":
         return "input"
+    if node.op == "call_module":
+        return "region"
     if is_inserted(node):
-        return "shadow" if is_shadow(node) else "cast"
+        return "absorbed" if "in_region" in node.meta else "shadow" if is_shadow(node) else "cast"
     return "op"
 
 

@@ -15,7 +15,7 @@ from fxprec.kernels.rows.values import Builder, Operand, Value, walk
 
 __all__ = ["gradients"]
 
-Rule = Callable[[Builder, Value, Value], tuple[Operand | None, ...]]
+Rule = Callable[[Builder, Value, Operand], tuple[Operand | None, ...]]
 
 
 def gradients(

@@ -12,14 +12,19 @@ from torch import Tensor
 from fxprec.kernels.philox import keep_mask
 from fxprec.kernels.rows.layout import Layout
 from fxprec.kernels.rows.program import Program
-from fxprec.kernels.rows.values import REDUCTIONS, Operand, Value, walk
+from fxprec.kernels.rows.values import REDUCTIONS, Value, walk
 
 __all__ = ["evaluate"]
 
 
 def evaluate(
-    program: Program, layout: Layout, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int,
-    given: Mapping[Value, Tensor] | None = None, dtype: torch.dtype = torch.float32,
+    program: Program,
+    layout: Layout,
+    tensors: Sequence[Tensor],
+    seeds: Tensor | None,
+    seed: int,
+    given: Mapping[Value, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """What a program stores, as rows x columns (1 where it does not vary), not yet rounded to the dtypes of its stores.
 
@@ -38,7 +43,11 @@ def evaluate(
     results = []
     for store in program.stores:
         value = store.value
-        result = known[value] if isinstance(value, Value) else torch.full((1, 1), value, dtype=dtype, device=tensors[0].device)
+        result = (
+            known[value]
+            if isinstance(value, Value)
+            else torch.full((1, 1), value, dtype=dtype, device=tensors[0].device)
+        )
         if store.partial:
             result = result.expand(layout.rows, result.shape[1]).sum(0, keepdim=True)
         shape = (1 if store.partial or not store.rows else layout.rows, layout.columns if store.columns else 1)
@@ -46,24 +55,36 @@ def evaluate(
     return results
 
 
-def _apply(value: Value, arguments: list[Any], layout: Layout, seeds: Tensor | None, seed: int, dtype: torch.dtype) -> Any:
+def _apply(
+    value: Value, arguments: list[Any], layout: Layout, seeds: Tensor | None, seed: int, dtype: torch.dtype
+) -> Any:
     if value.op == "keep":
         assert seeds is not None
         number, p = value.attribute
         return keep_mask(seeds[seed + number], layout.rows, layout.columns, p)
     if value.op == "round":
         x = arguments[0]
-        return x + (x.to(value.attribute).to(dtype) - x).detach() if x.requires_grad else x.to(value.attribute).to(dtype)
+        return (
+            x + (x.to(value.attribute).to(dtype) - x).detach() if x.requires_grad else x.to(value.attribute).to(dtype)
+        )
     if value.op == "float":
         return arguments[0].to(dtype)
     if value.op in REDUCTIONS:
         x = arguments[0].expand(-1, layout.columns)
         return {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[value.op](x, 1, keepdim=True)
     if value.op == "where":
-        numbers = [a if isinstance(a, Tensor) else torch.tensor(a, dtype=dtype, device=arguments[0].device) for a in arguments[1:]]
+        numbers = [
+            a if isinstance(a, Tensor) else torch.tensor(a, dtype=dtype, device=arguments[0].device)
+            for a in arguments[1:]
+        ]
         return torch.where(arguments[0], *numbers)
     if value.op in ("maximum", "minimum"):
-        numbers = [a if isinstance(a, Tensor) else torch.tensor(a, dtype=dtype, device=seeds.device if seeds is not None else None) for a in arguments]
+        numbers = [
+            a
+            if isinstance(a, Tensor)
+            else torch.tensor(a, dtype=dtype, device=seeds.device if seeds is not None else None)
+            for a in arguments
+        ]
         return getattr(torch, value.op)(*numbers)
     return _OPS[value.op](*arguments)
 

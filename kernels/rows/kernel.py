@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxprec.kernels.rows.layout import Layout, merged
 from fxprec.kernels.rows.program import Program
-from fxprec.kernels.rows.source import Access, Form, emit, form_of
+from fxprec.kernels.rows.source import Access, Form, emit, form_of, reduction_levels
 from fxprec.kernels.triton_support import interpreting
 
 __all__ = ["Launch", "prepare"]
@@ -41,6 +41,7 @@ class Launch:
         numbers: the integer arguments after the pointers.
         draws: whether it reads seeds.
         partials: columns of the partial sums, 0 without any; their rows are grid[0].
+        passes: how often a row is read.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Launch:
     numbers: tuple[int, ...]
     draws: bool
     partials: int
+    passes: int = 1
     _compiled: dict[Any, Any] = field(default_factory=dict)
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int, partials: Tensor | None) -> None:
@@ -85,7 +87,7 @@ class Launch:
         return _built(self.name, self.source)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _built(name: str, source: str) -> Any:
     """The Triton kernel of a source, which is kept where Python looks for source that is in no file."""
     filename = f"<fxprec row program {next(_COUNT)}: {name}>"
@@ -142,7 +144,8 @@ def prepare(
         grid = (min(tiles, max(1, _resident(device) // across)) if form.persistent else tiles, across, 1)
     numbers = (columns if form.kind == "flat" else rows, *sizes[1:], *strides.values())
     draws = any(value.op == "keep" for value in program.values)
-    return Launch(name, source, form, grid, numbers, draws, width)
+    passes = 1 + len(reduction_levels(program)) if form.kind == "loop" else 1
+    return Launch(name, source, form, grid, numbers, draws, width, passes)
 
 
 def _resident(device: torch.device) -> int:
@@ -151,7 +154,7 @@ def _resident(device: torch.device) -> int:
     return _multiprocessors(device.index or 0) * _PER_MULTIPROCESSOR
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _multiprocessors(index: int) -> int:
     if not torch.cuda.is_available():
         return 132  # fake tensors of a device that is not there: an H100's

@@ -12,6 +12,7 @@ there is one row, and the program is *flat*.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> tuple
     """
     own = _broadcast(tuple(shape), tuple(strides), layout.shape)
     columns = layout.column_dims
-    for outer, inner in zip(columns, columns[1:], strict=False):
+    for outer, inner in itertools.pairwise(columns):
         if not _merge(own, outer, inner, layout.shape):
             raise Declined("a tensor whose columns are not evenly spaced in memory")
     return [own[d] for d in layout.row_dims], own[columns[-1]] if columns else 0
@@ -164,9 +165,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def _broadcast(own: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     missing = len(shape) - len(own)
-    return (0,) * missing + tuple(
-        stride if size != 1 else 0 for size, stride in zip(own, strides, strict=True)
-    )
+    return (0,) * missing + tuple(stride if size != 1 else 0 for size, stride in zip(own, strides, strict=True))
 
 
 def _merge(strides: tuple[int, ...], outer: int, inner: int, shape: tuple[int, ...]) -> bool:

@@ -1,6 +1,6 @@
 """What torch's functions mean in row programs: canonical op name -> a function over terms with the same arguments.
 
-A term is a value (or a number) with the shape that it has in torch. The formulas are torch's own, with its corner cases:
+A term is a value (or a number) with the shape that it has in torch. The formulas are torch's, with its corner cases:
 where a branch is not taken its gradient must not become 0 * inf, so arguments of exponentials are selected first.
 """
 
@@ -245,7 +245,9 @@ def _centred(c: Call, x: Term, dim: Any) -> tuple[Term, Term]:
     return centred, c.reduce("mean", c("mul", centred, centred), dim, True)
 
 
-def _var(c: Call, input: Term, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Term:  # fmt: skip
+def _var(
+    c: Call, input: Term, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> Term:
     correction = (1 if unbiased in (None, True) else 0) if correction is None else correction
     count = c.b.columns
     if count <= correction:
@@ -282,12 +284,12 @@ def _exponentials(c: Call, x: Term, dim: Any) -> tuple[Term, Term, Term]:
     return shifted, exponential, c.reduce("sum", exponential, dim, True)
 
 
-def _softmax(c: Call, input: Term, dim: Any = None, *_: Any, **__: Any) -> Term:
+def _softmax(c: Call, input: Term, dim: Any = None, *_unused: Any, **_options: Any) -> Term:
     _, exponential, total = _exponentials(c, input, dim)
     return c("div", exponential, total)
 
 
-def _log_softmax(c: Call, input: Term, dim: Any = None, *_: Any, **__: Any) -> Term:
+def _log_softmax(c: Call, input: Term, dim: Any = None, *_unused: Any, **_options: Any) -> Term:
     shifted, _, total = _exponentials(c, input, dim)
     return c("sub", shifted, c("log", total))
 

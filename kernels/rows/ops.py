@@ -6,35 +6,18 @@ A plan is named by its number, which holds in this process only: compilers and e
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxprec.kernels.rows.plan import Plan
+__all__ = ["number"]
 
-__all__ = ["launch_backward", "launch_forward"]
-
-_PLANS: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+_PLANS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def launch_forward(plan: Plan, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
-    """Outputs of a plan, and with ``keep`` its statistics."""
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, keep, _number(plan))
-    return plan.forward(inputs, seeds, seed, keep)
-
-
-def launch_backward(
-    plan: Plan, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
-) -> list[Tensor]:
-    """What the backward kernel of a plan stores."""
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return torch.ops.fxprec.region_backward(list(saved), list(cotangents), seeds, seed, _number(plan))
-    return plan.backward(saved, cotangents, seeds, seed)
-
-
-def _number(plan: Plan) -> int:
+def number(plan: Any) -> int:
+    """What names a ``Plan`` in a call of the ops, for as long as it lives."""
     _PLANS[id(plan)] = plan
     return id(plan)
 

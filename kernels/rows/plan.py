@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from fxprec.kernels.rows import ops
 from fxprec.kernels.rows import program as rp
 from fxprec.kernels.rows.evaluate import evaluate
 from fxprec.kernels.rows.kernel import Launch, prepare
@@ -79,6 +80,25 @@ class Plan:
 
     # -- running -----------------------------------------------------------------------------------------------------
 
+    @property
+    def number(self) -> int:
+        """What names it in a call of the ops."""
+        return ops.number(self)
+
+    def launch_forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
+        """``forward``, as an op where a dispatch mode is to see it."""
+        if torch._C._len_torch_dispatch_stack() > 0:
+            return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, keep, self.number)
+        return self.forward(inputs, seeds, seed, keep)
+
+    def launch_backward(
+        self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
+    ) -> list[Tensor]:
+        """``backward``, likewise."""
+        if torch._C._len_torch_dispatch_stack() > 0:
+            return torch.ops.fxprec.region_backward(list(saved), list(cotangents), seeds, seed, self.number)
+        return self.backward(saved, cotangents, seeds, seed)
+
     def forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
         """Outputs, and with ``keep`` the statistics."""
         made = [spec.empty(self.device) for spec in (*self.outputs, *(self.statistics if keep else ()))]
@@ -101,7 +121,7 @@ class Plan:
         return made
 
     def laid_out(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the outputs in the strides of the outputs, as the kernel walks them: copied where they differ."""
+        """Gradients of the outputs in the outputs' strides, as the kernel walks them: copied where they differ."""
         bw = self.derived.backward
         assert bw is not None
         return [_laid(c, self.outputs[n]) for c, n in zip(cotangents, bw.cotangents, strict=True)]
@@ -222,9 +242,52 @@ class Plan:
         stores = [placed(*each) for each in write]
         return prepare(name, program, self.layout, loads, stores, self.device)
 
-    def bytes_moved(self) -> tuple[int, int, int, int]:
-        """(forward, its bound, backward, its bound): moved by the kernels, and if each tensor moved once."""
-        raise NotImplementedError
+    @property
+    def kernels(self) -> int:
+        """Launches of a forward and a backward; second stages of sums counted, copies of odd gradients not."""
+        if self.derived.backward is None:
+            return 1
+        launch = self.backward_launch
+        stages = int(bool(launch.partials) and launch.grid[0] > 1)
+        sums = sum(
+            self._is_summed(n, spec) for n, spec in zip(self.derived.backward.wanted, self.gradients, strict=True)
+        )
+        return 2 + stages + sums
+
+    def _is_summed(self, n: int, spec: Spec | None) -> bool:
+        return spec is not None and spec.shape != self.inputs[n].shape
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """(bytes, their bound) of a forward and a backward.
+
+        The bound reads each tensor once that the computation starts from and writes each result once. Above it are the
+        row statistics, the partial sums, gradients in FP32 that are summed afterwards, and what longer rows read again.
+        """
+        launches = [(self.forward_launch if self.derived.backward else self.inference_launch, self.derived.forward)]
+        forward_bound = sum(_size(spec) for spec in (*self.inputs, *self.outputs))
+        moved, bound = 0, forward_bound
+        bw = self.derived.backward
+        if bw is not None:
+            launches.append((self.backward_launch, bw.program))
+            read = [self._saved(kind, n)[1] for kind, n in bw.saved if kind != "statistic"]
+            bound += sum(
+                map(_size, (*read, *(self.outputs[n] for n in bw.cotangents), *(self.inputs[n] for n in bw.wanted)))
+            )
+        for launch, program in launches:
+            times = launch.passes
+            loaded = sum(
+                p.dtype.itemsize * self._elements(p) * (times if p.columns and p.rows else 1) for _, p in program.loads
+            )
+            stored = sum(s.dtype.itemsize * self._elements(s) for s in program.stores if not s.partial)
+            moved += loaded + stored + 2 * 4 * launch.partials * launch.grid[0]
+        return moved, bound
+
+    def _elements(self, port: Any) -> int:
+        return (self.layout.rows if port.rows else 1) * (self.layout.columns if port.columns else 1)
+
+
+def _size(spec: Spec) -> int:
+    return spec.dtype.itemsize * math.prod(spec.shape)
 
 
 def _laid(x: Tensor, spec: Spec) -> Tensor:
@@ -270,10 +333,17 @@ def make_plan(
     derived = _derived(gm, inputs, layout, reduced, known)
     if derived.backward is not None:
         statistics = tuple(
-            Spec(_row_shape(layout) if s.rows else (1,) * len(shape), _row_strides(layout) if s.rows else (1,) * len(shape), torch.float32)
+            Spec(
+                _row_shape(layout) if s.rows else (1,) * len(shape),
+                _row_strides(layout) if s.rows else (1,) * len(shape),
+                torch.float32,
+            )
             for s in derived.forward.stores[len(outputs) :]
         )
-        gradients = tuple(_gradient(inputs[n], s, layout) for n, s in zip(derived.backward.wanted, derived.backward.program.stores, strict=True))
+        gradients = tuple(
+            _gradient(inputs[n], s, layout)
+            for n, s in zip(derived.backward.wanted, derived.backward.program.stores, strict=True)
+        )
     else:
         statistics, gradients = (), ()
     names = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
@@ -293,9 +363,17 @@ def _layout(shape: Any, full: Any, outputs: Any, reduced: int, inputs: Sequence[
     return layout
 
 
-def _derived(gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: int, known: dict[Any, Derived]) -> Derived:
+def _derived(
+    gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: int, known: dict[Any, Derived]
+) -> Derived:
     ones = tuple((spec.dtype, spec.wanted, tuple(size == 1 for size in spec.shape)) for spec in inputs)
-    key = (ones, reduced, layout.row_dims, layout.column_dims, tuple(layout.shape[d] for d in layout.column_dims) if not layout.flat else None)
+    key = (
+        ones,
+        reduced,
+        layout.row_dims,
+        layout.column_dims,
+        tuple(layout.shape[d] for d in layout.column_dims) if not layout.flat else None,
+    )
     found = known.get(key)
     if found is None:
         found = known[key] = _derive(gm, inputs, layout, reduced)

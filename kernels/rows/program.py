@@ -9,16 +9,16 @@ rows (a bias, a norm's weight) are column partials, added up by a second stage.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from fxprec.kernels.rows.derivatives import gradients
-from fxprec.kernels.rows.lowering import Declined, Term, lower, ROW_REDUCTIONS
+from fxprec.kernels.rows.lowering import ROW_REDUCTIONS, Declined, Term, lower
 from fxprec.kernels.rows.values import REDUCTIONS, Builder, Operand, Value, walk
 
 __all__ = ["Backward", "Forward", "Port", "Program", "Store", "backward", "forward", "reduced_dimensions"]
@@ -140,7 +140,11 @@ def reduced_dimensions(nodes: Sequence[Node], rank: int) -> int:
         if position is None:
             found.add(len(node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]))  # type: ignore[arg-type]
             continue
-        dim: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 1 if name == "normalize" else None)
+        dim: Any = (
+            node.args[position]
+            if len(node.args) > position
+            else node.kwargs.get("dim", 1 if name == "normalize" else None)
+        )
         own = len(node.args[0].meta["shape"])  # type: ignore[union-attr]
         dims = [*range(own)] if dim is None or dim == () else [dim] if isinstance(dim, int) else [*dim]
         if sorted(d % own for d in dims) != [*range(own - len(dims), own)]:
@@ -152,7 +156,11 @@ def reduced_dimensions(nodes: Sequence[Node], rank: int) -> int:
 
 
 def forward(
-    gm: GraphModule, shape: Sequence[int], reduced: int, port: Callable[[Sequence[int], torch.dtype], Port], columns: int
+    gm: GraphModule,
+    shape: Sequence[int],
+    reduced: int,
+    port: Callable[[Sequence[int], torch.dtype], Port],
+    columns: int,
 ) -> Forward:
     """The forward program of a region's graph, whose nodes carry ``meta["shape"]`` and ``meta["torch_dtype"]``.
 
@@ -176,7 +184,7 @@ def forward(
             loads.append((value, found))
             terms[node] = Term(value, own)
             continue
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), terms.__getitem__)
+        args, kwargs = map_arg((node.args, node.kwargs), terms.__getitem__)
         name = node.meta["op"].name
         if name == "to":
             term = _cast(b, node, args[0], dtype)
@@ -281,7 +289,9 @@ def _cheapest(fw: Forward, roots: list[Value], given: set[Value], rows: int) -> 
         for n, store in enumerate(fw.outputs)
         if isinstance(store.value, Value) and store.value in reachable and store.value not in loads and _exact(store)
     }
-    sizes = {value: _bytes(port, rows, fw.program.columns) for value, port in zip(fw.inputs, fw.input_ports, strict=True)}
+    sizes = {
+        value: _bytes(port, rows, fw.program.columns) for value, port in zip(fw.inputs, fw.input_ports, strict=True)
+    }
     sizes |= {v: _bytes(_port(fw.outputs[n]), rows, fw.program.columns) for v, (_, n) in candidates.items()}
 
     def cost(chosen: tuple[Value, ...]) -> float:
@@ -291,7 +301,9 @@ def _cheapest(fw: Forward, roots: list[Value], given: set[Value], rows: int) -> 
     if len(candidates) > _WEIGHED:
         best: tuple[Value, ...] = tuple(candidates)
     else:
-        subsets = itertools.chain.from_iterable(itertools.combinations(candidates, n) for n in range(len(candidates) + 1))
+        subsets = itertools.chain.from_iterable(
+            itertools.combinations(candidates, n) for n in range(len(candidates) + 1)
+        )
         best = min(subsets, key=lambda chosen: (cost(chosen), -len(chosen)))
     return loads | {value: candidates[value] for value in best}
 

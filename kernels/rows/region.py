@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fxprec.kernels.rows.lowering import Declined
-from fxprec.kernels.rows.ops import launch_backward, launch_forward
-from fxprec.kernels.rows.plan import Plan, Spec, make_plan
 from fxprec.kernels.rows.structure import structure_of
-from fxprec.kernels.triton_support import HAS_TRITON, can_launch
+
+if TYPE_CHECKING:
+    from fxprec.kernels.rows.plan import Plan
 
 __all__ = ["FusedRegion"]
 
@@ -72,7 +72,7 @@ class FusedRegion(nn.Module):
         if recording and plan.derived.backward is not None:
             results = _Run.apply(self, plan, seeds, *inputs)
         else:
-            results = launch_forward(plan, inputs, seeds, self.seed, False)
+            results = plan.launch_forward(inputs, seeds, self.seed, False)
         return results[0] if self.single else results
 
     @property
@@ -95,6 +95,9 @@ class FusedRegion(nn.Module):
         return plan
 
     def _made(self, inputs: Sequence[Any], recording: bool) -> Plan:
+        from fxprec.kernels.rows.plan import Spec, make_plan
+        from fxprec.kernels.triton_support import HAS_TRITON, can_launch
+
         device = inputs[0].device
         if not HAS_TRITON:
             raise Declined("Triton is not installed")
@@ -111,7 +114,7 @@ class FusedRegion(nn.Module):
     @property
     def plans(self) -> tuple[Plan, ...]:
         """What was derived so far, for each pattern of inputs."""
-        return tuple(plan for plan in self._plans.values() if isinstance(plan, Plan))
+        return tuple(plan for plan in self._plans.values() if not isinstance(plan, str))
 
     @property
     def source(self) -> str:
@@ -122,7 +125,9 @@ class FusedRegion(nn.Module):
         if not self.plans:
             raise RuntimeError(f"{self.name} has no kernels ({self.reason}): call the model on a CUDA device first")
         plan = self.plans[-1]
-        launches = [plan.inference_launch] if plan.derived.backward is None else [plan.forward_launch, plan.backward_launch]
+        launches = (
+            [plan.inference_launch] if plan.derived.backward is None else [plan.forward_launch, plan.backward_launch]
+        )
         return "\n\n".join(launch.source for launch in launches)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,7 +144,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, region: FusedRegion, plan: Plan, seeds: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-        made = launch_forward(plan, inputs, seeds, region.seed, True)
+        made = plan.launch_forward(inputs, seeds, region.seed, True)
         outputs, statistics = made[: len(plan.outputs)], made[len(plan.outputs) :]
         kinds = {"input": inputs, "output": outputs, "statistic": statistics}
         ctx.save_for_backward(*[kinds[kind][n] for kind, n in plan.derived.backward.saved])  # type: ignore[union-attr]
@@ -156,7 +161,7 @@ class _Run(torch.autograd.Function):
             gradients = plan.eager_backward(ctx.saved_tensors, cotangents, ctx.seeds, ctx.region.seed)
         else:
             given = plan.laid_out(cotangents)
-            gradients = plan.finished(launch_backward(plan, ctx.saved_tensors, given, ctx.seeds, ctx.region.seed))
+            gradients = plan.finished(plan.launch_backward(ctx.saved_tensors, given, ctx.seeds, ctx.region.seed))
         for n, gradient in zip(bw.wanted, gradients, strict=True):
             found[n] = gradient
         return (None, None, None, *found)

@@ -25,7 +25,7 @@ from fxprec.kernels.philox import drop_threshold
 from fxprec.kernels.rows.program import Program, Store
 from fxprec.kernels.rows.values import REDUCTIONS, Operand, Value, walk
 
-__all__ = ["Access", "Form", "emit", "form_of"]
+__all__ = ["Access", "Form", "emit", "form_of", "reduction_levels"]
 
 #: Columns that a reduction may have in one tile.
 LONGEST_TILE: Final = 16384
@@ -71,6 +71,21 @@ def form_of(program: Program, flat: bool) -> Form:
     return Form("tile", rows, block, warps, partial)
 
 
+def reduction_levels(program: Program) -> list[list[Value]]:
+    """A program's reductions by how many others lie beneath them: each level takes a pass over a long row."""
+    loads = {value for value, _ in program.loads}
+    level: dict[Value, int] = {}
+    found: list[list[Value]] = []
+    for value in program.values:
+        beneath = 0 if value in loads else max((level[a] for a in value.args if isinstance(a, Value)), default=0)
+        if value.op in REDUCTIONS and value not in loads:
+            found += [[]] if beneath == len(found) else []
+            found[beneath].append(value)
+            beneath += 1
+        level[value] = beneath
+    return found
+
+
 def emit(
     name: str, program: Program, form: Form, loads: Sequence[tuple[str, Access]], stores: Sequence[tuple[str, Access]],
     sizes: int, strides: Sequence[str],
@@ -90,7 +105,9 @@ class _Emitter:
         stores: Sequence[tuple[str, Access]], sizes: int, strides: Sequence[str],
     ) -> None:  # fmt: skip
         self.name, self.program, self.form = name, program, form
-        self.loads = {value: (pointer, access) for (value, _), (pointer, access) in zip(program.loads, loads, strict=True)}
+        self.loads = {
+            value: (pointer, access) for (value, _), (pointer, access) in zip(program.loads, loads, strict=True)
+        }
         self.ports = dict(program.loads)
         self.stores = list(zip(program.stores, stores, strict=True))
         self.sizes, self.strides = sizes, strides
@@ -109,7 +126,10 @@ class _Emitter:
         program, form = self.program, self.form
         body = getattr(self, form.kind)
         body()
-        pointers = [pointer for pointer, _ in (*self.loads.values(), *(s for _, s in self.stores if not s[0].startswith("partial")))]
+        pointers = [
+            pointer
+            for pointer, _ in (*self.loads.values(), *(s for _, s in self.stores if not s[0].startswith("partial")))
+        ]
         arguments = [*pointers]
         arguments += ["seeds", "seed"] if self.draws else []
         arguments += ["partials"] if any(store.partial for store in program.stores) else []
@@ -194,7 +214,7 @@ class _Emitter:
         else:
             self.line("tile = tl.program_id(0)")
         self.row_index()
-        levels = self.levels()
+        levels = reduction_levels(self.program)
         for number, reductions in enumerate(levels):
             self.suffix = f"_{number}"
             self.one_pass(number, reductions)
@@ -231,19 +251,6 @@ class _Emitter:
             self.depth -= 1
         self.lines = [line.replace("WIDTH", str(offset)) for line in self.lines]
 
-    def levels(self) -> list[list[Value]]:
-        """Reductions by how many others lie beneath them."""
-        level: dict[Value, int] = {}
-        found: list[list[Value]] = []
-        for value in self.program.values:
-            beneath = 0 if value in self.loads else max((level[a] for a in value.args if isinstance(a, Value)), default=0)
-            if value.op in REDUCTIONS and value not in self.loads:
-                found += [[]] if beneath == len(found) else []
-                found[beneath].append(value)
-                beneath += 1
-            level[value] = beneath
-        return found
-
     def one_pass(self, number: int, reductions: list[Value]) -> None:
         start = {"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'}
         arguments = [value.args[0] for value in reductions]
@@ -261,7 +268,11 @@ class _Emitter:
             term = self.text(value.args[0])
             if self.masked:
                 term = f"tl.where({self.inside_columns()}, {term}, {start[value.op]})"
-            combined = {"sum": f"{running} + {term}", "max": f"maximum({running}, {term})", "min": f"minimum({running}, {term})"}
+            combined = {
+                "sum": f"{running} + {term}",
+                "max": f"maximum({running}, {term})",
+                "min": f"minimum({running}, {term})",
+            }
             self.line(f"{running} = {combined[value.op]}")
         self.names = before
         self.depth -= 1
@@ -309,7 +320,8 @@ class _Emitter:
             row = "row" if self.form.kind != "flat" else "tl.zeros((1,), tl.int64)"
             row = "tl.reshape(row, (ROWS,))" if self.form.kind != "flat" else row
             count = "COLUMNS" if self.form.kind != "flat" else "columns"
-            return f"keep_tile(tl.load(seeds + (seed + {number})), {row}, {count}, start, {drop_threshold(p)}, BLOCK)  # p={p:g}"
+            seed = f"tl.load(seeds + (seed + {number}))"
+            return f"keep_tile({seed}, {row}, {count}, start, {drop_threshold(p)}, BLOCK)  # p={p:g}"
         if value.op == "round":
             return f"{arguments[0]}.to(tl.{_TRITON[value.attribute]}).to(tl.float32)"
         return _EXPRESSIONS[value.op].format(*arguments)
@@ -350,14 +362,16 @@ class _Emitter:
         if rows and columns:
             return "inside"
         if columns:
-            return (self.inside_columns() if self.masked else "")
+            return self.inside_columns() if self.masked else ""
         return "row < rows" if rows else ""
 
     def store_all(self, columns: bool | None = None) -> None:
         for store, (pointer, access) in self.stores:
             if not store.partial and (columns is None or store.columns is columns):
                 mask = self.mask(store.rows, store.columns)
-                self.line(f"tl.store({pointer}{self.offset(access)}, {self.shaped(store)}{f', mask={mask}' if mask else ''})")
+                self.line(
+                    f"tl.store({pointer}{self.offset(access)}, {self.shaped(store)}{f', mask={mask}' if mask else ''})"
+                )
 
     def shaped(self, store: Store) -> str:
         value = store.value
@@ -389,16 +403,16 @@ class _Emitter:
         return self.program.columns if store.columns else 1
 
 
-_HEADER: Final = '''from fxprec.kernels.philox import keep_tile
+_HEADER: Final = """from fxprec.kernels.philox import keep_tile
 from fxprec.kernels.rows.functions import expm1, log1p, maximum, minimum, row_max, row_min, sign, tanh, trunc
 from fxprec.kernels.triton_support import constexpr, jit, tl
 
-'''
+"""
 
-_TRITON: Final = MappingProxyType(
-    {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_TRITON: Final = MappingProxyType({torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"})
+_NAMES: Final = MappingProxyType(
+    {"where": "chosen", "and": "both", "or": "either", "not": "other", "abs": "size", "round": "rounded"}
 )
-_NAMES: Final = MappingProxyType({"where": "chosen", "and": "both", "or": "either", "not": "other", "abs": "size", "round": "rounded"})
 _REDUCE: Final = MappingProxyType(
     {"sum": "tl.sum({}, axis=1, keep_dims=True)", "max": "row_max({})", "min": "row_min({})"}
 )

@@ -1,4 +1,4 @@
-"""fuse: sums and means that read low say what they accumulate in; nothing else changes."""
+"""wide_sums (by way of fuse): sums and means that read low say what they accumulate in; nothing else changes."""
 
 from __future__ import annotations
 
