@@ -68,9 +68,9 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
     found = find_regions(graph, order_of_effects(graph))
     names = _names(gm, found)
     chosen = [region for region in found if context.fuses(names[region])]
-    inside = {node for region in chosen for node in region.nodes}
+    home = {node: region for region in chosen for node in region.nodes}
     for split in splits:
-        if split.add not in inside or not any(user in inside for user in split.add.users):
+        if split.add not in home or any(home.get(user) is not home[split.add] for user in split.add.users):
             for region in found:
                 region.nodes = [node for node in region.nodes if node is not split.add]
             put_back(graph, split)

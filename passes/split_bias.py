@@ -1,4 +1,4 @@
-"""Take the bias out of a linear or convolution whose one reader is a row operation: it joins that one's region.
+"""Take the bias out of a linear or convolution that only row operations read: it joins their region.
 
 Before, and after (``%bias`` is the FP32 parameter: within a kernel its cast costs nothing)::
 
@@ -8,7 +8,8 @@ Before, and after (``%bias`` is the FP32 parameter: within a kernel its cast cos
                                                  %gelu = gelu(%add)
 
 The kernel reads the product anyway, so the addition is free, and in the backward the sum over rows that is the bias's
-gradient comes out of the same pass. ``put_back`` undoes it where no region came of it.
+gradient comes out of the same pass. ``addmm(%bias, %x, %w)`` becomes ``mm``, and views that keep the last dimension may
+stand between. ``put_back`` undoes it where no region came of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fxprec.passes.row_operations import is_row_operation
 __all__ = ["SplitBias", "put_back", "split_biases"]
 
 #: Dimensions behind that of the channels.
-_BEHIND: Final = {"linear": 0, "conv1d": 1, "conv2d": 2, "conv3d": 3}
+_BEHIND: Final = {"linear": 0, "addmm": 0, "conv1d": 1, "conv2d": 2, "conv3d": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,10 @@ class SplitBias:
     """One bias that was taken out."""
 
     product: Node
+    end: Node  # of the views behind it
     bias: Node
     add: Node
+    call: tuple[Any, Any, Any]  # target, args and kwargs of the product as it was
 
 
 def split_biases(graph: Graph) -> list[SplitBias]:
@@ -43,21 +46,34 @@ def split_biases(graph: Graph) -> list[SplitBias]:
     found = []
     for node in [*graph.nodes]:
         op: Op | None = node.meta.get("op")
-        if op is not None and op.name in _BEHIND and len(node.users) == 1:
-            (user,) = node.users
-            bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-            if isinstance(bias, Node) and is_row_operation(user) and user.meta["op"].name != "to":
-                found.append(_split(graph, node, bias, _BEHIND[op.name]))
+        if op is None or op.name not in _BEHIND:
+            continue
+        bias, end = _bias(node), _end_of_views(node)
+        fits = all(map(is_row_operation, end.users)) and any(_op(user).name != "to" for user in end.users)
+        if isinstance(bias, Node) and fits:
+            found.append(_split(graph, node, end, bias, _BEHIND[_op(node).name]))
     return found
 
 
-def _split(graph: Graph, product: Node, bias: Node, behind: int) -> SplitBias:
+def _end_of_views(product: Node) -> Node:
+    """The last of the views that follow a matrix product, as long as each keeps its last dimension."""
+    node = product
+    while _op(product).name in ("linear", "addmm") and len(node.users) == 1:
+        (user,) = node.users
+        shapes = [getattr(each.meta.get("val"), "shape", None) for each in (node, user)]
+        if _op(user).name not in ("view", "reshape") or None in shapes or shapes[0][-1:] != shapes[1][-1:]:  # type: ignore[index]
+            return node
+        node = user
+    return node
+
+
+def _split(graph: Graph, product: Node, end: Node, bias: Node, behind: int) -> SplitBias:
     low = product.meta["precision"].output
     parameter = bias.args[0] if bias.target in CASTS else bias
     assert isinstance(parameter, Node)
-    with graph.inserting_after(product):
-        end = added = graph.call_function(torch.add, (product, bias))
-    with graph.inserting_before(end):
+    with graph.inserting_after(end):
+        added = graph.call_function(torch.add, (end, bias))
+    with graph.inserting_before(added):
         if behind:
             shape = (-1,) + (1,) * behind
             view = graph.call_method("reshape", (parameter, *shape))
@@ -71,22 +87,23 @@ def _split(graph: Graph, product: Node, bias: Node, behind: int) -> SplitBias:
                 "op": Op("to"), "inserted": True, "in_registers": True, "dtype": low,
                 "precision": Precision(None, low, low, Rule.KEEP, f"in the registers of what reads {product.name}"),
             }  # fmt: skip
-    product.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)
+    end.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)
     added.update_arg(1, parameter)
-    added.meta = {key: value for key, value in product.meta.items() if key != "in_registers"} | {
+    added.meta = {key: value for key, value in end.meta.items() if key != "in_registers"} | {
         "op": Op("add"),
         "bias_of": product.name,
         "precision": Precision(None, torch.float32, low, Rule.PROMOTE, f"the bias of {product.name}"),
     }
-    _set_bias(product, None)
-    return SplitBias(product, bias, added)
+    call = (product.target, product.args, product.kwargs)
+    _drop_bias(product)
+    return SplitBias(product, end, bias, added, call)
 
 
 def put_back(graph: Graph, split: SplitBias) -> None:
     """Undo one split."""
     product, added = split.product, split.add
-    _set_bias(product, split.bias)
-    added.replace_all_uses_with(product)
+    product.target, product.args, product.kwargs = split.call
+    added.replace_all_uses_with(split.end)
     chain = added.args[1]
     graph.erase_node(added)
     while isinstance(chain, Node) and chain.op != "get_attr" and not chain.users:
@@ -95,11 +112,28 @@ def put_back(graph: Graph, split: SplitBias) -> None:
         chain = source
 
 
-def _set_bias(product: Node, bias: Node | None) -> None:
-    if len(product.args) > 2:
-        product.update_arg(2, bias)
+def _bias(product: Node) -> Any:
+    if _op(product).name == "addmm":
+        plain = product.target is torch.addmm and len(product.args) == 3 and not product.kwargs
+        return product.args[0] if plain and len(getattr(_value(product.args[0]), "shape", ())) == 1 else None
+    return product.args[2] if len(product.args) > 2 else product.kwargs.get("bias")
+
+
+def _drop_bias(product: Node) -> None:
+    if _op(product).name == "addmm":
+        product.target, product.args = torch.mm, product.args[1:]
+    elif len(product.args) > 2:
+        product.update_arg(2, None)
     else:
-        product.update_kwarg("bias", bias)
+        product.update_kwarg("bias", None)
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, Node) else None
+
+
+def _op(node: Node) -> Op:
+    return node.meta.get("op") or Op("")
 
 
 def _shaped(source: Node, shape: tuple[int, ...]) -> dict[str, Any]:

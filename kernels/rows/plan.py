@@ -59,7 +59,7 @@ class Plan:
     Attributes:
         outputs: what the forward gives.
         statistics: FP32 tensors that it keeps for the backward besides.
-        gradients: of the wanted inputs, as the backward stores them; None for column partials.
+        gradients: as the backward stores them, for each of its stores; None for column partials.
     """
 
     name: str
@@ -133,19 +133,26 @@ class Plan:
         sums: Tensor | None = None
         if self.backward_launch.partials:
             sums = made[-1].sum(0) if len(made[-1]) > 1 else made[-1][0]
-        stored, results, offset = iter(made), [], 0
-        for n, store in zip(bw.wanted, bw.program.stores, strict=True):
-            spec = self.inputs[n]
-            if store.partial:
-                assert sums is not None
-                width = bw.program.columns if store.columns else 1
-                gradient = self._column_shaped(sums.narrow(0, offset, width), spec)
-                offset += width
-            else:
-                gradient = next(stored)
-                gradient = gradient if gradient.shape == spec.shape else gradient.sum_to_size(spec.shape)
-            results.append(gradient.to(spec.dtype))
-        return results
+        stored, found, offset = iter(made), [], 0
+        for store in bw.program.stores:
+            width = bw.program.columns if store.columns else 1
+            found.append(sums.narrow(0, offset, width) if store.partial and sums is not None else next(stored))
+            offset += width if store.partial else 0
+        return [
+            self._shaped(found[slot], bw.program.stores[slot].partial, self.inputs[n])
+            for n, slot in zip(bw.wanted, bw.stored_in, strict=True)
+        ]
+
+    def _shaped(self, gradient: Tensor, partial: bool, spec: Spec) -> Tensor:
+        if partial:
+            gradient = self._column_shaped(gradient, spec)
+        elif gradient.shape != spec.shape:
+            missing = gradient.dim() - len(spec.shape)
+            dims = [
+                d for d in range(gradient.dim()) if d < missing or spec.shape[d - missing] == 1 != gradient.shape[d]
+            ]
+            gradient = gradient.sum(dims, keepdim=True, dtype=torch.float32).reshape(spec.shape)
+        return gradient.to(spec.dtype)
 
     def empty_gradients(self) -> list[Tensor]:
         """What ``backward`` gives, without numbers."""
@@ -171,8 +178,8 @@ class Plan:
         program = rp.Program(tuple(loads), bw.program.stores, bw.program.seeds, bw.program.columns)
         found = evaluate(program, self.layout, [*(saved[n] for n in kept), *cotangents], seeds, seed)
         results = []
-        for n, gradient, store in zip(bw.wanted, found, bw.program.stores, strict=True):
-            spec = self.inputs[n]
+        for n, slot in zip(bw.wanted, bw.stored_in, strict=True):
+            spec, gradient, store = self.inputs[n], found[slot], bw.program.stores[slot]
             if store.partial:
                 gradient = self._column_shaped(gradient.reshape(-1), spec)
             else:
@@ -221,7 +228,7 @@ class Plan:
         assert bw is not None
         read = [*(self._saved(kind, n) for kind, n in bw.saved)]
         read += [(f"grad_{self.output_names[n]}", self.outputs[n]) for n in bw.cotangents]
-        write = [(f"grad_{self.input_names[n]}", spec) for n, spec in zip(bw.wanted, self.gradients, strict=True)]
+        write = [(f"grad_{self.input_names[n]}", spec) for n, spec in zip(bw.owners, self.gradients, strict=True)]
         return self._prepared(f"{self.name}_backward", bw.program, read, write)
 
     def _saved(self, kind: str, n: int) -> tuple[str, Spec]:
@@ -250,7 +257,8 @@ class Plan:
         launch = self.backward_launch
         stages = int(bool(launch.partials) and launch.grid[0] > 1)
         sums = sum(
-            self._is_summed(n, spec) for n, spec in zip(self.derived.backward.wanted, self.gradients, strict=True)
+            self._is_summed(n, self.gradients[slot])
+            for n, slot in zip(self.derived.backward.wanted, self.derived.backward.stored_in, strict=True)
         )
         return 2 + stages + sums
 
@@ -263,27 +271,28 @@ class Plan:
         The bound reads each tensor once that the computation starts from and writes each result once. Above it are the
         row statistics, the partial sums, gradients in FP32 that are summed afterwards, and what longer rows read again.
         """
-        launches = [(self.forward_launch if self.derived.backward else self.inference_launch, self.derived.forward)]
-        forward_bound = sum(_size(spec) for spec in (*self.inputs, *self.outputs))
-        moved, bound = 0, forward_bound
+        launch = self.forward_launch if self.derived.backward else self.inference_launch
+        moved = self._moved(launch, self.derived.forward, self.inputs, (*self.outputs, *self.statistics))
+        bound = sum(map(_size, (*self.inputs, *self.outputs)))
         bw = self.derived.backward
         if bw is not None:
-            launches.append((self.backward_launch, bw.program))
-            read = [self._saved(kind, n)[1] for kind, n in bw.saved if kind != "statistic"]
-            bound += sum(
-                map(_size, (*read, *(self.outputs[n] for n in bw.cotangents), *(self.inputs[n] for n in bw.wanted)))
-            )
-        for launch, program in launches:
-            times = launch.passes
-            loaded = sum(
-                p.dtype.itemsize * self._elements(p) * (times if p.columns and p.rows else 1) for _, p in program.loads
-            )
-            stored = sum(s.dtype.itemsize * self._elements(s) for s in program.stores if not s.partial)
-            moved += loaded + stored + 2 * 4 * launch.partials * launch.grid[0]
+            saved = [self._saved(kind, n)[1] for kind, n in bw.saved]
+            given = [self.outputs[n] for n in bw.cotangents]
+            written = [spec for spec in self.gradients if spec is not None]
+            moved += self._moved(self.backward_launch, bw.program, (*saved, *given), written)
+            slots = [*zip(bw.wanted, bw.stored_in, strict=True)]
+            summed = {slot for n, slot in slots if self._is_summed(n, self.gradients[slot])}
+            moved += sum(_size(spec) for slot in summed if (spec := self.gradients[slot]) is not None)
+            kept = [spec for spec, (kind, _) in zip(saved, bw.saved, strict=True) if kind != "statistic"]
+            bound += sum(map(_size, (*kept, *given, *(self.inputs[n] for n in bw.wanted))))
         return moved, bound
 
-    def _elements(self, port: Any) -> int:
-        return (self.layout.rows if port.rows else 1) * (self.layout.columns if port.columns else 1)
+    def _moved(self, launch: Launch, program: rp.Program, read: Sequence[Spec], written: Sequence[Spec]) -> int:
+        """A tensor that is broadcast comes from the cache after the first time; long rows come from memory each pass."""
+        ports = [port for _, port in program.loads]
+        times = [launch.passes if port.rows and port.columns else 1 for port in ports]
+        loaded = sum(_size(spec) * count for spec, count in zip(read, times, strict=True))
+        return loaded + sum(map(_size, written)) + 2 * 4 * launch.partials * launch.grid[0]
 
 
 def _size(spec: Spec) -> int:
@@ -342,7 +351,7 @@ def make_plan(
         )
         gradients = tuple(
             _gradient(inputs[n], s, layout)
-            for n, s in zip(derived.backward.wanted, derived.backward.program.stores, strict=True)
+            for n, s in zip(derived.backward.owners, derived.backward.program.stores, strict=True)
         )
     else:
         statistics, gradients = (), ()
@@ -367,8 +376,10 @@ def _derived(
     gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: int, known: dict[Any, Derived]
 ) -> Derived:
     ones = tuple((spec.dtype, spec.wanted, tuple(size == 1 for size in spec.shape)) for spec in inputs)
+    alike = tuple([(s.shape, s.strides) for s in inputs].index((s.shape, s.strides)) for s in inputs)
     key = (
         ones,
+        alike,
         reduced,
         layout.row_dims,
         layout.column_dims,
@@ -396,7 +407,8 @@ def _derive(gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: in
     wanted = [n for n, spec in enumerate(inputs) if spec.wanted and spec.dtype.is_floating_point]
     if not wanted:
         return Derived(fw.program, None, 0)
-    bw = rp.backward(fw, wanted, range(len(fw.outputs)), layout.rows)
+    differentiable = [n for n, output in enumerate(fw.outputs) if output.dtype.is_floating_point]
+    bw = rp.backward(fw, wanted, differentiable, layout.rows, [(spec.shape, spec.strides) for spec in inputs])
     statistics = rp.statistics_of(bw)
     return Derived(fw.with_statistics(statistics), bw, len(statistics))
 

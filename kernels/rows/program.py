@@ -118,12 +118,16 @@ class Backward:
         saved: ("input" | "output" | "statistic", number) of what the forward keeps for it, in the order of the loads.
         cotangents: numbers of the outputs whose gradients come next.
         wanted: numbers of the inputs that get gradients.
+        stored_in: for each of them the number of its store; equal gradients share one.
+        owners: for each store the number of the input that it was made for.
     """
 
     program: Program
     saved: tuple[tuple[str, int], ...]
     cotangents: tuple[int, ...]
     wanted: tuple[int, ...]
+    stored_in: tuple[int, ...]
+    owners: tuple[int, ...]
 
 
 def reduced_dimensions(nodes: Sequence[Node], rank: int) -> int:
@@ -235,23 +239,21 @@ def _output(node: Node, term: Term, port: Callable[[Sequence[int], torch.dtype],
     return Store(term.value, dtype, found.rows, found.columns)
 
 
-def backward(fw: Forward, wanted: Sequence[int], cotangents: Sequence[int], rows: int) -> Backward:
+def backward(
+    fw: Forward, wanted: Sequence[int], cotangents: Sequence[int], rows: int, alike: Sequence[object]
+) -> Backward:
     """The backward program for some inputs and some outputs.
 
     :param wanted: numbers of the inputs whose gradients are asked for.
     :param cotangents: numbers of the outputs that have a gradient.
     :param rows: how many rows there are about, to weigh bytes by.
+    :param alike: for each input something that is equal for two of them that lie in memory alike.
     """
     b = fw.builder
     first = len(fw.inputs)
     given = [b.load(first + n, fw.outputs[n].dtype, fw.outputs[n].rows, fw.outputs[n].columns) for n in cotangents]
     found = gradients(b, [fw.outputs[n].value for n in cotangents], given, [fw.inputs[n] for n in wanted])
-    stores = []
-    for n, gradient in zip(wanted, found, strict=True):
-        port = fw.input_ports[n]
-        partial = not port.rows
-        dtype = torch.float32 if partial or port.some_rows else port.dtype
-        stores.append(Store(0.0 if gradient is None else gradient, dtype, port.rows, port.columns, partial))
+    stores, owners, stored_in = _stores(fw, wanted, found, alike)
     roots = [store.value for store in stores if isinstance(store.value, Value)]
     loaded = _cheapest(fw, roots, set(given), rows)
     saved, loads = [], []
@@ -269,7 +271,39 @@ def backward(fw: Forward, wanted: Sequence[int], cotangents: Sequence[int], rows
     read = [(value, _port(fw.outputs[n])) for value, n in zip(given, cotangents, strict=True)]
     loads += read
     program = Program(tuple(loads), tuple(stores), fw.program.seeds, fw.program.columns)
-    return Backward(program, tuple(saved), tuple(cotangents), tuple(wanted))
+    return Backward(program, tuple(saved), tuple(cotangents), tuple(wanted), tuple(stored_in), tuple(owners))
+
+
+def _stores(
+    fw: Forward, wanted: Sequence[int], found: Sequence[Operand | None], alike: Sequence[object]
+) -> tuple[list[Store], list[int], list[int]]:
+    """The stores of gradients, each value once for inputs that lie alike; their owners; each input's store.
+
+    An input that varies along some of the row dimensions has its gradient summed afterwards, from a full FP32 copy: a low
+    one would be rounded before the sum.
+    """
+    stores: list[Store] = []
+    owners: list[int] = []
+    known: dict[object, int] = {}
+    place: dict[int, int] = {}
+    for n, gradient in sorted(zip(wanted, found, strict=True), key=lambda each: fw.input_ports[each[0]].some_rows):
+        port = fw.input_ports[n]
+        value = 0.0 if gradient is None else gradient
+        own = id(value) if isinstance(value, Value) else value
+        key = (own, port.dtype, alike[n])
+        if port.some_rows:
+            key = (own, port.columns, "any")
+        if port.rows and key in known:
+            place[n] = known[key]
+            continue
+        dtype = torch.float32 if not port.rows or port.some_rows else port.dtype
+        place[n] = len(stores)
+        known[key] = place[n]
+        if port.rows and not port.some_rows and dtype is torch.float32:
+            known.setdefault((own, port.columns, "any"), place[n])
+        stores.append(Store(value, dtype, port.rows, port.columns, not port.rows))
+        owners.append(n)
+    return stores, owners, [place[n] for n in wanted]
 
 
 def statistics_of(bw: Backward) -> list[Value]:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Proxy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fxprec.kernels.rows.lowering import Declined
 from fxprec.kernels.rows.structure import structure_of
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FusedRegion"]
 
+_PLAIN: Final = (Tensor, nn.Parameter)
 #: Plans of a region. A model that calls it with ever new shapes keeps the latest.
 _MOST_PLANS: Final = 64
 _LOCK: Final = threading.RLock()
@@ -57,8 +60,9 @@ class FusedRegion(nn.Module):
         seeds = None
         if self.draws and len(inputs) > len(self._placeholders):
             seeds, inputs = inputs[-1], inputs[:-1]
-        if not self.triton or torch.compiler.is_compiling():
-            self.path, self.reason = "aten", "fuse='aten'" if not self.triton else "a compiler sees the ops"
+        watcher = "fuse='aten'" if not self.triton else _watcher(inputs)
+        if watcher:
+            self.path, self.reason = "aten", watcher
             return self._as_ops(inputs)
         recording = torch.is_grad_enabled()
         key = (recording, inputs[0].device, *[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs])
@@ -137,6 +141,22 @@ class FusedRegion(nn.Module):
         import copy
 
         return FusedRegion(self.name, copy.deepcopy(self.graph_module, memo), self.draws, self.seed, self.triton)
+
+
+def _watcher(inputs: Sequence[Any]) -> str:
+    """Who must see the ops themselves; "" for nobody. Fake tensors and other dispatch modes see the kernels as ops."""
+    if torch.compiler.is_compiling():
+        return "a compiler sees the ops"
+    if torch._C._are_functorch_transforms_active():
+        return "a function transform sees the ops"
+    if any(type(x) not in _PLAIN for x in inputs):
+        if any(isinstance(x, Proxy) for x in inputs):
+            return "torch.fx traces the ops"
+        odd = [type(x).__name__ for x in inputs if type(x) not in _PLAIN and not isinstance(x, FakeTensor)]
+        return f"a {odd[0]} dispatches the ops itself" if odd else ""
+    if torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None:
+        return "a tracer sees the ops"
+    return ""
 
 
 class _Run(torch.autograd.Function):
