@@ -27,10 +27,11 @@ class KernelOp:
 
     :param name: of the op, unique in the namespace ``fxprec``.
     :param forward: the launcher. Its annotations are the op's schema (Tensor, Tensor | None, int, float, bool, ...;
-        returns Tensor or a tuple of them); it returns no input and no view of one, and writes to none.
+        returns Tensor or a tuple of them); it returns no input and no view of one, and writes to none but those named.
     :param fake: the same arguments to empty tensors of the results' shapes, dtypes and strides.
     :param backward: ``backward(ctx, *grads)``, as of torch.autograd.Function: a gradient (or None) for each input.
     :param setup_context: ``setup_context(ctx, inputs, output)``, as of torch.library.register_autograd.
+    :param mutates_args: names of the arguments that ``forward`` writes to; such an op has no backward.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class KernelOp:
         *,
         backward: Callable[..., Any] | None = None,
         setup_context: Callable[..., None] | None = None,
+        mutates_args: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.launch = forward
-        self.op = torch.library.custom_op(f"fxprec::{name}", forward, mutates_args=())
+        self.op = torch.library.custom_op(f"fxprec::{name}", forward, mutates_args=tuple(mutates_args))
         self.op.register_fake(fake)
         self._function: Any = None
         self._transformed: Any = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxprec.kernels.philox import keep_mask
 from fxprec.kernels.rows.layout import Layout
-from fxprec.kernels.rows.program import Program
+from fxprec.kernels.rows.row_program import Program
 from fxprec.kernels.rows.values import REDUCTIONS, Value, walk
 
 __all__ = ["evaluate"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.rows.layout import Layout, merged
-from fxprec.kernels.rows.program import Program
+from fxprec.kernels.rows.row_program import Program
 from fxprec.kernels.rows.source import Access, Form, emit, form_of, reduction_levels
 from fxprec.kernels.triton_support import interpreting
 
@@ -26,7 +26,9 @@ __all__ = ["Launch", "prepare"]
 
 _COUNT = itertools.count()
 #: Programs of a launch that go from tile to tile, for each multiprocessor.
-_PER_MULTIPROCESSOR: Final = 2
+_PER_MULTIPROCESSOR: Final = 4
+#: Rows that each of them takes at least, where the device is full.
+_ROWS_EACH: Final = 32
 #: In the interpreter, whose programs run one after the other.
 _INTERPRETED: Final = 3
 
@@ -141,17 +143,19 @@ def prepare(
     else:
         tiles = -(-rows // form.rows)
         across = -(-columns // form.block) if form.kind == "blocks" else 1
-        grid = (min(tiles, max(1, _resident(device) // across)) if form.persistent else tiles, across, 1)
+        grid = (min(tiles, max(1, _resident(device, rows) // across)) if form.persistent else tiles, across, 1)
     numbers = (columns if form.kind == "flat" else rows, *sizes[1:], *strides.values())
     draws = any(value.op == "keep" for value in program.values)
     passes = 1 + len(reduction_levels(program)) if form.kind == "loop" else 1
     return Launch(name, source, form, grid, numbers, draws, width, passes)
 
 
-def _resident(device: torch.device) -> int:
+def _resident(device: torch.device, rows: int) -> int:
+    """Programs that go from tile to tile: enough to fill the device, few enough that their partials are no traffic."""
     if device.type != "cuda" or interpreting():
         return _INTERPRETED
-    return _multiprocessors(device.index or 0) * _PER_MULTIPROCESSOR
+    processors = _multiprocessors(device.index or 0)
+    return max(processors, min(processors * _PER_MULTIPROCESSOR, rows // _ROWS_EACH))
 
 
 @functools.cache

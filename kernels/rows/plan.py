@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from fxprec.kernels.rows import ops
-from fxprec.kernels.rows import program as rp
+from fxprec.kernels.rows import row_program as rp
 from fxprec.kernels.rows.evaluate import evaluate
 from fxprec.kernels.rows.kernel import Launch, prepare
 from fxprec.kernels.rows.layout import Layout, dense_strides, find_layout, is_dense, place

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 
 from fxprec.kernels.philox import drop_threshold
-from fxprec.kernels.rows.program import Program, Store
+from fxprec.kernels.rows.row_program import Program, Store
 from fxprec.kernels.rows.values import REDUCTIONS, Operand, Value, walk
 
 __all__ = ["Access", "Form", "emit", "form_of", "reduction_levels"]
@@ -183,10 +183,10 @@ class _Emitter:
         else:
             self.line("tile = tl.program_id(0)")
         self.row_index()
-        self.line("inside = (row < rows) & inside_row" if self.masked else "inside = row < rows")
+        self.line(f"inside = within[:, None]{' & inside_row' if self.masked else ''}")
         self.compute([store.value for store, _ in self.stores])
         for n, store in enumerate(partials):
-            mask = "inside" if store.columns else "row < rows"
+            mask = "inside" if store.columns else "within[:, None]"
             self.line(f"total_{n} += tl.where({mask}, {self.text(store.value)}, 0.0)")
         self.store_all()
         if self.form.persistent:
@@ -194,7 +194,8 @@ class _Emitter:
         self.store_partials([f"tl.sum(total_{n}, axis=0, keep_dims=True)" for n in range(len(partials))])
 
     def row_index(self) -> None:
-        self.line("row = tl.full((1, 1), tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]")
+        self.line("row = tl.full((1,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)")
+        self.line("within = row < rows")
         rest = "row"
         for i in range(self.sizes - 1, 0, -1):
             self.line(f"row_{i} = {rest} % size_{i}")
@@ -243,7 +244,7 @@ class _Emitter:
         for store in partials:
             if not store.columns:
                 place = f"partials + tl.program_id(0).to(tl.int64) * WIDTH + {offset} + tl.zeros((1, 1), tl.int32)"
-                self.line(f"earlier = tl.load({place}, mask=row * 0 + (tile - first) != 0, other=0.0)")
+                self.line(f"earlier = tl.load({place}, mask=tl.full((1, 1), tile, tl.int64) != first, other=0.0)")
                 self.line(f"tl.store({place}, earlier + {self.text(store.value)})")
             offset += self.width(store)
         if self.form.persistent:
@@ -282,8 +283,7 @@ class _Emitter:
 
     def columns_of_pass(self) -> None:
         self.line("column = start + tl.arange(0, BLOCK)[None, :]")
-        inside = "(row < rows)" if not self.masked else "(row < rows) & (column < COLUMNS)"
-        self.line(f"inside = {inside}")
+        self.line(f"inside = within[:, None]{' & (column < COLUMNS)' if self.masked else ''}")
 
     def known(self, value: Value) -> bool:
         return value in self.loads or value in self.names
@@ -318,7 +318,6 @@ class _Emitter:
         if value.op == "keep":
             number, p = value.attribute
             row = "row" if self.form.kind != "flat" else "tl.zeros((1,), tl.int64)"
-            row = "tl.reshape(row, (ROWS,))" if self.form.kind != "flat" else row
             count = "COLUMNS" if self.form.kind != "flat" else "columns"
             seed = f"tl.load(seeds + (seed + {number}))"
             return f"keep_tile({seed}, {row}, {count}, start, {drop_threshold(p)}, BLOCK)  # p={p:g}"
@@ -341,20 +340,31 @@ class _Emitter:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def load(self, pointer: str, access: Access, dtype: torch.dtype, value: Value) -> str:
-        where = self.offset(access)
+        where = self.offset(access, value.rows, value.columns)
         mask = self.mask(value.rows, value.columns)
         other = "" if not mask else f", mask={mask}, other=0" + (".0" if dtype.is_floating_point else "")
         text = f"tl.load({pointer}{where}{other})"
+        if self.rowwise(value.rows, value.columns):
+            text += "[:, None]"
         if dtype is torch.bool:
             return f"{text} != 0"
         return text if dtype is torch.float32 or not dtype.is_floating_point else f"{text}.to(tl.float32)"
 
-    def offset(self, access: Access) -> str:
+    def rowwise(self, rows: bool, columns: bool) -> bool:
+        """Whether a tensor varies along rows alone: it is loaded and stored as a vector of them, once a row."""
+        return rows and not columns and self.form.kind != "flat"
+
+    def offset(self, access: Access, along_rows: bool, along_columns: bool) -> str:
         rows = ["row"] if self.sizes == 1 else [f"row_{i}" for i in range(self.sizes)]
         parts = [f"{row} * {stride}" for row, stride in zip(rows, access.rows, strict=False) if stride]
+        if self.rowwise(along_rows, along_columns):
+            return "".join(f" + {part}" for part in parts) or " + row * 0"
+        text = f" + ({' + '.join(parts)})[:, None]" if parts else ""
         if access.columns:
-            parts.append("column" if access.columns == "1" else f"column * {access.columns}")
-        return "".join(f" + {part}" for part in parts)
+            text += " + column" if access.columns == "1" else f" + column * {access.columns}"
+        elif along_columns or parts:
+            text += " + column * 0"
+        return text
 
     def mask(self, rows: bool, columns: bool) -> str:
         if self.form.kind == "flat":
@@ -363,15 +373,16 @@ class _Emitter:
             return "inside"
         if columns:
             return self.inside_columns() if self.masked else ""
-        return "row < rows" if rows else ""
+        return "within" if rows else ""
 
     def store_all(self, columns: bool | None = None) -> None:
         for store, (pointer, access) in self.stores:
             if not store.partial and (columns is None or store.columns is columns):
                 mask = self.mask(store.rows, store.columns)
-                self.line(
-                    f"tl.store({pointer}{self.offset(access)}, {self.shaped(store)}{f', mask={mask}' if mask else ''})"
-                )
+                where = self.offset(access, store.rows, store.columns)
+                value = self.shaped(store)
+                value = f"tl.reshape({value}, (ROWS,))" if self.rowwise(store.rows, store.columns) else value
+                self.line(f"tl.store({pointer}{where}, {value}{f', mask={mask}' if mask else ''})")
 
     def shaped(self, store: Store) -> str:
         value = store.value
