@@ -23,7 +23,6 @@ def evaluate(
     tensors: Sequence[Tensor],
     seeds: Tensor | None,
     seed: int,
-    given: Mapping[Value, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """What a program stores, as rows x columns (1 where it does not vary), not yet rounded to the dtypes of its stores.

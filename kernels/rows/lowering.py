@@ -110,6 +110,11 @@ def _div(c: Call, input: Any, other: Any, rounding_mode: Any = None) -> Term:
     return c("div", input, other)
 
 
+def _rdiv(c: Call, input: Any, other: Any) -> Term:
+    """A number divided by a tensor: ``3 / x`` or ``x.__rtruediv__(3)``."""
+    return c("div", other, input) if _is_term(input) else c("div", input, other)
+
+
 def _pow(c: Call, input: Any, exponent: Any) -> Term:
     if _is_term(exponent) or not _is_term(input):
         raise Declined("a power whose exponent is a tensor")
@@ -173,8 +178,11 @@ def _softplus(c: Call, input: Term, beta: float = 1.0, threshold: float = 20.0) 
 
 
 def _logsigmoid(c: Call, input: Term) -> Term:
-    small = c("where", c("gt", input, 0.0), 0.0, input)
-    return c("sub", small, c("log1p", c("exp", c("neg", c("abs", input)))))
+    positive = c("gt", input, 0.0)
+    low, high = c("where", positive, 0.0, input), c("where", positive, input, 0.0)
+    return c(
+        "where", positive, c("neg", c("log1p", c("exp", c("neg", high)))), c("sub", low, c("log1p", c("exp", low)))
+    )
 
 
 def _silu(c: Call, input: Term, inplace: bool = False) -> Term:
@@ -337,7 +345,7 @@ LOWERINGS: Final[Mapping[str, Callable[..., Term]]] = MappingProxyType(
         **{name: _binary(name) for name in (*_COMPARISONS, "mul", "maximum", "minimum")},
         "logical_and": _binary("and"), "logical_or": _binary("or"), "logical_not": _unary("not"),
         "add": _add, "sub": _sub, "rsub": lambda c, input, other, alpha=1: _sub(c, other, input, alpha),
-        "div": _div, "rdiv": lambda c, input, other: c("div", other, input), "pow": _pow,
+        "div": _div, "rdiv": _rdiv, "pow": _pow,
         "reciprocal": lambda c, input: c("div", 1.0, input), "square": lambda c, input: c("mul", input, input),
         "log10": lambda c, input: c("mul", c("log", input), 1.0 / math.log(10.0)),
         "clamp": _clamp, "clamp_min": lambda c, input, min: _clamp(c, input, min),

@@ -49,7 +49,6 @@ class Derived:
 
     forward: rp.Program
     backward: rp.Backward | None
-    statistics: int
 
 
 @dataclass(eq=False)
@@ -77,6 +76,12 @@ class Plan:
     def draws(self) -> int:
         """How many seeds it reads."""
         return self.derived.forward.seeds
+
+    @property
+    def keeps(self) -> tuple[tuple[str, int], ...]:
+        """("input" | "output" | "statistic", number) of what a forward keeps for the backward."""
+        bw = self.derived.backward
+        return () if bw is None else (*bw.saved, *(source for _, source in bw.also))
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -111,13 +116,14 @@ class Plan:
     ) -> list[Tensor]:
         """What the backward kernel stores: gradients that are no column partials, then the partials of the others.
 
+        :param saved: of ``keeps``.
         :param cotangents: as ``laid_out`` gives them.
         """
         made = self.empty_gradients()
         launch = self.backward_launch
         partials = made[-1] if launch.partials else None
         tensors = made[:-1] if launch.partials else made
-        launch((*saved, *cotangents, *tensors), seeds, seed, partials)
+        launch((*saved[: len(self.derived.backward.saved)], *cotangents, *tensors), seeds, seed, partials)  # type: ignore[union-attr]
         return made
 
     def laid_out(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
@@ -163,20 +169,21 @@ class Plan:
         return made
 
     def eager_backward(
-        self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
-    ) -> list[Tensor]:
-        """The same in plain torch ops on the saved inputs and outputs, which autograd can differentiate.
+        self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[Tensor]:  # fmt: skip
+        """Both steps in plain torch ops on the saved inputs and outputs, which autograd can differentiate.
 
         Statistics are computed again from these: as saved they have no history.
         """
         bw = self.derived.backward
         assert bw is not None
-        kept = [n for n, (kind, _) in enumerate(bw.saved) if kind != "statistic"]
-        dropped = len(bw.saved) - len(kept)
-        loads = [bw.program.loads[n] for n in kept] + [*bw.program.loads[len(bw.saved) :]]
-        assert dropped or len(loads) == len(bw.program.loads)
+        kinds = [kind for kind, _ in (*bw.saved, *(source for _, source in bw.also))]
+        loads = [load for load, (kind, _) in zip(bw.program.loads, bw.saved, strict=False) if kind != "statistic"]
+        loads += [(value, self._port(source)) for value, source in bw.also] + [*bw.program.loads[len(bw.saved) :]]
+        kept = [tensor for tensor, kind in zip(saved, kinds, strict=True) if kind != "statistic"]
         program = rp.Program(tuple(loads), bw.program.stores, bw.program.seeds, bw.program.columns)
-        found = evaluate(program, self.layout, [*(saved[n] for n in kept), *cotangents], seeds, seed)
+        found = evaluate(program, self.layout, [*kept, *cotangents], seeds, seed, dtype)
         results = []
         for n, slot in zip(bw.wanted, bw.stored_in, strict=True):
             spec, gradient, store = self.inputs[n], found[slot], bw.program.stores[slot]
@@ -186,8 +193,11 @@ class Plan:
                 if not store.columns or gradient.shape[0] != self.layout.rows:
                     gradient = gradient.expand(self.layout.rows, self.layout.columns if store.columns else 1)
                 gradient = self._torch_shaped(gradient, store.columns).sum_to_size(spec.shape)
-            results.append(gradient.to(spec.dtype))
+            results.append(gradient.to(spec.dtype) if dtype is torch.float32 else gradient)
         return results
+
+    def _port(self, source: tuple[str, int]) -> rp.Port:
+        return rp.Port((self.inputs if source[0] == "input" else self.outputs)[source[1]].dtype, True, True)
 
     def _torch_shaped(self, x: Tensor, columns: bool) -> Tensor:
         if columns:
@@ -288,7 +298,7 @@ class Plan:
         return moved, bound
 
     def _moved(self, launch: Launch, program: rp.Program, read: Sequence[Spec], written: Sequence[Spec]) -> int:
-        """A tensor that is broadcast comes from the cache after the first time; long rows come from memory each pass."""
+        """A tensor that is broadcast comes from the cache after the first time; long rows from memory each pass."""
         ports = [port for _, port in program.loads]
         times = [launch.passes if port.rows and port.columns else 1 for port in ports]
         loaded = sum(_size(spec) * count for spec, count in zip(read, times, strict=True))
@@ -406,11 +416,10 @@ def _derive(gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: in
     fw = rp.forward(gm, layout.shape, reduced, port, layout.columns)
     wanted = [n for n, spec in enumerate(inputs) if spec.wanted and spec.dtype.is_floating_point]
     if not wanted:
-        return Derived(fw.program, None, 0)
+        return Derived(fw.program, None)
     differentiable = [n for n, output in enumerate(fw.outputs) if output.dtype.is_floating_point]
     bw = rp.backward(fw, wanted, differentiable, layout.rows, [(spec.shape, spec.strides) for spec in inputs])
-    statistics = rp.statistics_of(bw)
-    return Derived(fw.with_statistics(statistics), bw, len(statistics))
+    return Derived(fw.with_statistics(bw.statistics), bw)
 
 
 def _row_shape(layout: Layout) -> tuple[int, ...]:

@@ -167,7 +167,7 @@ class _Run(torch.autograd.Function):
         made = plan.launch_forward(inputs, seeds, region.seed, True)
         outputs, statistics = made[: len(plan.outputs)], made[len(plan.outputs) :]
         kinds = {"input": inputs, "output": outputs, "statistic": statistics}
-        ctx.save_for_backward(*[kinds[kind][n] for kind, n in plan.derived.backward.saved])  # type: ignore[union-attr]
+        ctx.save_for_backward(*[kinds[kind][n] for kind, n in plan.keeps])
         ctx.region, ctx.plan, ctx.seeds = region, plan, seeds
         return tuple(outputs)
 

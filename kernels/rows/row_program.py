@@ -9,7 +9,7 @@ rows (a bias, a norm's weight) are column partials, added up by a second stage.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -116,6 +116,8 @@ class Backward:
     Attributes:
         program: loads ``saved`` and then the cotangents; stores a gradient for each wanted input.
         saved: ("input" | "output" | "statistic", number) of what the forward keeps for it, in the order of the loads.
+        also: what is kept besides, since the statistics could not be computed again without it (double backward).
+        statistics: the forward's reductions among the loads.
         cotangents: numbers of the outputs whose gradients come next.
         wanted: numbers of the inputs that get gradients.
         stored_in: for each of them the number of its store; equal gradients share one.
@@ -124,6 +126,8 @@ class Backward:
 
     program: Program
     saved: tuple[tuple[str, int], ...]
+    also: tuple[tuple[Value, tuple[str, int]], ...]
+    statistics: tuple[Value, ...]
     cotangents: tuple[int, ...]
     wanted: tuple[int, ...]
     stored_in: tuple[int, ...]
@@ -255,23 +259,23 @@ def backward(
     found = gradients(b, [fw.outputs[n].value for n in cotangents], given, [fw.inputs[n] for n in wanted])
     stores, owners, stored_in = _stores(fw, wanted, found, alike)
     roots = [store.value for store in stores if isinstance(store.value, Value)]
-    loaded = _cheapest(fw, roots, set(given), rows)
-    saved, loads = [], []
-    used = set(walk(roots, lambda v: v in loaded or v in given))
-    for kind, values in (("input", fw.inputs), ("output", [s.value for s in fw.outputs])):
-        for n, value in enumerate(values):
-            if value in used and loaded.get(value) == (kind, n):
-                saved.append((kind, n))
-                port = fw.input_ports[n] if kind == "input" else _port(fw.outputs[n])
-                loads.append((value, port))
-    statistics = [v for v in sorted(used, key=lambda v: v.number) if loaded.get(v, ("",))[0] == "statistic"]
-    for n, value in enumerate(statistics):
-        saved.append(("statistic", n))
-        loads.append((value, Port(torch.float32, value.rows, False)))
-    read = [(value, _port(fw.outputs[n])) for value, n in zip(given, cotangents, strict=True)]
-    loads += read
-    program = Program(tuple(loads), tuple(stores), fw.program.seeds, fw.program.columns)
-    return Backward(program, tuple(saved), tuple(cotangents), tuple(wanted), tuple(stored_in), tuple(owners))
+    sources = _cheapest(fw, roots, set(given), rows)
+    statistics = {v: n for n, v in enumerate(_statistics(fw, roots, sources.keys() | {*given}))}
+    used = {*walk(roots, lambda v: v in sources or v in statistics or v in given)}
+    again = {*walk(roots, lambda v: v in sources or v in given)}
+    read = [value for value in sources if value in used]
+    saved = [*(sources[value] for value in read), *(("statistic", n) for n in statistics.values())]
+    loads = [(value, _port_of(fw, sources[value])) for value in read]
+    loads += [(value, Port(torch.float32, value.rows, False)) for value in statistics]
+    also = [value for value in sources if value in again and value not in used]
+    program = Program(
+        (*loads, *((value, _port(fw.outputs[n])) for value, n in zip(given, cotangents, strict=True))),
+        tuple(stores), fw.program.seeds, fw.program.columns,
+    )  # fmt: skip
+    return Backward(
+        program, tuple(saved), tuple((value, sources[value]) for value in also), tuple(statistics),
+        tuple(cotangents), tuple(wanted), tuple(stored_in), tuple(owners),
+    )  # fmt: skip
 
 
 def _stores(
@@ -279,8 +283,8 @@ def _stores(
 ) -> tuple[list[Store], list[int], list[int]]:
     """The stores of gradients, each value once for inputs that lie alike; their owners; each input's store.
 
-    An input that varies along some of the row dimensions has its gradient summed afterwards, from a full FP32 copy: a low
-    one would be rounded before the sum.
+    An input that varies along some of the row dimensions has its gradient summed afterwards, from a full FP32 copy: a
+    low one would be rounded before the sum.
     """
     stores: list[Store] = []
     owners: list[int] = []
@@ -306,40 +310,47 @@ def _stores(
     return stores, owners, [place[n] for n in wanted]
 
 
-def statistics_of(bw: Backward) -> list[Value]:
-    """The row statistics that the forward must store for a backward, in its order."""
-    return [value for (value, _), (kind, _) in zip(bw.program.loads, bw.saved, strict=False) if kind == "statistic"]
+def _statistics(fw: Forward, roots: list[Value], sources: Collection[Value]) -> list[Value]:
+    """The forward's reductions that the backward meets on its way to the sources: kept, they need no second pass."""
+    found: dict[Value, None] = {}
+
+    def stop(value: Value) -> bool:
+        if value not in sources and value.op in REDUCTIONS and value.number < fw.made:
+            found[value] = None
+        return value in sources or value in found
+
+    walk(roots, stop)
+    return sorted(found, key=lambda value: value.number)
 
 
 def _cheapest(fw: Forward, roots: list[Value], given: set[Value], rows: int) -> dict[Value, tuple[str, int]]:
-    """What to load: value -> (kind, number). Inputs, statistics, and those outputs that save bytes."""
-    loads: dict[Value, tuple[str, int]] = {value: ("input", n) for n, value in enumerate(fw.inputs)}
-    reachable = walk(roots, lambda v: v in loads or v in given)
-    for value in reachable:
-        if value.op in REDUCTIONS and value.number < fw.made:
-            loads[value] = ("statistic", 0)
+    """What the backward starts from: value -> (kind, number). Inputs, and those outputs that save bytes."""
+    inputs = {value: ("input", n) for n, value in enumerate(fw.inputs)}
+    reachable = walk(roots, lambda v: v in inputs or v in given)
     candidates = {
         store.value: ("output", n)
         for n, store in enumerate(fw.outputs)
-        if isinstance(store.value, Value) and store.value in reachable and store.value not in loads and _exact(store)
+        if isinstance(store.value, Value) and store.value in reachable and store.value not in inputs and _exact(store)
     }
     sizes = {
-        value: _bytes(port, rows, fw.program.columns) for value, port in zip(fw.inputs, fw.input_ports, strict=True)
+        value: _bytes(_port_of(fw, source), rows, fw.program.columns) for value, source in (inputs | candidates).items()
     }
-    sizes |= {v: _bytes(_port(fw.outputs[n]), rows, fw.program.columns) for v, (_, n) in candidates.items()}
 
     def cost(chosen: tuple[Value, ...]) -> float:
-        stop = loads.keys() | given | {*chosen}
-        return sum(sizes.get(value, 0) for value in walk(roots, stop.__contains__) if value in stop)
+        stop = inputs.keys() | given | {*chosen}
+        return sum(sizes[value] for value in walk(roots, stop.__contains__) if value in sizes and value in stop)
 
-    if len(candidates) > _WEIGHED:
-        best: tuple[Value, ...] = tuple(candidates)
-    else:
-        subsets = itertools.chain.from_iterable(
-            itertools.combinations(candidates, n) for n in range(len(candidates) + 1)
-        )
+    best: tuple[Value, ...] = tuple(candidates)
+    if len(candidates) <= _WEIGHED:
+        lengths = range(len(candidates) + 1)
+        subsets = itertools.chain.from_iterable(itertools.combinations(candidates, n) for n in lengths)
         best = min(subsets, key=lambda chosen: (cost(chosen), -len(chosen)))
-    return loads | {value: candidates[value] for value in best}
+    return inputs | {value: candidates[value] for value in best}
+
+
+def _port_of(fw: Forward, source: tuple[str, int]) -> Port:
+    kind, n = source
+    return fw.input_ports[n] if kind == "input" else _port(fw.outputs[n])
 
 
 def _exact(store: Store) -> bool:
