@@ -31,6 +31,13 @@ COLUMN = torch.tensor([[0.5], [-1.0], [2.0]])
 MASK = torch.tensor([[True, False, True, True, False, False]])
 
 
+ANYWHERE = "neg abs erf sin cos tanh sigmoid square floor ceil trunc sign positive clone"
+ABOVE_ZERO = "sqrt rsqrt log log2 log10 log1p reciprocal"
+ACTIVATIONS = (
+    "relu relu6 hardtanh leaky_relu elu softplus logsigmoid silu gelu mish hardsigmoid hardswish tanhshrink softsign"
+)
+
+
 def of_one(function):
     return lambda x: function(x)
 
@@ -44,8 +51,8 @@ def of_two(function):
 
 
 CASES = {
-    **{name: (of_one(getattr(torch, name)), X) for name in ("neg", "abs", "erf", "sin", "cos", "tanh", "sigmoid", "square", "floor", "ceil", "trunc", "sign", "positive", "clone")},
-    **{name: (of_one(getattr(torch, name)), POSITIVE) for name in ("sqrt", "rsqrt", "log", "log2", "log10", "log1p", "reciprocal")},
+    **{name: (of_one(getattr(torch, name)), X) for name in ANYWHERE.split()},
+    **{name: (of_one(getattr(torch, name)), POSITIVE) for name in ABOVE_ZERO.split()},
     **{name: (of_one(getattr(torch, name)), X.clamp(max=3)) for name in ("exp", "exp2", "expm1")},
     **{f"{name} of two": (of_two(getattr(torch, name)), X, Y) for name in ("add", "sub", "mul", "div", "maximum", "minimum")},
     "maximum of equals": (of_two(torch.maximum), X, X.clone()),
@@ -64,7 +71,7 @@ CASES = {
     "clamp_min": (lambda x: x.clamp_min(-0.5), X),
     "clamp_max": (lambda x: torch.clamp_max(x, 0.5), X),
     "clamp min only": (lambda x: torch.clamp(x, min=-0.5), X),
-    **{name: (of_one(getattr(F, name)), X) for name in ("relu", "relu6", "hardtanh", "leaky_relu", "elu", "softplus", "logsigmoid", "silu", "gelu", "mish", "hardsigmoid", "hardswish", "tanhshrink", "softsign")},
+    **{name: (of_one(getattr(F, name)), X) for name in ACTIVATIONS.split()},
     "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), X),
     "elu alpha": (lambda x: F.elu(x, 0.7), X),
     "leaky_relu slope": (lambda x: F.leaky_relu(x, 0.3), X),
@@ -72,7 +79,7 @@ CASES = {
     "where": (lambda m, x, y: torch.where(m, x, y), MASK, X, Y),
     "where numbers": (lambda m, x: torch.where(m, x, -1.5), MASK, X),
     "masked_fill": (lambda x, m: x.masked_fill(m, -1e9), X, MASK),
-    "comparisons": (lambda x, y: torch.where((x > y) | 0 if False else torch.logical_or(x > y, x == 0), x, y), X, Y),
+    "comparisons": (lambda x, y: torch.where(torch.logical_or(x > y, x == 0), x, y), X, Y),
     "logical": (lambda x, y: torch.where(torch.logical_and(x >= y, torch.logical_not(x != 0.5)), x, y), X, Y),
     "le lt": (lambda x, y: torch.where(x <= y, x, torch.where(y < 1, y, x * 2)), X, Y),
     "isnan": (lambda x: torch.where(torch.isnan(x), 0.0, x), X),

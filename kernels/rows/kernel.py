@@ -134,7 +134,7 @@ def prepare(
             written.append((f"partial_{n}", Access((), "")))
         else:
             written.append((n, access(n, next(found), store.rows, store.columns)))
-    form = form_of(program, layout.flat)
+    form = form_of(program, layout.flat, layout.rows)
     source = emit(name, program, form, read, written, len(sizes), [*strides])
     rows, columns = layout.rows, layout.columns
     width = sum(program.columns if store.columns else 1 for store in program.stores if store.partial)

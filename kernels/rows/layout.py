@@ -32,11 +32,13 @@ class Layout:
         shape: of the region, as torch has it.
         row_dims: dimensions that the rows run over, outermost in memory first.
         column_dims: those of the columns, likewise.
+        flat: there is one row, and nothing is ever reduced: the program runs along the columns alone.
     """
 
     shape: tuple[int, ...]
     row_dims: tuple[int, ...]
     column_dims: tuple[int, ...]
+    flat: bool = False
 
     @property
     def rows(self) -> int:
@@ -45,11 +47,6 @@ class Layout:
     @property
     def columns(self) -> int:
         return math.prod(self.shape[d] for d in self.column_dims)
-
-    @property
-    def flat(self) -> bool:
-        """One row: the program runs along the columns alone."""
-        return not self.row_dims
 
     def two_dimensional(self, x: Tensor) -> Tensor:
         """A tensor that broadcasts to the shape, seen as rows x columns: 1 where it does not vary. May copy."""
@@ -108,7 +105,7 @@ def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tupl
     take = 1
     while take < len(order) and all(_merge(s, order[-take - 1], order[-take], shape) for s in strides):
         take += 1
-    return Layout(shape, tuple(order[:-take]), tuple(order[-take:]))
+    return Layout(shape, tuple(order[:-take]), tuple(order[-take:]), flat=take >= len(order))
 
 
 def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], int]:

@@ -25,10 +25,11 @@ class Declined(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A value as torch sees it."""
+    """A value as torch sees it. ``dropped``: a reduction took its last dimensions away: it lines up with rows alone."""
 
     value: Operand
     shape: tuple[int, ...]
+    dropped: bool = False
 
 
 def lower(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], reduced: int) -> Term:
@@ -53,21 +54,29 @@ class Call:
     reduced: int
 
     def __call__(self, op: str, *args: Any) -> Term:
-        shapes = [a.shape for a in args if isinstance(a, Term)]
+        terms = [a for a in args if isinstance(a, Term)]
+        shapes = [a.shape for a in terms]
         shape = shapes[0] if all(s == shapes[0] for s in shapes) else tuple(torch.broadcast_shapes(*shapes))
+        dropped = any(a.dropped for a in terms)
+        if dropped and not all(a.dropped or not a.shape for a in terms):
+            raise Declined("a reduction without its dimensions meets another tensor")
         values = [a.value if isinstance(a, Term) else float(a) for a in args]
-        return Term(self.b(op, *values), shape)
+        return Term(self.b(op, *values), shape, dropped)
 
     def reduce(self, op: str, x: Term, dim: Any, keepdim: bool = False) -> Term:
         """The sum, mean, maximum or minimum over the columns."""
         rank, dims = len(x.shape), self._dims(x, dim)
-        if len(dims) != self.reduced or rank < len(dims):
+        if len(dims) != self.reduced or rank < len(dims) or x.dropped:
             raise Declined(f"a reduction over other dimensions than the last {self.reduced}")
         value = x.value
         if math.prod(x.shape[rank - self.reduced :]) != 1:
             value = self.b.mean(value) if op == "mean" else self.b.reduce(op, value)
         kept = x.shape[: rank - self.reduced]
-        return Term(value, kept + (1,) * self.reduced if keepdim else kept)
+        return Term(value, kept + (1,) * self.reduced) if keepdim else Term(value, kept, dropped=True)
+
+    def drop(self, x: Term) -> Term:
+        """Without the reduced dimensions, which have size 1."""
+        return Term(x.value, x.shape[: len(x.shape) - self.reduced], dropped=True)
 
     def last(self, x: Term, dim: Any) -> None:
         """Decline unless ``dim`` is what the rows run along."""
@@ -83,7 +92,7 @@ class Call:
         return dims
 
     def stop(self, x: Term) -> Term:
-        return Term(self.b.stop(x.value) if isinstance(x.value, Value) else x.value, x.shape)
+        return Term(self.b.stop(x.value) if isinstance(x.value, Value) else x.value, x.shape, x.dropped)
 
 
 def _unary(op: str) -> Callable[..., Term]:
@@ -262,7 +271,7 @@ def _var(
         raise Declined("the variance of fewer columns than its correction takes away")
     _, square = _centred(c, input, dim)
     square = c("mul", square, count / (count - correction))
-    return square if keepdim else Term(square.value, square.shape[: len(square.shape) - c.reduced])
+    return square if keepdim else c.drop(square)
 
 
 def _layer_norm(
@@ -308,7 +317,7 @@ def _logsumexp(c: Call, input: Term, dim: Any, keepdim: bool = False) -> Term:
     top = c("where", c("eq", c("abs", top), math.inf), 0.0, top)  # rows of -inf give -inf, not NaN
     total = c.reduce("sum", c("exp", c("sub", input, top)), dim, True)
     result = c("add", c("log", total), top)
-    return result if keepdim else Term(result.value, result.shape[: len(result.shape) - c.reduced])
+    return result if keepdim else c.drop(result)
 
 
 def _normalize(c: Call, input: Term, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None) -> Term:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,13 @@ __all__ = ["Plan", "Spec", "make_plan", "spec_of"]
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor without its numbers."""
+    """A tensor without its numbers. ``dropped``: how many trailing dimensions a reduction took from it."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     wanted: bool = False
+    dropped: int = 0
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
@@ -183,7 +184,12 @@ class Plan:
         loads += [(value, self._port(source)) for value, source in bw.also] + [*bw.program.loads[len(bw.saved) :]]
         kept = [tensor for tensor, kind in zip(saved, kinds, strict=True) if kind != "statistic"]
         program = rp.Program(tuple(loads), bw.program.stores, bw.program.seeds, bw.program.columns)
-        found = evaluate(program, self.layout, [*kept, *cotangents], seeds, seed, dtype)
+        kept = [
+            self._padded(tensor, source)
+            for tensor, source in zip(kept, [s for s in self.keeps if s[0] != "statistic"], strict=True)
+        ]
+        given = [self._padded(c, ("output", n)) for c, n in zip(cotangents, bw.cotangents, strict=True)]
+        found = evaluate(program, self.layout, [*kept, *given], seeds, seed, dtype)
         results = []
         for n, slot in zip(bw.wanted, bw.stored_in, strict=True):
             spec, gradient, store = self.inputs[n], found[slot], bw.program.stores[slot]
@@ -195,6 +201,10 @@ class Plan:
                 gradient = self._torch_shaped(gradient, store.columns).sum_to_size(spec.shape)
             results.append(gradient.to(spec.dtype) if dtype is torch.float32 else gradient)
         return results
+
+    def _padded(self, x: Tensor, source: tuple[str, int]) -> Tensor:
+        lacking = self.outputs[source[1]].dropped if source[0] == "output" else 0
+        return x.reshape(x.shape + (1,) * lacking) if lacking else x
 
     def _port(self, source: tuple[str, int]) -> rp.Port:
         return rp.Port((self.inputs if source[0] == "input" else self.outputs)[source[1]].dtype, True, True)
@@ -253,7 +263,10 @@ class Plan:
 
     def _prepared(self, name: str, program: rp.Program, read: Any, write: Any) -> Launch:
         def placed(tensor: str, spec: Spec | None) -> Any:
-            return tensor, None if spec is None else place(self.layout, spec.shape, spec.strides)
+            if spec is None:
+                return tensor, None
+            lacking = spec.dropped
+            return tensor, place(self.layout, spec.shape + (1,) * lacking, spec.strides + (0,) * lacking)
 
         loads = [placed(*each) for each in read]
         stores = [placed(*each) for each in write]
@@ -343,13 +356,19 @@ def make_plan(
     if any(math.prod(spec.shape) == 0 for spec in inputs):
         raise Declined("an empty tensor")
     calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    shape = tuple(torch.broadcast_shapes(*[spec.shape for spec in inputs]))
+    try:
+        shape = tuple(torch.broadcast_shapes(*[spec.shape for spec in inputs]))
+    except RuntimeError:
+        raise Declined("inputs that do not line up as rows and columns") from None
     reduced = rp.reduced_dimensions(calls, len(shape))
     full = [(spec.shape, spec.strides) for spec in inputs]
     returned = [node for node in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
     outputs = tuple(Spec(n.meta["shape"], n.meta["strides"], n.meta["torch_dtype"]) for n in returned)  # type: ignore[union-attr]
     layout = _layout(shape, full, [(o.shape, o.strides) for o in outputs], reduced, inputs)
     derived = _derived(gm, inputs, layout, reduced, known)
+    outputs = tuple(
+        replace(spec, dropped=store.dropped) for spec, store in zip(outputs, derived.forward.stores, strict=False)
+    )
     if derived.backward is not None:
         statistics = tuple(
             Spec(
@@ -406,8 +425,6 @@ def _derive(gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: in
 
     def port(shape: Sequence[int], dtype: torch.dtype) -> rp.Port:
         padded = (1,) * (rank - len(shape)) + tuple(shape)
-        if len(shape) < rank and reduced and tuple(shape) == layout.shape[: rank - reduced]:
-            padded = tuple(shape) + (1,) * reduced  # a reduction that dropped its dimensions
         own = [padded[d] != 1 for d in layout.row_dims]
         return rp.Port(
             dtype, any(own) or not own, any(padded[d] != 1 for d in layout.column_dims), any(own) and not all(own)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxprec.kernels.rows.lowering import Declined
 from fxprec.kernels.rows.structure import structure_of
@@ -113,7 +114,10 @@ class FusedRegion(nn.Module):
             raise Declined("a scalar on another device")
         known = _DERIVED.setdefault(structure_of(self.graph_module), {})
         specs = [Spec(tuple(x.shape), x.stride(), x.dtype, recording and x.requires_grad) for x in inputs]
-        return make_plan(self.name, self.graph_module, specs, device, known)
+        with (
+            _disable_current_modes()
+        ):  # shapes are found by running the graph on meta tensors, which is nobody's business
+            return make_plan(self.name, self.graph_module, specs, device, known)
 
     @property
     def plans(self) -> tuple[Plan, ...]:

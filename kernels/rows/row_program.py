@@ -42,13 +42,17 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A tensor that a program writes. ``partial``: summed over rows, as FP32, by a second stage."""
+    """A tensor that a program writes.
+
+    ``partial``: summed over rows, as FP32, by a second stage. ``dropped``: how many trailing dimensions it lacks.
+    """
 
     value: Operand
     dtype: torch.dtype
     rows: bool
     columns: bool
     partial: bool = False
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +207,10 @@ def forward(
         if tuple(term.shape) != own:
             raise Declined(f"{name} gives {own}, which the rows and columns do not show")
         if node in returned and dtype in (torch.float16, torch.bfloat16) and isinstance(term.value, Value):
-            term = Term(b.round(term.value, dtype), own)  # what others read is what was stored
+            # What others read is what was stored.
+            term = Term(b.round(term.value, dtype), own, term.dropped)
         terms[node] = term
-    outputs = tuple(_output(node, terms[node], port) for node in gm.graph.output_node().args[0])  # type: ignore[union-attr]
+    outputs = tuple(_output(node, terms[node], port, reduced) for node in gm.graph.output_node().args[0])  # type: ignore[union-attr]
     program = Program(tuple(loads), outputs, next(seeds), columns)
     return Forward(program, b, tuple(v for v, _ in loads), tuple(p for _, p in loads), outputs, b.made)
 
@@ -216,7 +221,7 @@ def _cast(b: Builder, node: Node, x: Term, dtype: torch.dtype) -> Term:
     value = b.float(x.value)
     if not node.meta.get("inserted") and dtype is not torch.float32 and isinstance(value, Value):
         value = b.round(value, dtype)  # the user's own cast rounds; ours only says in what the next op would read
-    return Term(value, x.shape)
+    return Term(value, x.shape, x.dropped)
 
 
 def _dropout(b: Builder, args: Any, kwargs: Any, shape: tuple[int, ...], seeds: Any) -> Term:
@@ -233,14 +238,14 @@ def _dropout(b: Builder, args: Any, kwargs: Any, shape: tuple[int, ...], seeds: 
     return bound(*args, **kwargs)
 
 
-def _output(node: Node, term: Term, port: Callable[[Sequence[int], torch.dtype], Port]) -> Store:
+def _output(node: Node, term: Term, port: Callable[[Sequence[int], torch.dtype], Port], reduced: int) -> Store:
     dtype = node.meta["torch_dtype"]
-    if dtype is torch.bool or not dtype.is_floating_point or dtype is torch.float64:
+    if dtype is not torch.bool and (not dtype.is_floating_point or dtype is torch.float64):
         raise Declined(f"an output of {dtype}")
-    found = port(term.shape, dtype)
+    found = port(term.shape + (1,) * reduced if term.dropped else term.shape, dtype)
     if not found.rows or found.some_rows:
         raise Declined("an output that does not vary along all the rows")
-    return Store(term.value, dtype, found.rows, found.columns)
+    return Store(term.value, dtype, found.rows, found.columns, dropped=reduced if term.dropped else 0)
 
 
 def backward(

@@ -55,18 +55,18 @@ class Form:
     persistent: bool
 
 
-def form_of(program: Program, flat: bool) -> Form:
-    """The tiling for a program."""
+def form_of(program: Program, flat: bool, count: int) -> Form:
+    """The tiling for a program with ``count`` rows."""
     columns = max(program.columns, 1)
     partial = any(store.partial for store in program.stores)
     if flat:
         return Form("flat", 1, _FLAT, 4, False)
     block = max(16, 1 << (columns - 1).bit_length())
     if not program.reduces and block > _FLAT:
-        return Form("blocks", 4, 512 if columns % 512 == 0 or columns > 4096 else _FLAT, 4, partial)
+        return Form("blocks", 4 if count > 1 else 1, 512 if columns % 512 == 0 or columns > 4096 else _FLAT, 4, partial)
     if block > LONGEST_TILE:
         return Form("loop", 1, 4096, 8, partial)
-    rows = max(1, _TILE // block)
+    rows = max(1, _TILE // block) if count > 1 else 1
     warps = min(32, max(4, rows * block // 512))
     return Form("tile", rows, block, warps, partial)
 
@@ -391,9 +391,11 @@ class _Emitter:
         if not isinstance(value, Value):
             return f"tl.full({shape}, {self.text(value)}, tl.{_TRITON[store.dtype]})"
         text = self.text(value)
-        if value.rows != rows or value.columns != store.columns:
+        if store.dtype is torch.bool:
+            text = f"{text}.to(tl.int8)"
+        if (value.rows and self.form.kind != "flat") != rows or value.columns != store.columns:
             text = f"tl.broadcast_to({text}, {shape})"
-        return text if store.dtype is torch.float32 else f"{text}.to(tl.{_TRITON[store.dtype]})"
+        return text if store.dtype in (torch.float32, torch.bool) else f"{text}.to(tl.{_TRITON[store.dtype]})"
 
     def store_partials(self, totals: list[str]) -> None:
         partials = [store for store, _ in self.stores if store.partial]
