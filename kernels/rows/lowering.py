@@ -57,7 +57,7 @@ class Call:
         terms = [a for a in args if isinstance(a, Term)]
         shapes = [a.shape for a in terms]
         shape = shapes[0] if all(s == shapes[0] for s in shapes) else tuple(torch.broadcast_shapes(*shapes))
-        dropped = any(a.dropped for a in terms)
+        dropped = any(a.dropped and a.shape for a in terms)
         if dropped and not all(a.dropped or not a.shape for a in terms):
             raise Declined("a reduction without its dimensions meets another tensor")
         values = [a.value if isinstance(a, Term) else float(a) for a in args]
