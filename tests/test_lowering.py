@@ -31,6 +31,7 @@ COLUMN = torch.tensor([[0.5], [-1.0], [2.0]])
 MASK = torch.tensor([[True, False, True, True, False, False]])
 
 
+OF_TWO = "add sub mul div maximum minimum"
 ANYWHERE = "neg abs erf sin cos tanh sigmoid square floor ceil trunc sign positive clone"
 ABOVE_ZERO = "sqrt rsqrt log log2 log10 log1p reciprocal"
 ACTIVATIONS = (
