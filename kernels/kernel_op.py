@@ -13,13 +13,16 @@ there, and the backward returns ``eager_gradients`` instead, which autograd can 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 __all__ = ["KernelOp", "eager_gradients"]
+
+_KERNELS: Final[dict[str, KernelOp]] = {}
 
 
 class KernelOp:
@@ -46,6 +49,7 @@ class KernelOp:
     ) -> None:
         self.name = name
         self.launch = forward
+        _KERNELS[name] = self
         self.op = torch.library.custom_op(f"fxprec::{name}", forward, mutates_args=tuple(mutates_args))
         self.op.register_fake(fake)
         self._function: Any = None
@@ -65,6 +69,10 @@ class KernelOp:
             return self._function.apply(*inputs)
         return self.launch(*inputs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a module that holds one hold the very same one."""
+        return _by_name, (self.name, self.launch.__module__)
+
 
 def eager_gradients(
     reference: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Any], grads: Sequence[Tensor | None]
@@ -75,19 +83,33 @@ def eager_gradients(
     :param grads: of the results; None where a result had no gradient.
     :returns: for each input its gradient; None where it wants none.
     """
-    with torch.enable_grad():
-        # A view of each: the gradient is that of this call alone, also where one tensor is two of the inputs.
-        own = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
-        results = reference(*own)
+    wanted = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
+    gradients: list[Tensor | None] = [None] * len(inputs)
+    cotangents = tuple(g for g in grads if g is not None)
+    if not wanted or not cotangents:
+        return tuple(gradients)
+
+    def run(*own: Tensor) -> tuple[Tensor, ...]:
+        given = list(inputs)
+        for i, x in zip(wanted, own, strict=True):
+            given[i] = x
+        results = reference(*given)
         results = results if isinstance(results, tuple) else (results,)
-        pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
-        wanted = [x for x in own if isinstance(x, Tensor) and x.requires_grad]
-        if not pairs or not wanted:
-            return (None,) * len(own)
-        outputs, cotangents = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, wanted, cotangents, create_graph=True, allow_unused=True)
-    gradients = iter(found)
-    return tuple(next(gradients) if isinstance(x, Tensor) and x.requires_grad else None for x in own)
+        return tuple(r for r, g in zip(results, grads, strict=True) if g is not None)
+
+    # vjp counts inputs by position, so one tensor may be two of them; and within torch.func's transforms it finds
+    # gradients of saved tensors whose level is over (jacrev, vjp), where torch.autograd.grad finds none.
+    with torch.enable_grad():
+        found = torch.func.vjp(run, *(inputs[i] for i in wanted))[1](cotangents)
+    for i, gradient in zip(wanted, found, strict=True):
+        gradients[i] = gradient
+    return tuple(gradients)
+
+
+def _by_name(name: str, module: str) -> KernelOp:
+    if name not in _KERNELS:
+        importlib.import_module(module)  # unpickled in a process that has not come to it yet
+    return _KERNELS[name]
 
 
 def _watched(inputs: tuple[Any, ...]) -> bool:

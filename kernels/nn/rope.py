@@ -1,0 +1,311 @@
+"""Rotary position embedding (Su et al., "RoFormer", 2021) of queries and keys, both in one launch.
+
+A pair (a, b) of a row at position t and its frequency's cos c and sin s become
+
+    a' = a * c - b * s          b' = b * c + a * s          in FP32, rounded once
+
+Pairs are columns (i, i + R / 2), as in Llama and GPT-NeoX, or (2i, 2i + 1), as in GPT-J, of the first R columns; the
+others pass through. The backward is the transposed rotation (c, -s) of the gradient, which is the same op: cos and sin
+are all that is saved, and any number of derivatives launches kernels.
+
+A program loads cos and sin of some positions once and goes over heads with them. Bytes an element of a low x: 4,
+forward and backward (eager, rotate-half of low cos and sin: 20 forward).
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.kernel_op import KernelOp
+from fxprec.kernels.triton_support import can_launch, constexpr, jit, tl
+
+__all__ = ["bytes_moved", "reference", "rope", "rope_qk"]
+
+_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+#: Pairs of a tile, 8 a thread.
+_TILE: Final = 1024
+_WARPS: Final = 4
+#: Programs of a launch, at least: some four for each multiprocessor. Below that the heads are spread over programs.
+_PROGRAMS: Final = 528
+_ANY: Final = ["positions", "blocks", "q_heads", "k_heads", "chunk", "q_chunks"]
+
+
+@jit()
+def load_pairs(rows, inside, HALF: constexpr, POSITIONS: constexpr, BLOCK: constexpr):
+    """Neighbours, apart: two fp32 [P, BLOCK]. rows: fp32, fp16 or bf16 pointers [P, 1] to 2 * HALF columns each."""
+    column = tl.arange(0, 2 * BLOCK)[None, :]
+    both = tl.load(rows + column, mask=inside & (column < 2 * HALF), other=0.0).to(tl.float32)
+    return tl.split(tl.reshape(both, (POSITIONS, BLOCK, 2)))
+
+
+@jit()
+def rotate_heads(
+    x, out, first, last, position, inside, x_h, x_t, out_h, out_t, c1, s1, c2, s2,
+    HALF: constexpr, DIM: constexpr, INTERLEAVED: constexpr,
+    POSITIONS: constexpr, BLOCK: constexpr, PASS: constexpr,
+):  # fmt: skip
+    """Heads from ``first`` to ``last`` of one batch entry, at positions ``position`` (int64 [P, 1], where ``inside``).
+
+    x, out: fp32, fp16 or bf16 [heads, positions, DIM], columns next to each other, with strides of heads and positions.
+    c1, s1, c2, s2: fp32 [P, BLOCK], cos and sin for the first and second of each of the HALF pairs. Arithmetic in fp32.
+    """
+    pair = tl.arange(0, BLOCK)[None, :]
+    source = x + first.to(tl.int64) * x_h + position * x_t
+    target = out + first.to(tl.int64) * out_h + position * out_t
+    for _ in range(first, last):
+        if INTERLEAVED:
+            column = tl.arange(0, 2 * BLOCK)[None, :]
+            a, b = load_pairs(source, inside, HALF, POSITIONS, BLOCK)
+            turned = tl.interleave(a * c1 - b * s1, b * c2 + a * s2)
+            tl.store(target + column, turned, mask=inside & (column < 2 * HALF))
+        else:
+            here = inside & (pair < HALF)
+            a = tl.load(source + pair, mask=here, other=0.0).to(tl.float32)
+            b = tl.load(source + HALF + pair, mask=here, other=0.0).to(tl.float32)
+            tl.store(target + pair, a * c1 - b * s1, mask=here)
+            tl.store(target + HALF + pair, b * c2 + a * s2, mask=here)
+        if PASS:
+            column = 2 * HALF + tl.arange(0, PASS)[None, :]
+            rest = tl.load(source + column, mask=inside & (column < DIM))
+            tl.store(target + column, rest, mask=inside & (column < DIM))
+        source += x_h
+        target += out_h
+
+
+@jit(do_not_specialize=_ANY)
+def rope_kernel(
+    q, q_out, k, k_out, cos, sin, positions, blocks, q_heads, k_heads, chunk, q_chunks,
+    q_b, q_h, q_t, qo_b, qo_h, qo_t, k_b, k_h, k_t, ko_b, ko_h, ko_t, cos_b, cos_t, sin_b, sin_t,
+    HALF: constexpr, DIM: constexpr, WIDE: constexpr, INTERLEAVED: constexpr, INVERSE: constexpr,
+    POSITIONS: constexpr, BLOCK: constexpr, PASS: constexpr,
+):  # fmt: skip
+    """``chunk`` heads of q or of k at POSITIONS positions. Grid: (batch * blocks, q_chunks + chunks of k).
+
+    q, q_out: fp32, fp16 or bf16 [batch, q_heads, positions, DIM], with three strides each; columns next to each other.
+    k, k_out: the same with k_heads, or None. cos, sin: fp32, fp16 or bf16 [batch, positions, HALF or, with WIDE,
+    2 * HALF], with two strides each, that of the batch maybe 0. INVERSE: the transposed rotation. Arithmetic in fp32.
+    """
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    part = tl.program_id(1)
+    position = ((tl.program_id(0) % blocks) * POSITIONS + tl.arange(0, POSITIONS)).to(tl.int64)[:, None]
+    inside = position < positions
+    pair = tl.arange(0, BLOCK)[None, :]
+    here = inside & (pair < HALF)
+    cos += batch * cos_b + position * cos_t
+    sin += batch * sin_b + position * sin_t
+    if WIDE and INTERLEAVED:
+        c1, c2 = load_pairs(cos, inside, HALF, POSITIONS, BLOCK)
+        s1, s2 = load_pairs(sin, inside, HALF, POSITIONS, BLOCK)
+    else:
+        c1 = tl.load(cos + pair, mask=here, other=0.0).to(tl.float32)
+        s1 = tl.load(sin + pair, mask=here, other=0.0).to(tl.float32)
+        c2 = c1
+        s2 = s1
+        if WIDE:
+            c2 = tl.load(cos + HALF + pair, mask=here, other=0.0).to(tl.float32)
+            s2 = tl.load(sin + HALF + pair, mask=here, other=0.0).to(tl.float32)
+    if INVERSE:  # the transpose of ((c1, -s1), (s2, c2))
+        first, second = -s2, -s1
+    else:
+        first, second = s1, s2
+    if part < q_chunks:
+        rotate_heads(
+            q + batch * q_b, q_out + batch * qo_b, part * chunk, tl.minimum(part * chunk + chunk, q_heads),
+            position, inside, q_h, q_t, qo_h, qo_t, c1, first, c2, second, HALF, DIM, INTERLEAVED,
+            POSITIONS, BLOCK, PASS,
+        )  # fmt: skip
+    elif k is not None:
+        part -= q_chunks
+        rotate_heads(
+            k + batch * k_b, k_out + batch * ko_b, part * chunk, tl.minimum(part * chunk + chunk, k_heads),
+            position, inside, k_h, k_t, ko_h, ko_t, c1, first, c2, second, HALF, DIM, INTERLEAVED,
+            POSITIONS, BLOCK, PASS,
+        )  # fmt: skip
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rotary_dim: int | None = None) -> Tensor:
+    """Rotate the pairs of x by the angles whose cos and sin are given, in FP32 and rounded once.
+
+    On a CPU it runs as plain torch.
+
+    :param x: float32, float16 or bfloat16 [B, H, T, D], [B, T, D] or [T, D]. B, H and T may have any strides, e.g.
+        those of a transposed [B, T, H, D]. A transposed D, with columns that are not next to each other, runs as plain
+        torch.
+    :param cos: float32, float16 or bfloat16, one entry for each pair, or one for each column (Hugging Face repeats the
+        pairs' in the order of the columns; they may differ): [T, R / 2], [T, R], or with a leading B or 1.
+    :param sin: of cos's shape.
+    :param interleaved: pairs are neighbours (GPT-J), not columns half of R apart (Llama, GPT-NeoX).
+    :param rotary_dim: R, how many columns turn; the others pass through. None: D where cos has D or D / 2 columns,
+        else as many as cos has.
+    :returns: of x's dtype, in x's layout (``torch.empty_like``).
+    :raises TypeError: another dtype.
+    :raises ValueError: shapes that do not fit; cos or sin wants a gradient, which this op does not compute.
+    """
+    rotary = _check("rope", (x,), cos, sin, rotary_dim)
+    return _ROPE(x, cos, sin, rotary, interleaved, False)
+
+
+def rope_qk(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rotary_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """``(rope(q, ...), rope(k, ...))`` in one launch. q and k may differ in heads, strides and dtype."""
+    rotary = _check("rope_qk", (q, k), cos, sin, rotary_dim)
+    return _ROPE_QK(q, k, cos, sin, rotary, interleaved, False)
+
+
+def bytes_moved(*tensors: Tensor, cos: Tensor, sin: Tensor) -> int:
+    """Bytes of a launch, forward or backward: every tensor in and out, cos and sin once."""
+    return sum(2 * x.numel() * x.itemsize for x in tensors) + cos.numel() * cos.itemsize + sin.numel() * sin.itemsize
+
+
+def reference(
+    x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool = False, inverse: bool = False
+) -> Tensor:
+    """The same in plain torch, on any device, differentiable."""
+    half = rotary_dim // 2
+    turned, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
+    first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, half), slice(half, None))
+    if x.dim() == 4 and cos.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    c, s = cos.float(), sin.float()
+    wide = cos.shape[-1] == rotary_dim
+    c1, c2, s1, s2 = (c[..., first], c[..., second], s[..., first], s[..., second]) if wide else (c, c, s, s)
+    if inverse:
+        s1, s2 = -s2, -s1
+    a, b = turned[..., first], turned[..., second]
+    pairs = (a * c1 - b * s1, b * c2 + a * s2)
+    result = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
+    return torch.cat((result.to(x.dtype), rest), dim=-1)
+
+
+def _check(name: str, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, rotary_dim: int | None) -> int:
+    for x in (*tensors, cos, sin):
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{name} takes float32, float16 and bfloat16, got {x.dtype}: it computes in float32.")
+        if x.device != cos.device:
+            raise ValueError(f"{name} got tensors on {x.device} and {cos.device}: move them to one device.")
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise ValueError(f"{name} computes no gradient of cos and sin: detach them, or rotate in plain torch.")
+    first = tensors[0]
+    if not 2 <= first.dim() <= 4:
+        raise ValueError(f"{name} takes [B, H, T, D], [B, T, D] or [T, D], got {tuple(first.shape)}.")
+    dim = first.shape[-1]
+    for x in tensors[1:]:
+        if x.dim() != first.dim() or x.shape[-2:] != first.shape[-2:] or (x.dim() > 2 and x.shape[0] != first.shape[0]):
+            raise ValueError(
+                f"{name} takes q and k that differ in heads only, got {tuple(first.shape)} and {tuple(x.shape)}."
+            )
+    if cos.shape != sin.shape or cos.dim() not in (2, 3) or cos.shape[-2] != first.shape[-2]:
+        raise ValueError(
+            f"{name} takes cos and sin of shape [T, columns] or [B, T, columns] with T = {first.shape[-2]}, as in "
+            f"{tuple(first.shape)}, got {tuple(cos.shape)} and {tuple(sin.shape)}."
+        )
+    if cos.dim() == 3 and (first.dim() == 2 or cos.shape[0] not in (1, first.shape[0])):
+        raise ValueError(f"{name}: cos of shape {tuple(cos.shape)} does not broadcast to {tuple(first.shape)}.")
+    width = cos.shape[-1]
+    rotary = rotary_dim if rotary_dim is not None else dim if 2 * width == dim else width
+    if rotary % 2 or not 0 < rotary <= dim or width not in (rotary, rotary // 2):
+        raise ValueError(
+            f"{name}: cos has {width} columns, which is neither R nor R / 2 for an even R = {rotary} of at most "
+            f"D = {dim} columns to rotate. Give rotary_dim where R is neither D nor cos's columns."
+        )
+    return rotary
+
+
+def _launch(
+    tensors: list[Tensor], outs: list[Tensor], cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool
+) -> None:
+    four = [_four(x if x.stride(-1) == 1 else x.contiguous()) for x in tensors]
+    to = [_four(out) for out in outs]
+    cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
+    batch, _, positions, dim = four[0].shape
+    heads = [x.shape[1] for x in four] + [0] * (2 - len(four))
+    shape = _shape(positions, dim, rotary)
+    blocks = (positions + shape["POSITIONS"] - 1) // shape["POSITIONS"]
+    chunk = max(1, min(max(heads), sum(heads) * batch * blocks // _PROGRAMS))
+    chunks = [(n + chunk - 1) // chunk for n in heads]
+    q, q_out, k, k_out = four[0], to[0], *((four[1], to[1]) if len(four) > 1 else (None, None))
+    strides = [s for x in (q, q_out, k, k_out) for s in (x.stride()[:3] if x is not None else (0, 0, 0))]
+    tables = [s for t in (cos, sin) for s in (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))]
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        rope_kernel[(batch * blocks, sum(chunks))](
+            q, q_out, k, k_out, cos, sin, positions, blocks, heads[0], heads[1], chunk, chunks[0], *strides, *tables,
+            HALF=rotary // 2, DIM=dim, WIDE=cos.shape[-1] == rotary, INTERLEAVED=interleaved, INVERSE=inverse,
+            num_warps=_WARPS, enable_fp_fusion=False, **shape,
+        )  # fmt: skip
+
+
+def _shape(positions: int, dim: int, rotary: int) -> dict[str, int]:
+    """Block sizes: a tile of _TILE pairs, or of fewer where more columns pass than turn."""
+    block = 1 << (rotary // 2 - 1).bit_length()
+    rest = 1 << (dim - rotary - 1).bit_length() if dim > rotary else 0
+    count = max(1, min(2 * _TILE // max(2 * block, rest), 1 << (positions - 1).bit_length()))
+    return {"POSITIONS": count, "BLOCK": block, "PASS": rest}
+
+
+def _four(x: Tensor) -> Tensor:
+    """[B, H, T, D], a view."""
+    return x if x.dim() == 4 else x.unsqueeze(1) if x.dim() == 3 else x[None, None]
+
+
+def _run(
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool
+) -> list[Tensor]:
+    outs = [torch.empty_like(x) for x in tensors]
+    if can_launch(cos.device) and all(x.numel() and out.stride(-1) == 1 for x, out in zip(tensors, outs, strict=True)):
+        _launch(tensors, outs, cos, sin, rotary, interleaved, inverse)
+        return outs
+    with torch.no_grad():
+        return [
+            out.copy_(reference(x, cos, sin, rotary, interleaved, inverse))
+            for x, out in zip(tensors, outs, strict=True)
+        ]
+
+
+def _forward(x: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool) -> Tensor:
+    return _run([x], cos, sin, rotary, interleaved, inverse)[0]
+
+
+def _fake(x: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _qk_forward(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    q_out, k_out = _run([q, k], cos, sin, rotary, interleaved, inverse)
+    return q_out, k_out
+
+
+def _qk_fake(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.rotary, ctx.interleaved, ctx.inverse = inputs
+    ctx.save_for_backward(*tensors[-2:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    dx = None if dy is None else _ROPE(dy, *ctx.saved_tensors, ctx.rotary, ctx.interleaved, not ctx.inverse)
+    return dx, None, None, None, None, None
+
+
+def _qk_backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+    rest = (*ctx.saved_tensors, ctx.rotary, ctx.interleaved, not ctx.inverse)
+    if dq is not None and dk is not None:
+        dq, dk = _ROPE_QK(dq, dk, *rest)
+    else:
+        dq, dk = (None if d is None else _ROPE(d, *rest) for d in (dq, dk))
+    return dq, dk, None, None, None, None, None
+
+
+_ROPE = KernelOp("rope", _forward, _fake, backward=_backward, setup_context=_setup)
+_ROPE_QK = KernelOp("rope_qk", _qk_forward, _qk_fake, backward=_qk_backward, setup_context=_setup)
