@@ -34,6 +34,7 @@ from fxprec.passes.context import Context
 from fxprec.passes.effects import order_of_effects, sort
 from fxprec.passes.functional import make_functional
 from fxprec.passes.ir import Op, PassResult, Precision, Rule
+from fxprec.passes.kernel_calls import call_kernels
 from fxprec.passes.regions import Region, find_regions
 from fxprec.passes.seeds import draw_seeds_like
 from fxprec.passes.split_bias import put_back, split_biases
@@ -63,7 +64,11 @@ def region_names(gm: GraphModule) -> list[str]:
 
 def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
     graph, triton = gm.graph, context.regions == "triton"
-    make_functional(graph)
+    changed = make_functional(graph)
+    declined: list[str] = []
+    if triton:
+        called, declined = call_kernels(graph)
+        changed |= called
     splits = split_biases(graph) if triton else []
     found = find_regions(graph, order_of_effects(graph))
     names = _names(gm, found)
@@ -76,10 +81,10 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
             put_back(graph, split)
         elif not split.bias.users and split.bias.op != "get_attr":
             graph.erase_node(split.bias)
-    declined = [f"{names[region]}: fuse says no" for region in found if region not in chosen]
+    declined += [f"{names[region]}: fuse says no" for region in found if region not in chosen]
     gm.meta["region_names"] = [*names.values()]
     if not chosen:
-        return False, declined
+        return changed, declined
     position = {node: number for number, node in enumerate(graph.nodes)}
     order = order_of_effects(graph)
     seeds = _Seeds(graph, triton)

@@ -1,0 +1,255 @@
+"""Cross-entropy of low-precision logits, in FP32: each logit is read once forward, and once to write its gradient.
+
+``torch.autocast`` casts logits to FP32 for the loss, since a low-precision sum over a vocabulary is no loss; eager then
+moves some 20 bytes a logit more than its value. Here logits are read as they are, computed in FP32 and never stored so.
+The forward saves the logits themselves and 12 bytes a row; the backward writes the gradient in the logits' dtype.
+
+With ``gradient_in_forward`` the forward writes the gradient while a row is at hand, and saves that instead. The
+backward then multiplies it by the gradient of the loss, which moves nothing where that is 1. The formulas are those of
+``cross_entropy_kernels``; the semantics are torch's, of ``torch.nn.functional.cross_entropy``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.nn.cross_entropy_arguments import check_arguments
+from fxprec.kernels.nn.cross_entropy_kernels import launch
+from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
+from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
+
+__all__ = ["bytes_moved", "cross_entropy", "reference"]
+
+
+def bytes_moved(
+    rows: int, columns: int, dtype: torch.dtype, *, target: torch.dtype = torch.int64, gradient_in_forward: bool = False
+) -> tuple[int, int]:
+    """Bytes that forward and backward move for logits [rows, columns] without class weights, a mean included.
+
+    :param target: int64 or uint8 labels, or the dtype of probabilities.
+    :param gradient_in_forward: counted for a gradient of the loss of 1. A row of more than 4096 columns is read a
+        second time there, at once after the first: from the L2 cache as a rule, which this does not count (it does
+        with probabilities, of which forward and backward are launches of their own).
+    """
+    logits = rows * columns * dtype.itemsize
+    targets = rows * target.itemsize * (columns if target.is_floating_point else 1)
+    row = 4 + 12  # the loss, which the reduction reads again, and the statistics
+    shares = 0 if target.is_floating_point else 4 * rows
+    if gradient_in_forward and target.is_floating_point:
+        return 3 * logits + 2 * targets + rows * (row + 4 + 12), 0
+    if gradient_in_forward:
+        return 2 * logits + 2 * targets + rows * (row + 4), 0
+    return logits + targets + rows * (row + 4) + 2 * shares, 2 * logits + targets + 12 * rows
+
+
+def _forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the loss, the statistics, a mean's denominator (if any) and the gradient (if asked for)."""
+    soft, mean = target.is_floating_point(), reduction == "mean"
+    loss, stats, denominator, result = _fake(
+        logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, gradient
+    )
+    rows = logits.new_empty((2, len(logits)), dtype=torch.float32)
+    losses = loss if reduction == "none" else rows[1]
+    if gradient and mean and not soft:
+        denominator = count_targets(target, weight, ignore_index)
+    late = _normalized_late(logits)
+    launch(
+        logits, target, weight, ignore_index, label_smoothing, z_loss, stats, losses=losses,
+        shares=rows[0] if mean and not soft and not gradient else None,
+        denominator=denominator if gradient and mean and not soft and not late else None,
+        scale=1.0 / max(len(logits), 1) if mean and soft else 1.0, gradient=result if gradient else None,
+    )  # fmt: skip
+    if mean and soft:
+        loss = losses.sum() / len(logits)
+    elif mean and gradient:
+        loss = losses.sum() / denominator
+    elif mean:
+        denominator, total = rows.sum(1).unbind()
+        loss = total / denominator
+    elif reduction == "sum":
+        loss = losses.sum()
+    return loss, stats, denominator, result
+
+
+def _fake(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def empty(*shape: Any) -> Tensor:
+        return logits.new_empty(shape, dtype=torch.float32)
+
+    rows, columns = logits.shape
+    counted = reduction == "mean" and not target.is_floating_point()
+    return (
+        empty(rows) if reduction == "none" else empty(),
+        empty(3, rows),
+        empty() if counted else empty(0),
+        logits.new_empty((rows, columns) if gradient else (0,)),
+    )
+
+
+def _normalized_late(logits: Tensor) -> bool:
+    """Whether a gradient of the forward is that of the sum until the backward divides it by a mean's denominator.
+
+    float16 cannot hold gradients of a mean before the loss scale has multiplied them, which only the backward knows.
+    """
+    return logits.dtype == torch.float16
+
+
+def _backward(
+    grad_output: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    denominator: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    target_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    gradients = _backward_fake(
+        grad_output, logits, target, weight, stats, denominator, ignore_index, reduction, label_smoothing, z_loss,
+        target_gradient,
+    )  # fmt: skip
+    mean, soft = reduction == "mean", target.is_floating_point()
+    launch(
+        logits, target, weight, ignore_index, label_smoothing, z_loss, stats, grad_output=grad_output,
+        denominator=denominator if mean and not soft else None,
+        scale=1.0 / max(len(logits), 1) if mean and soft else 1.0, gradient=gradients[0],
+        target_gradient=gradients[1] if target_gradient else None,
+    )  # fmt: skip
+    return gradients
+
+
+def _backward_fake(
+    grad_output: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    denominator: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    target_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(logits.shape), target.new_empty(target.shape if target_gradient else (0,))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, target, weight, *ctx.settings, ctx.made = inputs
+    _, stats, denominator, gradient = output
+    ctx.set_materialize_grads(False)
+    ctx.dtype, ctx.late = logits.dtype, _normalized_late(logits)
+    if ctx.made:
+        ctx.save_for_backward(denominator, gradient)
+    else:
+        ctx.save_for_backward(logits, target, weight, stats, denominator)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    rest = (None,) * 6
+    if grad is None:
+        return None, None, *rest
+    if ctx.made:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "cross_entropy(gradient_in_forward=True) cannot be differentiated twice: its forward keeps the "
+                "gradient instead of the logits. Leave gradient_in_forward out where create_graph=True is used."
+            )
+        denominator, gradient = ctx.saved_tensors
+        late = denominator if ctx.late and denominator.dim() == 0 else None
+        return scaled_gradient(gradient, grad, late, ctx.dtype), None, *rest
+    logits, target, weight, stats, denominator = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return *eager_gradients(reference, (logits, target, weight, *ctx.settings), (grad,)), None
+    soft = ctx.needs_input_grad[1]
+    logits_gradient, target_gradient = _backward_op(
+        grad, logits, target, weight, stats, denominator, *ctx.settings, soft
+    )
+    return logits_gradient, target_gradient if soft else None, *rest
+
+
+_backward_op = KernelOp("cross_entropy_backward", _backward, _backward_fake)
+_op = KernelOp("cross_entropy", _forward, _fake, backward=_gradients, setup_context=_setup_context)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    gradient_in_forward: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy`` in FP32, of logits in float32, float16 or bfloat16.
+
+    On a CUDA device a label that is no class gives a loss and a row of gradients of NaN (with TRITON_DEBUG=1 a failed
+    assertion); elsewhere the function runs as plain torch, and raises as torch does. A row of ``ignore_index`` is not
+    read: its gradient is zero, whatever its logits are.
+
+    :param logits: [C], [N, C] or [N, C, d1, ...]. Rows may be any distance apart; where classes are not next to each
+        other in memory, or rows of several dimensions are not equally spaced, the logits are copied.
+    :param target: class indices, int64 or uint8, [], [N] or [N, d1, ...]; or probabilities of the logits' shape,
+        float32, float16 or bfloat16.
+    :param weight: of each class, [C], float32, float16 or bfloat16. A mean is divided by the weights of its labels.
+    :param label_smoothing: in [0, 1].
+    :param z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of each row that is not ignored, without class
+        weights; a mean divides it by the same denominator. PaLM (arXiv 2204.02311) uses 1e-4.
+    :param gradient_in_forward: make the gradient in the forward: it needs the memory early, and saves a pass over the
+        logits. Only where the logits alone want a gradient, once (no ``create_graph``); elsewhere without effect.
+        In float16 it is divided by a mean's denominator in the backward, lest it underflow.
+    :returns: float32: 0-dim, or with reduction "none" of the shape of the labels.
+    :raises TypeError: a dtype that is not listed above (float64 among them).
+    :raises ValueError: shapes that do not match, an unknown reduction, label_smoothing outside of [0, 1], or
+        ignore_index >= 0 with probabilities.
+    :raises RuntimeError: weights that want a gradient, with class indices.
+    """
+    soft = check_arguments(logits, target, weight, ignore_index, reduction, label_smoothing)
+    shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else target.shape[: 0 if soft else None]
+    if logits.dim() > 2:
+        logits, target = logits.movedim(1, -1), target.movedim(1, -1) if soft else target
+    columns = logits.shape[-1]
+    x, y = _rows(logits), _rows(target) if soft else target.reshape(-1)
+    if columns == 0 or (weight is not None and weight.requires_grad):
+        loss = reference(x, y, weight, ignore_index, reduction, label_smoothing, z_loss)
+    else:
+        made = (
+            gradient_in_forward
+            and wants_gradients_now()
+            and logits.requires_grad
+            and not (soft and target.requires_grad)
+        )
+        loss = _op(x, y, weight, ignore_index, reduction, float(label_smoothing), float(z_loss), made)[0]
+    return loss.view(shape) if reduction == "none" else loss
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[rows, C] with classes next to each other; a view where that can be."""
+    x = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(x.shape[:-1].numel(), 0)
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()

@@ -1,0 +1,108 @@
+"""What cross-entropy refuses, and how it says so."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPES", "check_arguments", "check_linear_arguments"]
+
+DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+_REDUCTIONS: Final = ("none", "mean", "sum")
+
+
+def check_arguments(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
+) -> bool:
+    """Refuse what ``cross_entropy`` cannot take. Returns whether the target is probabilities."""
+    _check_settings("cross_entropy", reduction, label_smoothing)
+    _check_dtype("logits", logits.dtype)
+    if logits.dim() == 0:
+        raise ValueError("cross_entropy: logits must be [C], [N, C] or [N, C, d1, ...], got a 0-dim tensor.")
+    columns = logits.shape[min(1, logits.dim() - 1)]
+    soft = logits.shape == target.shape
+    if soft:
+        if not target.is_floating_point():
+            raise TypeError(
+                f"cross_entropy: a target of the logits' shape {tuple(logits.shape)} is probabilities, which are "
+                f"floating point, got {target.dtype}. Class indices have no dimension of classes."
+            )
+        _check_dtype("probabilities", target.dtype)
+        if ignore_index >= 0:
+            raise ValueError(f"cross_entropy: ignore_index ({ignore_index}) has no meaning for probabilities.")
+    else:
+        _check_labels("cross_entropy", target)
+        wanted = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else logits.shape[:0]
+        if target.shape != wanted and not (logits.dim() == 1 and target.shape == (1,)):
+            raise ValueError(
+                f"cross_entropy: logits {tuple(logits.shape)} take class indices {tuple(wanted)} or probabilities of "
+                f"their own shape, got a target {tuple(target.shape)}."
+            )
+    if weight is not None:
+        _check_dtype("weight", weight.dtype)
+        if weight.shape != (columns,):
+            raise ValueError(
+                f"cross_entropy: weight must be one for each of {columns} classes, got {tuple(weight.shape)}."
+            )
+        if weight.requires_grad and not soft:
+            raise RuntimeError(
+                "cross_entropy: with class indices torch has no gradient for class weights; detach the weight."
+            )
+    for name, tensor in (("target", target), ("weight", weight)):
+        if tensor is not None and tensor.device != logits.device:
+            raise ValueError(f"cross_entropy: logits are on '{logits.device}', but {name} on '{tensor.device}'.")
+    return soft
+
+
+def check_linear_arguments(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str, label_smoothing: float,
+    chunk: int | None,
+) -> None:  # fmt: skip
+    """Refuse what ``linear_cross_entropy`` cannot take."""
+    name = "linear_cross_entropy"
+    _check_settings(name, reduction, label_smoothing)
+    _check_labels(name, target)
+    if hidden.dtype not in DTYPES:
+        why = ": float64 is declined" if hidden.dtype == torch.float64 else ""
+        raise TypeError(f"{name}: hidden must be float32, float16 or bfloat16, got {hidden.dtype}{why}.")
+    for which, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype not in (hidden.dtype, torch.float32):
+            raise TypeError(f"{name}: {which} must be {hidden.dtype}, as hidden, or float32, got {tensor.dtype}.")
+    if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or len(weight) == 0:
+        raise ValueError(
+            f"{name}: hidden [..., D] and weight [V, D] do not fit: {tuple(hidden.shape)} and {tuple(weight.shape)}."
+        )
+    if target.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"{name}: hidden {tuple(hidden.shape)} takes class indices {tuple(hidden.shape[:-1])}, got "
+            f"{tuple(target.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: bias must be [{len(weight)}], got {tuple(bias.shape)}.")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"{name}: chunk must be at least one row, got {chunk}.")
+    for which, tensor in (("weight", weight), ("target", target), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name}: hidden is on '{hidden.device}', but {which} on '{tensor.device}'.")
+
+
+def _check_settings(name: str, reduction: str, label_smoothing: float) -> None:
+    """Refuse an unknown reduction and a smoothing outside of [0, 1]; torch takes a negative one, as none at all."""
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{name}: reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}.")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing must be between 0.0 and 1.0, got {label_smoothing}.")
+
+
+def _check_labels(name: str, target: Tensor) -> None:
+    """Refuse class indices of a dtype that torch does not take."""
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise TypeError(f"{name}: class indices must be int64 or uint8, got {target.dtype}.")
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        why = ": float64 is declined, use torch.nn.functional.cross_entropy" if dtype == torch.float64 else ""
+        raise TypeError(f"cross_entropy: {name} must be float32, float16 or bfloat16, got {dtype}{why}.")

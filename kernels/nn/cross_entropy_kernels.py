@@ -1,0 +1,265 @@
+"""The kernel of cross-entropy: the loss of each row, its gradient, or both, by an online log-sum-exp over the columns.
+
+With ``a`` what the target gives each class (one-hot, smoothed, or probabilities; times the class weights) and
+``lse = log sum exp x``, a row's loss and gradient are ::
+
+    loss = sum_c a_c * (lse - x_c) + z_loss * lse**2
+    d loss / d x_c = (sum a + 2 * z_loss * lse) * exp(x_c - lse) - a_c
+
+A row's statistics, FP32: its largest logit and ``log sum exp(x - largest)``, which add up to ``lse`` but are not added:
+``x - largest - log_sum`` is as exact far from zero as near it; and ``sum a``.
+
+Rows of any length at any address are read and written 16 bytes at a time: what lies before the first multiple of 16
+bytes in a row and after the last is a tile of its own (EDGES). Short rows share a program.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.nn.cross_entropy_reference import launch_in_torch
+from fxprec.kernels.nn.cross_entropy_tiles import edge_places, row_middle, sum_tile, write_tile
+from fxprec.kernels.triton_support import can_launch, constexpr, int64, jit, tl
+
+__all__ = ["Plan", "cross_entropy_kernel", "launch", "plan", "starts_alike"]
+
+_BLOCK: Final = 4096
+_SHORT: Final = 2048  # elements of the rows that share a program
+_WARPS: Final = 8
+
+
+@jit(do_not_specialize=["count"])
+def cross_entropy_kernel(
+    logits, logits_stride, target, target_stride, weight, count, columns, ignore_index: int64, keep, spread, z_loss,
+    losses, shares, stats, grad_output, grad_output_stride, denominator, scale, gradient, gradient_stride,
+    target_gradient, target_gradient_stride,
+    SOFT: constexpr, SMOOTHED: constexpr, FORWARD: constexpr, BACKWARD: constexpr, EDGES: constexpr,
+    ALIGNED: constexpr, WHOLE: constexpr, VECTOR: constexpr, ROWS: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """FORWARD: losses and statistics of ROWS rows; BACKWARD: their gradients. Grid: ceil(count / ROWS).
+
+    logits: fp32, fp16, bf16 [count, columns], rows logits_stride apart; computed in fp32. target: int64 or uint8
+    [count], target_stride apart; or with SOFT fp32, fp16, bf16 [count, columns], rows target_stride apart.
+    weight: fp32, fp16, bf16 [columns] or None. keep, spread: fp32, 1 - label_smoothing and label_smoothing / columns.
+    losses: fp32 [count], written. shares: fp32 [count] or None, written: the row's part of a mean's denominator.
+    stats: fp32 [3, count]: largest, log_sum, sum of a; written where FORWARD, else read.
+    A gradient is times scale (fp32) * grad_output (fp32, grad_output_stride apart, 0: one for all; or None) /
+    denominator (fp32 [1] or None). gradient: fp32, fp16, bf16 [count, columns], rows gradient_stride apart, written;
+    may be logits. target_gradient: the same for probabilities, or None.
+    EDGES: rows start anywhere; ROWS is 1; VECTOR elements are 16 bytes; ALIGNED: the gradient's do as the logits' do.
+    WHOLE: BLOCK holds a row, which is read once. A row of ignore_index is not read. A label outside [0, columns) reads
+    nothing and gives NaN; with TRITON_DEBUG=1 it fails an assertion.
+    """
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    exists = rows < count
+    live = exists  # less the rows of ignore_index
+    known = exists  # less those whose label is no class
+    label = tl.zeros((ROWS,), tl.int64)
+    hit = tl.zeros((ROWS,), tl.float32)
+    share = tl.zeros((ROWS,), tl.float32) + 1.0
+    if not SOFT:
+        label = tl.load(target + rows * target_stride, mask=exists, other=0).to(tl.int64)
+        live = exists & (label != ignore_index)
+        known = live & (label >= 0) & (label < columns)
+        tl.device_assert(known | (live == 0), "cross_entropy: a target is out of bounds")
+        if weight is not None:
+            share = tl.load(weight + label, mask=known, other=0.0).to(tl.float32)
+        hit = keep * share
+
+    starts = logits + rows[:, None] * logits_stride
+    targets = target + rows[:, None] * target_stride
+    offsets = tl.arange(0, BLOCK)[None, :]
+    middle, before, width, edges, some, chosen, whole_tile = starts, 0, columns, None, None, None, None
+    if EDGES:
+        middle, before, width = row_middle(
+            logits + tl.program_id(0).to(tl.int64) * logits_stride, columns, VECTOR
+        )  # fmt: skip
+        edges, some = edge_places(before, width, columns, VECTOR)
+
+    if FORWARD:
+        largest = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        linear = tl.zeros((ROWS,), tl.float32)
+        mass = tl.zeros((ROWS,), tl.float32)
+        lanes = tl.zeros((ROWS, BLOCK), tl.float32)
+        linear_lanes, mass_lanes = linear, mass
+        origin = tl.zeros((ROWS,), tl.float32)
+        if SOFT or SMOOTHED:
+            linear_lanes = lanes
+            if SOFT or weight is not None:
+                mass_lanes = lanes
+            else:
+                mass += spread * columns
+            origin = tl.load(logits + rows * logits_stride, mask=live, other=0.0).to(tl.float32)
+            origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
+        if not SOFT:
+            chosen = tl.load(logits + rows * logits_stride + label, mask=known, other=0.0).to(tl.float32)
+        if EDGES:
+            inside = live[:, None] & some
+            x = tl.load(starts + edges, mask=inside, other=float("-inf")).to(tl.float32)
+            largest, total, linear, mass, lanes, linear_lanes, mass_lanes = sum_tile(
+                x, edges, inside, targets, weight, keep, spread, origin,
+                largest, total, linear, mass, lanes, linear_lanes, mass_lanes, SOFT, SMOOTHED, False,
+            )  # fmt: skip
+        if WHOLE:
+            whole_inside = live[:, None] & (offsets < width)
+            whole_tile = tl.load(middle + offsets, mask=whole_inside, other=float("-inf")).to(tl.float32)
+            largest, total, linear, mass, lanes, linear_lanes, mass_lanes = sum_tile(
+                whole_tile, offsets, whole_inside, targets, weight, keep, spread, origin,
+                largest, total, linear, mass, lanes, linear_lanes, mass_lanes, SOFT, SMOOTHED, False,
+            )  # fmt: skip
+        else:
+            for first in range(0, width, BLOCK):
+                at = first + offsets
+                tile_inside = live[:, None] & (at < width)
+                tile = tl.load(middle + at, mask=tile_inside, other=float("-inf")).to(tl.float32)
+                largest, total, linear, mass, lanes, linear_lanes, mass_lanes = sum_tile(
+                    tile, before + at, tile_inside, targets, weight, keep, spread, origin,
+                    largest, total, linear, mass, lanes, linear_lanes, mass_lanes, SOFT, SMOOTHED, True,
+                )  # fmt: skip
+            total += tl.sum(lanes, 1)
+            if SOFT or SMOOTHED:
+                linear += tl.sum(linear_lanes, 1)
+                if SOFT or weight is not None:
+                    mass += tl.sum(mass_lanes, 1)
+        log_sum = tl.log(total)
+        loss = mass * ((largest - origin) + log_sum) - linear if SOFT or SMOOTHED else linear
+        if not SOFT:
+            loss += hit * (log_sum + (largest - chosen))
+        loss += z_loss * (largest + log_sum) * (largest + log_sum)  # in this order: zero where z_loss is
+        mass += hit
+        tl.store(losses + rows, tl.where(live, tl.where(known, loss, float("nan")), 0.0), mask=exists)
+        tl.store(stats + rows, largest, mask=exists)
+        tl.store(stats + count + rows, log_sum, mask=exists)
+        tl.store(stats + count.to(tl.int64) * 2 + rows, mass, mask=exists)
+        if shares is not None:
+            tl.store(shares + rows, tl.where(live, share, 0.0), mask=exists)
+    else:
+        largest = tl.load(stats + rows, mask=live, other=0.0)
+        log_sum = tl.load(stats + count + rows, mask=live, other=0.0)
+        mass = tl.load(stats + count.to(tl.int64) * 2 + rows, mask=live, other=0.0)
+
+    if BACKWARD:
+        if FORWARD:
+            tl.debug_barrier()  # the gradient may lie where the logits do: all threads have read what they need of them
+        factor = tl.zeros((ROWS,), tl.float32) + scale
+        if grad_output is not None:
+            factor = factor * tl.load(grad_output + rows * grad_output_stride, mask=live, other=0.0)
+        if denominator is not None:
+            factor = tl.div_rn(factor, tl.zeros((ROWS,), tl.float32) + tl.load(denominator))
+        factor = tl.where(known, factor, float("nan"))
+        slope = mass + 2.0 * z_loss * (largest + log_sum)
+        outputs = gradient + rows[:, None] * gradient_stride
+        output = outputs
+        target_output = None
+        if EDGES:
+            output = gradient + tl.program_id(0).to(tl.int64) * gradient_stride + before
+            if ALIGNED:
+                output = tl.multiple_of(output, 16)
+            x = tl.load(starts + edges, mask=live[:, None] & some, other=0.0).to(tl.float32)
+            if target_gradient is not None:
+                target_output = target_gradient + rows[:, None] * target_gradient_stride + edges
+            write_tile(
+                x, edges, exists[:, None] & some, targets, weight, keep, spread, outputs + edges, target_output,
+                live, label, hit, largest, log_sum, slope, factor, SOFT, SMOOTHED,
+            )  # fmt: skip
+        for first in range(0, BLOCK if WHOLE else width, BLOCK):
+            at = first + offsets
+            if FORWARD and WHOLE:
+                tile = whole_tile
+            else:
+                tile = tl.load(middle + at, mask=live[:, None] & (at < width), other=0.0).to(tl.float32)
+            tile_output = None
+            if target_gradient is not None:
+                tile_output = target_gradient + rows[:, None] * target_gradient_stride + before + at
+            write_tile(
+                tile, before + at, exists[:, None] & (at < width), targets, weight, keep, spread, output + at,
+                tile_output, live, label, hit, largest, log_sum, slope, factor, SOFT, SMOOTHED,
+            )  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """How a launch takes logits [N, C]."""
+
+    edges: bool
+    whole: bool
+    rows: int
+    block: int
+    warps: int
+
+
+def plan(logits: Tensor, heavy: bool = False, both: bool = False) -> Plan:
+    """The plan for these logits: by columns, and by whether all rows start and end at multiples of 16 elements.
+
+    :param heavy: every class has a part in the loss (smoothing, probabilities): sums that take registers.
+    :param both: forward and backward in one launch, which take more than one of them.
+    """
+    columns = logits.shape[1]
+    uneven = bool(columns % 16 or logits.stride(0) % 16 or logits.data_ptr() % 16)
+    heavy = heavy or logits.dtype == torch.float32 or (both and (uneven or columns > _BLOCK))
+    longest = _BLOCK // 2 if heavy else _BLOCK
+    block = min(longest, 1 << max(columns - 1, 15).bit_length())
+    rows = max(1, _SHORT // block)
+    edges = rows == 1 and uneven
+    return Plan(edges, columns <= block and not edges, rows, block, _WARPS if heavy or rows == 1 else _WARPS // 2)
+
+
+def starts_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether each row of one matrix is as far from a multiple of 16 bytes as that row of the other."""
+    apart = (a.stride(0) - b.stride(0)) * a.element_size()
+    return a.dtype == b.dtype and (a.data_ptr() - b.data_ptr()) % 16 == apart % 16 == 0
+
+
+def launch(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    stats: Tensor,
+    *,
+    losses: Tensor | None = None,
+    shares: Tensor | None = None,
+    grad_output: Tensor | None = None,
+    denominator: Tensor | None = None,
+    scale: float = 1.0,
+    gradient: Tensor | None = None,
+    target_gradient: Tensor | None = None,
+) -> None:
+    """Run the kernel on the current stream: forward where there are ``losses``, backward where there is ``gradient``.
+
+    Shapes and dtypes are the kernel's; the caller has checked them. Where no kernel runs, the same in plain torch.
+    """
+    count, columns = logits.shape
+    if not can_launch(logits.device):
+        return launch_in_torch(
+            logits, target, weight, ignore_index, label_smoothing, z_loss, stats, losses, shares, grad_output,
+            denominator, scale, gradient, target_gradient,
+        )  # fmt: skip
+    if count == 0:
+        return None
+    soft, smoothed = target.is_floating_point(), label_smoothing > 0
+    if losses is not None and gradient is not None and (soft or (smoothed and weight is not None)):
+        # Both at once take more registers than there are.
+        settings = (logits, target, weight, ignore_index, label_smoothing, z_loss, stats)
+        launch(*settings, losses=losses)
+        return launch(
+            *settings, grad_output=grad_output, denominator=denominator, scale=scale, gradient=gradient
+        )  # fmt: skip
+    edges, whole, rows, block, warps = plan(logits, soft or smoothed, losses is not None and gradient is not None)
+    with torch.cuda.device_of(logits):
+        cross_entropy_kernel[(-(-count // rows),)](
+            logits, logits.stride(0), target, target.stride(0), weight, count, columns, ignore_index,
+            1.0 - label_smoothing, label_smoothing / columns, z_loss, losses, shares, stats, grad_output,
+            grad_output.stride(0) if grad_output is not None and grad_output.dim() else 0, denominator, scale,
+            gradient, 0 if gradient is None else gradient.stride(0),
+            target_gradient, 0 if target_gradient is None else target_gradient.stride(0),
+            SOFT=soft, SMOOTHED=smoothed, FORWARD=losses is not None, BACKWARD=gradient is not None, EDGES=edges,
+            ALIGNED=gradient is not None and starts_alike(logits, gradient), WHOLE=whole,
+            VECTOR=16 // logits.element_size(), ROWS=rows, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    return None

@@ -1,0 +1,317 @@
+"""The last linear layer and its cross-entropy, a chunk of rows at a time: all logits are never in memory at once.
+
+For each chunk the logits ``hidden @ weight.T + bias`` are made in the low dtype, cross-entropy's kernel writes their
+gradient over them, and two matmuls take it into those of hidden and weight, before the next chunk uses the same memory.
+So the forward makes the gradients, and the backward multiplies them by the gradient of the loss. They are those of the
+sum until then: a mean's denominator is divided out in the backward, in FP32, lest float16 underflow.
+
+With reduction "none" each row's gradient of the loss is known in the backward only, which makes the logits again.
+
+The gradient of the weight is summed in FP32 over the chunks. On CUDA a chunk's part of it comes from the matmul in
+FP32; on a CPU it is rounded to the low dtype first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxprec.kernels.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.nn import cross_entropy_reference
+from fxprec.kernels.nn.cross_entropy_arguments import DTYPES, check_linear_arguments
+from fxprec.kernels.nn.cross_entropy_kernels import launch
+from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
+
+__all__ = ["buffer_bytes", "default_chunk", "linear_cross_entropy", "reference"]
+
+_SMALLEST: Final = 128
+_PITCH: Final = 64  # elements that a row of logits is padded to, for the matmuls' aligned accesses
+
+
+def default_chunk(rows: int, features: int, classes: int) -> int:
+    """Rows of a chunk: a power of two, such that its logits are about twice the hidden states; at least 128."""
+    wanted = max(_SMALLEST, 2 * rows * features // max(classes, 1))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def buffer_bytes(rows: int, features: int, classes: int, dtype: torch.dtype, chunk: int | None = None) -> int:
+    """Bytes of the logits that are in memory at once, and of their gradient, which lies in the same place."""
+    chunk = min(rows, chunk or default_chunk(rows, features, classes))
+    return chunk * -(-classes // _PITCH) * _PITCH * dtype.itemsize
+
+
+def reference(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """The same in plain torch, with all logits in memory, [N, D] and [V, D] to a loss; float64 too."""
+    dtype = hidden.dtype
+    logits = F.linear(hidden, weight.to(dtype), None if bias is None else bias.to(dtype))
+    return cross_entropy_reference.reference(logits, target, None, ignore_index, reduction, label_smoothing, z_loss)
+
+
+def _run_chunks(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, label_smoothing: float,
+    z_loss: float, chunk: int, losses: Tensor, grad_output: Tensor | None, gradients: tuple[Tensor | None, ...],
+) -> None:  # fmt: skip
+    """Write the losses [N], and the gradients of hidden, weight and bias (FP32, those two) that are not None.
+
+    :param grad_output: of each loss, [N] at any distance; None for 1.
+    """
+    count, classes = len(hidden), len(weight)
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    of_hidden, of_weight, of_bias = gradients
+    chunk = min(count, chunk or default_chunk(count, hidden.shape[1], classes))
+    buffer = hidden.new_empty(chunk, -(-classes // _PITCH) * _PITCH)
+    stats = hidden.new_empty(3 * chunk, dtype=torch.float32)
+    for sums in (of_weight, of_bias):
+        if sums is not None:
+            sums.zero_()
+    for start in range(0, count, max(chunk, 1)):
+        rows = slice(start, min(start + chunk, count))
+        x = hidden[rows]
+        logits = buffer[: len(x), :classes]
+        if bias is None:
+            torch.mm(x, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x, weight.t(), out=logits)
+        launch(
+            logits, target[rows], None, ignore_index, label_smoothing, z_loss, stats[: 3 * len(x)].view(3, len(x)),
+            losses=losses[rows], grad_output=None if grad_output is None else grad_output[rows],
+            gradient=None if gradients == (None, None, None) else logits,
+        )  # fmt: skip
+        if of_hidden is not None:
+            torch.mm(logits, weight, out=of_hidden[rows])
+        if of_weight is not None:
+            _add_product(of_weight, logits.t(), x)
+        if of_bias is not None:
+            of_bias += logits.sum(0, dtype=torch.float32)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, total in FP32."""
+    if a.dtype == torch.float32:
+        torch.addmm(total, a, b, out=total)
+    elif a.device.type != "cuda":
+        total += torch.mm(a, b)
+    elif _adds_in_float32(a.dtype, a.device):
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+    else:
+        total += torch.ops.aten.mm.dtype(a, b, torch.float32)
+
+
+@functools.cache
+def _adds_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch adds a low-precision product to an FP32 matrix: some want a low matrix there too."""
+    a = torch.zeros(16, 16, dtype=dtype, device=device)
+    total = torch.zeros(16, 16, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, a, a, torch.float32, out=total)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    chunk: int,
+    of_hidden: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the loss, a mean's denominator (if any) and the gradients of the sum that are asked for."""
+    loss, denominator, *made = _fake(
+        hidden, weight, target, bias, ignore_index, reduction, label_smoothing, z_loss, chunk, of_hidden, of_weight,
+        of_bias,
+    )  # fmt: skip
+    losses = loss if reduction == "none" else hidden.new_empty(len(hidden), dtype=torch.float32)
+    gradients = tuple(g if wanted else None for g, wanted in zip(made, (of_hidden, of_weight, of_bias), strict=True))
+    _run_chunks(
+        hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk, losses, None, gradients
+    )  # fmt: skip
+    if reduction == "mean":
+        denominator = cross_entropy_reference.count_targets(target, None, ignore_index)
+        loss = losses.sum() / denominator
+    elif reduction == "sum":
+        loss = losses.sum()
+    return loss, denominator, made[0], made[1], made[2]
+
+
+def _fake(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    chunk: int,
+    of_hidden: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def sums(*shape: Any) -> Tensor:
+        return hidden.new_empty(shape, dtype=torch.float32)
+
+    return (
+        sums(len(hidden)) if reduction == "none" else sums(),
+        sums() if reduction == "mean" else sums(0),
+        hidden.new_empty(hidden.shape if of_hidden else (0,)),
+        sums(*weight.shape) if of_weight else sums(0),
+        sums(len(weight)) if of_bias else sums(0),
+    )
+
+
+def _backward(
+    grad_output: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk: int,
+    of_hidden: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients for a gradient of each row's loss, [N], from logits that are made again."""
+    wanted = (of_hidden, of_weight, of_bias)
+    made = _backward_fake(
+        grad_output, hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk, *wanted
+    )  # fmt: skip
+    losses = torch.empty_like(hidden[:, :1].reshape(-1), dtype=torch.float32)
+    gradients = tuple(g if w else None for g, w in zip(made, wanted, strict=True))
+    _run_chunks(
+        hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk, losses, grad_output, gradients
+    )  # fmt: skip
+    return made
+
+
+def _backward_fake(
+    grad_output: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk: int,
+    of_hidden: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, *made = _fake(
+        hidden, weight, target, bias, ignore_index, "sum", label_smoothing, z_loss, chunk, of_hidden, of_weight, of_bias
+    )
+    return made[0], made[1], made[2]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, target, bias, *ctx.settings = inputs
+    ctx.set_materialize_grads(False)
+    _, *made = output
+    ctx.save_for_backward(hidden, weight, target, bias, *made)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    rest = (None,) * 8
+    if grad is None:
+        return None, None, None, None, *rest
+    hidden, weight, target, bias, denominator, *made = ctx.saved_tensors
+    ignore_index, reduction, label_smoothing, z_loss, chunk, *kept = ctx.settings
+    if torch.is_grad_enabled():
+        inputs = (hidden, weight, target, bias, *ctx.settings[:4])
+        return *eager_gradients(reference, inputs, (grad,)), *rest[:4]
+    wanted = tuple(ctx.needs_input_grad[i] for i in (0, 1, 3))
+    places = [(x, g) for x, g in zip((hidden, weight, bias), made, strict=True)]
+    if all(k or not w for k, w in zip(kept, wanted, strict=True)):
+        over = denominator if reduction == "mean" else None
+        found = [
+            scaled_gradient(g, grad, over, x.dtype) if w else None for (x, g), w in zip(places, wanted, strict=True)
+        ]
+    else:
+        if reduction == "mean":
+            grad = grad / torch.where(denominator == 0, 1.0, denominator)
+        again = _backward_op(
+            grad.expand(len(hidden)), hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk,
+            *wanted,
+        )  # fmt: skip
+        found = [
+            g if g is None or g.dtype == x.dtype else g.to(x.dtype)
+            for (x, _), g in zip(places, (g if w else None for g, w in zip(again, wanted, strict=True)), strict=True)
+        ]
+    return found[0], found[1], None, found[2], *rest
+
+
+_backward_op = KernelOp("linear_cross_entropy_backward", _backward, _backward_fake)
+_op = KernelOp("linear_cross_entropy", _forward, _fake, backward=_gradients, setup_context=_setup_context)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """``cross_entropy(linear(hidden, weight, bias), target)`` without ever holding all logits.
+
+    Peak memory beside the inputs is ``buffer_bytes`` and the gradients, that of the weight in FP32. Labels that are no
+    class, rows of ``ignore_index``, ``label_smoothing`` and ``z_loss`` are as in ``cross_entropy``. Under
+    ``torch.autocast`` hidden is cast to its dtype first, as by ``torch.nn.functional.linear``. Differentiating twice
+    works, in plain torch with all logits in memory.
+
+    :param hidden: [..., D], float32, float16 or bfloat16: the dtype of the logits.
+    :param weight: [V, D], of hidden's dtype or float32, which is cast once and whose gradient is float32.
+    :param target: class indices, int64 or uint8, [...].
+    :param bias: [V], as the weight, or None.
+    :param chunk: rows at a time; None for ``default_chunk``. More rows make better matmuls and take more memory.
+    :returns: float32: 0-dim, or with reduction "none" of the shape of target.
+    :raises TypeError: a dtype that is not listed above (float64 among them).
+    :raises ValueError: shapes that do not match, an unknown reduction, label_smoothing outside of [0, 1], chunk < 1.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype in DTYPES:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+        weight, bias = _in_dtype(weight, hidden.dtype), None if bias is None else _in_dtype(bias, hidden.dtype)
+    check_linear_arguments(hidden, weight, target, bias, reduction, label_smoothing, chunk)
+    x = hidden.reshape(target.numel(), hidden.shape[-1])
+    x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    now = reduction != "none" and wants_gradients_now()
+    wanted = [now and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    loss = _op(
+        x, weight, target.reshape(-1), bias, ignore_index, reduction, float(label_smoothing), float(z_loss), chunk or 0,
+        *wanted,
+    )[0]  # fmt: skip
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of that dtype, or float32 as it is: the op casts that itself, and makes its gradient in FP32."""
+    return x if x.dtype == torch.float32 else x.to(dtype)

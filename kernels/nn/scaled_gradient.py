@@ -1,0 +1,103 @@
+"""A gradient that the forward has made, times what the backward learns: ``values * (grad_output / denominator)``.
+
+The factor stays on the device. Where nobody can see the values again they are overwritten, and a factor of 1 moves
+nothing: a program reads it and ends. Otherwise the values are read once and the result is written once.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.kernel_op import KernelOp
+from fxprec.kernels.triton_support import can_launch, constexpr, jit, tl
+
+__all__ = ["scaled_gradient", "wants_gradients_now"]
+
+_BLOCK: Final = 4096
+#: Of the memory of a saved tensor: what the graph saved, what it hands out, and the storage object that asks.
+_OWNERS: Final = 3
+
+
+@jit()
+def scale_kernel(values, factor, denominator, results, count, IN_PLACE: constexpr, BLOCK: constexpr):
+    """Scale BLOCK elements. Grid: ceil(count / BLOCK).
+
+    values: fp32, fp16, bf16 [count]; multiplied in fp32. factor: fp32 [1]. denominator: fp32 [1] or None.
+    results: fp32, fp16, bf16 [count], written; with IN_PLACE the values, untouched where the factor is 1.
+    """
+    by = tl.load(factor)
+    if denominator is not None:
+        over = tl.load(denominator)
+        by = tl.div_rn(by, tl.where(over == 0.0, 1.0, over))
+    if IN_PLACE:
+        if by == 1.0:
+            return
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    value = tl.load(values + places, mask=inside, other=0.0).to(tl.float32) * by
+    tl.store(results + places, value.to(results.dtype.element_ty), mask=inside)
+
+
+def _launch(values: Tensor, factor: Tensor, denominator: Tensor | None, results: Tensor) -> None:
+    if not can_launch(values.device):
+        by = factor if denominator is None else factor / torch.where(denominator == 0, 1.0, denominator)
+        results.copy_(values.float() * by)
+    elif values.numel():
+        count = values.numel()
+        with torch.cuda.device_of(values):
+            scale_kernel[(-(-count // _BLOCK),)](
+                values, factor, denominator, results, count, IN_PLACE=results is values, BLOCK=_BLOCK, num_warps=8
+            )  # fmt: skip
+
+
+def _scaled(values: Tensor, factor: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
+    results = torch.empty_like(values, dtype=dtype)
+    _launch(values, factor, denominator, results)
+    return results
+
+
+def _fake(values: Tensor, factor: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(values, dtype=dtype)
+
+
+_op = KernelOp("scaled_gradient", _scaled, _fake)
+
+
+def scaled_gradient(values: Tensor, factor: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``values * (factor / denominator)`` in a backward, rounded once to ``dtype``.
+
+    :param values: contiguous float32, float16 or bfloat16 that only this graph has saved. They are overwritten and
+        returned where the dtype is theirs and the graph is being freed, in plain eager mode.
+    :param factor: one float32 on the same device, the gradient of the loss.
+    :param denominator: one float32 on the same device, or None for 1. Zero divides nothing: no row had a label, and the
+        values are zeros.
+    """
+    if values.dtype == dtype and _last_look(values):
+        with torch.no_grad():
+            values = values.detach()  # an output of the forward knows where it comes from; its gradient does not
+            _launch(values, factor, denominator, values)
+        return values
+    return _op(values, factor, denominator, dtype)
+
+
+def wants_gradients_now() -> bool:
+    """Whether a forward should make gradients: neither a transform nor an export runs, whose backward is another."""
+    return torch.is_grad_enabled() and (
+        not torch.compiler.is_exporting()
+        if torch.compiler.is_compiling()
+        else not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _last_look(values: Tensor) -> bool:
+    """Whether this backward is the last to see what its graph has saved, alone, and nothing records what it does."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(values) is Tensor
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+        and torch._C._storage_Use_Count(values.untyped_storage()._cdata) <= _OWNERS
+    )

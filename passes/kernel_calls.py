@@ -1,0 +1,177 @@
+"""Ops for which there is a hand-written kernel become calls of it, with what follows them in the same kernel.
+
+Before::
+
+    %bn: bfloat16 = batch_norm(%conv, %mean, %var, %weight, %bias, training=True)
+    %add: bfloat16 = add(%bn, %x)
+    %relu: bfloat16 = relu(%add)
+    %logits: float32 = cast(%linear, torch.float32)
+    %loss: float32 = cross_entropy(%logits, %target)
+
+After::
+
+    %relu: bfloat16 = batch_norm(%conv, %mean, %var, %weight, %bias, training=True, residual=%x, relu=True)
+    %loss: float32 = cross_entropy(%linear, %target)       # reads low logits, computes in FP32
+
+Both are calls of ``fxprec.kernels``, which decide at run time whether a kernel serves, and run torch's ops otherwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from fxprec.passes.aliases import alias_roots, written_roots
+from fxprec.passes.casts import cast
+from fxprec.passes.ir import Op, Precision, Rule
+
+__all__ = ["batch_norm", "call_kernels", "cross_entropy"]
+
+_LOW: Final = (torch.float16, torch.bfloat16)
+_FLOATS: Final = (*_LOW, torch.float32)
+
+
+def batch_norm(
+    x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
+    momentum: float = 0.1, eps: float = 1e-5, residual: Any = None, relu: bool = False,
+) -> Any:  # fmt: skip
+    """``relu?(F.batch_norm(...) [+ residual])``: one kernel after the statistics, where it serves."""
+    fits = residual is None or (residual.shape == x.shape and residual.dtype in _FLOATS)
+    if fits and isinstance(momentum, int | float) and _served(x):
+        from fxprec.kernels.nn.batch_norm import batch_norm as kernel  # which loads Triton
+
+        return kernel(
+            x, running_mean, running_var, weight, bias,
+            training=training, momentum=momentum, eps=eps, residual=residual, relu=relu,
+        )  # fmt: skip
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    y = y if residual is None else y + residual
+    return F.relu(y) if relu else y
+
+
+def cross_entropy(
+    input: Any, target: Any, weight: Any = None, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """``F.cross_entropy`` in FP32 of logits in any float dtype."""
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    if _served(input) and (weight is None or not weight.requires_grad):
+        from fxprec.kernels.nn.cross_entropy import cross_entropy as kernel  # which loads Triton
+
+        return kernel(input, target, weight, **options)
+    return F.cross_entropy(input.float() if input.dtype in _LOW else input, target, weight, **options)
+
+
+def _served(x: Any) -> bool:
+    """Whether a kernel takes this tensor; compilers and exporters get torch's own ops."""
+    if torch.compiler.is_compiling() or x.dtype not in _FLOATS:
+        return False
+    from fxprec.kernels.triton_support import can_launch
+
+    return can_launch(x.device)
+
+
+def call_kernels(graph: Graph) -> tuple[bool, list[str]]:
+    """Rewrite what there is a kernel for. Says whether anything was, and what was not and why."""
+    changed, declined = False, []
+    roots = alias_roots(graph)
+    written = written_roots(graph, roots)
+    for node in [*graph.nodes]:
+        op: Op | None = node.meta.get("op")
+        make = _KERNELS.get(op.name) if op is not None else None
+        if make is None or op is None or op.in_place or roots[node] in written:
+            continue
+        arguments = _arguments(node)
+        if arguments is None:
+            declined.append(f"{node.name}: {op.name} with arguments that the kernel does not have")
+        else:
+            changed |= make(node, arguments)
+    return changed, declined
+
+
+def _arguments(node: Node) -> dict[str, Any] | None:
+    """Name -> argument of the functional forms, without those that have no meaning; None of any other form."""
+    for function in (F.batch_norm, F.cross_entropy):
+        if node.target is function:
+            try:
+                bound = inspect.signature(function).bind(*node.args, **node.kwargs)
+            except TypeError:
+                return None
+            found = dict(bound.arguments)
+            unusual = any(found.pop(name, None) is not None for name in ("size_average", "reduce"))
+            return None if unusual else found
+    return None
+
+
+def _batch_norm(node: Node, arguments: dict[str, Any]) -> bool:
+    """With the sum and relu behind it; left alone where there is nothing to join."""
+    output = node.meta["precision"].output
+    end, residual, relu = node, None, False
+    user = _only_user(end, "add")
+    if user is not None and not user.kwargs and len(user.args) == 2 and user.meta["precision"].output is output:
+        other = user.args[1] if user.args[0] is end else user.args[0]
+        after = _only_user(user, "relu")
+        if isinstance(other, Node) and other is not end and after is not None:
+            end, residual = user, other
+    user = _only_user(end, "relu")
+    if user is not None:
+        end, relu = user, True
+    if end is node:
+        return False
+    keywords = {"residual": residual, "relu": relu}
+    _call(batch_norm, node, end, {("x" if k == "input" else k): v for k, v in arguments.items()} | keywords)
+    end.meta["fused"] = "the kernel of batch_norm" + (", add" if residual is not None else "") + " and relu"
+    return True
+
+
+def _cross_entropy(node: Node, arguments: dict[str, Any]) -> bool:
+    logits = arguments["input"]
+    if not isinstance(logits, Node):
+        return False
+    source = logits.args[0] if logits.target is cast and logits.meta.get("inserted") else logits
+    assert isinstance(source, Node)
+    _call(cross_entropy, node, node, arguments | {"input": source})
+    if source is not logits:
+        reads = source.meta["precision"].output
+        node.meta["precision"] = Precision(None, torch.float32, torch.float32, Rule.FOLLOW, _why(node, reads))
+        if not logits.users:
+            node.graph.erase_node(logits)
+    node.meta["fused"] = "the kernel of cross_entropy"
+    return True
+
+
+def _why(node: Node, reads: torch.dtype) -> str:
+    return f"{node.meta['precision'].why}; its kernel reads {reads} and computes in FP32"
+
+
+def _call(function: Callable[..., Any], first: Node, last: Node, arguments: dict[str, Any]) -> None:
+    """Make ``last`` the call, in the place of everything from ``first`` on."""
+    chain = [last]
+    while chain[-1] is not first:
+        chain.append(next(s for s in chain[-1].all_input_nodes if s is first or first in s.all_input_nodes))
+    last.op, last.target, last.args = "call_function", function, (arguments.pop(next(iter(arguments))),)
+    last.kwargs = arguments
+    if last is not first:
+        precision: Precision = first.meta["precision"]
+        last.meta["op"] = first.meta["op"]
+        last.meta["precision"] = Precision(
+            None, precision.compute, precision.output, Rule.FOLLOW, f"{precision.why}; with what follows in one kernel"
+        )
+        for node in chain[1:]:
+            last.graph.erase_node(node)
+
+
+def _only_user(node: Node, name: str) -> Node | None:
+    if len(node.users) != 1:
+        return None
+    (user,) = node.users
+    op: Op | None = user.meta.get("op")
+    return user if op is not None and op.name == name and not op.in_place else None
+
+
+_KERNELS: Final = {"batch_norm": _batch_norm, "cross_entropy": _cross_entropy}
