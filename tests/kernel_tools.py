@@ -97,6 +97,11 @@ class Compiled:
     ptx: str
     registers: int
     spills: int  # bytes of local memory a thread
+    shared: int = 0  # bytes of shared memory a program
+
+    def accesses(self, kind: str) -> set[str]:
+        """The global accesses in the PTX: "ld" or "st" -> such as {"v4.b32"}."""
+        return {width.lstrip(".") for width in re.findall(rf"\b{kind}\.global((?:\.v\d)?\.b\d+)", self.ptx)}
 
     def moved_in_the_loop(self) -> tuple[int, int]:
         """Bytes that one pass of the main loop loads and stores for each element of a block."""
@@ -127,18 +132,57 @@ def compiled(
 
     ``architecture`` is 10 times the compute capability. Constants of None leave an optional argument out.
     """
+    types = {name: "constexpr" if name in constants else pointers.get(name, "fp32") for name in kernel.arg_names}
+    return _compiled(kernel, architecture, {"num_warps": warps, "enable_fp_fusion": False}, types, constants, {})
+
+
+def _compiled(
+    kernel: Any, architecture: int, options: dict[str, Any], types: dict[str, str], constants: Any, attributes: Any
+) -> Compiled:
     from triton import compile, knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {name: "constexpr" if name in constants else pointers.get(name, "fp32") for name in kernel.arg_names}
-    source = ASTSource(kernel, types, constexprs=constants)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
     built = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(built.asm["cubin"])
         cubin.flush()
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return Compiled(built.asm["ttir"], built.asm["ptx"], numbers["REG"], numbers["STACK"] + numbers["LOCAL"])
+    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    spills = numbers["STACK"] + numbers["LOCAL"]
+    return Compiled(built.asm["ttir"], built.asm["ptx"], numbers["REG"], spills, numbers["SHARED"])
+
+
+_POINTERS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+
+
+def compiled_launch(launch: Any, dtypes: list[torch.dtype], architecture: int) -> Compiled:
+    """Compile the kernel of a row program's launch as its first call would: aligned tensors, its own numbers."""
+    from fxprec.kernels.rows.kernel import built
+
+    kernel = built(launch.name, launch.source)
+    types: dict[str, str] = {}
+    constants: dict[Any, Any] = {}
+    attributes: dict[Any, Any] = {}
+    numbers = iter(launch.numbers)
+    for position, name in enumerate(kernel.arg_names):
+        if position < len(dtypes) or name in ("seeds", "partials"):
+            fixed = {"seeds": "*i64", "partials": "*fp32"}.get(name)
+            types[name] = fixed if fixed and position >= len(dtypes) else _POINTERS[dtypes[position]]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif name == "seed":
+            types[name] = "i32"
+        else:
+            number = next(numbers)
+            types[name] = "constexpr" if number == 1 else "i32" if number < 2**31 else "i64"
+            if number == 1:
+                constants[(position,)] = 1
+            elif number % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    assert next(numbers, None) is None
+    return _compiled(kernel, architecture, {"num_warps": launch.form.warps}, types, constants, attributes)

@@ -22,7 +22,7 @@ from fxprec.kernels.rows.row_program import Program
 from fxprec.kernels.rows.source import Access, Form, emit, form_of, reduction_levels
 from fxprec.kernels.triton_support import interpreting
 
-__all__ = ["Launch", "prepare"]
+__all__ = ["Launch", "built", "prepare"]
 
 _COUNT = itertools.count()
 #: Programs of a launch that go from tile to tile, for each multiprocessor.
@@ -44,6 +44,7 @@ class Launch:
         draws: whether it reads seeds.
         partials: columns of the partial sums, 0 without any; their rows are grid[0].
         passes: how often a row is read.
+        wide: whether every access of a full tensor may be one of 16 bytes.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Launch:
     draws: bool
     partials: int
     passes: int = 1
+    wide: bool = False
     _compiled: dict[Any, Any] = field(default_factory=dict)
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int, partials: Tensor | None) -> None:
@@ -86,11 +88,11 @@ class Launch:
 
     @property
     def _kernel(self) -> Any:
-        return _built(self.name, self.source)
+        return built(self.name, self.source)
 
 
 @functools.cache
-def _built(name: str, source: str) -> Any:
+def built(name: str, source: str) -> Any:
     """The Triton kernel of a source, which is kept where Python looks for source that is in no file."""
     filename = f"<fxprec row program {next(_COUNT)}: {name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -147,7 +149,12 @@ def prepare(
     numbers = (columns if form.kind == "flat" else rows, *sizes[1:], *strides.values())
     draws = any(value.op == "keep" for value in program.values)
     passes = 1 + len(reduction_levels(program)) if form.kind == "loop" else 1
-    return Launch(name, source, form, grid, numbers, draws, width, passes)
+    full = [a for (_, a), p in zip(read, [p for _, p in program.loads], strict=True) if p.rows and p.columns]
+    full += [a for (_, a), s in zip(written, program.stores, strict=True) if s.rows and s.columns and not s.partial]
+    wide = (
+        columns % 8 == 0 and all(access.columns == "1" for access in full) and all(n % 8 == 0 for n in strides.values())
+    )
+    return Launch(name, source, form, grid, numbers, draws, width, passes, wide)
 
 
 def _resident(device: torch.device, rows: int) -> int:

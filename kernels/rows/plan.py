@@ -229,6 +229,16 @@ class Plan:
 
     # -- launches, each made when it is first wanted -----------------------------------------------------------------
 
+    def launches(self) -> list[tuple[Launch, list[torch.dtype]]]:
+        """What a forward and a backward launch, each with the dtypes of its tensors."""
+        bw = self.derived.backward
+        if bw is None:
+            return [(self.inference_launch, [spec.dtype for spec in (*self.inputs, *self.outputs)])]
+        made = [spec.dtype for spec in (*self.inputs, *self.outputs, *self.statistics)]
+        read = [self._saved(kind, n)[1] for kind, n in bw.saved] + [self.outputs[n] for n in bw.cotangents]
+        written = [spec for spec in self.gradients if spec is not None]
+        return [(self.forward_launch, made), (self.backward_launch, [spec.dtype for spec in (*read, *written)])]
+
     @functools.cached_property
     def inference_launch(self) -> Launch:
         """Of the forward where no gradient will be asked for."""

@@ -1,0 +1,273 @@
+"""Group norm, with SiLU in the same pass, of contiguous and channels_last tensors.
+
+    z = (x - mean) * rstd * weight + bias              mean and variance of C/groups channels times all pixels
+    y = z * sigmoid(z)                                 or y = z
+
+    n = (x - mean) * rstd      dz = dy * silu'(z)      g = dz * weight
+    dx = rstd * (g - mean(g) - n * mean(g * n))        dweight = sum of dz * n      dbias = sum of dz
+
+What diffusion models run before every convolution: eager mode casts to FP32, normalises, casts back, and reads and
+writes again for SiLU; in channels_last its group norm first copies to contiguous. Here x is read and y written once
+where a group fits in registers (``FORWARD_ELEMENTS``), else x is read twice, the second time mostly from a cache. z is
+not saved: the backward reads dy and x, once or twice likewise, and computes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxprec.kernels.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.nn.group_norm_kernels import group_backward_kernel, group_forward_kernel
+from fxprec.kernels.nn.norm_launch import add_parts, on_device, processors
+from fxprec.kernels.triton_support import can_launch
+
+__all__ = ["bytes_moved", "group_norm", "reference"]
+
+#: Elements up to which a group is one tile, in powers of two of channels and pixels.
+FORWARD_ELEMENTS: Final = 16384
+BACKWARD_ELEMENTS: Final = 8192
+_TILE: Final = 4096
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    silu: bool = False,
+) -> Tensor:
+    """``F.group_norm(x)``, or ``F.silu`` of it, computed in FP32 and rounded once.
+
+    On a CPU, and where Triton is missing, it runs as plain torch.
+
+    :param x: float32, float16 or bfloat16 [N, C, *], contiguous or channels_last (also of 3-D); else it is copied.
+    :param num_groups: what the channels are divided into.
+    :param weight: float32, float16 or bfloat16 [C], or None; likewise the bias.
+    :returns: of x's shape, dtype and memory format.
+    :raises TypeError: another dtype (float64 is declined).
+    :raises ValueError: channels that are no multiple of num_groups; shapes or devices that do not fit.
+    """
+    if x.dim() < 2:
+        raise ValueError(f"group_norm takes x of shape [N, C, *], got {tuple(x.shape)}.")
+    if num_groups < 1 or x.shape[1] % num_groups:
+        raise ValueError(f"group_norm divides channels into equal groups, got {x.shape[1]} channels, {num_groups=}.")
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(
+                f"group_norm takes float32, float16 and bfloat16, got {name} of {tensor.dtype}. It computes in "
+                "float32: for float64 use torch's own."
+            )
+        if tensor.device != x.device:
+            raise ValueError(f"group_norm takes tensors of one device, got {name} on {tensor.device}, x on {x.device}.")
+        if name != "x" and tensor.shape != x.shape[1:2]:
+            raise ValueError(f"group_norm takes {name} of shape ({x.shape[1]},), got {tuple(tensor.shape)}.")
+    return _group_norm(x, weight, bias, num_groups, eps, silu)[0]
+
+
+def reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float = 1e-5, silu: bool = False
+) -> Tensor:
+    """The same in plain torch, which can be differentiated."""
+    # torch's own for channels_last is less exact on a CPU, hence contiguous.
+    z = F.group_norm(x.float().contiguous(), num_groups, _float(weight), _float(bias), eps)
+    return (F.silu(z) if silu else z).to(x.dtype)
+
+
+def bytes_moved(shape: Sequence[int], x: torch.dtype, parameters: Sequence[torch.dtype] = ()) -> tuple[int, int]:
+    """Bytes that forward and backward move: what a first read or write of a tensor costs.
+
+    A group of more than ``FORWARD_ELEMENTS`` (``BACKWARD_ELEMENTS``) is read twice. Not counted: that second read, of
+    which a cache has most while a group is smaller than it, statistics, and parts of the parameters' gradients.
+
+    :param parameters: dtypes of weight and bias, as many as there are.
+    """
+    small = shape[1] * sum(dtype.itemsize for dtype in parameters)
+    return 2 * prod(shape) * x.itemsize + small, 3 * prod(shape) * x.itemsize + 2 * small
+
+
+def _launch(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor]:
+    memory_format = _memory_format(x)
+    x = x.contiguous(memory_format=memory_format)
+    samples, channels, pixels = x.shape[0], x.shape[1], prod(x.shape[2:])
+    if not can_launch(x.device) or not x.numel():
+        return _eager_forward(x, weight, bias, num_groups, eps, silu, memory_format)
+    y = torch.empty_like(x)
+    statistics = torch.empty((2, samples * num_groups), dtype=torch.float32, device=x.device)
+    last = memory_format != torch.contiguous_format
+    whole, ct, pt, warps = _tile(channels // num_groups, pixels, last, FORWARD_ELEMENTS)
+    shares = 1 if whole else _shares(samples * num_groups, pixels, pt, x.device)
+    parts = None
+    if shares > 1:
+        parts = torch.empty((samples * num_groups, shares, 3), dtype=torch.float32, device=x.device)
+    weight, bias = _contiguous(weight), _contiguous(bias)
+    with on_device(x.device):
+        for phase in (1, 2) if shares > 1 else (0,):
+            group_forward_kernel[(samples * num_groups, shares)](
+                x, weight, bias, y, statistics, parts, num_groups, pixels, eps,
+                CPG=channels // num_groups, LAST=last, SILU=silu, WHOLE=whole, PHASE=phase,
+                PARTS=1 << (shares - 1).bit_length(), CT=ct, PT=pt, num_warps=warps,
+            )  # fmt: skip
+    return y, statistics
+
+
+def _launch_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    num_groups: int,
+    silu: bool,
+    wanted: list[bool],
+) -> list[Tensor]:
+    memory_format = _memory_format(x)
+    dy, x = (t.contiguous(memory_format=memory_format) for t in (dy, x))
+    samples, channels, pixels = x.shape[0], x.shape[1], prod(x.shape[2:])
+    empty = _empty_gradients(x, weight, bias, wanted)
+    found = [gradient for gradient in empty if gradient is not None]
+    if not x.numel():
+        return [gradient.zero_() for gradient in found]
+    if not can_launch(x.device):
+        return _eager_backward(dy, x, weight, bias, statistics, num_groups, silu, empty)
+    dx, dweight, dbias = empty
+    last = memory_format != torch.contiguous_format
+    whole, ct, pt, warps = _tile(channels // num_groups, pixels, last, BACKWARD_ELEMENTS)
+    shares = 1 if whole else _shares(samples * num_groups, pixels, pt, x.device)
+    parts = None
+    if shares > 1:
+        parts = torch.empty((samples * num_groups, shares, 2), dtype=torch.float32, device=x.device)
+    sums = [gradient for gradient in (dweight, dbias) if gradient is not None]
+    columns = torch.empty((len(sums), samples * shares, channels), dtype=torch.float32, device=x.device)
+    dweights = None if dweight is None else columns[0]
+    dbiases = None if dbias is None else columns[-1]
+    weight, bias = _contiguous(weight), _contiguous(bias)
+    with on_device(x.device):
+        for phase in (1, 2) if shares > 1 else (0,):
+            group_backward_kernel[(samples * num_groups, shares)](
+                dy, x, weight, bias, statistics, dx, dweights, dbiases, parts, num_groups, pixels,
+                CPG=channels // num_groups, LAST=last, SILU=silu, WHOLE=whole, PHASE=phase,
+                PARTS=1 << (shares - 1).bit_length(), CT=ct, PT=pt, num_warps=warps,
+            )  # fmt: skip
+        if sums:
+            add_parts(columns, sums)
+    return found
+
+
+def _fake(x: Tensor, weight: Any, bias: Any, num_groups: int, *_: Any) -> tuple[Tensor, Tensor]:
+    y = torch.empty_like(x, memory_format=_memory_format(x))
+    return y, x.new_empty((2, x.shape[0] * num_groups), dtype=torch.float32)
+
+
+def _fake_backward(dy: Any, x: Tensor, weight: Any, bias: Any, statistics: Any, *rest: Any) -> list[Tensor]:
+    return [gradient for gradient in _empty_gradients(x, weight, bias, rest[-1]) if gradient is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, ctx.num_groups, ctx.eps, ctx.silu = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, bias, output[1])
+
+
+def _backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    x, weight, bias, statistics = ctx.saved_tensors
+    wanted = [bool(want) for want in ctx.needs_input_grad[:3]]
+    if dy is None or not any(wanted):
+        return (None,) * 6
+    if torch.is_grad_enabled():
+        again = partial(reference, num_groups=ctx.num_groups, eps=ctx.eps, silu=ctx.silu)
+        return *eager_gradients(again, (x, weight, bias), (dy,)), None, None, None
+    found = iter(_group_norm_backward(dy, x, weight, bias, statistics, ctx.num_groups, ctx.silu, wanted))
+    return *(next(found) if want else None for want in wanted), None, None, None
+
+
+def _eager_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, silu: bool, memory_format: Any
+) -> tuple[Tensor, Tensor]:
+    if not x.numel():
+        return torch.empty_like(x), x.new_zeros((2, x.shape[0] * num_groups), dtype=torch.float32)
+    wide = x.float().contiguous().view(x.shape[0] * num_groups, -1)
+    mean = wide.mean(1)
+    rstd = torch.rsqrt((wide - mean[:, None]).square().mean(1) + eps)
+    y = reference(x, weight, bias, num_groups, eps, silu).contiguous(memory_format=memory_format)
+    return y, torch.stack((mean, rstd))
+
+
+def _eager_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, num_groups: int,
+    silu: bool, empty: list[Tensor | None],
+) -> list[Tensor]:  # fmt: skip
+    size = (x.shape[0], num_groups, -1)
+    per_channel = (1, -1) + (1,) * (x.dim() - 2)
+    mean, rstd = (s.view(x.shape[0], num_groups, 1) for s in statistics)
+    value = ((x.float().reshape(size) - mean) * rstd).view(x.shape)
+    scale = 1.0 if weight is None else weight.float().view(per_channel)
+    gradient = dy.float()
+    if silu:
+        z = value * scale
+        z = z if bias is None else z + bias.float().view(per_channel)
+        gradient = torch.ops.aten.silu_backward(gradient, z)
+    others = [0, *range(2, x.dim())]
+    dweight, dbias = (gradient * value).sum(others), gradient.sum(others)
+    g, n = (gradient * scale).reshape(size), value.reshape(size)
+    dx = (g - g.mean(2, keepdim=True) - n * (g * n).mean(2, keepdim=True)) * rstd
+    pairs = zip(empty, (dx.view(x.shape), dweight, dbias), strict=True)
+    return [out.copy_(value) for out, value in pairs if out is not None]
+
+
+def _empty_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: list[bool]) -> list[Tensor | None]:
+    dx = torch.empty_like(x, memory_format=_memory_format(x)) if wanted[0] else None
+    pairs = zip((weight, bias), wanted[1:], strict=True)
+    return [dx, *(t.new_empty(t.shape) if want and t is not None else None for t, want in pairs)]
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    if not x.is_contiguous() and x.dim() in (4, 5):
+        last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        if x.is_contiguous(memory_format=last):
+            return last
+    return torch.contiguous_format
+
+
+def _tile(channels: int, pixels: int, last: bool, elements: int) -> tuple[bool, int, int, int]:
+    """Whether a group is one tile, channels and pixels of a tile (powers of two), and warps for it."""
+    ct, pt = (1 << (n - 1).bit_length() for n in (channels, pixels))
+    whole = ct * pt <= elements
+    if not whole:
+        # All along memory, as far as a tile goes; of the other axis what is left of it.
+        inner = min(ct if last else pt, _TILE)
+        outer = min(pt if last else ct, _TILE // inner)
+        ct, pt = (inner, outer) if last else (outer, inner)
+    elements = ct * pt
+    return whole, ct, pt, max(1, min(elements // 256, 8), min(elements // 512, 16))
+
+
+def _shares(groups: int, pixels: int, pt: int, device: torch.device) -> int:
+    """Programs a group: enough for the device, each of which has four tiles of pixels or more; at most 64."""
+    return max(1, min(-(-4 * processors(device) // groups), pixels // (4 * pt), 64))
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _float(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float()
+
+
+_group_norm_backward = KernelOp("group_norm_backward", _launch_backward, _fake_backward)
+_group_norm = KernelOp("group_norm", _launch, _fake, backward=_backward, setup_context=_save)

@@ -1,0 +1,128 @@
+"""Layer norm, by itself or with the residual add and the dropout before it, in one pass.
+
+    s = residual + dropout(x)
+    y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias
+
+x -> dropout -> + residual -> to FP32 -> layer norm -> to low precision are five passes and a mask in memory in eager
+mode. Here x and the residual are read once, s and y are written once; FP32 residual streams beside low x and y need no
+cast of their own. s is rounded to the dtype it is stored in and normalised as stored, so that the backward, which reads
+it, sees what the forward saw. The backward reads dy, ds and s once, and computes the mask again.
+
+Bytes an element, all in bfloat16: forward 4, with residual 8; backward 6, with residual 8, and 10 where dropout (or an
+FP32 stream) makes dx another tensor than the residual's gradient. ``bytes_moved`` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, overload
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.nn.norm_launch import dropped, normalised
+from fxprec.kernels.nn.norm_ops import NormOps, check_arguments, norm_bytes
+
+__all__ = ["bytes_moved", "layer_norm", "reference"]
+
+_OPS: Final = NormOps("layer_norm", center=True)
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def layer_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``F.layer_norm(x)``; with a residual ``(F.layer_norm(s), s)`` of ``s = residual + F.dropout(x)``.
+
+    Computes in FP32 and rounds at the store. On a CPU, and where Triton is missing, it runs as plain torch.
+
+    :param x: float32, float16 or bfloat16 [*, *normalized_shape]. Rows at one distance from each other, contiguous in
+        themselves, are read in place; else x is copied. Likewise the residual.
+    :param normalized_shape: of the last dimensions, the norm is over.
+    :param weight: float32, float16 or bfloat16 [*normalized_shape], or None; likewise the bias.
+    :param residual: float32, float16 or bfloat16 of x's shape: the stream that x is added to. s has the dtype that
+        torch promotes the two to.
+    :param dropout_p: part of x that is dropped, [0, 1), by a seed from torch's generator of the device.
+    :param training: drop; else dropout_p is of no effect.
+    :param output_dtype: of y; x's without it.
+    :returns: y, contiguous, of x's shape; with a residual (y, s).
+    :raises TypeError: another dtype (float64 is declined).
+    :raises ValueError: shapes or devices do not fit; dropout without residual; dropout_p outside of [0, 1).
+    """
+    parameters = {"weight": weight, "bias": bias}
+    columns = check_arguments("layer_norm", x, normalized_shape, parameters, residual, dropout_p, output_dtype)
+    p = dropout_p if training else 0.0
+    return _OPS(x, residual, weight, bias, columns, eps, p, 0.0, output_dtype or x.dtype)
+
+
+def reference(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    columns: int,
+    eps: float = 1e-5,
+    p: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(y, s) in plain torch, which can be differentiated.
+
+    :param seed: int64 [1] of the dropout, None for p = 0.
+    """
+    s = x
+    if residual is not None:
+        s = (residual.float() + dropped(x, seed, columns, p)).to(torch.promote_types(x.dtype, residual.dtype))
+    return normalised(s, weight, bias, columns, eps, 0.0, True).to(dtype or x.dtype), s
+
+
+def bytes_moved(
+    rows: int,
+    columns: int,
+    x: torch.dtype,
+    *,
+    residual: torch.dtype | None = None,
+    y: torch.dtype | None = None,
+    parameters: Sequence[torch.dtype] = (torch.float32, torch.float32),
+    dropout: bool = False,
+) -> tuple[int, int]:
+    """Bytes that forward and backward (of all gradients) move between memory and device; see ``norm_bytes``.
+
+    :param x: dtype of x; likewise residual and y (x's without it).
+    :param parameters: dtypes of weight and bias, as many as there are.
+    """
+    return norm_bytes(rows, columns, True, x, residual, y, parameters, dropout)

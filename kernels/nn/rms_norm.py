@@ -1,0 +1,135 @@
+"""RMS norm, by itself or with the residual add and the dropout before it, in one pass.
+
+    s = residual + dropout(x)
+    y = s / sqrt(mean(s * s) + eps) * (weight + offset)
+
+Llama's blocks run this as residual add, cast to FP32, square, mean, rsqrt, product, cast and product with the weight,
+each a pass over memory in eager mode. Here x and the residual are read once, s and y written once, and y is rounded
+once. s is rounded to the dtype it is stored in and normalised as stored. The backward reads dy, ds and s once, and
+computes the mask again. ``offset=1`` is Gemma's ``1 + weight``.
+
+Bytes an element, all in bfloat16: forward 4, with residual 8; backward 6, with residual 8, and 10 where dropout (or an
+FP32 stream) makes dx another tensor than the residual's gradient. ``bytes_moved`` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, overload
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.nn.norm_launch import dropped, normalised
+from fxprec.kernels.nn.norm_ops import NormOps, check_arguments, norm_bytes
+
+__all__ = ["bytes_moved", "reference", "rms_norm"]
+
+_OPS: Final = NormOps("rms_norm", center=False)
+#: torch computes low precision in FP32 and takes FP32's machine epsilon for it, too.
+_EPS: Final = torch.finfo(torch.float32).eps
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    residual: None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    output_dtype: torch.dtype | None = None,
+    offset: float = 0.0,
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    residual: Tensor,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    output_dtype: torch.dtype | None = None,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor]: ...
+def rms_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    residual: Tensor | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    output_dtype: torch.dtype | None = None,
+    offset: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``F.rms_norm(x)``; with a residual ``(F.rms_norm(s), s)`` of ``s = residual + F.dropout(x)``.
+
+    Computes in FP32 and rounds at the store. On a CPU, and where Triton is missing, it runs as plain torch.
+
+    :param x: float32, float16 or bfloat16 [*, *normalized_shape]. Rows at one distance from each other, contiguous in
+        themselves, are read in place; else x is copied. Likewise the residual.
+    :param normalized_shape: of the last dimensions, the norm is over.
+    :param weight: float32, float16 or bfloat16 [*normalized_shape], or None.
+    :param eps: float32's machine epsilon if None, as torch has it for every one of these dtypes.
+    :param residual: float32, float16 or bfloat16 of x's shape: the stream that x is added to. s has the dtype that
+        torch promotes the two to.
+    :param dropout_p: part of x that is dropped, [0, 1), by a seed from torch's generator of the device.
+    :param training: drop; else dropout_p is of no effect.
+    :param output_dtype: of y; x's without it.
+    :param offset: added to the weight.
+    :returns: y, contiguous, of x's shape; with a residual (y, s).
+    :raises TypeError: another dtype (float64 is declined).
+    :raises ValueError: shapes or devices do not fit; dropout without residual; dropout_p outside of [0, 1); an offset
+        without weight.
+    """
+    parameters = {"weight": weight}
+    columns = check_arguments("rms_norm", x, normalized_shape, parameters, residual, dropout_p, output_dtype)
+    if offset and weight is None:
+        raise ValueError(f"rms_norm adds offset={offset} to the weight, but there is none: give weight, or offset=0.")
+    p = dropout_p if training else 0.0
+    eps = _EPS if eps is None else eps
+    return _OPS(x, residual, weight, None, columns, eps, p, float(offset), output_dtype or x.dtype)
+
+
+def reference(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    seed: Tensor | None,
+    columns: int,
+    eps: float = _EPS,
+    p: float = 0.0,
+    offset: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(y, s) in plain torch, which can be differentiated.
+
+    :param seed: int64 [1] of the dropout, None for p = 0.
+    """
+    s = x
+    if residual is not None:
+        s = (residual.float() + dropped(x, seed, columns, p)).to(torch.promote_types(x.dtype, residual.dtype))
+    return normalised(s, weight, None, columns, eps, offset, False).to(dtype or x.dtype), s
+
+
+def bytes_moved(
+    rows: int,
+    columns: int,
+    x: torch.dtype,
+    *,
+    residual: torch.dtype | None = None,
+    y: torch.dtype | None = None,
+    weight: torch.dtype | None = torch.float32,
+    dropout: bool = False,
+) -> tuple[int, int]:
+    """Bytes that forward and backward (of all gradients) move between memory and device; see ``norm_bytes``.
+
+    :param x: dtype of x; likewise residual, y (x's without it) and weight.
+    """
+    return norm_bytes(rows, columns, False, x, residual, y, () if weight is None else (weight,), dropout)

@@ -1,0 +1,137 @@
+"""Generated kernels of five models at their real widths: compiled for three architectures, without a GPU.
+
+No register spills, 16-byte accesses wherever a tensor's rows allow them, and no more memory traffic than the tensors
+that go in and come out. The models have one layer each; their regions are formed and derived as on a GPU, and nothing
+is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxprec
+from fxprec.kernels import triton_support
+
+pytestmark = [pytest.mark.zoo, pytest.mark.slow]
+
+
+def _load(name: str) -> Any:
+    path = pathlib.Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tools = _load("kernel_tools")
+VOCABULARY = 128
+
+
+def _ids(rows: int = 2, columns: int = 64) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (rows, columns))
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, use_cache=False)
+    return GPT2LMHeadModel(config), {"input_ids": _ids()}
+
+
+def bert() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(num_hidden_layers=1, vocab_size=VOCABULARY)), {"input_ids": _ids()}
+
+
+def llama() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=4,
+        vocab_size=VOCABULARY, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), {"input_ids": _ids()}
+
+
+def t5() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(num_layers=1, vocab_size=VOCABULARY, decoder_start_token_id=0, use_cache=False)
+    return T5ForConditionalGeneration(config), {"input_ids": _ids(), "decoder_input_ids": _ids()}
+
+
+def vit() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(num_hidden_layers=1)), {"pixel_values": torch.randn(2, 3, 224, 224)}
+
+
+MODELS = {"gpt2": gpt2, "bert": bert, "llama": llama, "t5": t5, "vit": vit}
+
+
+@functools.cache
+def regions(name: str) -> tuple[Any, ...]:
+    """The fused regions of a model after one training step in which no kernel ran."""
+    pytest.importorskip("transformers")
+    from fxprec.kernels.rows.kernel import Launch
+
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_support, "can_launch", lambda device: True)
+        patch.setattr(Launch, "__call__", lambda *arguments: None)
+        model, _ = fxprec.convert(model.train(), dtype=torch.bfloat16, fuse=True)
+        model(**inputs).logits.float().sum().backward()
+    found = [region for gm in fxprec.graphs(model) for region in gm.modules() if hasattr(region, "plans")]
+    assert found and all(region.path == "triton" for region in found), [region.reason for region in found]
+    return tuple(found)
+
+
+def launches(name: str) -> Iterator[tuple[Any, list[torch.dtype]]]:
+    """(launch, dtypes of its tensors), each source once."""
+    seen: set[str] = set()
+    for region in regions(name):
+        for plan in region.plans:
+            for launch, dtypes in plan.launches():
+                source = re.sub(r"\w+_(value|stride_\d|step)|fused_\w+|\b\w+(?=[,)] )", "", launch.source)
+                if source not in seen:
+                    seen.add(source)
+                    yield launch, dtypes
+
+
+@tools.compiles
+@pytest.mark.parametrize("architecture", tools.ARCHITECTURES)
+@pytest.mark.parametrize("model", MODELS)
+def test_no_spills_and_wide_accesses(model: str, architecture: int) -> None:
+    print(f"\n{'kernel':50} registers  shared  form")
+    for launch, dtypes in launches(model):
+        found = tools.compiled_launch(launch, dtypes, architecture)
+        form = launch.form
+        print(f"{launch.name:50} {found.registers:9} {found.shared:7}  {form.kind} {form.rows} x {form.block}")
+        assert found.spills == 0, launch.name
+        assert "atom" not in found.ptx and "red.global" not in found.ptx
+        if launch.wide:  # every full tensor walks its columns one by one, and a row is a multiple of 16 bytes
+            assert "v4.b32" in found.accesses("ld") and "v4.b32" in found.accesses("st") | found.accesses("ld")
+            narrow = found.accesses("ld") - {"v4.b32", "v2.b64"}
+            assert narrow <= {"b32", "b64", "v2.b32"}, (launch.name, narrow)  # statistics, seeds, scalars
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_moved_are_those_of_inputs_and_outputs(model: str) -> None:
+    for region in regions(model):
+        for plan in region.plans:
+            moved, bound = plan.bytes_moved()
+            assert moved <= 1.1 * bound, (region.name, moved / bound)
