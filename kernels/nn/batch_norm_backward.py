@@ -1,0 +1,263 @@
+"""The gradients of ``y = relu?((x - mean) * rstd * weight + bias [+ residual])`` in two kernels.
+
+With ``dy' = dy where y > 0 else 0`` (without relu ``dy' = dy``), ``xhat = (x - mean) * rstd``, n elements a channel::
+
+    dbias = sum(dy')    dweight = sum(dy' * xhat)    dresidual = dy'
+    dx = weight * rstd * (dy' - dbias / n - xhat * dweight / n)        batch statistics
+    dx = weight * rstd * dy'                                           running statistics
+
+Kernel one sums, a partial for each program; kernel two adds up the partials of its channels itself (few, in a fixed
+order), writes dweight and dbias in one of the programs, and dx: there is no third. Where nothing needs the sums
+(running statistics, no gradient of weight or bias) kernel two runs alone.
+
+Where y > 0 is computed again from x, to the bits of the forward, unless there is a residual: then y is read, which
+costs what reading the residual would, and is alive anyway as the input of what comes next. In that case kernel one
+writes dresidual, and kernel two reads that instead of dy and y. Bytes moved: ``bytes_moved`` in batch_norm.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.kernel_op import KernelOp
+from fxprec.kernels.nn.batch_norm_tiles import (
+    BACKWARD_BYTES,
+    STAGES,
+    channel_terms,
+    dense,
+    like,
+    normalized,
+    on_device,
+    over_tile,
+    packed,
+    program_place,
+    tiles,
+)
+from fxprec.kernels.triton_support import can_launch, constexpr, jit, tl
+
+__all__ = ["BACKWARD"]
+
+_BLOCK_PARTS = 32
+
+
+@jit()
+def masked_gradient(gradient, value, y, offsets, inside, center, scale, shift, RELU: constexpr):
+    """dy' of a tile, fp32 [rows, columns]. gradient: its dy, in dy's dtype. value: its x, fp32. y: as dy, or None."""
+    result = gradient.to(tl.float32)
+    if RELU:
+        if y is None:
+            output = normalized(value, center, scale, shift).to(gradient.dtype).to(tl.float32)
+        else:
+            output = tl.load(y + offsets, mask=inside, other=0.0).to(tl.float32)
+        result = tl.where(output <= 0.0, 0.0, result)  # NaN lets the gradient through, as torch's relu does
+    return result
+
+
+@jit(do_not_specialize=["rows", "rows_each"])
+def sums_kernel(
+    dy, x, y, mean, spread, weight, bias, dresidual, partials,
+    rows, columns, channels, pitch, rows_each, columns_each, eps,
+    RELU: constexpr, TRAINING: constexpr, PLANAR: constexpr, BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr,
+):  # fmt: skip
+    """sum(dy') and sum(dy' * (x - mean)) of a part of each channel. Grid: (blocks of channels, parts).
+
+    dy, x: fp32, fp16 or bf16 [N, C, *], both contiguous (PLANAR) or both channels_last, read once; summed in fp32.
+    y: the same, or None: where it was positive is computed from x. dresidual: the same, written with dy', or None.
+    mean, spread, weight, bias: [C], see ``channel_terms``. partials: fp32 [2, parts, C], written.
+    The integers: see ``Tiles``. eps: fp32 scalar.
+    """
+    first_row, first_column, base, channel = program_place(columns, rows_each, columns_each, PLANAR, BLOCK_COLUMNS)
+    end_row = tl.minimum(first_row + rows_each, rows)
+    center, _, scale, shift = channel_terms(mean, spread, weight, bias, channel, channels, eps, TRAINING)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    product = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for start_column in range(first_column, tl.minimum(first_column + columns_each, columns), BLOCK_COLUMNS):
+        column = start_column + tl.arange(0, BLOCK_COLUMNS)
+        for start_row in tl.range(first_row, end_row, BLOCK_ROWS, num_stages=STAGES):
+            row = start_row + tl.arange(0, BLOCK_ROWS)
+            inside = (row < rows)[:, None] & (column < columns)[None, :]
+            offsets = base + row[:, None] * pitch + column[None, :]
+            value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+            gradient = tl.load(dy + offsets, mask=inside, other=0.0)
+            gradient = masked_gradient(gradient, value, y, offsets, inside, center, scale, shift, RELU)
+            if dresidual is not None:
+                tl.store(dresidual + offsets, gradient, mask=inside)
+            product = tl.fma(gradient, value - center[None, :], product)
+            total += gradient
+    place = partials + tl.program_id(1) * channels + channel
+    tl.store(place, over_tile(total, PLANAR), mask=channel < channels)
+    tl.store(place + tl.num_programs(1) * channels, over_tile(product, PLANAR), mask=channel < channels)
+
+
+@jit()
+def added_up(partials, parts, channel, channels, BLOCK_PARTS: constexpr):
+    """The sum of a program's channels' parts, in a fixed order. partials: fp32 [parts, C]. Returns fp32 [block]."""
+    lanes = tl.arange(0, BLOCK_PARTS)
+    totals = tl.zeros((BLOCK_PARTS, channel.shape[0]), tl.float32)
+    for start in range(0, parts, BLOCK_PARTS):
+        part = start + lanes
+        inside = (part < parts)[:, None] & (channel < channels)[None, :]
+        totals += tl.load(partials + part[:, None] * channels + channel[None, :], mask=inside, other=0.0)
+    return tl.sum(totals, axis=0)
+
+
+@jit(do_not_specialize=["rows", "rows_each", "parts"])
+def inputs_kernel(
+    dy, x, y, mean, spread, weight, bias, partials, dx, dweight, dbias, dresidual, parts,
+    rows, columns, channels, pitch, rows_each, columns_each, eps, share,
+    RELU: constexpr, TRAINING: constexpr, PLANAR: constexpr,
+    BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr, BLOCK_PARTS: constexpr,
+):  # fmt: skip
+    """dx, and from the partials dweight and dbias. Grid: (blocks of channels, parts; 1 without dx and dresidual).
+
+    dy, x, y, dresidual: as of ``sums_kernel``; dx: as x, written, or None.
+    mean, spread, weight, bias: [C], see ``channel_terms``. partials: fp32 [2, parts, C], or None where TRAINING is not.
+    dweight, dbias: fp32, fp16 or bf16 [C], written by the first part, or None.
+    The integers: see ``Tiles``. eps, share (one by the elements of a channel): fp32 scalars. Computed in fp32.
+    """
+    first_row, first_column, base, channel = program_place(columns, rows_each, columns_each, PLANAR, BLOCK_COLUMNS)
+    end_row = tl.minimum(first_row + rows_each, rows)
+    center, rstd, scale, shift = channel_terms(mean, spread, weight, bias, channel, channels, eps, TRAINING)
+    level = tl.zeros(channel.shape, tl.float32)
+    slope = tl.zeros(channel.shape, tl.float32)
+    if partials is not None:
+        total = added_up(partials, parts, channel, channels, BLOCK_PARTS)
+        product = added_up(partials + parts * channels, parts, channel, channels, BLOCK_PARTS) * rstd
+        first = (channel < channels) & (tl.program_id(1) == 0)
+        if dbias is not None:
+            tl.store(dbias + channel, total, mask=first)
+        if dweight is not None:
+            tl.store(dweight + channel, product, mask=first)
+        level = total * share
+        slope = product * share * rstd
+    if dx is not None or dresidual is not None:
+        for start_column in range(first_column, tl.minimum(first_column + columns_each, columns), BLOCK_COLUMNS):
+            column = start_column + tl.arange(0, BLOCK_COLUMNS)
+            for start_row in tl.range(first_row, end_row, BLOCK_ROWS, num_stages=STAGES):
+                row = start_row + tl.arange(0, BLOCK_ROWS)
+                inside = (row < rows)[:, None] & (column < columns)[None, :]
+                offsets = base + row[:, None] * pitch + column[None, :]
+                value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+                gradient = tl.load(dy + offsets, mask=inside, other=0.0)
+                gradient = masked_gradient(gradient, value, y, offsets, inside, center, scale, shift, RELU)
+                if dresidual is not None:
+                    tl.store(dresidual + offsets, gradient, mask=inside)
+                if TRAINING:
+                    gradient = tl.fma(center[None, :] - value, slope[None, :], gradient - level[None, :])
+                if dx is not None:
+                    tl.store(dx + offsets, gradient * scale[None, :], mask=inside)
+
+
+def launch(
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    mean: Tensor,
+    spread: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    relu: bool,
+    training: bool,
+    input: bool,
+    affine: bool,
+    residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``BACKWARD``. Without Triton, or on a CPU, plain torch."""
+    x = dense(x)
+    dx, dweight, dbias, dresidual = fake(
+        dy, x, y, mean, spread, weight, bias, eps, relu, training, input, affine, residual
+    )
+    if x.numel() == 0:
+        return dx, dweight.zero_(), dbias.zero_(), dresidual
+    if not can_launch(x.device):
+        found = _plain(dy, x, y, mean, spread, weight, bias, eps, relu, training)
+        for target, gradient in zip((dx, dweight, dbias, dresidual), found, strict=True):
+            if target.numel():
+                target.copy_(gradient)
+        return dx, dweight, dbias, dresidual
+    dy, y = like(dy, x), None if y is None else like(y, x)
+    cut = tiles(x, BACKWARD_BYTES)
+    terms = {"mean": packed(mean), "spread": packed(spread), "weight": packed(weight), "bias": packed(bias)}
+    scalars = {"eps": eps, "TRAINING": training}
+    source, partials = {"dy": dy, "y": y, "RELU": relu}, None
+    target = dresidual if residual else None
+    with on_device(x):
+        if affine or (training and input):
+            partials = x.new_empty((2, cut.parts, cut.channels), dtype=torch.float32)
+            sums_kernel[cut.grid](
+                **source, x=x, **terms, **scalars, dresidual=target, partials=partials, **cut.arguments()
+            )
+            if target is not None:
+                source, target = {"dy": target, "y": None, "RELU": False}, None  # dy' is in memory now
+        inputs_kernel[cut.grid if input or target is not None else (cut.grid[0], 1)](
+            **source, x=x, **terms, **scalars, partials=partials, dx=dx if input else None, dresidual=target,
+            parts=cut.parts, dweight=dweight if affine else None, dbias=dbias if affine else None,
+            share=1.0 / cut.values, BLOCK_PARTS=_BLOCK_PARTS, **cut.arguments(),
+        )  # fmt: skip
+    return dx, dweight, dbias, dresidual
+
+
+def _plain(
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    mean: Tensor,
+    spread: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    relu: bool,
+    training: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same formulas in plain torch."""
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    others = [0, *range(2, x.dim())]
+    center, rstd = mean.float(), spread.float() if training else (spread.float() + eps).rsqrt()
+    scale = rstd if weight is None else rstd * weight.float()
+    off = x.float() - center.view(shape)
+    gradient = dy.float()
+    if relu:
+        if y is None:
+            shift = torch.zeros_like(center) if bias is None else bias.float()
+            y = (off * scale.view(shape) + shift.view(shape)).to(x.dtype)
+        gradient = gradient.masked_fill(y <= 0, 0.0)
+    xhat = off * rstd.view(shape)
+    dbias, dweight = gradient.sum(others), (gradient * xhat).sum(others)
+    dx = gradient
+    if training:
+        count = x.numel() // x.shape[1]
+        dx = gradient - (dbias / count).view(shape) - xhat * (dweight / count).view(shape)
+    return dx * scale.view(shape), dweight, dbias, gradient
+
+
+def fake(
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    mean: Tensor,
+    spread: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    relu: bool,
+    training: bool,
+    input: bool,
+    affine: bool,
+    residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    own = dense(x)
+    channels = x.shape[1] if affine else 0
+    return (
+        torch.empty_like(own) if input else x.new_empty(0),
+        x.new_empty(channels, dtype=torch.float32 if weight is None else weight.dtype),
+        x.new_empty(channels, dtype=torch.float32 if bias is None else bias.dtype),
+        torch.empty_like(own, dtype=dy.dtype) if residual else dy.new_empty(0),
+    )
+
+
+#: (dy, x, y, mean, spread, weight, bias, eps, relu, training, input, affine, residual)
+#: -> (dx, dweight, dbias, dresidual), of which ``input``, ``affine`` and ``residual`` say what is wanted; the others
+#: are empty. y is given where there was a residual and relu. ``spread``: see ``channel_terms``.
+BACKWARD = KernelOp("batch_norm_backward", launch, fake)

@@ -1,0 +1,246 @@
+"""How batch norm's kernels walk over a tensor [N, C, *]: the same tiles for channels_last and for contiguous memory.
+
+A tile is BLOCK_ROWS x BLOCK_COLUMNS elements, columns adjacent in memory::
+
+    memory          a row                  a column    pitch of rows   a program's channels
+    channels_last   a position of N and *  a channel   C               BLOCK_COLUMNS of them
+    contiguous      a sample of N          one of *    C * S           one
+
+where S is the number of positions of ``*``. A program takes all its channels' elements in a range of rows (and, where
+memory is contiguous, of columns); results for each channel go to partials of which there are few, so that the next
+kernel can add them up itself. [N, C] is channels_last. Ranges depend on shape and device only: so do the results' bits.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.triton_support import constant, constexpr, jit, tl
+
+__all__ = [
+    "BACKWARD_BYTES",
+    "FORWARD_BYTES",
+    "STAGES",
+    "WARPS",
+    "Tiles",
+    "channel_mean",
+    "channel_terms",
+    "channel_values",
+    "cut",
+    "dense",
+    "like",
+    "normalized",
+    "on_device",
+    "over_tile",
+    "packed",
+    "program_place",
+    "tiles",
+]
+
+WARPS: Final = 16
+#: Tiles on their way while one is computed: no multiprocessor hides the way to memory behind 16 warps otherwise.
+STAGES: Final = constant(3)
+#: Of a tile, of the operand whose elements are largest; times operands and stages it must fit shared memory (99 KiB on
+#: the smallest). The backward has more operands and keeps more of each in registers.
+FORWARD_BYTES: Final = 16384
+BACKWARD_BYTES: Final = 8192
+_WIDEST: Final = 1024  # columns of a tile of contiguous memory, where there are rows to go with them
+_MOST_PARTS: Final = 256
+#: Programs for each multiprocessor, which holds both at once if a thread has at most 64 registers.
+_RESIDENT: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How one tensor is cut; ``grid`` is (blocks of channels, parts)."""
+
+    rows: int
+    columns: int
+    channels: int
+    pitch: int
+    rows_each: int  # of a part, a multiple of the block
+    columns_each: int
+    planar: bool  # contiguous [N, C, *]
+    block_rows: int
+    block_columns: int
+    grid: tuple[int, int]
+
+    @property
+    def parts(self) -> int:
+        return self.grid[1]
+
+    @property
+    def values(self) -> int:
+        """Elements of a channel."""
+        return self.rows * self.columns if self.planar else self.rows
+
+    def arguments(self) -> dict[str, Any]:
+        """What every kernel takes of this."""
+        return {
+            "rows": self.rows, "columns": self.columns, "channels": self.channels, "pitch": self.pitch,
+            "rows_each": self.rows_each, "columns_each": self.columns_each, "PLANAR": self.planar,
+            "BLOCK_ROWS": self.block_rows, "BLOCK_COLUMNS": self.block_columns, "num_warps": WARPS,
+            "enable_fp_fusion": False,
+        }  # fmt: skip
+
+
+def tiles(x: Tensor, size: int, *others: Tensor | None) -> Tiles:
+    """Of a tensor that ``dense`` returned, with at least one element; ``size``: bytes of a tile of it or of others."""
+    width = max(x.itemsize, *(0 if other is None else other.itemsize for other in others), 0)
+    return cut(tuple(x.shape), x.is_contiguous(), _programs(x.device), size // width)
+
+
+@lru_cache(maxsize=1024)
+def cut(shape: tuple[int, ...], contiguous: bool, programs: int, tile: int) -> Tiles:
+    """The tiles for at most ``programs`` programs, or one for each channel (block) if that is more.
+
+    :param contiguous: or else channels_last; where it is both, what has the longer rows is taken.
+    :param tile: elements, a power of two.
+    """
+    samples, channels = shape[:2]
+    positions = 1
+    for size in shape[2:]:
+        positions *= size
+    planar = contiguous and positions > 1
+    if planar and channels == 1 and samples * positions < 2**31:
+        samples, positions = 1, samples * positions
+    if planar:
+        rows, columns, pitch = samples, positions, channels * positions
+        block_rows = min(_power_of_two(rows), max(tile // _power_of_two(columns), tile // _WIDEST))
+        block_columns = min(_power_of_two(columns), tile // block_rows)
+        blocks = channels
+    else:
+        rows, columns, pitch = samples * positions, channels, channels
+        width = _power_of_two(columns)
+        # Narrow where channels are few, or there would be too many parts of them: 32 bytes are what memory moves.
+        block_columns = width if width <= 16 else min(64, width // 2)
+        block_rows = tile // block_columns
+        blocks = _blocks(columns, block_columns)
+    wanted = min(max(programs // blocks, 1), _MOST_PARTS)
+    row_blocks = _blocks(rows, block_rows)
+    column_blocks = _blocks(columns, block_columns) if planar else 1
+    row_parts = min(wanted, row_blocks)
+    rows_each = _blocks(row_blocks, row_parts) * block_rows
+    columns_each = _blocks(column_blocks, min(wanted // row_parts, column_blocks)) * block_columns
+    parts = _blocks(rows, rows_each) * (_blocks(columns, columns_each) if planar else 1)
+    return Tiles(
+        rows, columns, channels, pitch, rows_each, columns_each, planar, block_rows, block_columns, (blocks, parts)
+    )
+
+
+def dense(x: Tensor) -> Tensor:
+    """x [N, C, *] itself if it is contiguous or channels_last (of any rank), otherwise a copy that is."""
+    if x.is_contiguous() or x.movedim(1, -1).is_contiguous():
+        return x
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if x.stride(1) == 1 else x.contiguous()
+
+
+def like(tensor: Tensor, x: Tensor) -> Tensor:
+    """A tensor of x's shape with x's strides: itself or a copy. x: from ``dense``."""
+    if tensor.stride() == x.stride():
+        return tensor
+    return torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)
+
+
+def packed(tensor: Tensor | None) -> Tensor | None:
+    """Values per channel one after another, as kernels read them."""
+    return None if tensor is None else tensor.contiguous()
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which a launch goes to x's device."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+@lru_cache
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8  # the interpreter's: enough to have parts
+    return _RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@jit()
+def program_place(columns, rows_each, columns_each, PLANAR: constexpr, BLOCK_COLUMNS: constexpr):
+    """A program's first row and column, its first row's offset, and its channels, [1] or [BLOCK_COLUMNS].
+
+    columns, rows_each, columns_each: int scalars, see ``Tiles``. Grid: (blocks of channels, parts). Rows and offsets
+    are int64; columns are int32 where that holds them.
+    """
+    block = tl.program_id(0)
+    part = tl.program_id(1)
+    if PLANAR:
+        column_parts = tl.cdiv(columns, columns_each)
+        first_row = (part // column_parts).to(tl.int64) * rows_each
+        first_column = part % column_parts * columns_each
+        base = block.to(tl.int64) * columns
+        channel = block + tl.arange(0, 1)
+    else:
+        first_row = part.to(tl.int64) * rows_each
+        first_column = block * BLOCK_COLUMNS
+        base = block.to(tl.int64) * 0
+        channel = first_column + tl.arange(0, BLOCK_COLUMNS)
+    return first_row, first_column, base, channel
+
+
+@jit()
+def over_tile(values, PLANAR: constexpr):
+    """The sum of each channel's values in a tile. values: fp32 [rows, columns]. Returns fp32 [1] or [columns]."""
+    total = tl.sum(values, axis=0)
+    if PLANAR:
+        total = tl.sum(total, axis=0, keep_dims=True)
+    return total
+
+
+@jit()
+def channel_mean(counts, means, safe, PLANAR: constexpr):
+    """The mean of means. counts, means: fp32 [rows, columns]; safe: fp32 [channels], counts' sums, at least 1.
+
+    In two steps, so that a mean far greater than the deviations from it costs them no digits.
+    """
+    mean = over_tile(counts * means, PLANAR) / safe
+    return mean + over_tile(counts * (means - mean[None, :]), PLANAR) / safe
+
+
+@jit()
+def channel_values(pointer, channel, channels, OTHERWISE: constexpr):
+    """One value a channel, in fp32, or OTHERWISE where there is no tensor. pointer: fp32, fp16 or bf16 [C], or None."""
+    if pointer is None:
+        values = tl.full(channel.shape, OTHERWISE, tl.float32)
+    else:
+        values = tl.load(pointer + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    return values
+
+
+@jit()
+def channel_terms(mean, spread, weight, bias, channel, channels, eps, TRAINING: constexpr):
+    """mean, rstd, scale = rstd * weight and shift = bias: fp32 [channels of the program].
+
+    mean: [C]. spread: [C], rstd with TRAINING, otherwise the variance. weight, bias: [C] or None. In fp32, fp16, bf16.
+    """
+    center = channel_values(mean, channel, channels, 0.0)
+    rstd = channel_values(spread, channel, channels, 0.0)
+    if not TRAINING:
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(rstd + eps))
+    scale = rstd * channel_values(weight, channel, channels, 1.0)
+    shift = channel_values(bias, channel, channels, 0.0)
+    return center, rstd, scale, shift
+
+
+@jit()
+def normalized(x, center, scale, shift):
+    """``(x - mean) * scale + shift`` of a tile: fp32 [rows, columns]. The backward does it again, to the same bits."""
+    return tl.fma(x - center[None, :], scale[None, :], shift[None, :])
