@@ -52,4 +52,7 @@ def __getattr__(name: str) -> Any:
 if __name__ != "fxprec.kernels":
     # Found as a top-level 'kernels' from the checkout's root. It must not load twice, and must not pass for the PyPI
     # package of that name either, which transformers looks for: a package without file and content counts as absent.
+    for _name in [name for name in globals() if not name.startswith("_")]:
+        del globals()[_name]
+    del __all__, __getattr__
     globals().update(__path__=[], __file__=None)

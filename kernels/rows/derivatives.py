@@ -91,8 +91,6 @@ _RULES: Final[Mapping[str, Rule]] = MappingProxyType(
         "erf": lambda b, v, g: (
             b("mul", g, b("mul", b("exp", b("neg", b("mul", v.args[0], v.args[0]))), 2.0 / math.sqrt(math.pi))),
         ),
-        "sin": lambda b, v, g: (b("mul", g, b("cos", v.args[0])),),
-        "cos": lambda b, v, g: (b("neg", b("mul", g, b("sin", v.args[0]))),),
         "tanh": lambda b, v, g: (b("mul", g, b("sub", 1.0, b("mul", v, v))),),
         "sigmoid": lambda b, v, g: (b("mul", g, b("mul", v, b("sub", 1.0, v))),),
         "maximum": _ties,

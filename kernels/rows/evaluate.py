@@ -92,7 +92,7 @@ _OPS: Final[Mapping[str, Callable[..., Tensor]]] = MappingProxyType(
     {
         "add": torch.add, "sub": lambda a, b: a - b, "mul": torch.mul, "div": lambda a, b: a / b,
         **{name: getattr(torch, name) for name in (
-            "neg", "abs", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "erf", "sin", "cos", "tanh",
+            "neg", "abs", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "erf", "tanh",
             "sigmoid", "sign", "floor", "ceil", "trunc", "isnan", "ne", "lt", "le", "gt", "ge", "eq",
         )},
         "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "stop": lambda x: x.detach(),

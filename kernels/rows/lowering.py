@@ -344,7 +344,7 @@ ROW_REDUCTIONS: Final[Mapping[str, int | None]] = MappingProxyType(
 
 _COMPARISONS: Final = ("eq", "ne", "lt", "le", "gt", "ge")
 _UNARY: Final = (
-    "neg", "abs", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "erf", "sin", "cos", "tanh",
+    "neg", "abs", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "erf", "tanh",
     "sigmoid", "sign", "floor", "ceil", "trunc", "isnan",
 )  # fmt: skip
 

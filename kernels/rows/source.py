@@ -67,7 +67,8 @@ def form_of(program: Program, flat: bool, count: int) -> Form:
     if block > LONGEST_TILE:
         return Form("loop", 1, 4096, 8, partial)
     rows = max(1, _TILE // block) if count > 1 else 1
-    warps = min(32, max(4, rows * block // 512))
+    each = 256 if partial else 512  # elements of a warp: where partials stay in registers, half as many
+    warps = min(32, max(4, rows * block // each))
     return Form("tile", rows, block, warps, partial)
 
 
@@ -361,7 +362,7 @@ class _Emitter:
             return "".join(f" + {part}" for part in parts) or " + row * 0"
         text = f" + ({' + '.join(parts)})[:, None]" if parts else ""
         if access.columns:
-            text += " + column" if access.columns == "1" else f" + column * {access.columns}"
+            text += " + column" if access.columns == "1" else f" + column.to(tl.int64) * {access.columns}"
         elif along_columns or parts:
             text += " + column * 0"
         return text
@@ -434,7 +435,7 @@ _EXPRESSIONS: Final = MappingProxyType(
         "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "abs": "tl.abs({})",
         "exp": "tl.exp({})", "exp2": "tl.exp2({})", "expm1": "expm1({})", "log": "tl.log({})", "log2": "tl.log2({})",
         "log1p": "log1p({})", "sqrt": "tl.sqrt_rn({})", "rsqrt": "tl.rsqrt({})", "erf": "tl.erf({})",
-        "sin": "tl.sin({})", "cos": "tl.cos({})", "tanh": "tanh({})", "sigmoid": "tl.sigmoid({})", "sign": "sign({})",
+        "tanh": "tanh({})", "sigmoid": "tl.sigmoid({})", "sign": "sign({})",
         "floor": "tl.floor({})", "ceil": "tl.ceil({})", "trunc": "trunc({})", "isnan": "{0} != {0}",
         "maximum": "maximum({}, {})", "minimum": "minimum({}, {})", "where": "tl.where({}, {}, {})",
         "eq": "{} == {}", "ne": "{} != {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}",
