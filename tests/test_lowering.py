@@ -32,7 +32,7 @@ MASK = torch.tensor([[True, False, True, True, False, False]])
 
 
 OF_TWO = "add sub mul div maximum minimum"
-ANYWHERE = "neg abs erf sin cos tanh sigmoid square floor ceil trunc sign positive clone"
+ANYWHERE = "neg abs erf tanh sigmoid square floor ceil trunc sign positive clone"
 ABOVE_ZERO = "sqrt rsqrt log log2 log10 log1p reciprocal"
 ACTIVATIONS = (
     "relu relu6 hardtanh leaky_relu elu softplus logsigmoid silu gelu mish hardsigmoid hardswish tanhshrink softsign"
