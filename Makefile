@@ -10,6 +10,9 @@ comma := ,
 EXTRAS := $(if $(filter true 1,$(CI)),dev$(comma)zoo,dev)
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
+# A file of tests stays in one process, where what its tests share is made once.
+PYTEST_ARGS ?= -n 2 --dist loadfile
+
 .PHONY: demo test lint install clean
 
 demo: install

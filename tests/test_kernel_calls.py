@@ -1,0 +1,227 @@
+"""kernel_calls: which nodes become calls of hand-written kernels, what they join, and that the results stay the same."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pathlib
+import sys
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import GraphModule
+
+import fxprec
+from fxprec.passes import kernel_calls
+from fxprec.passes.ir import format_graph
+
+
+def _load(name: str) -> Any:
+    path = pathlib.Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+kernel_tools = _load("kernel_tools")
+on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
+outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")
+X, WEIGHT = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
+CHANNELS = [torch.zeros(4), torch.ones(4), torch.randn(4), torch.randn(4)]
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    kernel_tools.run_in_the_interpreter(__file__)
+
+
+def normalized(x, w, mean, var, weight, bias):
+    return F.batch_norm(F.conv2d(x, w), mean, var, weight, bias, True, 0.1, 1e-5)
+
+
+def rewritten(tools, function, *inputs) -> GraphModule:
+    return tools.rewritten(tools.traced(function, *inputs), tools.context(regions="triton"), until="fuse")
+
+
+def calls(gm: GraphModule, function) -> list:
+    return gm.graph.find_nodes(op="call_function", target=function)
+
+
+@outside
+def test_the_graph_after(tools) -> None:
+    def f(x, w, mean, var, weight, bias, residual, target):
+        y = F.relu(normalized(x, w, mean, var, weight, bias) + F.conv2d(residual, w))
+        return F.cross_entropy(y.flatten(1), target)
+
+    gm = rewritten(tools, f, X, WEIGHT, *CHANNELS, X, torch.zeros(2, dtype=torch.long))
+    expecttest.assert_expected_inline(
+        format_graph(gm),
+        """\
+%x: float32 = placeholder
+%w: float32 = placeholder
+%mean: float32 = placeholder
+%var: float32 = placeholder
+%weight: float32 = placeholder
+%bias: float32 = placeholder
+%residual: float32 = placeholder
+%target: int64 = placeholder
+%x_bf16: bfloat16 = to(%x, torch.bfloat16)
+%w_bf16: bfloat16 = to(%w, torch.bfloat16)
+%conv2d: bfloat16 = conv2d(%x_bf16, %w_bf16)
+%residual_bf16: bfloat16 = to(%residual, torch.bfloat16)
+%conv2d_1: bfloat16 = conv2d(%residual_bf16, %w_bf16)
+%relu: bfloat16 = batch_norm(%conv2d, running_mean=%mean, running_var=%var, weight=%weight, bias=%bias, training=True, momentum=0.1, eps=1e-05, residual=%conv2d_1, relu=True)
+%flatten: bfloat16 = flatten(%relu, 1)
+%cross_entropy: float32 = cross_entropy(%flatten, target=%target)
+return %cross_entropy""",  # noqa: E501
+    )
+    assert [node.meta["fused"] for node in gm.graph.nodes if "fused" in node.meta] == [
+        "the kernel of batch_norm, add and relu", "the kernel of cross_entropy",
+    ]  # fmt: skip
+
+
+@outside
+def test_batch_norm_joins_what_follows_it_and_nothing_else(tools) -> None:
+    def f(x, w, mean, var, weight, bias, residual):
+        plain = normalized(x, w, mean, var, weight, bias)
+        read_twice = normalized(x, w, mean, var, weight, bias)
+        in_place = F.relu(normalized(x, w, mean, var, weight, bias), inplace=True)
+        scaled = F.relu(torch.add(normalized(x, w, mean, var, weight, bias), residual, alpha=2))
+        widened = F.relu(normalized(x, w, mean, var, weight, bias) + residual)
+        return plain, read_twice, F.relu(read_twice), in_place, scaled, widened
+
+    residual = torch.randn(2, 4, 3, 3)
+    found = calls(rewritten(tools, f, X, WEIGHT, *CHANNELS, residual), kernel_calls.batch_norm)
+    assert [(node.kwargs["residual"], node.kwargs["relu"]) for node in found] == [(None, True)]
+
+
+@outside
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda x, t: F.cross_entropy(x, t, reduce=False), (torch.randn(3, 4), torch.tensor([0, 1, 2]))),
+        (lambda x, t: F.cross_entropy(x, t, size_average=True), (torch.randn(3, 4), torch.tensor([0, 1, 2]))),
+    ],
+)
+def test_other_forms_stay_and_the_report_says_so(tools, function, inputs) -> None:
+    gm = rewritten(tools, function, *inputs)
+    assert not calls(gm, kernel_calls.cross_entropy)
+    assert gm.meta["declined"] == ["fuse: cross_entropy: cross_entropy with arguments that the kernel does not have"]
+
+
+@outside
+def test_without_kernels_nothing_is_called(tools) -> None:
+    def f(x, target):
+        return F.cross_entropy(x, target)
+
+    gm = tools.traced(f, torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    tools.rewritten(gm, tools.context(regions="aten"), until="fuse")
+    assert not calls(gm, kernel_calls.cross_entropy)
+
+
+@outside
+def test_the_calls_are_torchs_ops_where_no_kernel_runs() -> None:
+    logits, target = torch.randn(3, 4).bfloat16(), torch.tensor([0, 1, 2])
+    assert torch.equal(kernel_calls.cross_entropy(logits, target), F.cross_entropy(logits.float(), target))
+    running = [channel.clone() for channel in CHANNELS[:2]], [channel.clone() for channel in CHANNELS[:2]]
+    y = F.conv2d(X, WEIGHT)
+    own = kernel_calls.batch_norm(y, *running[0], *CHANNELS[2:], True, 0.1, 1e-5, y, True)
+    assert torch.equal(own, F.relu(F.batch_norm(y, *running[1], *CHANNELS[2:], True, 0.1, 1e-5) + y))
+    assert torch.equal(running[0][0], running[1][0]) and torch.equal(running[0][1], running[1][1])
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(width, width, k, padding=k // 2, bias=False) for k in (1, 3, 1))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(3))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.relu(self.norms[0](self.convs[0](x)))
+        y = self.relu(self.norms[1](self.convs[1](y)))
+        y = self.norms[2](self.convs[2](y))
+        y += x
+        return self.relu(y)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Conv2d(3, 8, 3), nn.Sequential(Bottleneck(), Bottleneck())
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x, target):
+        return F.cross_entropy(self.head(self.blocks(self.stem(x)).mean((2, 3))), target)
+
+
+@on_devices
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_residual_network_trains_as_in_float64(device: str, channels_last: bool) -> None:
+    torch.manual_seed(0)
+    net = Net().to(device)
+    exact, eager = copy.deepcopy(net).double(), copy.deepcopy(net)
+    x, target = torch.randn(4, 3, 9, 9, device=device), torch.tensor([0, 3, 2, 1], device=device)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    low = torch.float16 if kernel_tools.INTERPRETING else torch.bfloat16  # which it cuts where a GPU rounds
+    net, _ = fxprec.convert(net, dtype=low, fuse=True)
+    loss = net(x, target)
+    loss.backward()
+    exact(x.double(), target).backward()
+    with torch.autocast(device, low):
+        eager(x, target).backward()
+    gm = fxprec.graph_module(net)
+    assert len(calls(gm, kernel_calls.batch_norm)) == 6 and len(calls(gm, kernel_calls.cross_entropy)) == 1
+    for (name, own), other, right in zip(net.named_parameters(), eager.parameters(), exact.parameters(), strict=True):
+        size = right.grad.norm() + 1e-3
+        error, eager_error = ((p.grad.double() - right.grad).norm() / size for p in (own, other))
+        assert error <= 2 * eager_error + 1e-3, name
+    for own, right in zip(net.buffers(), exact.buffers(), strict=True):
+        assert torch.allclose(own.double(), right.double(), rtol=0.05, atol=0.02)
+    assert int(net.blocks[0].norms[0].num_batches_tracked) == 1
+
+
+@on_devices
+def test_a_bottleneck_takes_three_kernels_forward_and_six_backward(device: str) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not func.is_view and not str(func).startswith(("aten.detach", "aten.empty")):
+                self.names.append(str(func).split(".")[1])
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), Bottleneck(), Bottleneck(), nn.AvgPool2d(6)).to(device)
+    net, _ = fxprec.convert(net, dtype=torch.bfloat16, fuse=True)
+    x = torch.randn(2, 3, 6, 6, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    net(x)
+    with Count() as forward:
+        y = net(x)
+    with Count() as backward:
+        y.sum().backward()
+    assert forward.names.count("batch_norm") == 6 and forward.names.count("batch_norm_statistics") == 6
+    assert backward.names.count("batch_norm_backward") == 6  # two launches each: sums over the batch, then dx
+    extra = [n for n in forward.names if n not in ("convolution", "batch_norm", "batch_norm_statistics", "add_")]
+    assert [name for name in extra if name not in ("_foreach_copy_", "_to_copy", "avg_pool2d")] == []
+    others = [
+        n for n in backward.names if n not in ("convolution_backward", "batch_norm_backward", "ones_like", "expand")
+    ]
+    assert {*others} <= {"_to_copy", "add", "add_", "avg_pool2d_backward"}, others
+    # The gradient of a block's input comes from its convolution and from its residual: one addition a block.
+    assert sum(name in ("add", "add_") for name in others) <= 2
