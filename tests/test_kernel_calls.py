@@ -1,4 +1,4 @@
-"""kernel_calls: which nodes become calls of hand-written kernels, what they join, and that the results stay the same."""
+"""kernel_calls: which nodes become calls of hand-written kernels, what they join, and that results stay the same."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_graph_after(tools) -> None:
 %conv2d_1: bfloat16 = conv2d(%residual_bf16, %w_bf16)
 %relu: bfloat16 = batch_norm(%conv2d, running_mean=%mean, running_var=%var, weight=%weight, bias=%bias, training=True, momentum=0.1, eps=1e-05, residual=%conv2d_1, relu=True)
 %flatten: bfloat16 = flatten(%relu, 1)
-%cross_entropy: float32 = cross_entropy(%flatten, target=%target)
+%cross_entropy: float32 = cross_entropy(%flatten, target=%target, weight=None, ignore_index=-100, reduction='mean', label_smoothing=0.0)
 return %cross_entropy""",  # noqa: E501
     )
     assert [node.meta["fused"] for node in gm.graph.nodes if "fused" in node.meta] == [
@@ -91,7 +91,7 @@ def test_batch_norm_joins_what_follows_it_and_nothing_else(tools) -> None:
     def f(x, w, mean, var, weight, bias, residual):
         plain = normalized(x, w, mean, var, weight, bias)
         read_twice = normalized(x, w, mean, var, weight, bias)
-        in_place = F.relu(normalized(x, w, mean, var, weight, bias), inplace=True)
+        in_place = F.relu(normalized(x, w, mean, var, weight, bias), inplace=True).mean((2, 3))
         scaled = F.relu(torch.add(normalized(x, w, mean, var, weight, bias), residual, alpha=2))
         widened = F.relu(normalized(x, w, mean, var, weight, bias) + residual)
         return plain, read_twice, F.relu(read_twice), in_place, scaled, widened
@@ -213,8 +213,9 @@ def test_a_bottleneck_takes_three_kernels_forward_and_six_backward(device: str) 
     net(x)
     with Count() as forward:
         y = net(x)
+    loss = y.sum()
     with Count() as backward:
-        y.sum().backward()
+        loss.backward()
     assert forward.names.count("batch_norm") == 6 and forward.names.count("batch_norm_statistics") == 6
     assert backward.names.count("batch_norm_backward") == 6  # two launches each: sums over the batch, then dx
     extra = [n for n in forward.names if n not in ("convolution", "batch_norm", "batch_norm_statistics", "add_")]
@@ -222,6 +223,7 @@ def test_a_bottleneck_takes_three_kernels_forward_and_six_backward(device: str) 
     others = [
         n for n in backward.names if n not in ("convolution_backward", "batch_norm_backward", "ones_like", "expand")
     ]
-    assert {*others} <= {"_to_copy", "add", "add_", "avg_pool2d_backward"}, others
+    torchs = {"new_empty_strided", "copy_"}  # gradients of weights that lie in channels_last, accumulated
+    assert {*others} <= {"_to_copy", "add", "add_", "avg_pool2d_backward"} | torchs, others
     # The gradient of a block's input comes from its convolution and from its residual: one addition a block.
     assert sum(name in ("add", "add_") for name in others) <= 2
