@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from fxprec.passes.ir import dtype_name, is_scalar
 from fxprec.passes.mincut import CutProblem, Tensor
+from fxprec.passes.row_operations import is_row_operation
 from fxprec.passes.sites import Site, original
 
 __all__ = ["FP32", "LOW", "Variables"]
@@ -23,6 +24,7 @@ LOW: Final = 1
 _CAST_BYTES: Final = 6  # read four and write two, or the reverse
 _CAST_CALL: Final = 16384  # bytes that move in the time one more call takes: of equal bytes, fewer casts are cheaper
 _FP32_TRAFFIC: Final = 1 / 64  # of a cast's bytes: it breaks ties
+_FUSED_TRAFFIC: Final = 2 / 3  # where kernels cast for nothing, what FP32 costs is the bytes it is wider: two each way
 
 
 class Variables:
@@ -33,10 +35,12 @@ class Variables:
         arrives: values that the cut takes for low although they arrive wider (inputs at O2) -> their variable.
         unpromoting: values that make nobody FP32: sources at O2.
         declined: 'node: reason' for every pin that another one overruled.
+        absorbs: fused kernels cast what they read for nothing, and the level wants low values between them (O2).
     """
 
-    def __init__(self, low: torch.dtype) -> None:
+    def __init__(self, low: torch.dtype, absorbs: bool = False) -> None:
         self.low = low
+        self.absorbs = absorbs
         self.value: dict[Node, int] = {}
         self.arrives: dict[Node, int] = {}
         self.unpromoting: set[Node] = set()
@@ -109,8 +113,9 @@ class Variables:
     def use_data(self, site: Site, variable: int) -> None:
         """All float arguments of a site: data in the variable's dtype, the others in their original one."""
         wide = site.promotes and any(self.value.get(source) == FP32 and self._widens(source) for source in site.data)
+        free = wide or (self.absorbs and is_row_operation(site.node))
         for source in site.data:
-            self.use(source, variable, wide)
+            self.use(source, variable, free)
             if isinstance(source.meta.get("dtype"), tuple) and source in self.value:  # nobody can cast a tuple
                 self._closures += [(self.value[source], variable), (variable, self.value[source])]
         self.use_original(site.kept)
@@ -146,7 +151,8 @@ class Variables:
             for node, users in self._users.items()
         ]
         tensors += [Tensor(producer, (user,), cost(node)) for node, producer, user in self._steps]
-        unary = {variable: moved(node) * _FP32_TRAFFIC for variable, node in self._makers.items()}
+        traffic = _FUSED_TRAFFIC if self.absorbs else _FP32_TRAFFIC
+        unary = {variable: moved(node) * traffic for variable, node in self._makers.items()}
         return CutProblem(self._count, self._pins, tuple(tensors), tuple(self._closures), unary)
 
     def dtypes(self, full: list[bool]) -> Callable[[int | None], torch.dtype | None]:

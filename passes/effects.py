@@ -23,7 +23,7 @@ from fxprec.passes.ir import Op
 from fxprec.passes.op_table import rule_of
 from fxprec.passes.row_operations import is_row_operation
 
-__all__ = ["order_of_effects", "sort"]
+__all__ = ["memory_of", "order_of_effects", "sort", "stretches"]
 
 #: Parts of the names of ops that draw random numbers.
 _RANDOM: Final = (
@@ -32,13 +32,36 @@ _RANDOM: Final = (
 )  # fmt: skip
 
 
+def memory_of(graph: Graph) -> tuple[dict[Node, Node], set[Node]]:
+    """(roots, written) of ``aliases``. Where an argument is written to, it may be that others are views of it."""
+    roots = alias_roots(graph)
+    written = written_roots(graph, roots)
+    arguments = graph.find_nodes(op="placeholder")
+    if not written.isdisjoint(arguments):
+        roots = {node: arguments[0] if root.op == "placeholder" else root for node, root in roots.items()}
+        written = written.difference(arguments) | {arguments[0]}
+    return roots, written
+
+
+def stretches(graph: Graph) -> dict[Node, int]:
+    """Node -> how many calls of functions that nobody knows come before it.
+
+    Such a call may write to any memory, or switch a mode (``torch._C._set_grad_enabled``, by which dynamo writes
+    ``torch.no_grad``): nothing may be moved across.
+    """
+    found, count = {}, 0
+    for node in graph.nodes:
+        count += node.op.startswith("call") and node.meta.get("op") is None
+        found[node] = count
+    return found
+
+
 def order_of_effects(graph: Graph) -> dict[Node, list[Node]]:
     """Node -> the nodes that must stay before it though it does not read them.
 
     Row operations have none: their dropouts draw seeds of their own.
     """
-    roots = alias_roots(graph)
-    written = written_roots(graph, roots)
+    roots, written = memory_of(graph)
     last: dict[Any, Node] = {}
     order: dict[Node, list[Node]] = {}
     for node in [*graph.nodes]:

@@ -6,8 +6,8 @@ Before, and after::
     %relu = relu_(%conv)                   %relu = relu(%conv)
     %add = add(%conv, 1)                   %add = add(%relu, 1)          # reads what was written
 
-Only where the memory was made in this graph, by an op that gives fresh memory, and no view of it exists: then there is
-no way to see the difference.
+Only where the memory was made in this graph, by an op that gives fresh memory, and no view of it was taken before the
+last write: then there is no way to see the difference.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from fxprec.kernels.rows.lowering import LOWERINGS
-from fxprec.passes.aliases import alias_roots
+from fxprec.passes.aliases import alias_roots, written_by
+from fxprec.passes.casts import cast
+from fxprec.passes.effects import stretches
+from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ir import Op
 from fxprec.passes.op_table import rule_of
 
 __all__ = ["make_functional"]
+
+#: Of these a float takes its own dtype in an operation with them.
+_INTEGERS: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 _OPERATORS: Final = {
     operator.iadd: torch.add, operator.isub: torch.sub, operator.imul: torch.mul, operator.itruediv: torch.div,
@@ -34,17 +40,23 @@ _OPERATORS: Final = {
 def make_functional(graph: Graph) -> bool:
     """Rewrite what can be; says whether anything was."""
     roots = alias_roots(graph)
-    members: dict[Node, list[Node]] = {}
+    writes: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        members.setdefault(roots[node], []).append(node)
+        for target in written_by(node):
+            writes.setdefault(roots[target], []).append(node)
     changed = False
     position = {node: number for number, node in enumerate(graph.nodes)}
-    for root, nodes in members.items():
-        writes = [node for node in nodes if node is not root]
-        if not writes or not _fresh(root) or not all(_can_change(node) for node in writes):
+    stretch = stretches(graph)
+    for root, writers in writes.items():
+        last = writers[-1]
+        if stretch[last] != stretch[root] or not _fresh(root) or not all(map(_can_change, writers)):
+            continue
+        members = [root, *writers]
+        early = {user for node in members for user in node.users if position[user] < position[last]}
+        if any(_may_share(user) for user in early.difference(writers)):
             continue
         current = root
-        for node in writes:
+        for node in writers:
             _rewrite(node, current)
             for user in [*current.users]:
                 if user is not node and position[user] > position[node]:
@@ -58,7 +70,15 @@ def _fresh(root: Node) -> bool:
     """Whether the node made the memory itself: an op that we know, and no view or tuple of views."""
     op: Op | None = root.meta.get("op")
     row = rule_of(op.name) if op is not None else None
-    return row is not None and op is not None and not row.view and not op.in_place and op.name not in ("to", "getitem")
+    return row is not None and op is not None and not row.view and not op.in_place
+
+
+def _may_share(reader: Node) -> bool:
+    """Whether a reader may keep a view of what it reads: it would see later writes."""
+    op: Op | None = reader.meta.get("op")
+    row = rule_of(op.name) if op is not None else None
+    converts = reader.target is cast and actual_dtype(reader.all_input_nodes[0]) is not actual_dtype(reader)
+    return row is None or (row.view and not converts)
 
 
 def _can_change(node: Node) -> bool:
@@ -67,11 +87,12 @@ def _can_change(node: Node) -> bool:
     if op is None or not op.in_place or op.name not in LOWERINGS:
         return False
     source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or node.meta["precision"].output is not source.meta["precision"].output:
+    if not isinstance(source, Node) or actual_dtype(node) is not actual_dtype(source):
         return False
-    others = [a for a in node.all_input_nodes if a is not source]
-    if any(other.meta["precision"].output is not source.meta["precision"].output for other in others):
-        return False  # out of place it would promote
+    for other in node.all_input_nodes:
+        converted = actual_dtype(source) is not None and other.meta.get("dtype") in _INTEGERS
+        if actual_dtype(other) is not actual_dtype(source) and not converted:
+            return False  # out of place it would promote
     return _functional_target(node) is not None
 
 

@@ -30,14 +30,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph, subgraphs
+from fxprec.passes.casts import CASTS
 from fxprec.passes.context import Context
 from fxprec.passes.effects import order_of_effects, sort
 from fxprec.passes.functional import make_functional
-from fxprec.passes.ir import Op, PassResult, Precision, Rule
+from fxprec.passes.ir import Op, PassResult, Precision, Rule, is_scalar
 from fxprec.passes.kernel_calls import call_kernels
-from fxprec.passes.regions import Region, find_regions
+from fxprec.passes.regions import Region, find_regions, saves
+from fxprec.passes.row_operations import drops
 from fxprec.passes.seeds import draw_seeds_like
-from fxprec.passes.split_bias import put_back, split_biases
+from fxprec.passes.split_bias import SplitBias, put_back, split_biases
 from fxprec.passes.wide_sums import accumulate_wide
 
 __all__ = ["fuse", "region_names"]
@@ -47,14 +49,17 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
     """Form regions where the context asks for them; give the native sums that are left their accumulation dtype."""
     changed, declined = False, []
     for sub in [*subgraphs(gm)]:
+        if "region" in sub.meta:
+            continue
         result = fuse(sub, context)
         changed |= result.changed
         declined += result.declined
+    changed |= accumulate_wide(gm)
     if context.regions:
         formed, reasons = _form(gm, context)
         changed |= formed
         declined += reasons
-    return PassResult(gm, accumulate_wide(gm) or changed, tuple(declined))
+    return PassResult(gm, changed, tuple(declined))
 
 
 def region_names(gm: GraphModule) -> list[str]:
@@ -73,43 +78,52 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
     found = find_regions(graph, order_of_effects(graph))
     names = _names(gm, found)
     chosen = [region for region in found if context.fuses(names[region])]
-    home = {node: region for region in chosen for node in region.nodes}
-    for split in splits:
-        if split.add not in home or any(home.get(user) is not home[split.add] for user in split.add.users):
-            for region in found:
-                region.nodes = [node for node in region.nodes if node is not split.add]
-            put_back(graph, split)
-        elif not split.bias.users and split.bias.op != "get_attr":
-            graph.erase_node(split.bias)
-    declined += [f"{names[region]}: fuse says no" for region in found if region not in chosen]
+    chosen = _settle(graph, splits, found, chosen)
+    declined += [f"{name}: fuse says no" for name in names.values() if not context.fuses(name)]
     gm.meta["region_names"] = [*names.values()]
     if not chosen:
         return changed, declined
     position = {node: number for number, node in enumerate(graph.nodes)}
     order = order_of_effects(graph)
-    seeds = _Seeds(graph, triton)
+    seeds = _Seeds(triton)
     for region in chosen:
-        node = _replace(gm, region, names[region], triton, seeds)
+        node = _replace(gm, region, names[region], seeds)
         position[node] = position[region.nodes[-1]]
-    seeds.finish(position)
     for node in graph.nodes:
         if node not in position:  # an item of a region's tuple
             position[node] = position[node.args[0]]
     sort(graph, order, position)
+    seeds.draw(graph)
     return True, declined
 
 
-def _replace(gm: GraphModule, region: Region, name: str, triton: bool, seeds: _Seeds) -> Node:
+def _settle(graph: Graph, splits: list[SplitBias], found: list[Region], chosen: list[Region]) -> list[Region]:
+    """Put back the biases that joined no region; the regions that are left."""
+    home = {node: region for region in chosen for node in region.nodes}
+    gone: set[Node] = set()
+    for split in splits:
+        region = home.get(split.add)
+        if region is None or any(home.get(user) is not region for user in split.add.users):
+            gone |= put_back(graph, split)
+    for bias in dict.fromkeys(split.bias for split in splits):
+        if bias.target in CASTS and not bias.users:
+            graph.erase_node(bias)
+    for region in found if gone else ():
+        region.nodes = [node for node in region.nodes if node not in gone]
+    return [region for region in chosen if saves(region)]
+
+
+def _replace(gm: GraphModule, region: Region, name: str, seeds: _Seeds) -> Node:
     """Put a call of a FusedRegion in the place of a region's nodes."""
     graph, inputs, outputs = gm.graph, region.inputs, region.outputs
     inner = _graph_module(name, region, inputs, outputs)
-    draws = sum(map(_is_dropout, region.nodes))
-    module = FusedRegion(name, inner, draws, seeds.count, triton)
+    draws = sum(map(drops, region.nodes))
+    module = FusedRegion(name, inner, draws, seeds.count, seeds.triton)
     gm.add_submodule(name, module)
     with graph.inserting_before(region.nodes[-1]):
-        arguments = (*inputs, *seeds.take(draws, inputs))
-        call = graph.create_node("call_module", name, arguments, name=name)
+        call = graph.create_node("call_module", name, tuple(inputs), name=name)
         call.meta = _meta(outputs, region)
+        seeds.give(call, draws)
         inside = set(region.nodes)
         names: dict[Node, str] = {}
         for number, output in enumerate(outputs):
@@ -139,7 +153,9 @@ def _graph_module(name: str, region: Region, inputs: Sequence[Node], outputs: Se
         values[node].meta |= {"in_region": "stored" if node in outputs else "kept", "region": name}
     end = graph.output(tuple(values[node] for node in outputs))
     end.meta["precision"] = Precision(None, None, None, Rule.FOLLOW, "read by the graph around")
-    return GraphModule(torch.nn.Module(), graph, class_name="Region")
+    inner = GraphModule(torch.nn.Module(), graph, class_name="Region")
+    inner.meta["region"] = name
+    return inner
 
 
 def _meta(outputs: Sequence[Node], region: Region) -> dict[str, Any]:
@@ -152,6 +168,7 @@ def _meta(outputs: Sequence[Node], region: Region) -> dict[str, Any]:
         output = first.meta["precision"].output
     else:
         kept["dtype"] = tuple(node.meta["dtype"] for node in outputs)
+        kept["puts_out"] = tuple(node.meta["precision"].output for node in outputs)
         kept["scalar"] = False
         output = None
     why = f"{len(region.nodes)} nodes in one kernel: FP32 in registers, rounded once"
@@ -170,7 +187,7 @@ def _names(gm: GraphModule, regions: Sequence[Region]) -> dict[Region, str]:
     for region in regions:
         base, number = region.name, 0
         name = base
-        while name in taken:
+        while name in taken or hasattr(gm, name):
             number += 1
             name = f"{base}_{number}"
         taken.add(name)
@@ -178,39 +195,38 @@ def _names(gm: GraphModule, regions: Sequence[Region]) -> dict[Region, str]:
     return names
 
 
-def _is_dropout(node: Node) -> bool:
-    """A dropout that drops: its calls outside of training stay as they are, and do nothing."""
-    if node.meta["op"].name != "dropout":
-        return False
-    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    return training is not False and p not in (0, 1)
-
-
 class _Seeds:
-    """The node that draws the seeds of a graph's dropouts, made when the first region wants one."""
+    """The seeds of a graph's dropouts: counted while regions are made, drawn before the first that takes some."""
 
-    def __init__(self, graph: Graph, triton: bool) -> None:
-        self.graph, self.triton = graph, triton
+    def __init__(self, triton: bool) -> None:
+        self.triton = triton
         self.count = 0
-        self.node: Node | None = None
+        self.calls: set[Node] = set()
 
-    def take(self, draws: int, inputs: Sequence[Node]) -> tuple[Node, ...]:
-        """The node, where a region with this many dropouts needs it."""
-        if not draws or not self.triton:
-            return ()
-        if self.node is None:
-            self.node = self.graph.call_function(draw_seeds_like, (inputs[0], 0))
-            self.node.meta = {
-                "op": Op("draw_seeds"), "dtype": torch.int64, "scalar": False,
-                "precision": Precision(None, None, None, Rule.KEEP, "seeds of the dropouts in fused regions"),
-            }  # fmt: skip
-        self.count += draws
-        return (self.node,)
+    def give(self, call: Node, draws: int) -> None:
+        """This region has so many dropouts."""
+        if draws and self.triton:
+            self.calls.add(call)
+            self.count += draws
 
-    def finish(self, position: dict[Node, int]) -> None:
-        """Now the number is known."""
-        if self.node is not None:
-            source = self.node.args[0]
-            self.node.args = (source, self.count)
-            position[self.node] = position.get(source, 0)  # type: ignore[arg-type]
+    def draw(self, graph: Graph) -> None:
+        """Once the nodes are sorted: what tells the device comes before all that take seeds."""
+        first = next((node for node in graph.nodes if node in self.calls), None)
+        if first is None:
+            return
+        like = next((each for each in first.args if _is_tensor(each)), first.args[0])
+        with graph.inserting_before(first):
+            seeds = graph.call_function(draw_seeds_like, (like, self.count))
+        seeds.meta = {
+            "op": Op("draw_seeds"), "dtype": torch.int64, "scalar": False,
+            "precision": Precision(None, None, None, Rule.KEEP, "seeds of the dropouts in fused regions"),
+        }  # fmt: skip
+        for call in self.calls:
+            call.args = (*call.args, seeds)
+
+
+def _is_tensor(argument: object) -> bool:
+    """With dimensions: a number may lie on another device."""
+    return (
+        isinstance(argument, Node) and isinstance(argument.meta.get("dtype"), torch.dtype) and not is_scalar(argument)
+    )

@@ -196,6 +196,8 @@ def _line(node: Node) -> str:
 
 
 def _shown(node: Node) -> object:
+    if "puts_out" in node.meta:
+        return node.meta["puts_out"]
     precision = node.meta.get("precision")
     if precision is not None and precision.output is not None:
         return precision.output

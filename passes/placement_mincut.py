@@ -55,7 +55,8 @@ class _Walk(GraphWalk):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.variables = Variables(context.low)
+        absorbs = context.regions == "triton" and context.policy.lowers_sources
+        self.variables = Variables(context.low, absorbs)
         self.decided: dict[Node, _Decided] = {}
         self.early: dict[Node, list[int]] = {}  # ops that commute with rounding -> their inputs
         self.roots: list[Node] = []  # LOW ops that make a written class

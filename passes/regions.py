@@ -22,11 +22,12 @@ from typing import Final
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.passes.aliases import alias_roots, written_roots
+from fxprec.passes.effects import memory_of, stretches
 from fxprec.passes.ir import Op, arg_nodes
-from fxprec.passes.row_operations import is_row_operation, reduced_dimensions
+from fxprec.passes.op_table import rule_of
+from fxprec.passes.row_operations import drops, is_row_operation, reduced_dimensions
 
-__all__ = ["Region", "find_regions"]
+__all__ = ["Region", "find_regions", "saves"]
 
 #: Nodes of a region. Larger kernels run out of registers.
 _MOST: Final = 64
@@ -42,11 +43,13 @@ class Region:
         nodes: of the region.
         reduced: how many trailing dimensions its reductions run over; 0 without any.
         shape: that its values broadcast to, as far as shapes are known; () otherwise.
+        stretch: of the graph in which all of them lie (``effects.stretches``).
     """
 
     nodes: list[Node] = field(default_factory=list)
     reduced: int = 0
     shape: tuple[int, ...] = ()
+    stretch: int = 0
 
     @property
     def name(self) -> str:
@@ -73,14 +76,14 @@ def find_regions(graph: Graph, order: Mapping[Node, Sequence[Node]]) -> list[Reg
 
     :param order: node -> nodes that must stay before it though it does not read them (``effects.order_of_effects``).
     """
-    roots = alias_roots(graph)
-    written = written_roots(graph, roots)
+    roots, written = memory_of(graph)
+    stretch = stretches(graph)
     level: dict[Node, int] = {}
     region: dict[Node, Region] = {}
     for node in graph.nodes:
         sources = [*node.all_input_nodes, *order.get(node, ())]
         joins = is_row_operation(node) and not any(roots[each] in written for each in (node, *sources))
-        own = Region([node], max(0, reduced_dimensions(node)), _shape(node)) if joins else None
+        own = Region([node], max(0, reduced_dimensions(node)), _shape(node), stretch[node]) if joins else None
         level[node] = max((_after(source, own, level, region) for source in sources), default=0)
         if own is None:
             continue
@@ -99,7 +102,7 @@ def find_regions(graph: Graph, order: Mapping[Node, Sequence[Node]]) -> list[Reg
     found = dict.fromkeys(region[node] for node in graph.nodes if node in region)
     for each in found:
         each.nodes.sort()
-    return [each for each in found if _saves(each)]
+    return [part for each in found for part in _parts(each) if saves(part)]
 
 
 def _sink(node: Node, region: dict[Node, Region]) -> None:
@@ -126,7 +129,7 @@ def _merged(parts: list[Region]) -> Region | None:
     """All of them as one region, which is the largest of them; None where that cannot be."""
     reduced, shape, size = 0, (), 0
     for each in parts:
-        together = _together(Region([], reduced, shape), each)
+        together = _together(Region([], reduced, shape, parts[0].stretch), each)
         size += len(each.nodes)
         if together is None or size > _MOST:
             return None
@@ -141,7 +144,11 @@ def _merged(parts: list[Region]) -> Region | None:
 
 def _together(a: Region, b: Region) -> tuple[int, tuple[int, ...]] | None:
     """(reduced, shape) of both as one region; None where that cannot be."""
-    if len(a.nodes) + len(b.nodes) > _MOST or (a.reduced and b.reduced and a.reduced != b.reduced):
+    if (
+        len(a.nodes) + len(b.nodes) > _MOST
+        or a.stretch != b.stretch
+        or (a.reduced and b.reduced and a.reduced != b.reduced)
+    ):
         return None
     if not a.shape or not b.shape or a.shape == b.shape:
         return a.reduced or b.reduced, a.shape or b.shape
@@ -163,21 +170,52 @@ def _shape(node: Node) -> tuple[int, ...]:
     return tuple(value.shape)
 
 
-def _saves(region: Region) -> bool:
-    """Whether something that was written and read again stays in registers, and the outputs are what kernels store."""
-    if len(region.nodes) < 2 or all(_op(node).name == "to" for node in region.nodes):
-        return False
-    return not region.shape or all(_stored(node, region) for node in region.outputs)
+def _parts(region: Region) -> list[Region]:
+    """The region; or, where kernels cannot store all its outputs, what computes those on its own, and the rest of it.
+
+    Both are convex as well: nothing that the first needs is in the second.
+    """
+    apart = {node for node in region.outputs if not _stored(node, region)}
+    if not apart:
+        return [region]
+    for node in reversed(region.nodes):
+        if not apart.isdisjoint(node.users):
+            apart.add(node)
+    if len(apart) == len(region.nodes):
+        return []
+    first = [node for node in region.nodes if node in apart]
+    rest = [node for node in region.nodes if node not in apart]
+    return [part for nodes in (first, rest) for part in _parts(_region(nodes, region.stretch))]
+
+
+def _region(nodes: list[Node], stretch: int) -> Region:
+    shapes = [shape for shape in map(_shape, nodes) if shape]
+    reduced = max(0, *map(reduced_dimensions, nodes)) if nodes else 0
+    return Region(nodes, reduced, tuple(torch.broadcast_shapes(*shapes)) if shapes else (), stretch)
+
+
+def saves(region: Region) -> bool:
+    """Whether something that was written and read again stays in registers."""
+    return len(region.nodes) > 1 and bool(region.outputs) and any(_op(node).name != "to" for node in region.nodes)
 
 
 def _stored(node: Node, region: Region) -> bool:
-    """An output spans all the rows: it has the region's shape, or what a reduction leaves of it."""
+    """An output is no view of what others made and spans all the rows: with the region's shape, or what a reduction
+    leaves of it."""
+    if _gives_its_input(node) and node.args[0] not in region.nodes:
+        return False
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
+    if not region.shape or not isinstance(value, torch.Tensor):
         return True
     shape = tuple(value.shape)
     rows = region.shape[: len(region.shape) - region.reduced]
     return shape == region.shape or (bool(region.reduced) and shape in (rows, rows + (1,) * region.reduced))
+
+
+def _gives_its_input(node: Node) -> bool:
+    """Whether the result may be the argument itself: ``contiguous``, or a dropout that drops nothing."""
+    row = rule_of(_op(node).name)
+    return row is not None and row.view and _op(node).name != "to" and not drops(node)
 
 
 def _op(node: Node) -> Op:

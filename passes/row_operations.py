@@ -17,7 +17,7 @@ from torch.fx import Node
 from fxprec.kernels.rows.lowering import LOWERINGS, ROW_REDUCTIONS
 from fxprec.passes.ir import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes
 
-__all__ = ["is_row_operation", "reduced_dimensions"]
+__all__ = ["drops", "is_row_operation", "reduced_dimensions"]
 
 #: Keyword arguments that may be there, and what they must be.
 _ALLOWED: Final = {"inplace": (False, True), "out": (None,), "rounding_mode": (None,)}
@@ -25,6 +25,15 @@ _EXPONENTS: Final = frozenset({1.0, 2.0, 3.0, 4.0, -1.0, -2.0, -3.0, -4.0, 0.5, 
 _CASTS_TO: Final = CASTABLE
 #: Dtypes of tensors that kernels load.
 _LOADED: Final = CASTABLE | {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+#: Integers that FP32, in which kernels compare, does not tell apart.
+_LONG: Final = frozenset({torch.int32, torch.int64})
+#: Numbers up to here it does.
+_COUNTED: Final = 2**24
+#: Ops that give bool and mean the same in FP32; a sum of bools is none of them.
+_BOOLEAN: Final = frozenset(
+    {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "where", "masked_fill", "mul", "maximum", "minimum", "clone",
+     "contiguous", "positive"}
+)  # fmt: skip
 
 
 def is_row_operation(node: Node) -> bool:
@@ -40,6 +49,8 @@ def is_row_operation(node: Node) -> bool:
         return _binds(_dropout, node)
     if op.name not in LOWERINGS or not _binds(LOWERINGS[op.name], node):
         return False
+    if node.meta.get("dtype") is torch.bool and not _is_boolean(node, op):
+        return False
     if op.name in ROW_REDUCTIONS:
         return reduced_dimensions(node) > 0
     if op.name == "pow":
@@ -49,6 +60,15 @@ def is_row_operation(node: Node) -> bool:
     if op.name in ("clone", "contiguous"):
         return len(node.args) == 1 and not node.kwargs
     return True
+
+
+def drops(node: Node) -> bool:
+    """Whether it is a dropout that drops: outside of training its calls do nothing."""
+    if node.meta["op"].name != "dropout":
+        return False
+    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    return training is not False and p not in (0, 1)
 
 
 def reduced_dimensions(node: Node) -> int:
@@ -73,6 +93,20 @@ def reduced_dimensions(node: Node) -> int:
 
 def _is_loaded(info: Any, results: bool) -> bool:
     return info is UNKNOWN or (info in CASTABLE or info is torch.bool if results else info in _LOADED)
+
+
+def _is_boolean(node: Node, op: Op) -> bool:
+    """Whether an operation that gives bool gives the same of operands in FP32."""
+    sources = [source.meta.get("dtype") for _, source in arg_nodes(node)]
+    if op.name.startswith("logical_"):
+        return all(dtype is torch.bool for dtype in sources)
+    if op.name not in _BOOLEAN:
+        return False
+    numbers = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, int | float)]
+    if any(dtype in CASTABLE for dtype in sources) or any(isinstance(number, float) for number in numbers):
+        return True  # torch converts the others as well
+    long = sum(dtype in _LONG for dtype in sources)
+    return long < 2 and not (long and any(abs(number) >= _COUNTED for number in numbers))
 
 
 def _reads_tensors(node: Node) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.casts import CASTS, cast
-from fxprec.passes.ir import Op, Precision, Rule
+from fxprec.passes.ir import CASTABLE, Op, Precision, Rule
 from fxprec.passes.row_operations import is_row_operation
 
 __all__ = ["SplitBias", "put_back", "split_biases"]
@@ -50,7 +50,7 @@ def split_biases(graph: Graph) -> list[SplitBias]:
             continue
         bias, end = _bias(node), _end_of_views(node)
         fits = all(map(is_row_operation, end.users)) and any(_op(user).name != "to" for user in end.users)
-        if isinstance(bias, Node) and fits:
+        if isinstance(bias, Node) and fits and bias.meta.get("dtype") in CASTABLE:
             found.append(_split(graph, node, end, bias, _BEHIND[_op(node).name]))
     return found
 
@@ -80,7 +80,7 @@ def _split(graph: Graph, product: Node, end: Node, bias: Node, behind: int) -> S
             view.meta = _shaped(parameter, shape) | {"op": Op("reshape")}
             view.meta["precision"] = Precision(None, None, torch.float32, Rule.FOLLOW, "a view of the bias")
             parameter = view
-        if low in (torch.float16, torch.bfloat16):
+        if low in (torch.float16, torch.bfloat16) and parameter.meta["precision"].output is not low:
             name = f"{bias.name}_joined"
             parameter = graph.create_node("call_function", cast, (parameter, low), name=name)
             parameter.meta = _shaped(bias, (-1,) + (1,) * behind) | {
@@ -99,17 +99,20 @@ def _split(graph: Graph, product: Node, end: Node, bias: Node, behind: int) -> S
     return SplitBias(product, end, bias, added, call)
 
 
-def put_back(graph: Graph, split: SplitBias) -> None:
-    """Undo one split."""
+def put_back(graph: Graph, split: SplitBias) -> set[Node]:
+    """Undo one split; returns the nodes that are gone."""
     product, added = split.product, split.add
     product.target, product.args, product.kwargs = split.call
     added.replace_all_uses_with(split.end)
     chain = added.args[1]
     graph.erase_node(added)
-    while isinstance(chain, Node) and chain.op != "get_attr" and not chain.users:
+    gone = {added}
+    while isinstance(chain, Node) and chain.op.startswith("call") and not chain.users:
         source = chain.args[0]
         graph.erase_node(chain)
+        gone.add(chain)
         chain = source
+    return gone
 
 
 def _bias(product: Node) -> Any:

@@ -151,6 +151,8 @@ def op_name(node: Node) -> str:
 def shown_dtype(node: Node) -> str:
     """The dtype a node's value has in the rewritten graph."""
     precision: Precision | None = node.meta.get("precision")
+    if "puts_out" in node.meta:  # a region with several results
+        return dtype_name(node.meta["puts_out"])
     return dtype_name(precision.output if precision and precision.output else node.meta.get("dtype"))
 
 

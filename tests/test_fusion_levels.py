@@ -1,0 +1,42 @@
+"""What the levels mean where kernels cast for nothing: the residual stream is FP32 at O1 and low at O2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxprec.passes.canonicalize import every_graph
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(10, 16), nn.Sequential(*[Block() for _ in range(3)])
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 10)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.blocks(self.embedding(ids))))
+
+
+@pytest.mark.parametrize(("level", "stream"), [("O1", torch.float32), ("O2", torch.bfloat16), ("O3", torch.bfloat16)])
+def test_the_residual_stream(tools, level: str, stream: torch.dtype) -> None:
+    gm = tools.traced(Net(), torch.zeros(2, 3, dtype=torch.long))
+    gm = tools.rewritten(gm, tools.context(level=level, regions="triton", device="cuda"))
+    nodes = [node for graph in every_graph(gm) for node in graph.graph.nodes if "op" in node.meta]
+    added = [node for node in nodes if node.meta["op"].name == "add" and "bias_of" not in node.meta]
+    assert [node.meta["precision"].output for node in added] == [stream] * 3
+    norms = [node.meta["precision"].compute for node in nodes if node.meta["op"].name == "layer_norm"]
+    assert norms == [torch.bfloat16 if level == "O3" else torch.float32] * 4
+    casts = [node for node in gm.graph.nodes if node.meta.get("inserted") and node.args[0].op != "get_attr"]
+    assert len(casts) == 1  # of the logits: all others are within regions
