@@ -34,6 +34,7 @@ from fxprec.passes.in_place import is_in_place, must_not_write, out_by_copy, wri
 from fxprec.passes.ir import Op, PassResult
 from fxprec.passes.op_names import canonical_op, cast_target
 from fxprec.passes.op_table import rule_of
+from fxprec.passes.rotary import recognize_rotary
 
 __all__ = ["body_of", "canonicalize", "every_graph", "subgraphs"]
 
@@ -62,6 +63,8 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
         elif node.kwargs.get("out") is not None:
             out_by_copy(gm, node, op)
             changed = True
+    if context.regions == "triton":
+        changed |= recognize_rotary(gm.graph)
     return PassResult(gm, changed)
 
 

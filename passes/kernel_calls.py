@@ -30,7 +30,7 @@ from fxprec.passes.aliases import alias_roots, written_roots
 from fxprec.passes.casts import cast
 from fxprec.passes.ir import Op, Precision, Rule
 
-__all__ = ["batch_norm", "call_kernels", "cross_entropy"]
+__all__ = ["batch_norm", "call_kernels", "cross_entropy", "is_served"]
 
 _LOW: Final = (torch.float16, torch.bfloat16)
 _FLOATS: Final = (*_LOW, torch.float32)
@@ -42,7 +42,7 @@ def batch_norm(
 ) -> Any:  # fmt: skip
     """``relu?(F.batch_norm(...) [+ residual])``: one kernel after the statistics, where it serves."""
     fits = residual is None or (residual.shape == x.shape and residual.dtype in _FLOATS)
-    if fits and isinstance(momentum, int | float) and _served(x):
+    if fits and isinstance(momentum, int | float) and is_served(x):
         from fxprec.kernels.nn.batch_norm import batch_norm as kernel  # which loads Triton
 
         return kernel(
@@ -60,14 +60,14 @@ def cross_entropy(
 ) -> Any:  # fmt: skip
     """``F.cross_entropy`` in FP32 of logits in any float dtype."""
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    if _served(input) and (weight is None or not weight.requires_grad):
+    if is_served(input) and (weight is None or not weight.requires_grad):
         from fxprec.kernels.nn.cross_entropy import cross_entropy as kernel  # which loads Triton
 
         return kernel(input, target, weight, **options)
     return F.cross_entropy(input.float() if input.dtype in _LOW else input, target, weight, **options)
 
 
-def _served(x: Any) -> bool:
+def is_served(x: Any) -> bool:
     """Whether a kernel takes this tensor; compilers and exporters get torch's own ops."""
     if torch.compiler.is_compiling() or x.dtype not in _FLOATS:
         return False

@@ -120,6 +120,11 @@ RESAMPLING: Final = table(
     rows(Rule.FOLLOW, "adds the few values of overlapping blocks", "fold", result="first")
 )  # fmt: skip
 
+ROTARY: Final = table(
+    rows(Rule.FOLLOW, "turns pairs by FP32 angles inside its kernel: follows its input", "rope", ports=(0, "x"),
+         result="first"),
+)  # fmt: skip
+
 LOOKUP: Final = table(
     rows(Rule.FOLLOW, "a lookup: takes its weight's dtype", "embedding"),
     rows(Rule.PROMOTE, "its kernel wants weight and per-sample weights in one dtype", "embedding_bag"),
@@ -145,5 +150,5 @@ QUANTIZED: Final = table(
 )  # fmt: skip
 
 NN_ROWS: Final[Mapping[str, OpRule]] = table(
-    LOW, NORMS, SOFTMAX, LOSSES, ACTIVATIONS, POOLING, RESAMPLING, LOOKUP, DISTANCES, QUANTIZED
+    LOW, NORMS, SOFTMAX, LOSSES, ACTIVATIONS, POOLING, RESAMPLING, ROTARY, LOOKUP, DISTANCES, QUANTIZED
 )
