@@ -1,16 +1,19 @@
 """Casts executed in forward and backward of a 12-layer pre-LN GPT: eager autocast beside fxprec.
 
     python -m benchmarks.casts [--layers 12]
+    TRITON_INTERPRET=1 python -m benchmarks.casts --fused
 
 Counted by a dispatch mode on a CPU in bfloat16: every ``_to_copy`` between float dtypes. The loss is inside the model,
-the optimizer is not. README.md shows the table that this prints.
+the optimizer is not. README.md shows the tables that this prints. With ``--fused`` regions are kernels, which run in Triton's
+interpreter where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -34,8 +37,8 @@ def _autocast(model: nn.Module) -> Callable[..., Tensor]:
     return forward
 
 
-def _low_gradients(model: nn.Module) -> Callable[..., Tensor]:
-    converted, _ = fxprec.convert(model)
+def _low_gradients(model: nn.Module, fuse: bool | Literal["auto"] = "auto") -> Callable[..., Tensor]:
+    converted, _ = fxprec.convert(model, dtype=torch.bfloat16, fuse=fuse)
     fxprec.optim.AdamW(converted.parameters(), low_gradients=True)
     return converted
 
@@ -49,23 +52,31 @@ VARIANTS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
 }
 
 
+#: The same with fused regions.
+FUSED: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
+    "fxprec O1, fused": lambda model: fxprec.convert(model, dtype=torch.bfloat16, fuse=True).module,
+    "fxprec O1, fused, low gradients": lambda model: _low_gradients(model, fuse=True),
+    "fxprec O2, fused": lambda model: fxprec.convert(model, level="O2", dtype=torch.bfloat16, fuse=True).module,
+}
+
+
 def count(model: nn.Module, inputs: tuple[Tensor, ...], variant: str) -> CastCount:
     """Casts of one forward and backward of a copy of ``model``, after a step that captures and makes shadows."""
     copied = copy.deepcopy(model)
-    run = VARIANTS[variant](copied)
+    run = (VARIANTS | FUSED)[variant](copied)
     run(*inputs).backward()
     with count_casts() as counts:
         run(*inputs).backward()
     return counts
 
 
-def rows(layers: int) -> list[tuple[str, ...]]:
+def rows(layers: int, variants: Iterable[str] = VARIANTS) -> list[tuple[str, ...]]:
     """The table: variant, and casts: all, of weights, of weight gradients, of activations, of their gradients."""
     torch.manual_seed(0)
     model = GPT(layers=layers)
     inputs = (torch.randint(256, (2, 32)), torch.randint(256, (2, 32)))
     table = []
-    for variant in VARIANTS:
+    for variant in variants:
         casts = count(model, inputs, variant)
         figures = (casts.total, casts.weights, casts.weight_gradients, casts.activations, casts.gradients)
         table.append((variant, *map(str, figures)))
@@ -81,8 +92,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Count executed casts")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--markdown", action="store_true", help="print README.md's table")
+    parser.add_argument("--fused", action="store_true", help="with fused regions; set TRITON_INTERPRET=1")
     options = parser.parse_args()
-    table = rows(options.layers)
+    table = rows(options.layers, FUSED if options.fused else VARIANTS)
     if options.markdown:
         print(markdown(table))
         return

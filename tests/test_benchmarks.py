@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import subprocess
+import sys
+
+import pytest
 
 from benchmarks import traffic
 from benchmarks.casts import markdown, rows
@@ -31,3 +36,15 @@ def test_bytes_of_a_training_step():
     assert low < ours < eager
     assert (cuda, cuda_low) == (40, 30)
     assert traffic.markdown(table) in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+
+
+def test_casts_with_fused_regions() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.casts", "--fused", "--markdown"]
+    run = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() in (ROOT / "README.md").read_text(encoding="utf-8")
+    casts = {line.split(" | ")[0].strip("| "): int(line.split(" | ")[1]) for line in run.stdout.splitlines()[2:]}
+    assert casts["fxprec O1, fused"] <= 100 and casts["fxprec O1, fused, low gradients"] <= 4
