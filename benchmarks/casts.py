@@ -4,8 +4,8 @@
     TRITON_INTERPRET=1 python -m benchmarks.casts --fused
 
 Counted by a dispatch mode on a CPU in bfloat16: every ``_to_copy`` between float dtypes. The loss is inside the model,
-the optimizer is not. README.md shows the tables that this prints. With ``--fused`` regions are kernels, which run in Triton's
-interpreter where there is no GPU.
+the optimizer is not. README.md shows the tables that this prints. With ``--fused`` regions are kernels, which run in
+Triton's interpreter where there is no GPU.
 """
 
 from __future__ import annotations

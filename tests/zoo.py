@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-__all__ = ["ZOO", "Case"]
+__all__ = ["ZOO", "Case", "resnet"]
 
 SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 
@@ -191,3 +191,43 @@ ZOO: dict[str, Case] = {
     "wav2vec2": Case(_wav2vec2, lambda: {"input_values": torch.randn(2, 800), "labels": torch.randint(1, 30, (2, 5))}),
     "gan": Case(_GAN, lambda: {"z": torch.randn(2, 8, 1, 1)}, lambda loss: loss),
 }
+
+
+class _Bottleneck(nn.Module):
+    """Of ResNet: 1x1, 3x3 with the stride, 1x1 to four times the width, each with batch norm; then the sum."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.shortcut = nn.Sequential()
+        if stride > 1 or channels != 4 * width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        return F.relu(self.bn3(self.conv3(y)) + self.shortcut(x))
+
+
+def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 10) -> nn.Module:
+    """ResNet-50 (He et al., 2016) with the stride in the 3x3 convolution; fewer blocks and less width for tests.
+
+    With n blocks, s of them with a convolution in the shortcut, it has 3 n + s + 1 batch norms, of which 3 n + 1 have a
+    relu behind them.
+    """
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    ]  # fmt: skip
+    channels = width
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            layers.append(_Bottleneck(channels, width << stage, 2 if stage and not block else 1))
+            channels = 4 * width << stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
