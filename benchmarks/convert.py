@@ -3,7 +3,8 @@
     python -m benchmarks.convert [--layers 12 50 200] [--nodes 1000 10000 100000]
 
 First table: stacks of pre-norm blocks, captured by torch.fx (no inputs) and by dynamo (first call). Second table: the
-passes alone on synthetic graphs, with milliseconds per 1,000 nodes: a linear cost keeps that column flat.
+passes alone on synthetic graphs, with milliseconds per 1,000 nodes: a linear cost keeps that column flat; "regions" is
+``fuse`` where it forms fused regions. Third table: what the first call of a region costs, once for all that are equal.
 """
 
 from __future__ import annotations
@@ -12,18 +13,28 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, symbolic_trace
+from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
 import fxprec
+from fxprec.capture.trace import trace_static
+from fxprec.kernels.rows.derive import make_plan
+from fxprec.kernels.rows.region import FusedRegion
+from fxprec.kernels.rows.spec import spec_of
 from fxprec.passes.context import Context
+from fxprec.passes.fuse import fuse
+from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.policy import Policy
 from fxprec.passes.runner import PIPELINE, run_passes
+from fxprec.shapes import propagate_shapes
 
 __all__ = ["synthetic"]
 
@@ -98,9 +109,10 @@ def captured_alone(model: nn.Module, *inputs: Tensor) -> None:
 
 def passes(nodes: list[int]) -> Table:
     table = Table(title="The passes alone, milliseconds per 1,000 nodes")
-    for column in ("nodes", *(step.__name__ for step in PIPELINE), "all with checks"):
+    for column in ("nodes", *(step.__name__ for step in PIPELINE), "all with checks", "regions"):
         table.add_column(column, justify="right")
     context = Context(torch.bfloat16, Policy.preset("O1"))
+    regions = replace(context, device="cuda", regions="triton")
     for count in nodes:
         gm = synthetic(count)
         each = []
@@ -108,8 +120,41 @@ def passes(nodes: list[int]) -> Table:
             each.append(seconds(lambda: step(gm, context)))  # noqa: B023
         whole = synthetic(count)
         each.append(seconds(lambda: run_passes(whole, context)))  # noqa: B023
+        before = run_passes(synthetic(count), regions, PIPELINE[: PIPELINE.index(fuse)])
+        each.append(seconds(lambda: fuse(before, regions)))  # noqa: B023
         table.add_row(str(count), *(f"{1e6 * each_seconds / count:.0f}" for each_seconds in each))
     return table
+
+
+def derivations() -> Table:
+    """For CUDA, whether there is a device or not: nothing is compiled."""
+    table = Table(title="Deriving a region, forward and backward, milliseconds")
+    for column in ("region", "nodes", "first", "again, other rows"):
+        table.add_column(column, justify="left" if column == "region" else "right")
+    module = Mlp(1, 768)
+    x = torch.randn(8, 768)
+    gm = trace_static(module, ("x",), {}).gm
+    propagate_shapes(gm, (x,))
+    gm = run_passes(gm, Context(torch.bfloat16, Policy.preset("O1"), device="cuda", regions="triton"))
+    for call in gm.graph.find_nodes(op="call_module"):
+        region = gm.get_submodule(str(call.target))
+        assert isinstance(region, FusedRegion)
+        known: dict[Any, Any] = {}
+        times = [1e3 * seconds(partial(derive, region, call, rows, known)) for rows in (8, 16)]
+        nodes = len(region.graph_module.graph.nodes)
+        table.add_row(region.name, str(nodes), *(f"{each:.1f}" for each in times))
+    return table
+
+
+def derive(region: FusedRegion, call: Node, rows: int, known: dict[Any, Any]) -> None:
+    """The plan of a region for so many rows; ``known`` keeps its row programs."""
+    specs = []
+    for source in call.all_input_nodes:
+        shape = [rows if size == 8 else size for size in source.meta["val"].shape]
+        dtype = actual_dtype(source) or source.meta["val"].dtype
+        specs.append(spec_of(torch.empty(shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)))
+    plan = make_plan(region.name, region.graph_module, specs, torch.device("cuda"), known)
+    assert plan.forward_launch and plan.backward_launch
 
 
 def main() -> None:
@@ -121,6 +166,7 @@ def main() -> None:
     captured_alone(Mlp(1), torch.randn(2, 16))  # imports dynamo
     console.print(captures(options.layers))
     console.print(passes(options.nodes))
+    console.print(derivations())
 
 
 if __name__ == "__main__":

@@ -47,9 +47,11 @@ def make_functional(graph: Graph) -> bool:
     changed = False
     position = {node: number for number, node in enumerate(graph.nodes)}
     stretch = stretches(graph)
-    for root, writers in writes.items():
-        last = writers[-1]
-        if stretch[last] != stretch[root] or not _fresh(root) or not all(map(_can_change, writers)):
+    for writers in writes.values():
+        last, root = writers[-1], _maker(writers[0])
+        if any(_maker(node) is not root for node in writers) or stretch[last] != stretch[root]:
+            continue
+        if not _fresh(root) or not all(map(_can_change, writers)):
             continue
         members = [root, *writers]
         early = {user for node in members for user in node.users if position[user] < position[last]}
@@ -66,19 +68,31 @@ def make_functional(graph: Graph) -> bool:
     return changed
 
 
+def _maker(writer: Node) -> Node:
+    """What the first of several writes, each to the result of the one before, writes to."""
+    target = writer
+    while (op := target.meta.get("op")) is not None and op.in_place and isinstance(target.args[0], Node):
+        target = target.args[0]
+    return target
+
+
 def _fresh(root: Node) -> bool:
     """Whether the node made the memory itself: an op that we know, and no view or tuple of views."""
     op: Op | None = root.meta.get("op")
     row = rule_of(op.name) if op is not None else None
-    return row is not None and op is not None and not row.view and not op.in_place
+    return row is not None and op is not None and (not row.view or _converts(root)) and not op.in_place
 
 
 def _may_share(reader: Node) -> bool:
     """Whether a reader may keep a view of what it reads: it would see later writes."""
     op: Op | None = reader.meta.get("op")
     row = rule_of(op.name) if op is not None else None
-    converts = reader.target is cast and actual_dtype(reader.all_input_nodes[0]) is not actual_dtype(reader)
-    return row is None or (row.view and not converts)
+    return row is None or (row.view and not _converts(reader))
+
+
+def _converts(node: Node) -> bool:
+    """Whether it is a cast of ours to another dtype: always a copy."""
+    return node.target is cast and actual_dtype(node.all_input_nodes[0]) not in (None, actual_dtype(node))
 
 
 def _can_change(node: Node) -> bool:

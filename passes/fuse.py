@@ -22,6 +22,7 @@ stays outside of regions keeps its native kernels (``wide_sums``).
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -184,12 +185,12 @@ def _item_meta(output: Node) -> dict[str, Any]:
 def _names(gm: GraphModule, regions: Sequence[Region]) -> dict[Region, str]:
     taken: set[str] = {name for name, _ in gm.named_children()} | {node.name for node in gm.graph.nodes}
     names = {}
+    tried: Counter[str] = Counter()  # many regions of one name take one pass
     for region in regions:
-        base, number = region.name, 0
-        name = base
+        name = base = region.name
         while name in taken or hasattr(gm, name):
-            number += 1
-            name = f"{base}_{number}"
+            tried[base] += 1
+            name = f"{base}_{tried[base]}"
         taken.add(name)
         names[region] = name
     return names

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, symbolic_trace
 
-from fxprec.kernels.rows.plan import Plan, make_plan, spec_of
+from fxprec.kernels.rows.derive import make_plan
+from fxprec.kernels.rows.plan import Plan
 from fxprec.kernels.rows.region import FusedRegion
+from fxprec.kernels.rows.spec import spec_of
 from fxprec.passes.op_names import canonical_op
 
 CPU = torch.device("cpu")

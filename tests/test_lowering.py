@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fxprec.kernels.rows.evaluate import evaluate
+from fxprec.kernels.rows.finishing import eager_backward
 from fxprec.kernels.rows.lowering import LOWERINGS, Declined
 
 _PATH = pathlib.Path(__file__).with_name("region_tools.py")
@@ -128,14 +129,14 @@ def test_values_and_gradients_are_torchs(name: str) -> None:
     exact = function(*exact_inputs)
     (value, *_) = evaluate(plan.derived.forward, plan.layout, inputs, None, 0, dtype=torch.float64)
     store = plan.derived.forward.stores[0]
-    value = plan._torch_shaped(value, store.columns).reshape(exact.shape)
+    value = plan.layout.torch_shaped(value, store.columns).reshape(exact.shape)
     assert torch.allclose(value, exact, rtol=1e-12, atol=1e-12)
     cotangent = torch.randn(exact.shape, dtype=torch.float64)
     wanted = [x for x in exact_inputs if x.requires_grad]
     gradients = torch.autograd.grad(exact, wanted, cotangent, allow_unused=True)
     kinds = {"input": exact_inputs, "output": [value], "statistic": [torch.empty(0)] * 9}
     saved = [kinds[kind][n] for kind, n in plan.keeps]
-    found = plan.eager_backward(saved, [cotangent], None, 0, dtype=torch.float64)
+    found = eager_backward(plan, saved, [cotangent], None, 0, dtype=torch.float64)
     for n, result, gradient in zip(plan.derived.backward.wanted, found, gradients, strict=True):
         gradient = torch.zeros_like(inputs[n], dtype=torch.float64) if gradient is None else gradient
         assert torch.allclose(result, gradient, rtol=1e-7 if name == "hardsigmoid" else 1e-11, atol=1e-12), (

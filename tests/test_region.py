@@ -217,6 +217,120 @@ def _twice(f):
     return lambda x: f(x) * 2
 
 
+@on_devices
+def test_inputs_may_have_any_name(device: str) -> None:
+    def f(rows, column, tanh, sum_4, mul_3, tile, partials):
+        return torch.tanh(rows * column) * tanh + (sum_4 * mul_3).sum(-1, keepdim=True) * mul_3 + tile * partials
+
+    check(f, *[leaf(40, 6, device=device) for _ in range(6)], leaf(6, device=device))
+    region = check(lambda x, x_out: torch.tanh(x) * x_out, leaf(4, 6, device=device), leaf(4, 6, device=device))
+    graph = region.graph_module.graph
+    next(node for node in graph.nodes if node.name == "tanh").name = "x"  # an output named as the input is
+    assert region.source.count("x_out_ptr, ") >= 1
+
+
+@on_devices
+def test_truth_of_numbers(device: str) -> None:
+    x = torch.tensor([[0.0, 1.0, -2.0], [math.nan, 0.5, 0.0]], device=device)
+    y = torch.tensor([[1.0, 0.0, -1.0], [1.0, math.nan, 0.0]], device=device)
+    for f in [
+        lambda x, y: torch.where(torch.logical_and(x, y), 1.0, 2.0) * 3,
+        lambda x, y: torch.where(torch.logical_or(x, y), 1.0, 2.0) * 3,
+        lambda x, y: torch.where(torch.logical_not(x), y, 2.0).isnan(),
+        lambda x, y: (x > y) + (x < y),
+        lambda x, y: (x > y) * (y > -3),
+        lambda x, y: torch.where((x > y) + (x > -3), 1.0, 0.0) * 2,
+    ]:
+        region = tools.region_of(f)
+        assert torch.equal(region(x, y), f(x, y)) and region.path == "triton", region.reason
+
+
+@on_devices
+def test_integers_are_compared_exactly_and_not_computed_with(device: str) -> None:
+    x = torch.ones(3, device=device)
+    ids = torch.tensor([16777216, 16777217, -1], device=device)
+    other = torch.tensor([16777217, 16777217, 7], dtype=torch.int32, device=device)
+    for f in [
+        lambda x, i, j: torch.where(i == 16777217, x, 0.0), lambda x, i, j: torch.where(i < j, x, 0.0),
+        lambda x, i, j: torch.where(i >= 0.5, x, 0.0), lambda x, i, j: torch.where(i != -1, x, 0.0),
+    ]:  # fmt: skip
+        region = tools.region_of(f)
+        assert torch.equal(region(x, ids, other), f(x, ids, other)) and region.path == "triton"
+    small = torch.tensor([1, 255, 0], dtype=torch.uint8, device=device)
+    region = tools.region_of(lambda x, i: torch.where(i == -1, x, 0.0))
+    assert torch.equal(region(x, small), torch.zeros(3, device=device)) and region.path == "triton"
+    region = tools.region_of(lambda x, i: x * (i + i))
+    assert torch.equal(region(x, small), x * (small + small))  # it wraps
+    assert (region.path, region.reason) == ("aten", "add gives torch.uint8")
+
+
+@on_devices
+def test_outputs_without_a_gradient_beside_others(device: str) -> None:
+    for f in (lambda x, y: (x * 2, x > y), lambda x, y: (x.sum(-1) > 0, x * y)):
+        check(f, leaf(4, 6, device=device), leaf(4, 6, device=device))
+    region = tools.region_of(lambda x, y: x > y)
+    x, y = leaf(4, 6, device=device), leaf(4, 6, device=device)
+    assert torch.equal(region(x, y), x > y) and region.path == "triton"
+    assert region.plans[-1].derived.backward is None
+
+
+@on_devices
+def test_what_is_the_same_in_every_column_has_a_gradient_from_each(device: str) -> None:
+    check(lambda x: (x + x.mean(-1, keepdim=True)).mean(-1), leaf(4, 6, device=device))
+    check(lambda x, c: (x * 0 + c).sum(-1) * 2, leaf(4, 6, device=device), leaf(4, 1, device=device))
+    check(lambda x, c: (x + c * c).mean(-1), leaf(2, 20000, device=device), leaf(2, 1, device=device))
+
+
+@on_devices
+def test_one_element(device: str) -> None:
+    check(lambda x, w: torch.tanh(x), leaf(1, 1, device=device), leaf(1, device=device))  # of w the gradient is 0
+    for shape in ((), (1,), (1, 1)):
+        region, x = tools.region_of(dropped, 1), leaf(*shape, device=device)
+        result = region(x, x, draw_seeds(1, x.device))
+        assert region.path == "triton" and float(result / x) in (1.0, pytest.approx(1 / 0.7 + 1))
+
+
+@on_devices
+def test_outputs_get_memory_of_their_own(device: str) -> None:
+    for x in (leaf(6, device=device).expand(4, 6), leaf(4, 12, device=device)[:, ::2]):
+        x = x.detach().requires_grad_()
+        region = tools.region_of(lambda x: (x.to(torch.float32), x * 2))
+        found, exact = tools.run_both(lambda x: (x * 1, x * 2), [x], region)
+        assert region.path == "triton" and all(o.is_contiguous() for o in region(x))
+        assert all(tools.error(own, right) < 1e-6 for own, right in zip(found, exact, strict=True))
+
+
+@on_devices
+def test_gradients_of_maximum_with_nan_are_torchs(device: str) -> None:
+    x = torch.tensor([[1.0, math.nan, 3.0, math.nan]], device=device).requires_grad_()
+    y = torch.tensor([[1.0, 1.0, math.nan, math.nan]], device=device).requires_grad_()
+    for f in (lambda x, y: torch.maximum(x, y) * 1.5, lambda x, y: torch.minimum(x, y) * 1.5):
+        own = torch.autograd.grad(tools.region_of(f)(x, y).sum(), (x, y))
+        assert all(map(torch.equal, own, torch.autograd.grad(f(x, y).sum(), (x, y))))
+    check(lambda x, s: torch.maximum(s, x) + torch.minimum(s, x * x), leaf(3, 4, device=device), leaf(1, device=device))
+
+
+@on_devices
+def test_constants_that_fp32_does_not_hold(device: str) -> None:
+    x = torch.tensor([[1.0, -2.0, 0.5]], device=device)
+    for f in (lambda x: x * 1e40, lambda x: x * -1e300, lambda x: torch.where(x > 0, 1e-42, x) + 1):
+        region = tools.region_of(f)
+        assert torch.equal(region(x), f(x)) and region.path == "triton"
+    region = tools.region_of(lambda x: x * 1e40)
+    region(x)
+    assert 'float("inf")' in region.source
+
+
+@on_devices
+def test_the_variance_of_one_column_beside_many(device: str) -> None:
+    region = tools.region_of(lambda x, c: x + c.var(-1, unbiased=False, keepdim=True))
+    x, c = torch.randn(3, 5, device=device), torch.randn(3, 1, device=device)
+    assert torch.equal(region(x, c), x) and region.path == "triton"
+    region = tools.region_of(lambda x, c: x + c.var(-1, keepdim=True))
+    assert region(x, c).isnan().all()  # as in torch, whose ops run
+    assert "fewer columns" in region.reason
+
+
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +490,28 @@ def test_function_transforms_see_the_ops(device: str) -> None:
     assert (region.path, region.reason) == ("aten", "a function transform sees the ops")
     assert torch.allclose(gradient, torch.func.grad(lambda x: (F.silu(x) * 2).sum())(x))
     assert torch.func.vmap(region)(x).shape == x.shape
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_forward_mode_and_jit_tracing_see_the_ops(device: str) -> None:
+    region, x = tools.region_of(lambda x: F.silu(x) * 2), torch.randn(4, 6, device=device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(region(dual)).tangent
+    assert tangent is not None and region.reason == "forward-mode derivatives see the ops"
+    traced = torch.jit.trace(lambda x: region(x), x)
+    assert torch.allclose(traced(x + 1), F.silu(x + 1) * 2)
+    region(x)
+    assert region.path == "triton"
+
+
+@on_devices
+def test_several_outputs_are_a_tuple(device: str) -> None:
+    region, x = tools.region_of(lambda x: (x * 2, x + 1)), leaf(4, 6, device=device)
+    assert type(region(x)) is tuple
+    with torch.no_grad():
+        assert type(region(x)) is tuple
 
 
 @on_devices

@@ -90,7 +90,7 @@ def regions(name: str) -> tuple[Any, ...]:
     """The fused regions of a model after one training step in which no kernel ran."""
     pytest.importorskip("transformers")
     from fxprec.kernels.rows.kernel import Launch
-    from fxprec.kernels.rows.plan import Spec
+    from fxprec.kernels.rows.spec import Spec
 
     zeros = Spec.empty
 
@@ -114,7 +114,7 @@ def launches(name: str) -> Iterator[tuple[Any, list[torch.dtype]]]:
     for region in regions(name):
         for plan in region.plans:
             for launch, dtypes in plan.launches():
-                source = re.sub(r"\w+_(value|stride_\d|step)|fused_\w+|\b\w+(?=[,)] )", "", launch.source)
+                source = re.sub(r"\w+_(ptr|value|stride_\d|step)|fused_\w+|\b\w+(?=[,)] )", "", launch.source)
                 if source not in seen:
                     seen.add(source)
                     yield launch, dtypes

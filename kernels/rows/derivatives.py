@@ -29,19 +29,20 @@ def gradients(
     needed = _leading_to(roots, wanted)
     found: dict[Value, Operand] = {}
 
-    def add(value: Operand, gradient: Operand | None) -> None:
+    def add(value: Operand, gradient: Operand | None, wide: bool) -> None:
+        """``wide``: the gradient is one for each column, even if it is the same for all of them."""
         if gradient is None or not isinstance(value, Value) or value not in needed:
             return
-        if not value.columns and isinstance(gradient, Value) and gradient.columns:
+        if wide and not value.columns:
             gradient = b.reduce("sum", gradient)
         found[value] = b("add", found[value], gradient) if value in found else gradient
 
     for output, cotangent in zip(outputs, cotangents, strict=True):
-        add(output, cotangent)
+        add(output, cotangent, isinstance(cotangent, Value) and cotangent.columns)
     for value in reversed(walk(roots)):
         if value in found and value.op in _RULES:
             for argument, gradient in zip(value.args, _RULES[value.op](b, value, found[value]), strict=True):
-                add(argument, gradient)
+                add(argument, gradient, value.columns)
     return [found.get(value) for value in wanted]
 
 
@@ -55,15 +56,11 @@ def _leading_to(roots: list[Value], wanted: Sequence[Value]) -> set[Value]:
 
 
 def _ties(b: Builder, v: Value, g: Operand) -> tuple[Operand, Operand]:
-    """As torch: where both are equal each takes half."""
+    """As torch: where both are equal each takes half, and NaN takes all and leaves all."""
     x, y = v.args
-    half = b("mul", g, 0.5)
-    wins = "gt" if v.op == "maximum" else "lt"
-    equal = b("eq", x, y)
-    return (
-        b("where", equal, half, b("where", b(wins, x, y), g, 0.0)),
-        b("where", equal, half, b("where", b(wins, y, x), g, 0.0)),
-    )
+    loses = "lt" if v.op == "maximum" else "gt"
+    shared = b("where", b("eq", x, y), b("mul", g, 0.5), g)
+    return b("where", b(loses, x, y), 0.0, shared), b("where", b(loses, y, x), 0.0, shared)
 
 
 def _extreme(b: Builder, v: Value, g: Operand) -> tuple[Operand]:

@@ -39,13 +39,13 @@ def log1p(x):
 @jit()
 def maximum(a, b):
     """The larger one; NaN where one of them is."""
-    return tl.where((a > b) | (a != a), a, b)
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit()
 def minimum(a, b):
     """The smaller one; NaN where one of them is."""
-    return tl.where((a < b) | (a != a), a, b)
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit()

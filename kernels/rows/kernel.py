@@ -10,16 +10,18 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fxprec.kernels.rows.layout import Layout, merged
+from fxprec.kernels.rows.addresses import Access
+from fxprec.kernels.rows.layout import Layout, Place, merged
 from fxprec.kernels.rows.row_program import Program
-from fxprec.kernels.rows.source import Access, Form, emit, form_of, reduction_levels
+from fxprec.kernels.rows.source import emit
+from fxprec.kernels.rows.tiling import Form, form_of, reduction_levels
 from fxprec.kernels.triton_support import interpreting
 
 __all__ = ["Launch", "built", "prepare"]
@@ -39,10 +41,10 @@ class Launch:
 
     Attributes:
         source: of the kernel.
-        grid: programs, (along rows, along blocks of columns).
+        grid: programs, in one dimension.
         numbers: the integer arguments after the pointers.
         draws: whether it reads seeds.
-        partials: columns of the partial sums, 0 without any; their rows are grid[0].
+        partials: shape of the partial sums, which a second stage adds up over the first dimension; None without any.
         passes: how often a row is read.
         wide: whether every access of a full tensor may be one of 16 bytes.
     """
@@ -53,42 +55,43 @@ class Launch:
     grid: tuple[int, int, int]
     numbers: tuple[int, ...]
     draws: bool
-    partials: int
+    partials: tuple[int, int] | None
     passes: int = 1
     wide: bool = False
-    _compiled: dict[Any, Any] = field(default_factory=dict)
+    _compiled: dict[int, Callable[..., None]] = field(default_factory=dict)
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int, partials: Tensor | None) -> None:
         """Launch on the current stream. ``tensors``: what is loaded, then what is stored."""
-        pointers = [*tensors]
-        numbers: tuple[Any, ...] = self.numbers
+        pointers = [*tensors] if partials is None else [*tensors, partials]
+        arguments = [*pointers, *self.numbers]
         if self.draws:
-            pointers += (seeds, seed)  # type: ignore[arg-type]
-        if partials is not None:
-            pointers.append(partials)
-        device = tensors[0].device
-        if device.type != "cuda" or interpreting():
-            return self._kernel[self.grid](*pointers, *numbers, num_warps=self.form.warps)
+            assert seeds is not None
+            pointers.append(seeds)
+            arguments[len(tensors) : len(tensors)] = (seeds, seed)
+        index = tensors[0].get_device()
+        compiled = self._compiled.get(index)
         bits = 0
-        for tensor in tensors:
-            bits |= tensor.data_ptr()
-        if bits % 16:  # of unaligned tensors each has a say of its own: Triton is asked at every call
-            with torch.cuda.device(device):
-                return self._kernel[self.grid](*pointers, *numbers, num_warps=self.form.warps)
-        compiled = self._compiled.get(device.index)
-        if compiled is None:
-            with torch.cuda.device(device):
-                kernel = self._kernel[self.grid](*pointers, *numbers, num_warps=self.form.warps)
-            self._compiled[device.index] = kernel[self.grid]
-            return None
-        if device.index == torch.cuda.current_device():
-            return compiled(*pointers, *numbers)
-        with torch.cuda.device(device):
-            return compiled(*pointers, *numbers)
+        if compiled is not None:
+            for tensor in pointers:
+                bits |= tensor.data_ptr()
+        if compiled is None or bits & 15:
+            self._through_triton(index, pointers, arguments)
+        elif index == torch.cuda.current_device():
+            compiled(*arguments)
+        else:
+            with torch.cuda.device(index):
+                compiled(*arguments)
 
-    @property
-    def _kernel(self) -> Any:
-        return built(self.name, self.source)
+    def _through_triton(self, index: int, pointers: Sequence[Tensor], arguments: Sequence[Any]) -> None:
+        """The first time, and for unaligned tensors, each of which has a say of its own."""
+        kernel = built(self.name, self.source)
+        if index < 0 or interpreting():
+            kernel[self.grid](*arguments, num_warps=self.form.warps)
+            return
+        with torch.cuda.device(index):
+            compiled = kernel[self.grid](*arguments, num_warps=self.form.warps)
+        if not any(tensor.data_ptr() & 15 for tensor in pointers):
+            self._compiled[index] = compiled[self.grid]
 
 
 @functools.cache
@@ -103,58 +106,68 @@ def built(name: str, source: str) -> Any:
 
 def prepare(
     name: str, program: Program, layout: Layout,
-    loads: Sequence[tuple[str, tuple[list[int], int]]], stores: Sequence[tuple[str, tuple[list[int], int]]],
+    loads: Sequence[tuple[str, tuple[list[int], int]]], stores: Sequence[tuple[str, tuple[list[int], int] | None]],
     device: torch.device,
 ) -> Launch:  # fmt: skip
     """Make a launch.
 
     :param loads, stores: name and place (``layout.place``) of each tensor, in the program's order; partial stores have
-        any place.
+        no place.
     """
-    real = [(n, p) for (n, p), s in zip(stores, program.stores, strict=True) if not s.partial]
-    sizes, places = merged(layout, [p for _, p in (*loads, *real)])
-    strides: dict[str, int] = {}
-
-    def access(tensor: str, place: Any, rows: bool, columns: bool) -> Access:
-        def named(stride: int, label: str) -> str:
-            strides[f"{tensor}_{label}"] = stride
-            return f"{tensor}_{label}"
-
-        along = []
-        for i, stride in enumerate(place.row_strides):
-            unit = stride == program.columns and not layout.flat
-            along.append("" if not stride or not rows else "COLUMNS" if unit else named(stride, f"stride_{i}"))
-        column = place.column_stride
-        step = "" if not column or not columns else "1" if column == 1 else named(column, "step")
-        return Access(tuple(along), step)
-
-    found = iter(places)
-    read = [(n, access(n, next(found), p.rows, p.columns)) for (n, _), (_, p) in zip(loads, program.loads, strict=True)]
-    written = []
-    for (n, _), store in zip(stores, program.stores, strict=True):
-        if store.partial:
-            written.append((f"partial_{n}", Access((), "")))
-        else:
-            written.append((n, access(n, next(found), store.rows, store.columns)))
+    ports = [*((port.rows, port.columns) for _, port in program.loads), *((s.rows, s.columns) for s in program.stores)]
+    named = [*loads, *stores]
+    sizes, places = merged(layout, [place for _, place in named if place is not None])
+    found, taken, strides = iter(places), set[str](), dict[str, int]()
+    walked: list[tuple[str, Access]] = []
+    for (tensor, place), (rows, columns) in zip(named, ports, strict=True):
+        tensor = _unique(tensor, taken)
+        walk = Access((), "") if place is None else _access(tensor, next(found), rows, columns, layout, strides)
+        walked.append((f"{tensor}_ptr", walk))
     form = form_of(program, layout.flat, layout.rows)
-    source = emit(name, program, form, read, written, len(sizes), [*strides])
+    source = emit(name, program, form, walked[: len(loads)], walked[len(loads) :], len(sizes), [*strides])
     rows, columns = layout.rows, layout.columns
+    down, across = form.down(rows, columns, _resident(device, rows)), form.across(columns)
     width = sum(program.columns if store.columns else 1 for store in program.stores if store.partial)
-    if form.kind == "flat":
-        grid = (-(-columns // form.block), 1, 1)
-    else:
-        tiles = -(-rows // form.rows)
-        across = -(-columns // form.block) if form.kind == "blocks" else 1
-        grid = (min(tiles, max(1, _resident(device, rows) // across)) if form.persistent else tiles, across, 1)
-    numbers = (columns if form.kind == "flat" else rows, *sizes[1:], *strides.values())
-    draws = any(value.op == "keep" for value in program.values)
-    passes = 1 + len(reduction_levels(program)) if form.kind == "loop" else 1
-    full = [a for (_, a), p in zip(read, [p for _, p in program.loads], strict=True) if p.rows and p.columns]
-    full += [a for (_, a), s in zip(written, program.stores, strict=True) if s.rows and s.columns and not s.partial]
-    wide = (
-        columns % 8 == 0 and all(access.columns == "1" for access in full) and all(n % 8 == 0 for n in strides.values())
-    )
-    return Launch(name, source, form, grid, numbers, draws, width, passes, wide)
+    numbers = (columns if layout.flat else rows, *sizes[1:], *strides.values())
+    full = [
+        access
+        for (_, access), (_, place), along in zip(walked, named, ports, strict=True)
+        if place is not None and along == (True, True)
+    ]
+    return Launch(
+        name, source, form, (down * across, 1, 1), numbers,
+        draws=any(value.op == "keep" for value in program.values),
+        partials=(down, width) if width else None,
+        passes=1 + len(reduction_levels(program)) if form.kind == "loop" else 1,
+        wide=columns % 8 == 0 and all(a.columns == "1" for a in full) and all(n % 8 == 0 for n in strides.values()),
+    )  # fmt: skip
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """A graph may have an input and an output whose tensors' names come out the same."""
+    number, own = 2, name
+    while own in taken:
+        own = f"{name}_{number}"
+        number += 1
+    taken.add(own)
+    return own
+
+
+def _access(tensor: str, place: Place, rows: bool, columns: bool, layout: Layout, strides: dict[str, int]) -> Access:
+    """How the kernel walks a tensor; adds those of its strides that become arguments."""
+
+    def named(stride: int, label: str, varies: bool) -> str:
+        if not stride or not varies:
+            return ""
+        if stride == 1:
+            return "1"
+        if stride == layout.columns and not layout.flat:
+            return "COLUMNS"
+        strides[f"{tensor}_{label}"] = stride
+        return f"{tensor}_{label}"
+
+    along = tuple(named(stride, f"stride_{i}", rows) for i, stride in enumerate(place.row_strides))
+    return Access(along, named(place.column_stride, "step", columns))
 
 
 def _resident(device: torch.device, rows: int) -> int:

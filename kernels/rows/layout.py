@@ -1,9 +1,9 @@
 """Where rows and columns lie: one iteration space for all the tensors of a region, and each tensor's strides in it.
 
-The space has the region's broadcast shape. Its dimensions are taken in the memory order of the first full tensor, so
-that channels_last runs along channels. With reductions the columns are the reduced, last dimensions; without, they are
-the innermost dimensions that every tensor walks with one stride, which for equal dense tensors is all of them: then
-there is one row, and the program is *flat*.
+The space has the region's broadcast shape. Its dimensions are taken in the memory order of the first full tensor (that
+is not expanded, if there is one), so that channels_last runs along channels. With reductions the columns are the
+reduced, last dimensions; without, they are the innermost dimensions that every tensor walks with one stride, which for
+equal dense tensors is all of them: then there is one row, and the program is *flat*.
 
     shape (8, 512, 768), x contiguous, bias (768,), reduced 0   ->  4096 rows x 768 columns; bias varies along columns
     shape (8, 64, 32, 32), x channels_last, bias (64, 1, 1)     ->  8192 rows x 64 columns
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fxprec.kernels.rows.lowering import Declined
+from fxprec.kernels.rows.terms import Declined
 
 __all__ = ["Layout", "Place", "dense_strides", "find_layout", "place"]
 
@@ -65,13 +65,13 @@ class Layout:
         order += [*self.row_dims, *self.column_dims]
         return x.expand(shape).permute(order).reshape(extent(self.row_dims), extent(self.column_dims))
 
-    def torch_shaped(self, x: Tensor) -> Tensor:
-        """The inverse for what varies along both: rows x columns as a tensor of the region's shape."""
-        rank = len(self.shape)
-        order = [d for d in range(rank) if d not in self.row_dims and d not in self.column_dims]
+    def torch_shaped(self, x: Tensor, columns: bool = True) -> Tensor:
+        """The inverse: rows x columns as a tensor of the region's shape; 1 for columns without them."""
+        shape = [size if columns or d not in self.column_dims else 1 for d, size in enumerate(self.shape)]
+        order = [d for d in range(len(shape)) if d not in self.row_dims and d not in self.column_dims]
         order += [*self.row_dims, *self.column_dims]
-        back = sorted(range(rank), key=lambda i: order[i])
-        return x.reshape([self.shape[d] for d in order]).permute(back)
+        back = sorted(range(len(shape)), key=lambda i: order[i])
+        return x.reshape([shape[d] for d in order]).permute(back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tupl
     shape = tuple(shape)
     rank = len(shape)
     strides = [_broadcast(own, stride, shape) for own, stride in full]
-    leading = next((s for (own, _), s in zip(full, strides, strict=True) if own == shape), None)
+    whole = [s for (own, _), s in zip(full, strides, strict=True) if own == shape]
+    leading = next((s for s in whole if all(s[d] for d in range(rank) if shape[d] != 1)), whole[0] if whole else None)
     order = [d for d in range(rank) if shape[d] != 1]
     if leading is not None:
         order.sort(key=lambda d: -leading[d])

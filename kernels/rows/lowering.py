@@ -1,35 +1,21 @@
 """What torch's functions mean in row programs: canonical op name -> a function over terms with the same arguments.
 
-A term is a value (or a number) with the shape that it has in torch. The formulas are torch's, with its corner cases:
-where a branch is not taken its gradient must not become 0 * inf, so arguments of exponentials are selected first.
+The formulas are torch's, with its corner cases: where a branch is not taken its gradient must not become 0 * inf, so
+arguments of exponentials are selected first. Reductions have a file of their own, ``lowering_reductions``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch
-
-from fxprec.kernels.rows.values import Builder, Operand, Value
+from fxprec.kernels.rows.lowering_reductions import REDUCING, ROW_REDUCTIONS
+from fxprec.kernels.rows.terms import Call, Declined, Term
+from fxprec.kernels.rows.values import Builder
 
 __all__ = ["LOWERINGS", "ROW_REDUCTIONS", "Declined", "Term", "lower"]
-
-
-class Declined(Exception):
-    """A region, a shape or a layout that row programs do not serve; says why, for the report."""
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A value as torch sees it. ``dropped``: a reduction took its last dimensions away: it lines up with rows alone."""
-
-    value: Operand
-    shape: tuple[int, ...]
-    dropped: bool = False
 
 
 def lower(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], reduced: int) -> Term:
@@ -44,55 +30,6 @@ def lower(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
         return function(Call(b, reduced), *args, **kwargs)
     except TypeError as error:  # arguments that the lowering does not have
         raise Declined(f"{name}: {error}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a lowering may use: a calculator on terms, with broadcasting."""
-
-    b: Builder
-    reduced: int
-
-    def __call__(self, op: str, *args: Any) -> Term:
-        terms = [a for a in args if isinstance(a, Term)]
-        shapes = [a.shape for a in terms]
-        shape = shapes[0] if all(s == shapes[0] for s in shapes) else tuple(torch.broadcast_shapes(*shapes))
-        dropped = any(a.dropped and a.shape for a in terms)
-        if dropped and not all(a.dropped or not a.shape for a in terms):
-            raise Declined("a reduction without its dimensions meets another tensor")
-        values = [a.value if isinstance(a, Term) else float(a) for a in args]
-        return Term(self.b(op, *values), shape, dropped)
-
-    def reduce(self, op: str, x: Term, dim: Any, keepdim: bool = False) -> Term:
-        """The sum, mean, maximum or minimum over the columns."""
-        rank, dims = len(x.shape), self._dims(x, dim)
-        if len(dims) != self.reduced or rank < len(dims) or x.dropped:
-            raise Declined(f"a reduction over other dimensions than the last {self.reduced}")
-        value = x.value
-        if math.prod(x.shape[rank - self.reduced :]) != 1:
-            value = self.b.mean(value) if op == "mean" else self.b.reduce(op, value)
-        kept = x.shape[: rank - self.reduced]
-        return Term(value, kept + (1,) * self.reduced) if keepdim else Term(value, kept, dropped=True)
-
-    def drop(self, x: Term) -> Term:
-        """Without the reduced dimensions, which have size 1."""
-        return Term(x.value, x.shape[: len(x.shape) - self.reduced], dropped=True)
-
-    def last(self, x: Term, dim: Any) -> None:
-        """Decline unless ``dim`` is what the rows run along."""
-        if len(self._dims(x, dim)) != self.reduced:
-            raise Declined("an operation along another dimension than the last")
-
-    def _dims(self, x: Term, dim: Any) -> list[int]:
-        rank = len(x.shape)
-        dims = [*range(-rank, 0)] if dim is None else [dim] if isinstance(dim, int) else [*dim]
-        dims = sorted(d - rank if d >= 0 else d for d in dims)
-        if not dims or dims != [*range(-len(dims), 0)]:
-            raise Declined(f"a reduction over dimensions {dim} of {rank}: not the last ones")
-        return dims
-
-    def stop(self, x: Term) -> Term:
-        return Term(self.b.stop(x.value) if isinstance(x.value, Value) else x.value, x.shape, x.dropped)
 
 
 def _unary(op: str) -> Callable[..., Term]:
@@ -244,103 +181,9 @@ def _same(c: Call, input: Term, *_: Any, **__: Any) -> Term:
     return input
 
 
-def _sum(c: Call, input: Term, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Term:
-    return c.reduce("sum", input, dim, keepdim)
-
-
-def _mean(c: Call, input: Term, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Term:
-    return c.reduce("mean", input, dim, keepdim)
-
-
-def _extreme(op: str) -> Callable[..., Term]:
-    return lambda c, input, dim=(), keepdim=False: c.reduce(op, input, dim, keepdim)
-
-
-def _centred(c: Call, x: Term, dim: Any) -> tuple[Term, Term]:
-    """x - mean and the mean of its square: of a row, by two passes over registers, without cancellation."""
-    centred = c("sub", x, c.reduce("mean", x, dim, True))
-    return centred, c.reduce("mean", c("mul", centred, centred), dim, True)
-
-
-def _var(
-    c: Call, input: Term, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
-) -> Term:
-    correction = (1 if unbiased in (None, True) else 0) if correction is None else correction
-    count = c.b.columns
-    if count <= correction:
-        raise Declined("the variance of fewer columns than its correction takes away")
-    _, square = _centred(c, input, dim)
-    square = c("mul", square, count / (count - correction))
-    return square if keepdim else c.drop(square)
-
-
-def _layer_norm(
-    c: Call, input: Term, normalized_shape: Any, weight: Term | None = None, bias: Term | None = None,
-    eps: float = 1e-5, cudnn_enable: bool = True,
-) -> Term:  # fmt: skip
-    centred, square = _centred(c, input, [*range(-len(normalized_shape), 0)])
-    result = c("mul", centred, c("rsqrt", c("add", square, eps)))
-    result = result if weight is None else c("mul", result, weight)
-    return result if bias is None else c("add", result, bias)
-
-
-def _rms_norm(
-    c: Call, input: Term, normalized_shape: Any, weight: Term | None = None, eps: float | None = None
-) -> Term:
-    eps = torch.finfo(torch.float32).eps if eps is None else eps
-    square = c.reduce("mean", c("mul", input, input), [*range(-len(normalized_shape), 0)], True)
-    result = c("mul", input, c("rsqrt", c("add", square, eps)))
-    return result if weight is None else c("mul", result, weight)
-
-
-def _exponentials(c: Call, x: Term, dim: Any) -> tuple[Term, Term, Term]:
-    """x - max, its exponential and the sum of that."""
-    c.last(x, dim)
-    shifted = c("sub", x, c.stop(c.reduce("max", x, dim, True)))
-    exponential = c("exp", shifted)
-    return shifted, exponential, c.reduce("sum", exponential, dim, True)
-
-
-def _softmax(c: Call, input: Term, dim: Any = None, *_unused: Any, **_options: Any) -> Term:
-    _, exponential, total = _exponentials(c, input, dim)
-    return c("div", exponential, total)
-
-
-def _log_softmax(c: Call, input: Term, dim: Any = None, *_unused: Any, **_options: Any) -> Term:
-    shifted, _, total = _exponentials(c, input, dim)
-    return c("sub", shifted, c("log", total))
-
-
-def _logsumexp(c: Call, input: Term, dim: Any, keepdim: bool = False) -> Term:
-    c.last(input, dim)
-    top = c.stop(c.reduce("max", input, dim, True))
-    top = c("where", c("eq", c("abs", top), math.inf), 0.0, top)  # rows of -inf give -inf, not NaN
-    total = c.reduce("sum", c("exp", c("sub", input, top)), dim, True)
-    result = c("add", c("log", total), top)
-    return result if keepdim else c.drop(result)
-
-
-def _normalize(c: Call, input: Term, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None) -> Term:
-    if p != 2.0:
-        raise Declined(f"a norm of order {p}")
-    total = c.reduce("sum", c("mul", input, input), dim, True)
-    # At a row of zeros the root has no derivative, and torch takes 0.
-    zero = c("eq", total, 0.0)
-    norm = c("where", zero, 0.0, c("sqrt", c("where", zero, 1.0, total)))
-    return c("div", input, _clamp(c, norm, min=eps))
-
-
 def _is_term(x: Any) -> bool:
     return isinstance(x, Term)
 
-
-#: Those that reduce over columns, and the place of the argument that says over which dimensions; None: its last ones.
-ROW_REDUCTIONS: Final[Mapping[str, int | None]] = MappingProxyType(
-    {
-        "sum": 1, "mean": 1, "amax": 1, "amin": 1, "var": 1, "softmax": 1, "log_softmax": 1, "logsumexp": 1,
-        "normalize": 2, "layer_norm": None, "rms_norm": None,
-    }
-)  # fmt: skip
 
 _COMPARISONS: Final = ("eq", "ne", "lt", "le", "gt", "ge")
 _UNARY: Final = (
@@ -366,8 +209,6 @@ LOWERINGS: Final[Mapping[str, Callable[..., Term]]] = MappingProxyType(
         "softsign": lambda c, input: c("div", input, c("add", c("abs", input), 1.0)),
         "where": _where, "masked_fill": _masked_fill, "addcmul": _addcmul, "addcdiv": _addcdiv, "lerp": _lerp,
         "clone": _same, "contiguous": _same, "positive": _same,
-        "sum": _sum, "mean": _mean, "amax": _extreme("max"), "amin": _extreme("min"), "var": _var,
-        "softmax": _softmax, "log_softmax": _log_softmax, "logsumexp": _logsumexp, "normalize": _normalize,
-        "layer_norm": _layer_norm, "rms_norm": _rms_norm,
+        **REDUCING,
     }
 )  # fmt: skip

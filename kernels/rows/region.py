@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.fx import GraphModule, Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxprec.kernels.rows.lowering import Declined
+from fxprec.kernels.rows.finishing import eager_backward, finished, laid_out
 from fxprec.kernels.rows.structure import structure_of
+from fxprec.kernels.rows.terms import Declined
 
 if TYPE_CHECKING:
     from fxprec.kernels.rows.plan import Plan
 
 __all__ = ["FusedRegion"]
 
-_PLAIN: Final = (Tensor, nn.Parameter)
+_PLAIN: Final = frozenset({Tensor, nn.Parameter})
 #: Plans of a region. A model that calls it with ever new shapes keeps the latest.
 _MOST_PLANS: Final = 64
 _LOCK: Final = threading.RLock()
@@ -53,15 +55,16 @@ class FusedRegion(nn.Module):
         self.graph_module = graph_module
         self.draws, self.seed, self.triton = draws, seed, triton
         self.path, self.reason = "", "not called yet"
+        self._reads = len(graph_module.graph.find_nodes(op="placeholder"))
         self.single = len(graph_module.graph.output_node().args[0]) == 1  # type: ignore[arg-type]
         self._plans: dict[Any, Plan | str] = {}
 
     def forward(self, *inputs: Any) -> Any:
         """Run for these inputs: tensors in the order of the graph's, and the seeds where there are dropouts."""
         seeds = None
-        if self.draws and len(inputs) > len(self._placeholders):
+        if self.draws and len(inputs) > self._reads:
             seeds, inputs = inputs[-1], inputs[:-1]
-        watcher = "fuse='aten'" if not self.triton else _watcher(inputs)
+        watcher = _watcher(inputs) if self.triton else "fuse='aten'"
         if watcher:
             self.path, self.reason = "aten", watcher
             return self._as_ops(inputs)
@@ -73,16 +76,13 @@ class FusedRegion(nn.Module):
         if isinstance(plan, str):
             self.path, self.reason = "aten", plan
             return self._as_ops(inputs)
-        self.path, self.reason = "triton", ""
-        if recording and plan.derived.backward is not None:
-            results = _Run.apply(self, plan, seeds, *inputs)
+        if self.path != "triton":  # a module's attributes take a microsecond each
+            self.path, self.reason = "triton", ""
+        if plan.derived.backward is not None:
+            results = _apply(self, plan, seeds, *inputs)
         else:
-            results = plan.launch_forward(inputs, seeds, self.seed, False)
+            results = tuple(plan.launch_forward(inputs, seeds, self.seed, False))
         return results[0] if self.single else results
-
-    @property
-    def _placeholders(self) -> list[Any]:
-        return self.graph_module.graph.find_nodes(op="placeholder")
 
     def _as_ops(self, inputs: Sequence[Any]) -> Any:
         results = self.graph_module(*inputs)
@@ -100,7 +100,8 @@ class FusedRegion(nn.Module):
         return plan
 
     def _made(self, inputs: Sequence[Any], recording: bool) -> Plan:
-        from fxprec.kernels.rows.plan import Spec, make_plan
+        from fxprec.kernels.rows.derive import make_plan
+        from fxprec.kernels.rows.spec import Spec
         from fxprec.kernels.triton_support import HAS_TRITON, can_launch
 
         device = inputs[0].device
@@ -153,11 +154,15 @@ def _watcher(inputs: Sequence[Any]) -> str:
         return "a compiler sees the ops"
     if torch._C._are_functorch_transforms_active():
         return "a function transform sees the ops"
-    if any(type(x) not in _PLAIN for x in inputs):
-        if any(isinstance(x, Proxy) for x in inputs):
-            return "torch.fx traces the ops"
-        odd = [type(x).__name__ for x in inputs if type(x) not in _PLAIN and not isinstance(x, FakeTensor)]
-        return f"a {odd[0]} dispatches the ops itself" if odd else ""
+    if forward_ad._current_level >= 0:
+        return "forward-mode derivatives see the ops"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit traces the ops"
+    for x in inputs:
+        if type(x) not in _PLAIN and not isinstance(x, FakeTensor):
+            return (
+                "torch.fx traces the ops" if isinstance(x, Proxy) else f"a {type(x).__name__} dispatches the ops itself"
+            )
     if torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None:
         return "a tracer sees the ops"
     return ""
@@ -169,23 +174,24 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: FusedRegion, plan: Plan, seeds: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         made = plan.launch_forward(inputs, seeds, region.seed, True)
-        outputs, statistics = made[: len(plan.outputs)], made[len(plan.outputs) :]
-        kinds = {"input": inputs, "output": outputs, "statistic": statistics}
-        ctx.save_for_backward(*[kinds[kind][n] for kind, n in plan.keeps])
-        ctx.region, ctx.plan, ctx.seeds = region, plan, seeds
-        return tuple(outputs)
+        there = (*inputs, *made)
+        ctx.save_for_backward(*[there[place] for place in plan.kept])
+        ctx.run = plan, seeds, region.seed
+        return tuple(made[: len(plan.outputs)])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        plan: Plan = ctx.plan
-        bw = plan.derived.backward
-        assert bw is not None
-        found: list[Any] = [None] * len(plan.inputs)
+        plan, seeds, seed = ctx.run
         if torch.is_grad_enabled():
-            gradients = plan.eager_backward(ctx.saved_tensors, cotangents, ctx.seeds, ctx.region.seed)
+            gradients = eager_backward(plan, ctx.saved_tensors, cotangents, seeds, seed)
         else:
-            given = plan.laid_out(cotangents)
-            gradients = plan.finished(plan.launch_backward(ctx.saved_tensors, given, ctx.seeds, ctx.region.seed))
-        for n, gradient in zip(bw.wanted, gradients, strict=True):
-            found[n] = gradient
-        return (None, None, None, *found)
+            given = laid_out(plan, cotangents)
+            gradients = finished(plan, plan.launch_backward(ctx.saved_tensors, given, seeds, seed))
+        found: list[Any] = [None] * (3 + len(plan.inputs))
+        for n, gradient in zip(plan.backward_program.wanted, gradients, strict=True):
+            found[3 + n] = gradient
+        return tuple(found)
+
+
+#: ``_Run.apply`` without its look for function transforms, which took a third of a call: none are active by then.
+_apply: Final = super(torch.autograd.Function, _Run).apply

@@ -13,8 +13,7 @@ program (how many rows and columns, and where they lie) is the layout's business
 ``sum``, ``max``, ``min``     over the columns of a row
 ``where``                     (condition, a, b)
 ``eq`` ... ``ge``, ``and``,   bool
-``or``, ``not``, ``isnan``
-``less_or_nan``               (a, b): a < b, or one of them is NaN
+``or``, ``not``, ``isnan``    (comparisons of integers are exact)
 the rest                      arithmetic on floats, as named
 ============================  =====================================================================================
 """
@@ -27,7 +26,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-__all__ = ["BOOLEAN", "REDUCTIONS", "Builder", "Kind", "Operand", "Value", "walk"]
+__all__ = ["BOOLEAN", "COMPARISONS", "REDUCTIONS", "Builder", "Kind", "Operand", "Value", "walk"]
 
 Kind = Literal["float", "integer", "bool"]
 
@@ -35,6 +34,8 @@ Kind = Literal["float", "integer", "bool"]
 REDUCTIONS: Final = frozenset({"sum", "max", "min"})
 #: Operations whose result is true or false.
 BOOLEAN: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "isnan", "keep"})
+COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_LOGICAL: Final = frozenset({"and", "or", "not"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +49,6 @@ class Value:
     kind: Kind
     attribute: Any = None
     number: int = 0
-    stopped: bool = False  # no gradient goes through it
 
     def __repr__(self) -> str:
         inner = ", ".join(f"%{arg.number}" if isinstance(arg, Value) else f"{arg:g}" for arg in self.args)
@@ -89,16 +89,22 @@ class Builder:
         """An integer or bool as FP32; floats as they are."""
         return self._make("float", (x,), None, "float") if isinstance(x, Value) and x.kind != "float" else x
 
+    def truth(self, x: Operand) -> Operand:
+        """Whether it is not 0: NaN is not. A bool as it is."""
+        return x if isinstance(x, Value) and x.kind == "bool" else self("ne", x, 0.0)
+
     def stop(self, x: Value) -> Value:
         """``x``, through which no gradient goes."""
         return self._make("stop", (x,), None, x.kind)
 
     def __call__(self, op: str, *args: Operand) -> Value:
         """``op`` of the arguments, numbers and values."""
-        if op not in ("and", "or", "not", "where"):
-            args = tuple(map(self.float, args))
+        if op in _LOGICAL:
+            args = tuple(map(self.truth, args))
         elif op == "where":
-            args = (args[0], self.float(args[1]), self.float(args[2]))
+            args = (self.truth(args[0]), self.float(args[1]), self.float(args[2]))
+        elif op not in COMPARISONS or not _integers(args):
+            args = tuple(map(self.float, args))
         simpler = self._simpler(op, args)
         if simpler is not None:
             return simpler
@@ -141,6 +147,14 @@ class Builder:
                 extent = (any(v.rows for v in values), op not in REDUCTIONS and any(v.columns for v in values))
             known = self._known[key] = Value(op, args, *extent, kind, attribute, len(self._known))
         return known
+
+
+def _integers(args: tuple[Operand, ...]) -> bool:
+    """Whether all are integers that 32 bits hold, or come from memory as such."""
+    return all(
+        arg.kind == "integer" if isinstance(arg, Value) else float(arg).is_integer() and abs(arg) < 2**31
+        for arg in args
+    )
 
 
 def walk(roots: Iterator[Value] | list[Value], stop: Callable[[Value], bool] = lambda _: False) -> list[Value]:

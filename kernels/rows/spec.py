@@ -1,0 +1,41 @@
+"""What a tensor is like, without its numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Spec", "spec_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor without its numbers.
+
+    Attributes:
+        wanted: it wants a gradient.
+        dropped: how many trailing dimensions a reduction took from it.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    wanted: bool = False
+    dropped: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Such a tensor."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+def spec_of(x: Tensor) -> Spec:
+    """Of a tensor."""
+    return Spec(tuple(x.shape), x.stride(), x.dtype, x.requires_grad)
