@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph, subgraphs
@@ -154,7 +155,8 @@ def _graph_module(name: str, region: Region, inputs: Sequence[Node], outputs: Se
         values[node].meta |= {"in_region": "stored" if node in outputs else "kept", "region": name}
     end = graph.output(tuple(values[node] for node in outputs))
     end.meta["precision"] = Precision(None, None, None, Rule.FOLLOW, "read by the graph around")
-    inner = GraphModule(torch.nn.Module(), graph, class_name="Region")
+    with _use_lazy_graph_module(True):  # where a kernel serves, nobody ever runs its code
+        inner = _make_graph_module(torch.nn.Module(), graph, class_name="Region")
     inner.meta["region"] = name
     return inner
 
