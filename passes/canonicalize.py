@@ -30,11 +30,11 @@ from torch.fx import GraphModule, Node
 
 from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.context import Context
+from fxprec.passes.fusion.rotary import recognize_rotary
 from fxprec.passes.in_place import is_in_place, must_not_write, out_by_copy, write_by_copy
 from fxprec.passes.ir import Op, PassResult
 from fxprec.passes.op_names import canonical_op, cast_target
 from fxprec.passes.op_table import rule_of
-from fxprec.passes.rotary import recognize_rotary
 
 __all__ = ["body_of", "canonicalize", "every_graph", "subgraphs"]
 

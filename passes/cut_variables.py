@@ -12,9 +12,9 @@ from typing import Final
 import torch
 from torch.fx import Node
 
+from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.ir import dtype_name, is_scalar
 from fxprec.passes.mincut import CutProblem, Tensor
-from fxprec.passes.row_operations import is_row_operation
 from fxprec.passes.sites import Site, original
 
 __all__ = ["FP32", "LOW", "Variables"]

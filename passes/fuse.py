@@ -34,15 +34,15 @@ from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.casts import CASTS
 from fxprec.passes.context import Context
-from fxprec.passes.effects import order_of_effects, sort
-from fxprec.passes.functional import make_functional
+from fxprec.passes.fusion.effects import order_of_effects, sort
+from fxprec.passes.fusion.functional import make_functional
+from fxprec.passes.fusion.kernel_calls import call_kernels
+from fxprec.passes.fusion.regions import Region, find_regions, saves
+from fxprec.passes.fusion.row_operations import drops
+from fxprec.passes.fusion.seeds import draw_seeds_like
+from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
+from fxprec.passes.fusion.wide_sums import accumulate_wide
 from fxprec.passes.ir import Op, PassResult, Precision, Rule, is_scalar
-from fxprec.passes.kernel_calls import call_kernels
-from fxprec.passes.regions import Region, find_regions, saves
-from fxprec.passes.row_operations import drops
-from fxprec.passes.seeds import draw_seeds_like
-from fxprec.passes.split_bias import SplitBias, put_back, split_biases
-from fxprec.passes.wide_sums import accumulate_wide
 
 __all__ = ["fuse", "region_names"]
 

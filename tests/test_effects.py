@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.fx import symbolic_trace
 
 from fxprec.errors import InvariantError
-from fxprec.passes.effects import memory_of, order_of_effects, sort, stretches
+from fxprec.passes.fusion.effects import memory_of, order_of_effects, sort, stretches
 
 X = torch.randn(4, 4)
 

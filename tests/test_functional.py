@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxprec.passes.functional import make_functional
+from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.ir import format_graph
 
 X, W = torch.randn(4, 4), torch.randn(4, 4)

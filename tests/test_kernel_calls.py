@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 import fxprec
-from fxprec.passes import kernel_calls
+from fxprec.passes.fusion import kernel_calls
 from fxprec.passes.ir import format_graph
 
 

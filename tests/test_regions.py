@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.effects import order_of_effects
-from fxprec.passes.regions import Region, find_regions
+from fxprec.passes.fusion.effects import order_of_effects
+from fxprec.passes.fusion.regions import Region, find_regions
 
 X, W, B = torch.randn(8, 16), torch.randn(16, 16), torch.randn(16)
 

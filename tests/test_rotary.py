@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxprec.passes.fusion.rotary import rope
 from fxprec.passes.ir import format_graph
-from fxprec.passes.rotary import rope
 
 
 def _load(name: str) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxprec.passes.row_operations import drops, is_row_operation, reduced_dimensions
+from fxprec.passes.fusion.row_operations import drops, is_row_operation, reduced_dimensions
 
 X, INTS = torch.randn(2, 3, 4), torch.randint(0, 9, (2, 3, 4))
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import fxprec
 from fxprec.kernels import triton_support
-from fxprec.passes import kernel_calls
+from fxprec.passes.fusion import kernel_calls
 
 pytestmark = [pytest.mark.zoo, pytest.mark.slow]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxprec.passes.fusion.split_bias import put_back, split_biases
 from fxprec.passes.ir import format_graph
-from fxprec.passes.split_bias import put_back, split_biases
 
 X, W, B = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
 

@@ -21,8 +21,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.casts import CASTS, cast
+from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.ir import CASTABLE, Op, Precision, Rule
-from fxprec.passes.row_operations import is_row_operation
 
 __all__ = ["SplitBias", "put_back", "split_biases"]
 

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from fxprec.kernels.rows.lowering import LOWERINGS
 from fxprec.passes.aliases import alias_roots, written_by
 from fxprec.passes.casts import cast
-from fxprec.passes.effects import stretches
+from fxprec.passes.fusion.effects import stretches
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ir import Op
 from fxprec.passes.op_table import rule_of

@@ -19,9 +19,9 @@ from torch.fx import Graph, Node
 
 from fxprec.errors import InvariantError
 from fxprec.passes.aliases import alias_roots, written_roots
+from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.ir import Op
 from fxprec.passes.op_table import rule_of
-from fxprec.passes.row_operations import is_row_operation
 
 __all__ = ["memory_of", "order_of_effects", "sort", "stretches"]
 

@@ -22,10 +22,10 @@ from typing import Final
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.passes.effects import memory_of, stretches
+from fxprec.passes.fusion.effects import memory_of, stretches
+from fxprec.passes.fusion.row_operations import drops, is_row_operation, reduced_dimensions
 from fxprec.passes.ir import Op, arg_nodes
 from fxprec.passes.op_table import rule_of
-from fxprec.passes.row_operations import drops, is_row_operation, reduced_dimensions
 
 __all__ = ["Region", "find_regions", "saves"]
 
