@@ -32,7 +32,8 @@ _KINKED = [
     "F.relu({0})", "torch.abs({0})", "{0}.clamp(-0.5, 1.0)", "F.leaky_relu({0}, 0.1)", "F.hardswish({0})",
     "torch.maximum({0}, {1})", "torch.minimum({0}, {1})", "torch.floor({0})", "F.elu({0})", "torch.clamp({0}, {1})",
 ]  # fmt: skip
-_MASKS = ["({0} > {1})", "({0} <= 0.25)", "torch.logical_not({0} < {1})", "torch.logical_or({0} > 1, {1} < 0)"]
+#: Operands of "or" are alike: the interpreter cannot broadcast the truth of a scalar.
+_MASKS = ["({0} > {1})", "({0} <= 0.25)", "torch.logical_not({0} < {1})", "torch.logical_or({0} > 1, {0} < 0)"]
 _MASKED = ["torch.where({2}, {0}, {1})", "{0}.masked_fill({2}, 0.5)", "torch.where({2}, {0}, 0.0) + {1}"]
 _KEPT = [
     "{0}.sum(-1, keepdim=True) / {c}", "{0}.mean(-1, keepdim=True)", "torch.logsumexp({0}, -1, keepdim=True)",
@@ -55,7 +56,7 @@ class Random:
 
     def function(self, drop: Callable[[Any, int], Any]) -> Callable[..., Any]:
         """The function, with dropout as given: ``drop(x, number)``."""
-        scope: dict[str, Any] = {"torch": torch, "F": F, "drop": drop}
+        scope: dict[str, Any] = {"torch": torch, "F": F, "drop": drop, "cast": _cast}
         exec(self.source, scope)
         return scope["f"]
 
@@ -68,6 +69,13 @@ class Random:
             x = {"low": x.to(low), "single": x, "bool": x > 0, "integer": (x * 3).int()}[kind].to(device)
             made.append(_laid(x, layout).detach().requires_grad_(wanted and x.is_floating_point()))
         return made
+
+
+def _cast(x: Any) -> Any:
+    """To float16 and back; of a reference without rounding the gradient too."""
+    if isinstance(x, Tensor) and x.dtype is torch.float64:
+        return x + (x.half().double() - x).detach()
+    return x.half().float()
 
 
 def _laid(x: Tensor, layout: str) -> Tensor:
@@ -134,7 +142,7 @@ def regions(draw: st.DrawFn, casts: bool) -> Random:
             a = pick(full)
             text, draws = f"drop({a}, {draws})", draws + 1
         elif kind == "cast" and casts:
-            text = f"{a}.half().float()"
+            text = f"cast({a})"
         elif kind == "binary":
             text = pick(_BINARY if casts else _BINARY + _ALIKE).format(a, b)
         else:

@@ -108,10 +108,10 @@ def _derive(gm: GraphModule, inputs: Sequence[Spec], layout: Layout, reduced: in
 
 
 def _port(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> Port:
-    """How a tensor that broadcasts to the layout's shape varies. With one row, or one element, everything does."""
+    """How a tensor that broadcasts to the layout's shape varies. Everything does along a single row or column."""
     padded = (1,) * (len(layout.shape) - len(shape)) + tuple(shape)
     rows = [padded[d] != 1 for d in layout.row_dims]
-    columns = any(padded[d] != 1 for d in layout.column_dims) or (layout.flat and not layout.column_dims)
+    columns = any(padded[d] != 1 for d in layout.column_dims) or not layout.column_dims
     return Port(dtype, any(rows) or not rows, columns, some_rows=any(rows) and not all(rows))
 
 

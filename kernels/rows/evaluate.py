@@ -9,10 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.philox import keep_mask
 from fxprec.kernels.rows.layout import Layout
 from fxprec.kernels.rows.row_program import Program
-from fxprec.kernels.rows.values import REDUCTIONS, Value, walk
+from fxprec.kernels.rows.values import COMPARISONS, REDUCTIONS, Value, walk
 
 __all__ = ["evaluate"]
 
@@ -58,6 +57,8 @@ def _apply(
     value: Value, arguments: list[Any], layout: Layout, seeds: Tensor | None, seed: int, dtype: torch.dtype
 ) -> Any:
     if value.op == "keep":
+        from fxprec.kernels.philox import keep_mask  # which loads Triton
+
         assert seeds is not None
         number, p = value.attribute
         return keep_mask(seeds[seed + number], layout.rows, layout.columns, p)
@@ -71,29 +72,25 @@ def _apply(
     if value.op in REDUCTIONS:
         x = arguments[0].expand(-1, layout.columns)
         return {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[value.op](x, 1, keepdim=True)
-    if value.op == "where":
-        numbers = [
-            a if isinstance(a, Tensor) else torch.tensor(a, dtype=dtype, device=arguments[0].device)
-            for a in arguments[1:]
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if value.op in COMPARISONS and not tensors[0].is_floating_point():
+        dtype = torch.int64  # of integers: exact
+    if value.op in _OF_TENSORS:
+        arguments = [
+            a if isinstance(a, Tensor) else torch.tensor(a, dtype=dtype, device=tensors[0].device) for a in arguments
         ]
-        return torch.where(arguments[0], *numbers)
-    if value.op in ("maximum", "minimum"):
-        numbers = [
-            a
-            if isinstance(a, Tensor)
-            else torch.tensor(a, dtype=dtype, device=seeds.device if seeds is not None else None)
-            for a in arguments
-        ]
-        return getattr(torch, value.op)(*numbers)
     return _OPS[value.op](*arguments)
 
 
+#: Functions that take no numbers in the place of tensors.
+_OF_TENSORS: Final = COMPARISONS | {"where", "maximum", "minimum"}
 _OPS: Final[Mapping[str, Callable[..., Tensor]]] = MappingProxyType(
     {
         "add": torch.add, "sub": lambda a, b: a - b, "mul": torch.mul, "div": lambda a, b: a / b,
         **{name: getattr(torch, name) for name in (
             "neg", "abs", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "erf", "tanh",
             "sigmoid", "sign", "floor", "ceil", "trunc", "isnan", "ne", "lt", "le", "gt", "ge", "eq",
+            "where", "maximum", "minimum",
         )},
         "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "stop": lambda x: x.detach(),
     }

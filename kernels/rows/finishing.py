@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.rows.evaluate import evaluate
-from fxprec.kernels.rows.row_program import Port
+from fxprec.kernels.rows.layout import Layout
+from fxprec.kernels.rows.row_program import Backward, Port
 from fxprec.kernels.rows.spec import Spec
 
 if TYPE_CHECKING:
     from fxprec.kernels.rows.plan import Plan
 
-__all__ = ["Finish", "eager_backward", "finished", "finishes", "laid_out"]
+__all__ = ["Finish", "eager_backward", "finished", "finishes", "laid_out", "partial_widths"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,47 +29,59 @@ class Finish:
     """One input's gradient.
 
     Attributes:
-        stored: number of the tensor that the kernel stored it in; -1: it is among the column sums.
-        columns: (first, how many) of these.
+        partial: whether it is among the column sums.
+        stored: its number there, or among the tensors that the kernel stored.
+        plain: it has the input's shape.
         shape: that the columns have in the layout's order; None where that is the input's own.
         order: how these dimensions lie in the input.
         summed: dimensions to sum over.
     """
 
     spec: Spec
+    partial: bool
     stored: int
-    columns: tuple[int, int] = (0, 0)
+    plain: bool
     shape: tuple[int, ...] | None = None
     order: tuple[int, ...] = ()
     summed: tuple[int, ...] = ()
 
+    def shaped(self, x: Tensor) -> Tensor:
+        """The gradient in the input's shape."""
+        if self.summed:
+            x = x.sum(self.summed, keepdim=True, dtype=torch.float32)
+        elif self.shape is not None:
+            x = x.reshape(self.shape).permute(self.order)
+        return x.reshape(self.spec.shape)
 
-def finishes(plan: Plan) -> tuple[Finish, ...]:
-    """Of each wanted input."""
-    bw = plan.backward_program
-    found, offset, number = [], 0, 0
-    slots: list[tuple[int, tuple[int, int]]] = []
-    for store in bw.program.stores:
-        width = bw.program.columns if store.columns else 1
-        slots.append((-1, (offset, width)) if store.partial else (number, (0, 0)))
-        offset, number = offset + width * store.partial, number + (not store.partial)
+
+def partial_widths(bw: Backward) -> tuple[int, ...]:
+    """How many columns each column sum has."""
+    return tuple(bw.program.columns if store.columns else 1 for store in bw.program.stores if store.partial)
+
+
+def finishes(
+    bw: Backward, inputs: Sequence[Spec], gradients: Sequence[Spec | None], layout: Layout
+) -> tuple[Finish, ...]:
+    """Of each wanted input. ``gradients``: as the kernel stores them, for each of its stores."""
+    partial = [store.partial for store in bw.program.stores]
+    numbers = [partial[:slot].count(own) for slot, own in enumerate(partial)]
+    found = []
     for n, slot in zip(bw.wanted, bw.stored_in, strict=True):
-        spec, (stored, columns) = plan.inputs[n], slots[slot]
-        given = plan.gradients[slot]
+        spec, given = inputs[n], gradients[slot]
         if given is None:
-            shape, order = _columns_of(plan, spec)
-            found.append(Finish(spec, stored, columns, shape, order))
+            shape, order = _order(spec, layout)
+            plain = shape is None and len(spec.shape) == 1
+            found.append(Finish(spec, True, numbers[slot], plain, shape, order))
         else:
-            missing = len(given.shape) - len(spec.shape)
-            padded = (1,) * missing + spec.shape
-            dims = [d for d, size in enumerate(given.shape) if d < missing or padded[d] == 1 != size]
-            found.append(Finish(spec, stored, summed=tuple(dims) if given.shape != spec.shape else ()))
+            padded = (1,) * (len(given.shape) - len(spec.shape)) + spec.shape
+            summed = tuple(d for d, size in enumerate(given.shape) if padded[d] == 1 != size)
+            found.append(Finish(spec, False, numbers[slot], given.shape == spec.shape, summed=summed))
     return tuple(found)
 
 
-def _columns_of(plan: Plan, spec: Spec) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+def _order(spec: Spec, layout: Layout) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
     """Columns lie in the layout's order, which may be another than that of the input's dimensions."""
-    layout, missing = plan.layout, len(plan.layout.shape) - len(spec.shape)
+    missing = len(layout.shape) - len(spec.shape)
     dims = [d for d in layout.column_dims if d >= missing and spec.shape[d - missing] != 1]
     if dims == sorted(dims):
         return None, ()
@@ -77,25 +90,19 @@ def _columns_of(plan: Plan, spec: Spec) -> tuple[tuple[int, ...] | None, tuple[i
 
 def finished(plan: Plan, made: Sequence[Tensor]) -> list[Tensor]:
     """A gradient for each wanted input, in its shape and dtype, from what ``Plan.backward`` gave."""
-    partials = plan.backward_launch.partials
-    sums = made[-1] if partials is None else made[-1].sum(0) if partials[0] > 1 else made[-1][0]
+    sums: Sequence[Tensor] = ()
+    if plan.backward_launch.partials is not None:
+        partials = made[-1]
+        total = partials.sum(0) if len(partials) > 1 else partials.view(-1)
+        sums = total.split_with_sizes(plan.partial_widths)
     found = []
     for each in plan.finishes:
-        spec = each.spec
-        if each.stored < 0:
-            gradient = _shaped(sums.narrow(0, *each.columns), each)
-        elif each.summed:
-            gradient = made[each.stored].sum(each.summed, keepdim=True, dtype=torch.float32).reshape(spec.shape)
-        else:
-            gradient = made[each.stored]
-        found.append(gradient if gradient.dtype is spec.dtype else gradient.to(spec.dtype))
+        gradient = sums[each.stored] if each.partial else made[each.stored]
+        if not each.plain:
+            gradient = each.shaped(gradient)
+        dtype = each.spec.dtype
+        found.append(gradient if gradient.dtype is dtype else gradient.to(dtype))
     return found
-
-
-def _shaped(columns: Tensor, finish: Finish) -> Tensor:
-    if finish.shape is not None:
-        columns = columns.reshape(finish.shape).permute(finish.order)
-    return columns.reshape(finish.spec.shape)
 
 
 def laid_out(plan: Plan, cotangents: Sequence[Tensor]) -> list[Tensor]:
@@ -138,7 +145,7 @@ def eager_backward(
     for n, slot, finish in zip(bw.wanted, bw.stored_in, plan.finishes, strict=True):
         spec, gradient, store = plan.inputs[n], found[slot], bw.program.stores[slot]
         if store.partial:
-            gradient = _shaped(gradient.reshape(-1), finish)
+            gradient = finish.shaped(gradient.reshape(-1))
         else:
             rows, columns = layout.rows, layout.columns if store.columns else 1
             gradient = layout.torch_shaped(gradient.expand(rows, columns), store.columns).sum_to_size(spec.shape)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fxprec.kernels.rows import accounting, ops
-from fxprec.kernels.rows.finishing import Finish, finishes
+from fxprec.kernels.rows.finishing import Finish, finishes, partial_widths
 from fxprec.kernels.rows.kernel import Launch, prepare
 from fxprec.kernels.rows.layout import Layout, place
 from fxprec.kernels.rows.row_program import Backward, Program
@@ -78,7 +79,12 @@ class Plan:
     @functools.cached_property
     def finishes(self) -> tuple[Finish, ...]:
         """How each wanted input's gradient comes from what ``backward`` gives."""
-        return finishes(self)
+        return finishes(self.backward_program, self.inputs, self.gradients, self.layout)
+
+    @functools.cached_property
+    def partial_widths(self) -> tuple[int, ...]:
+        """Columns of each of the column sums."""
+        return partial_widths(self.backward_program)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -197,8 +203,8 @@ class Plan:
     @property
     def kernels(self) -> int:
         """Launches of a forward and a backward."""
-        return accounting.kernels(self)
+        return accounting.kernels(cast("Any", self))
 
     def bytes_moved(self) -> tuple[int, int]:
         """(bytes, their bound) of a forward and a backward."""
-        return accounting.bytes_moved(self)
+        return accounting.bytes_moved(cast("Any", self))

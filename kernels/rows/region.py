@@ -194,4 +194,4 @@ class _Run(torch.autograd.Function):
 
 
 #: ``_Run.apply`` without its look for function transforms, which took a third of a call: none are active by then.
-_apply: Final = super(torch.autograd.Function, _Run).apply
+_apply: Final = super(torch.autograd.Function, _Run).apply  # type: ignore[misc]
