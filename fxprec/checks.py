@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from fxprec.errors import ConversionError
 from fxprec.module import is_converted
 from fxprec.passes.policy import Policy
-from fxprec.settings import Settings
+from fxprec.settings import Settings, why_no_kernels
 
 __all__ = ["check_module_overrides", "refuse_unfit", "settled_device"]
 
@@ -83,23 +83,24 @@ def _refuse_unfinished(settings: Settings) -> None:
 
 
 def _refuse_no_kernels(settings: Settings) -> None:
-    """``fuse`` asks for regions, and there can be none."""
-    wanted = settings.fuse in (True, "aten") or isinstance(settings.fuse, Mapping)
-    if not wanted or settings.regions == "triton" or (settings.regions and settings.fuse is not True):
+    """``fuse`` asks for regions, and there can be none; of "auto" on CUDA a warning says why kernels do not run."""
+    named = settings.fuse in (True, "aten") or isinstance(settings.fuse, Mapping)
+    served = settings.regions == "triton" or (bool(settings.regions) and settings.fuse is not True)
+    if served or not (named or (settings.fuse == "auto" and settings.device == "cuda")):
         return
     if settings.policy.level == "O0":
         why = "level O0 is equal bit for bit, which no kernel of another order is: take O1"
     elif settings.executor == "inductor":
         why = "executor='inductor' fuses by itself: leave one of them out"
     else:
-        lacks = (
-            "Triton is not installed" if find_spec("triton") is None else f"the parameters are on {settings.device!r}"
-        )
         why = (
-            f"{lacks}: Triton kernels run on CUDA. fuse='auto' takes native mixed-precision kernels there, "
+            f"{why_no_kernels(settings.device)}. fuse='auto' takes native mixed-precision kernels there, "
             "fuse='aten' forms the regions and runs them op by op"
         )
-    raise ConversionError(f"fuse={settings.fuse!r}: {why}")
+        if not named:
+            warnings.warn(f"no fused kernels: {why_no_kernels(settings.device)}; torch's own serve", stacklevel=4)
+    if named:
+        raise ConversionError(f"fuse={settings.fuse!r}: {why}")
 
 
 def _refuse_module(model: nn.Module) -> None:

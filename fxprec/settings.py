@@ -16,7 +16,7 @@ from fxprec.passes.policy import Policy
 from fxprec.passes.policy_terms import did_you_mean
 from fxprec.program import Executor
 
-__all__ = ["Settings", "one_of"]
+__all__ = ["Settings", "one_of", "why_no_kernels"]
 
 Capture = Literal["auto", "symbolic", "dynamo"]
 Placement = Literal["mincut", "autocast"]
@@ -89,7 +89,7 @@ class Settings:
             return ""
         if self.fuse == "aten":
             return "aten"
-        if (self.device == "cuda" or self.fuse != "auto") and _runs_kernels(self.device):
+        if (self.device == "cuda" or self.fuse != "auto") and not why_no_kernels(self.device):
             return "triton"
         return "aten" if isinstance(self.fuse, Mapping) else ""
 
@@ -105,10 +105,11 @@ class Settings:
         return None
 
 
-def _runs_kernels(device: str) -> bool:
-    from fxprec.kernels.triton_support import can_launch  # which loads Triton
+def why_no_kernels(device: str) -> str:
+    """Why fused kernels do not run on a device of this type; "" where they do."""
+    from fxprec.kernels.triton_support import why_not  # which loads Triton
 
-    return can_launch(torch.device(device))
+    return why_not(device)
 
 
 def one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -6,6 +6,7 @@ files take ``jit`` and ``tl`` from here and nothing from Triton itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -29,6 +30,7 @@ __all__ = [
     "require_triton",
     "tl",
     "triton_dtype",
+    "why_not",
 ]
 
 HAS_TRITON: Final = triton is not None
@@ -69,6 +71,30 @@ def interpreting() -> bool:
 def can_launch(device: torch.device) -> bool:
     """Whether kernels run on tensors of this device: on CUDA with Triton, in Triton's interpreter anywhere."""
     return HAS_TRITON and (device.type == "cuda" or interpreting())
+
+
+@functools.cache
+def why_not(kind: str) -> str:
+    """Why no kernel runs on devices of this type, after one has been tried; "" where they do."""
+    device = torch.device(kind)
+    if triton is None:
+        return "Triton is not installed"
+    if not can_launch(device):
+        return f"Triton does not run on '{kind}'"
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    try:
+        x = torch.zeros(1, device=device)
+        _one_kernel[(1,)](x)
+        return "" if x.item() == 1.0 else "a test kernel gave a wrong result"
+    except Exception as error:  # no compiler, an unknown device, a driver of another age: whatever Triton meets
+        return f"a test kernel failed: {type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+
+
+@jit()
+def _one_kernel(x):
+    """x: fp32 [1], becomes 1. Grid: one program."""
+    tl.store(x, 1.0)
 
 
 def require_triton(device: torch.device, kernel: str) -> None:

@@ -85,3 +85,27 @@ def test_what_this_version_does_not_have(settings, words):
     with pytest.raises(fxprec.ConversionError, match=words):
         fxprec.convert(model, **settings)
     assert type(model) is nn.Linear
+
+
+def test_fusion_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" on CUDA warns and goes on without; True is refused with the same words."""
+    from fxprec import checks, settings
+
+    for module in (checks, settings):
+        monkeypatch.setattr(module, "why_no_kernels", lambda device: "a test kernel failed: no compiler")
+    policy = fxprec.Policy.preset("O1")
+    auto = settings.Settings(policy, torch.bfloat16, device="cuda")
+    assert auto.regions == ""
+    with pytest.warns(UserWarning, match="no fused kernels: a test kernel failed: no compiler; torch's own serve"):
+        checks.refuse_unfit(nn.Linear(2, 2), auto)
+    with pytest.raises(fxprec.ConversionError, match="fuse=True: a test kernel failed: no compiler"):
+        checks.refuse_unfit(nn.Linear(2, 2), settings.Settings(policy, torch.bfloat16, device="cuda", fuse=True))
+    monkeypatch.setattr(settings, "why_no_kernels", lambda device: "")
+    assert settings.Settings(policy, torch.bfloat16, device="cuda").regions == "triton"
+    for options, words in [
+        ({"policy": fxprec.Policy.preset("O0")}, "bit for bit"),
+        ({"executor": "inductor"}, "leave"),
+    ]:
+        given = {"policy": policy, "dtype": torch.bfloat16, "device": "cuda", "fuse": True} | options
+        with pytest.raises(fxprec.ConversionError, match=words):
+            checks.refuse_unfit(nn.Linear(2, 2), settings.Settings(**given))

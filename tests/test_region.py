@@ -618,3 +618,23 @@ def test_symbolic_tracing_sees_the_ops() -> None:
 
     gm = torch.fx.symbolic_trace(Outer())
     assert F.silu in {node.target for node in gm.graph.nodes}
+
+
+@on_devices
+def test_a_launch_that_is_declined_is_declined_before_it_is_wanted(device: str) -> None:
+    region = tools.region_of(lambda x, b: F.layer_norm(x + b, (3, 4)))
+    x, b = leaf(2, 3, 4, device=device), leaf(4, device=device)
+    result = region(x, b)
+    assert (region.path, region.reason) == ("aten", "a tensor whose columns are not evenly spaced in memory")
+    assert torch.equal(result, F.layer_norm(x + b, (3, 4)))
+
+
+@on_devices
+def test_another_device_is_another_plan(device: str) -> None:
+    region = tools.region_of(lambda x, y: F.silu(x) * y)
+    x = torch.randn(4, 6, device=device)
+    region(x, x)
+    assert region.path == "triton"
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        region(x, torch.randn(4, 6, device="meta"))  # the ops themselves say what is wrong
+    assert region.reason == "inputs on several devices"

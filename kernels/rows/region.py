@@ -69,7 +69,7 @@ class FusedRegion(nn.Module):
             self.path, self.reason = "aten", watcher
             return self._as_ops(inputs)
         recording = torch.is_grad_enabled()
-        key = (recording, inputs[0].device, *[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs])
+        key = (recording, *[(x.shape, x.stride(), x.dtype, x.requires_grad, x.device) for x in inputs])
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan(key, inputs, recording)
@@ -78,6 +78,8 @@ class FusedRegion(nn.Module):
             return self._as_ops(inputs)
         if self.path != "triton":  # a module's attributes take a microsecond each
             self.path, self.reason = "triton", ""
+        if seeds is not None and seeds.device != plan.device:  # drawn where the graph begins, on another device
+            seeds = seeds.to(plan.device)
         if plan.derived.backward is not None:
             results = _apply(self, plan, seeds, *inputs)
         else:
@@ -104,7 +106,7 @@ class FusedRegion(nn.Module):
         from fxprec.kernels.rows.spec import Spec
         from fxprec.kernels.triton_support import HAS_TRITON, can_launch
 
-        device = inputs[0].device
+        device = next((x.device for x in inputs if x.dim()), inputs[0].device)
         if not HAS_TRITON:
             raise Declined("Triton is not installed")
         if not can_launch(device):
@@ -115,10 +117,10 @@ class FusedRegion(nn.Module):
             raise Declined("a scalar on another device")
         known = _DERIVED.setdefault(structure_of(self.graph_module), {})
         specs = [Spec(tuple(x.shape), x.stride(), x.dtype, recording and x.requires_grad) for x in inputs]
-        with (
-            _disable_current_modes()
-        ):  # shapes are found by running the graph on meta tensors, which is nobody's business
-            return make_plan(self.name, self.graph_module, specs, device, known)
+        with _disable_current_modes():  # shapes are found by running the graph on meta tensors: nobody's business
+            plan = make_plan(self.name, self.graph_module, specs, device, known)
+            plan.launches()  # made now, since they may be declined as well
+        return plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
