@@ -143,7 +143,8 @@ def _compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
+    given = {"attrs": attributes} if attributes else {}
+    source = ASTSource(kernel, types, constexprs=constants, **given)
     built = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(built.asm["cubin"])
