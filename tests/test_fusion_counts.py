@@ -55,9 +55,11 @@ class Kernels(TorchDispatchMode):
     """Counts what launches a kernel, without matrix products, attention and casts of parameters' gradients."""
 
     HEAVY = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product")
-    VIEWS = ("view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "select", "slice",
-             "split", "split_with_sizes", "detach", "alias", "as_strided", "unbind", "reshape", "empty",
-             "empty_strided", "empty_like", "new_empty_strided", "narrow", "lift_fresh", "new_empty", "_reshape_alias")  # fmt: skip
+    VIEWS = (
+        "view _unsafe_view t transpose permute expand unsqueeze squeeze select slice split split_with_sizes detach "
+        "alias as_strided unbind reshape empty empty_strided empty_like new_empty_strided narrow lift_fresh new_empty "
+        "_reshape_alias"
+    ).split()
 
     def __init__(self) -> None:
         super().__init__()
