@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, _symbolic_trace
 
 from fxprec import dynamo
 from fxprec.dynamo_fsdp import frames_of_shards
@@ -102,12 +102,13 @@ class DynamicGraphs:
         ours = dynamo.backend_error(error)
         if ours is not None:
             raise ours
+        if dynamo.met_a_trace(error):  # of another thread; it comes before anything has run
+            with CAPTURING:
+                if not _symbolic_trace._is_fx_tracing_flag:  # else it is a trace of this thread's own
+                    return self.run(module, args, kwargs)
         tracing = dynamo.failed_while_tracing(error)
         if conversion.graphs and not tracing:
             raise error
-        if dynamo.met_a_trace(error):  # of another thread; it comes before anything has run
-            with CAPTURING:
-                return self.run(module, args, kwargs)
         if self._under_net:
             with contextlib.suppress(Exception):
                 return self._without_net(module, args, kwargs)

@@ -257,9 +257,11 @@ def test_the_training_of_resnet_at_a_tiny_size() -> None:
 
 def test_batch_norms_of_resnet50_become_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, without running any: 53, of which four, in shortcuts, have nothing behind them to join."""
+    from fxprec import settings
     from fxprec.kernels import triton_support
 
     monkeypatch.setattr(triton_support, "can_launch", lambda device: True)
+    monkeypatch.setattr(settings, "why_no_kernels", lambda device: "")
     model = _load("tests/zoo.py").resnet()
     assert sum(isinstance(each, nn.BatchNorm2d) for each in model.modules()) == 53
     assert kernel_calls(fxprec.convert(model, dtype=BFLOAT16, fuse=True)[0], "batch_norm") == 49

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import fxprec
+from fxprec import settings
 from fxprec.kernels import triton_support
 from fxprec.passes.fusion import kernel_calls
 
@@ -98,6 +99,7 @@ def regions(name: str) -> tuple[Any, ...]:
     model, inputs = MODELS[name]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_support, "can_launch", lambda device: True)
+        patch.setattr(settings, "why_no_kernels", lambda device: "")
         patch.setattr(kernel_calls, "is_served", lambda x: False)  # hand-written kernels have tests of their own
         patch.setattr(Launch, "__call__", lambda *arguments: None)
         patch.setattr(Spec, "empty", lambda spec, device: zeros(spec, device).zero_())  # some are indices later on
