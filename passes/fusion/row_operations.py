@@ -22,7 +22,6 @@ __all__ = ["drops", "is_row_operation", "reduced_dimensions"]
 #: Keyword arguments that may be there, and what they must be.
 _ALLOWED: Final = {"inplace": (False, True), "out": (None,), "rounding_mode": (None,)}
 _EXPONENTS: Final = frozenset({1.0, 2.0, 3.0, 4.0, -1.0, -2.0, -3.0, -4.0, 0.5, -0.5, 1.5})
-_CASTS_TO: Final = CASTABLE
 #: Dtypes of tensors that kernels load.
 _LOADED: Final = CASTABLE | {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
 #: Integers that FP32, in which kernels compare, does not tell apart.
