@@ -23,11 +23,10 @@ version counter of its own: two forwards before one backward (a GAN, siamese tow
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import threading
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,14 +39,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fxprec.errors import FxprecError
 from fxprec.low_gradients import cast_with_low_gradient, refuse_ddp, wants_low_gradient, widen
+from fxprec.shadow_plan import Plan
 
 __all__ = ["ShadowStore", "StaleShadowError", "stores"]
 
 #: The sequence number below that of AccumulateGrad, which is the highest.
 _AS_SOON_AS_READY = 2**64 - 2
-
-_version = operator.attrgetter("_version")
-_pointer = Tensor.data_ptr
 
 #: Modes under which a persistent tensor would enter a trace as a constant, or be made fake.
 _TRACING_MODES = (
@@ -67,25 +64,20 @@ class StaleShadowError(FxprecError, RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One shadow. ``alias`` shares its storage but not its version counter; the last three: its weight when copied."""
+    """One shadow. ``alias`` shares its storage but not its version counter; the last three: its weight when copied.
+
+    ``stream``: the CUDA stream it was made on, where its edge is walked; None on a CPU.
+    """
 
     key: int
     weight: weakref.ref[Tensor]
     shadow: Tensor
     alias: Tensor
+    stream: torch.cuda.Stream | None
     device: torch.device
     requires_grad: bool
     version: int
     pointer: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The answer to one ``read``, good for as long as the keys of its weights are these."""
-
-    shadows: list[Tensor]
-    versions: list[int]
-    pointers: list[int]
 
 
 class ShadowStore:
@@ -106,7 +98,7 @@ class ShadowStore:
         self.debug = debug
         self.refreshes = 0
         self._entries: dict[int, _Entry] = {}
-        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._plans: dict[tuple[int, ...], Plan] = {}
         self._stepped: set[int] = set()
         self._written: set[int] = set()  # by the optimizer, in its step
         self._entered = False  # a forward began and no recording read has refreshed it yet
@@ -139,8 +131,7 @@ class ShadowStore:
             plan is not None
             and not self._stale
             and not (self._entered and torch.is_grad_enabled())
-            and [*map(_version, weights)] == plan.versions
-            and [*map(_pointer, weights)] == plan.pointers
+            and plan.holds(weights)
         ):
             return plan.shadows.copy()
         # Nothing may hold an old shadow while a new one is made: its memory, and an AccumulateGrad of the old shape.
@@ -164,6 +155,10 @@ class ShadowStore:
         if entry is None or entry.pointer != weight.data_ptr() or entry.shadow.shape != weight.shape:
             return None
         return entry.shadow
+
+    def made_on(self, stream: torch.cuda.Stream | None) -> bool:
+        """Whether every shadow was made on this CUDA stream: else a graph captured there cannot hold its backward."""
+        return all(entry.stream == stream for entry in [*self._entries.values()])
 
     def note_stepping(self, weights: Iterable[Tensor]) -> None:
         """They are about to change: until ``note_written`` says otherwise, their shadows are stale."""
@@ -213,6 +208,11 @@ class ShadowStore:
         """``read`` when something changed, or might have."""
         with self._lock:
             recording = self._entered and torch.is_grad_enabled()
+            if recording and not self._accumulating and (plan := self._plans.get(ids)) is not None:
+                if self._refreshed_by(plan, weights, ids):
+                    self._entered = False
+                    return plan.shadows.copy()
+                del plan  # see ``read``
             if recording or self._stale:
                 everything = recording and not self._held and any(e.requires_grad for e in [*self._entries.values()])
                 self._refresh_all(everything or self._stale)
@@ -232,10 +232,29 @@ class ShadowStore:
                 # No plan: the id of a temporary may come back as that of a weight.
                 pairs = zip(weights, entries, strict=True)
                 return [weight.to(self.dtype) if entry is None else entry.shadow for weight, entry in pairs]
-            shadows = [entry.shadow for entry in lasting]
-            versions, pointers = [entry.version for entry in lasting], [entry.pointer for entry in lasting]
-            self._plans[ids] = _Plan(shadows, versions, pointers)
+            shadows, aliases = [entry.shadow for entry in lasting], [entry.alias for entry in lasting]
+            self._plans[ids] = Plan.of(weights, shadows, aliases, [entry.version for entry in lasting])
             return shadows.copy()
+
+    def _refreshed_by(self, plan: Plan, weights: Sequence[Tensor], ids: tuple[int, ...]) -> bool:
+        """Refresh everything by one plan: the usual case, a step of the optimizer on all weights and no other change.
+
+        False, and nothing was done: something else is the case.
+        """
+        known = len(self._entries)
+        if plan.distinct != known or plan.device is None or not any(plan.requires_grad) or not plan.fits(weights):
+            return False
+        changed, stepped, written = plan.changed(weights), len(self._stepped), len(self._written)
+        if changed is None or stepped not in (0, known) or written not in (0, 0 if changed or stepped else known):
+            return False
+        if not written:
+            self._copy(lambda: plan.copy(weights, changed=changed or stepped > 0))
+        if changed:
+            for key, version in zip(ids, plan.note_versions(weights), strict=True):
+                self._entries[key].version = version
+        self._stepped.clear()
+        self._stale = False
+        return True
 
     def _entry(self, weight: Tensor) -> _Entry | None:
         """The entry of a weight, made on first sight; None where it is to be cast afresh."""
@@ -255,7 +274,9 @@ class ShadowStore:
             self._low_gradients.add(key)
         reference = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key))
         version, pointer = weight._version, weight.data_ptr()
-        entry = _Entry(key, reference, shadow, shadow.data, weight.device, weight.requires_grad, version, pointer)
+        stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
+        kind = weight.device, weight.requires_grad
+        entry = _Entry(key, reference, shadow, shadow.data, stream, *kind, version, pointer)
         self._entries[key] = entry
         return entry
 
@@ -304,10 +325,12 @@ class ShadowStore:
                 sources.append(weight)
         if not copies:
             return
+        self._copy(lambda: [torch._foreach_copy_(*lists) for lists in copies.values()])  # pyright: ignore
+
+    def _copy(self, copy: Callable[[], object]) -> None:
         try:
             with torch.no_grad():
-                for targets, sources in copies.values():
-                    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+                copy()
         except BaseException:
             self.clear()  # half copied, and the keys say otherwise
             raise

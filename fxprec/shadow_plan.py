@@ -1,0 +1,84 @@
+"""The answer to one read of shadows, kept, and the signs by which it still holds.
+
+Between two reads of the same weights mostly nothing happens, or an optimizer steps on all of them. Both are told by a
+few C loops over flat lists; whatever else happened is for the store, which looks at one weight after the other.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Plan"]
+
+_version = operator.attrgetter("_version")
+_requires_grad = operator.attrgetter("requires_grad")
+_shape = operator.attrgetter("shape")
+_pointer = Tensor.data_ptr
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Shadows of a list of weights, and what the weights were like when they were copied.
+
+    Attributes:
+        shadows, aliases: of each weight; an alias shares the storage of the shadow but not its version counter.
+        distinct: how many different weights.
+        device: of all of them; None where there are several.
+    """
+
+    shadows: list[Tensor]
+    aliases: list[Tensor]
+    distinct: int
+    device: torch.device | None
+    versions: list[int]
+    pointers: list[int]
+    shapes: list[torch.Size]
+    requires_grad: list[bool]
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], shadows: list[Tensor], aliases: list[Tensor], versions: list[int]) -> Plan:
+        devices = {weight.device for weight in weights}
+        return cls(
+            shadows,
+            aliases,
+            len({*map(id, weights)}),
+            devices.pop() if len(devices) == 1 else None,
+            versions,
+            [*map(_pointer, weights)],
+            [*map(_shape, weights)],
+            [*map(_requires_grad, weights)],
+        )
+
+    def holds(self, weights: Sequence[Tensor]) -> bool:
+        """Whether no weight shows a change."""
+        return [*map(_version, weights)] == self.versions and [*map(_pointer, weights)] == self.pointers
+
+    def fits(self, weights: Sequence[Tensor]) -> bool:
+        """Whether the shadows still fit the weights, whatever their values are."""
+        return (
+            [*map(_pointer, weights)] == self.pointers
+            and [*map(_shape, weights)] == self.shapes
+            and [*map(_requires_grad, weights)] == self.requires_grad
+        )
+
+    def changed(self, weights: Sequence[Tensor]) -> bool | None:
+        """Whether the versions say that all weights changed, or none; None: some of them."""
+        same = [*map(operator.eq, map(_version, weights), self.versions)]
+        return None if any(same) and not all(same) else not any(same)
+
+    def note_versions(self, weights: Sequence[Tensor]) -> list[int]:
+        """Their changes are known from now on."""
+        self.versions[:] = map(_version, weights)
+        return self.versions
+
+    def copy(self, weights: Sequence[Tensor], *, changed: bool) -> None:
+        """Copy all weights to their shadows: where they changed, so that autograd sees it."""
+        targets: Any = self.shadows if changed else self.aliases
+        with torch.no_grad():
+            torch._foreach_copy_(targets, [*weights])  # pyright: ignore[reportPrivateImportUsage]
