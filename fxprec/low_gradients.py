@@ -30,16 +30,24 @@ def wants_low_gradient(weight: Tensor) -> bool:
     return weight.requires_grad and weight in _marks()
 
 
-def cast_with_low_gradient(weight: Any, dtype: torch.dtype) -> Tensor:
+def cast_with_low_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """``weight.to(dtype)`` whose backward hands the low gradient on. A gradient that is there already is rounded.
+
+    The edge is that of a clone, made while the weight holds its low values: walked at every step, it must be torch's
+    own. (A Python autograd.Function takes longer than the cast that it saves, where weights are small.)
 
     Raises:
         ConversionError: DistributedDataParallel is running.
     """
     refuse_ddp()
-    shadow: Any = _LowGradient.apply(weight, dtype)
+    wide = weight.data
+    low = wide.to(dtype)
     _set_grad_dtype(weight, dtype)
-    return shadow
+    weight.data = low
+    try:
+        return weight.clone()
+    finally:
+        weight.data = wide
 
 
 def widen(weights: Iterable[Tensor]) -> None:
@@ -83,15 +91,3 @@ def _set_grad_dtype(weight: Any, dtype: torch.dtype) -> None:
         weight.grad = None
         weight.grad_dtype = dtype
         weight.grad = gradient.to(dtype)
-
-
-class _LowGradient(torch.autograd.Function):
-    """The identity in the backward: the weight's ``grad_dtype`` is low."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return weight.detach().to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
