@@ -151,10 +151,15 @@ class ShadowStore:
 
     def shadow_of(self, weight: Tensor) -> Tensor | None:
         """The persistent shadow of a weight, for an optimizer to write, as low precision of its new value."""
-        entry = self._entries.get(id(weight))
-        if entry is None or entry.pointer != weight.data_ptr() or entry.shadow.shape != weight.shape:
-            return None
-        return entry.shadow
+        return self.shadows_of([weight])[0]
+
+    def shadows_of(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
+        """``shadow_of`` each."""
+        entries = map(self._entries.get, map(id, weights))
+        return [
+            entry.shadow if entry and entry.pointer == w.data_ptr() and entry.shadow.shape == w.shape else None
+            for w, entry in zip(weights, entries, strict=True)
+        ]
 
     def made_on(self, stream: torch.cuda.Stream | None) -> bool:
         """Whether every shadow was made on this CUDA stream: else a graph captured there cannot hold its backward."""
@@ -163,7 +168,7 @@ class ShadowStore:
     def note_stepping(self, weights: Iterable[Tensor]) -> None:
         """They are about to change: until ``note_written`` says otherwise, their shadows are stale."""
         with self._lock:
-            keys = {key for key in map(id, weights) if key in self._entries}
+            keys = self._entries.keys() & {*map(id, weights)}
             self._written -= keys
             self._stepped |= keys
             self._stale = True
@@ -171,11 +176,12 @@ class ShadowStore:
     def note_written(self, weights: Iterable[Tensor]) -> None:
         """Their shadows were just written: the next forwards need not copy them."""
         with self._lock:
+            known = {entry.key: entry for w in weights if (entry := self._entries.get(id(w))) is not None}
             for weight in weights:
-                if (entry := self._entries.get(id(weight))) is not None:
+                if (entry := known.get(id(weight))) is not None:
                     entry.version = weight._version
-                    self._written.add(entry.key)
-                    self._stepped.discard(entry.key)
+            self._written |= known.keys()
+            self._stepped -= known.keys()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -351,7 +357,7 @@ class ShadowStore:
         writes = getattr(optimizer, "writes_shadows", False)
         with self._lock:
             for group in optimizer.param_groups:
-                stepped = {key for key in map(id, group["params"]) if key in self._entries}
+                stepped = self._entries.keys() & {*map(id, group["params"])}
                 self._stepped |= stepped - self._written if writes else stepped
             self._stale = True
 

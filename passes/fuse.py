@@ -61,6 +61,10 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
         formed, reasons = _form(gm, context)
         changed |= formed
         declined += reasons
+    elif context.native_mixed:
+        called, reasons = call_kernels(gm.graph, native=True)
+        changed |= called
+        declined += reasons
     return PassResult(gm, changed, tuple(declined))
 
 

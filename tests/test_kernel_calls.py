@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import expecttest
@@ -18,6 +19,7 @@ from torch.fx import GraphModule
 import fxprec
 from fxprec.passes.fusion import kernel_calls
 from fxprec.passes.ir import format_graph
+from fxprec.testing import count_casts
 
 
 def _load(name: str) -> Any:
@@ -227,3 +229,57 @@ def test_a_bottleneck_takes_three_kernels_forward_and_six_backward(device: str) 
     assert {*others} <= {"_to_copy", "add", "add_", "avg_pool2d_backward"} | torchs, others
     # The gradient of a block's input comes from its convolution and from its residual: one addition a block.
     assert sum(name in ("add", "add_") for name in others) <= 2
+
+
+@outside
+@pytest.mark.parametrize("ignored", [False, True], ids=["all rows", "some rows ignored"])
+def test_many_logits_on_a_cpu_make_no_copies_in_fp32(ignored: bool):
+    """Forward and gradients, against float64, and what autograd keeps."""
+    torch.manual_seed(0)
+    head = nn.Linear(16, 4100, bias=False)
+    x, labels = torch.randn(257, 16), torch.randint(4100, (257,))
+    if ignored:
+        labels[::3] = -100
+    gradients: dict[str, list[torch.Tensor]] = {}
+    kept: list[torch.Tensor] = []
+
+    def run(name: str, model: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        inputs = x.to(dtype).requires_grad_()
+        loss = model(inputs, labels)
+        found = torch.autograd.grad(loss, (inputs, head.weight if dtype is torch.float32 else exact.weight))
+        gradients[name] = [loss.detach(), *found]
+        return loss
+
+    exact = nn.Linear(16, 4100, bias=False).double()
+    exact.load_state_dict(head.state_dict())
+    run("exact", lambda x, y: F.cross_entropy(exact(x), y), torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        run("eager", lambda x, y: F.cross_entropy(head(x), y))
+    model = fxprec.convert(head, loss=F.cross_entropy).module
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run("ours", model)
+    for ours, eager, right in zip(*(gradients[name] for name in ("ours", "eager", "exact")), strict=True):
+        assert (ours.double() - right).norm() <= 2 * (eager.double() - right).norm() + 1e-9
+    logits = [tensor.dtype for tensor in kept if tensor.numel() == 257 * 4100]
+    assert logits and {*logits} == {torch.bfloat16}
+
+
+@outside
+def test_few_logits_on_a_cpu_take_torchs_loss():
+    head, x, labels = nn.Linear(16, 8), torch.randn(5, 16), torch.randint(8, (5,))
+    plain = fxprec.convert(copy.deepcopy(head), loss=F.cross_entropy, fuse=False).module
+    model = fxprec.convert(head, loss=F.cross_entropy).module
+    assert torch.equal(model(x, labels), plain(x, labels))
+    (node,) = [node for node in fxprec.graph_module(model).graph.nodes if node.target is kernel_calls.cross_entropy]
+    assert node.args[0].meta["precision"].output is torch.bfloat16
+    with count_casts() as casts:
+        model(x, labels)
+    assert casts.total == 2  # the input, and the logits within the call
+
+
+@outside
+def test_nothing_is_joined_where_every_node_stays_visible_or_nothing_was_cast():
+    for options in ({"fuse": False}, {"level": "O0"}):
+        model = fxprec.convert(nn.Linear(16, 8), loss=F.cross_entropy, **options).module
+        model(torch.randn(5, 16), torch.randint(8, (5,)))
+        assert F.cross_entropy in {node.target for node in fxprec.graph_module(model).graph.nodes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,10 +59,15 @@ def parts_of(lists: dict[str, list[Tensor]]) -> list[Part]:
     state_dtypes = [None] * len(params) if states is None else [*map(_dtype, states)]
     places = [*map(_place, params)]
     served = {device for device in {device for device, _ in places} if serves(device)}
-    split: dict[tuple[torch.device, torch.dtype, torch.dtype | None], list[int]] = {}
-    for i, (device, dtype) in enumerate(places):
-        ours = device in served and takes(params[i], grads[i], state_dtypes[i])
-        split.setdefault((device, dtype, grads[i].dtype if ours else None), []).append(i)
+    split: dict[tuple[torch.device, torch.dtype, torch.dtype | None], Sequence[int]] = {}
+    if not served and len({*places}) == 1:  # on a CPU, without a look at each
+        split[*places[0], None] = range(len(params))
+    else:
+        by_kind: defaultdict[tuple[torch.device, torch.dtype, torch.dtype | None], list[int]] = defaultdict(list)
+        for i, (device, dtype) in enumerate(places):
+            ours = device in served and takes(params[i], grads[i], state_dtypes[i])
+            by_kind[device, dtype, grads[i].dtype if ours else None].append(i)
+        split = {**by_kind}
     parts: list[Part] = []
     for (_, dtype, low), chosen in split.items():
         whole = len(split) == 1

@@ -21,9 +21,10 @@ class ShadowCopies:
         self._by_store: list[tuple[ShadowStore, list[Tensor], list[Tensor]]] = []
         for store in self._stores:
             store.note_stepping(self._owners)  # should the step fail half-way
-            found = [(p, shadow) for p in self._owners if (shadow := store.shadow_of(p)) is not None]
-            if found:
-                self._by_store.append((store, [p for p, _ in found], [shadow for _, shadow in found]))
+            shadows = store.shadows_of(self._owners)
+            owners = [p for p, shadow in zip(self._owners, shadows, strict=True) if shadow is not None]
+            if owners:
+                self._by_store.append((store, owners, [shadow for shadow in shadows if shadow is not None]))
         self._in_kernel: dict[int, Tensor] = {}
 
     def for_kernel(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
@@ -41,11 +42,13 @@ class ShadowCopies:
     def finish(self) -> None:
         """Copy what no kernel wrote, and tell the stores."""
         for store, owners, shadows in self._by_store:
-            copies = [(s, p) for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is not s]
-            if copies:
-                targets, sources = [s for s, _ in copies], [p for _, p in copies]
-                torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
             written = [s for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is s]
+            targets, sources = shadows, owners
+            if written:
+                copies = [(s, p) for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is not s]
+                targets, sources = [s for s, _ in copies], [p for _, p in copies]
+            if targets:
+                torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
             if written:  # a kernel bumps no version, and autograd reports by it a step between forward and backward
                 torch.autograd.graph.increment_version(written)
             store.note_written(owners)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fxprec.kernels.tensor_lists import is_dense
 from fxprec.optim.parts import Part
 from fxprec.optim.rounding import Rounding
-from fxprec.optim.scalars import scalar
+from fxprec.optim.scalars import rate, scalar
 
 __all__ = ["adam_update", "sgd_update"]
 
@@ -28,7 +28,7 @@ def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[dict[str, list[T
     Torch's fused kernels on CPUs take memory as it comes: they mix up the elements of a gradient or a moment whose
     strides are not the parameter's (a checkpoint from before ``channels_last``), and write into the gaps of a slice.
     """
-    if all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists.values()):
+    if all(all(map(Tensor.is_contiguous, tensors)) for name, tensors in lists.items() if name != "step"):
         yield {**lists}  # the usual case, without a look at each stride
         return
     laid_out = {name: [*tensors] for name, tensors in lists.items()}
@@ -110,7 +110,7 @@ def _adam(
         wide.get("max_exp_avg_sq", []),
         steps,
         amsgrad=group["amsgrad"],
-        lr=group["lr"],
+        lr=rate(group["lr"]),
         beta1=beta1,
         beta2=beta2,
         weight_decay=group["weight_decay"],
@@ -139,7 +139,7 @@ def sgd_update(
             wide.get("momentum_buffer", []),
             weight_decay=scalar(group["weight_decay"]),
             momentum=group["momentum"],
-            lr=group["lr"],
+            lr=rate(group["lr"]),
             dampening=group["dampening"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["count_targets", "launch_in_torch", "reference"]
+
+#: Elements that are computed at once: 1 MB in FP32.
+_AT_ONCE: Final = 1 << 18
 
 
 def reference(
@@ -56,48 +61,127 @@ def launch_in_torch(
     stats: Tensor, losses: Tensor | None, shares: Tensor | None, grad_output: Tensor | None,
     denominator: Tensor | None, scale: float, gradient: Tensor | None, target_gradient: Tensor | None,
 ) -> None:  # fmt: skip
-    """What ``cross_entropy_kernels.launch`` does, where no kernel runs.
+    """What ``cross_entropy_kernels.launch`` does, where no kernel runs; some rows at a time, which fit into a cache.
 
     :raises IndexError: a target outside of [0, C), as torch on a CPU.
     """
-    x = logits.float()
-    count, columns = x.shape
+    count, columns = logits.shape
+    soft = target.is_floating_point()
+    if not soft:
+        outside = (target != ignore_index) & ((target < 0) | (target >= columns))
+        if outside.any():
+            raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
+    factor = stats.new_full((count,), scale)
+    if grad_output is not None:
+        factor *= grad_output
+    if denominator is not None:
+        factor /= denominator
+    if weight is None and label_smoothing == z_loss == 0 and not soft:
+        return _run_plain(logits, target, ignore_index, stats, losses, shares, factor, gradient)
+    for at in _slices(logits):
+        loss_rows, share_rows, gradient_rows, target_rows = (
+            None if each is None else each[at] for each in (losses, shares, gradient, target_gradient)
+        )
+        _run_rows(
+            logits[at], target[at], weight, ignore_index, label_smoothing, z_loss, stats[:, at], loss_rows, share_rows,
+            factor[at], gradient_rows, target_rows,
+        )  # fmt: skip
+    return None
+
+
+def _slices(logits: Tensor) -> Iterator[slice]:
+    count, columns = logits.shape
+    rows = max(1, _AT_ONCE // max(columns, 1))
+    return (slice(start, start + rows) for start in range(0, count, rows))
+
+
+def _run_plain(
+    logits: Tensor, target: Tensor, ignore_index: int, stats: Tensor, losses: Tensor | None, shares: Tensor | None,
+    factor: Tensor, gradient: Tensor | None,
+) -> None:  # fmt: skip
+    """The usual case, labels and nothing else, by torch's softmax kernels: a third of the passes of ``_run_rows``."""
+    live = target != ignore_index
+    label = torch.where(live, target, 0).long()[:, None]
+    share = live.float()
+    if shares is not None:
+        shares.copy_(share)
+    less = -share[:, None]
+    buffers: Tensor | None = None  # one for all slices: fresh memory costs more than what is computed in it
+    for at in _slices(logits):
+        some = logits[at]
+        if buffers is None:
+            buffers = torch.empty((2, *some.shape), dtype=torch.float32, device=logits.device)
+        x, values = buffers[:, : len(some)]
+        x.copy_(some)
+        if losses is None:
+            torch.softmax(x, 1, out=values)
+        else:
+            torch.log_softmax(x, 1, out=values)
+            torch.neg(values.gather(1, label[at])[:, 0], out=losses[at])
+            torch.add(x.gather(1, label[at])[:, 0], losses[at], out=stats[1, at])
+        if gradient is not None:
+            values = values if losses is None else values.exp_()
+            gradient[at] = values.scatter_add_(1, label[at], less[at]).mul_(factor[at, None])
+    if losses is not None:
+        stats[0], stats[2] = 0.0, share
+    if not live.all():
+        for each in (losses, gradient):
+            if each is not None:
+                each[~live] = 0.0
+
+
+def _run_rows(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    stats: Tensor, losses: Tensor | None, shares: Tensor | None, factor: Tensor, gradient: Tensor | None,
+    target_gradient: Tensor | None,
+) -> None:  # fmt: skip
+    """Any case, on some rows. ``factor``: of each row's gradient."""
+    x = logits.to(torch.float32, copy=True)  # overwritten on the way
+    columns = x.shape[1]
+    soft = target.is_floating_point()
     weights = x.new_ones(()) if weight is None else weight.float()
     keep, spread = 1.0 - label_smoothing, label_smoothing / columns
-    live = torch.ones(count, dtype=torch.bool, device=x.device)
-    hit, label = x.new_zeros(count), torch.zeros(count, dtype=torch.int64, device=x.device)
-    if target.is_floating_point():
+    given: Tensor | None = None  # what the target gives each class, less the one-hot part
+    live, label, hit = None, None, None
+    if soft:
         given = (target.float() * keep + spread) * weights
     else:
         live = target != ignore_index
-        label = torch.where(live, target, 0).long()
-        outside = (label < 0) | (label >= columns)
-        if outside.any():
-            raise IndexError(f"Target {int(label[outside][0])} is out of bounds.")
-        share = (weights.expand(columns)[label] * live).float()
+        label = torch.where(live, target, 0).long()[:, None]
+        share = (weights.expand(columns)[label[:, 0]] * live).float()
         hit = share * keep
-        given = (spread * weights).expand_as(x) * live[:, None]
+        if label_smoothing > 0:
+            given = (spread * weights).expand_as(x) * live[:, None]
         if shares is not None:
             shares.copy_(share)
-    linear = target.is_floating_point() or label_smoothing > 0
     if losses is not None:
         largest = x.amax(1)
         shift = torch.where(largest == -math.inf, 0.0, largest)
-        log_sum = (x - shift[:, None]).exp().sum(1).log()
-        stats.copy_(torch.stack((largest, log_sum, hit + given.sum(1))))
+        mass = x.new_zeros(len(x)) if given is None else given.sum(1)
+        log_sum = (x - shift[:, None]).exp_().sum(1).log_()
+        stats.copy_(torch.stack((largest, log_sum, mass if hit is None else hit + mass)))
     largest, log_sum, mass = stats
-    place = (x - largest[:, None]) - log_sum[:, None]
     lse = largest + log_sum
+    place = x.sub_(largest[:, None]).sub_(log_sum[:, None]) if gradient is not None or given is not None else None
     if losses is not None:
-        loss = -hit * place.gather(1, label[:, None])[:, 0] + z_loss * lse * lse
-        loss = loss - (given * place).sum(1) if linear else loss
-        losses.copy_(torch.where(live, loss, 0.0))
-    if gradient is not None:
-        factor = x.new_full((count,), scale)
-        factor = factor if grad_output is None else factor * grad_output
-        factor = factor if denominator is None else factor / denominator
-        value = (mass + 2.0 * z_loss * lse)[:, None] * place.exp() - given
-        value.scatter_add_(1, label[:, None], -hit[:, None])
-        gradient.copy_(torch.where(live[:, None], value * factor[:, None], 0.0))
-        if target_gradient is not None:
-            target_gradient.copy_(-keep * weights * place * factor[:, None])
+        loss = z_loss * lse * lse
+        if label is not None and hit is not None:
+            own = place if place is not None else x
+            picked = own.gather(1, label)[:, 0]
+            loss = loss - hit * (picked if place is not None else picked - largest - log_sum)
+        if given is not None and place is not None:
+            loss = loss - (given * place).sum(1)
+        losses.copy_(loss if live is None else torch.where(live, loss, 0.0))
+    if gradient is None or place is None:
+        return
+    if target_gradient is not None:
+        target_gradient.copy_(-keep * weights * place * factor[:, None])
+    value = place.exp_().mul_((mass + 2.0 * z_loss * lse)[:, None])
+    if given is not None:
+        value -= given
+    if label is not None and hit is not None and live is not None:
+        value.scatter_add_(1, label, -hit[:, None])
+        value = torch.where(live[:, None], value.mul_(factor[:, None]), 0.0)
+    else:
+        value *= factor[:, None]
+    gradient.copy_(value)

@@ -14,6 +14,7 @@ After::
     %loss: float32 = cross_entropy(%linear, %target)       # reads low logits, computes in FP32
 
 Both are calls of ``fxprec.kernels``, which decide at run time whether a kernel serves, and run torch's ops otherwise.
+Without regions (on a CPU) only a loss whose logits were cast becomes a call: of many logits it makes no FP32 copies.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ __all__ = ["batch_norm", "call_kernels", "cross_entropy", "is_served"]
 
 _LOW: Final = (torch.float16, torch.bfloat16)
 _FLOATS: Final = (*_LOW, torch.float32)
+#: Logits on a CPU: from here on the passes over memory weigh more than the calls (python -m benchmarks step).
+_MANY: Final = 1 << 20
 
 
 def batch_norm(
@@ -60,7 +63,7 @@ def cross_entropy(
 ) -> Any:  # fmt: skip
     """``F.cross_entropy`` in FP32 of logits in any float dtype."""
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    if is_served(input) and (weight is None or not weight.requires_grad):
+    if (is_served(input) or _in_slices(input)) and (weight is None or not weight.requires_grad):
         from fxprec.kernels.nn.cross_entropy import cross_entropy as kernel  # which loads Triton
 
         return kernel(input, target, weight, **options)
@@ -76,8 +79,21 @@ def is_served(x: Any) -> bool:
     return can_launch(x.device)
 
 
-def call_kernels(graph: Graph) -> tuple[bool, list[str]]:
-    """Rewrite what there is a kernel for. Says whether anything was, and what was not and why."""
+def _in_slices(logits: Any) -> bool:
+    """Whether torch's ops are better called on slices of these logits, which fit into a CPU's cache."""
+    return (
+        logits.device.type == "cpu"
+        and logits.dtype in _LOW
+        and logits.numel() >= _MANY
+        and not torch.compiler.is_compiling()
+    )
+
+
+def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
+    """Rewrite what there is a kernel for. Says whether anything was, and what was not and why.
+
+    ``native``: there are no regions; only what is better than torch's ops on a CPU.
+    """
     changed, declined = False, []
     roots = alias_roots(graph)
     written = written_roots(graph, roots)
@@ -85,6 +101,8 @@ def call_kernels(graph: Graph) -> tuple[bool, list[str]]:
         op: Op | None = node.meta.get("op")
         make = _KERNELS.get(op.name) if op is not None else None
         if make is None or op is None or op.in_place or roots[node] in written:
+            continue
+        if native and not (op.name == "cross_entropy" and _reads_cast(node)):
             continue
         arguments = _arguments(node)
         if arguments is None:
@@ -133,7 +151,7 @@ def _cross_entropy(node: Node, arguments: dict[str, Any]) -> bool:
     logits = arguments["input"]
     if not isinstance(logits, Node):
         return False
-    source = logits.args[0] if logits.target is cast and logits.meta.get("inserted") else logits
+    source = logits.args[0] if _is_inserted_cast(logits) else logits
     assert isinstance(source, Node)
     _call(cross_entropy, node, node, arguments | {"input": source})
     if source is not logits:
@@ -143,6 +161,14 @@ def _cross_entropy(node: Node, arguments: dict[str, Any]) -> bool:
             node.graph.erase_node(logits)
     node.meta["fused"] = "the kernel of cross_entropy"
     return True
+
+
+def _reads_cast(loss: Node) -> bool:
+    return any(_is_inserted_cast(source) for source in loss.all_input_nodes[:1])
+
+
+def _is_inserted_cast(node: Node) -> bool:
+    return node.target is cast and bool(node.meta.get("inserted"))
 
 
 def _why(node: Node, reads: torch.dtype) -> str:
