@@ -2,7 +2,8 @@
 
 The graph that users see reads each parameter by ``get_attr`` and casts it, and stands on its own. The program made from
 it takes the weights as arguments, low ones as their shadows, so that one call costs no attribute walks and no weight
-casts, and works on whatever tensors stand in for the parameters (functional_call, parametrizations, DTensors)::
+casts, and works on whatever tensors stand in for the parameters (functional_call, parametrizations, DTensors). Dropouts
+that do nothing are left out::
 
     %w = get_attr[fc.weight]                          %fc_weight_bf16 = placeholder    (a shadow)
     %w_bf16 = cast(%w, torch.bfloat16)       ->       %x = placeholder
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -69,6 +71,8 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Pro
                 values[node] = placeholders["plain", node.target]
         elif node.op == "output":
             graph.output(map_arg(node.args[0], values.__getitem__))
+        elif _is_idle_dropout(node):
+            values[node] = values[node.args[0]]
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
     _run_checkpoints(graph)
@@ -92,6 +96,14 @@ def _is_weight_cast(node: Node, low: torch.dtype) -> bool:
         return False
     source = node.args[0]
     return isinstance(source, Node) and source.op == "get_attr" and source.meta.get("kind") == "parameter"
+
+
+def _is_idle_dropout(node: Node) -> bool:
+    """Whether it hands its very input on: not training, or a probability of 0. A call would cost as much as a cast."""
+    if node.target is not F.dropout or not node.args or not isinstance(node.args[0], Node):
+        return False
+    given: dict[str, object] = {**dict(zip(("input", "p", "training"), node.args, strict=False)), **node.kwargs}
+    return given.get("training", True) is False or given.get("p", 0.5) == 0
 
 
 def _run_checkpoints(graph: Graph) -> None:

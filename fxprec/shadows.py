@@ -161,6 +161,10 @@ class ShadowStore:
             for w, entry in zip(weights, entries, strict=True)
         ]
 
+    def marks_of(self, weights: Iterable[Tensor]) -> list[object]:
+        """For each weight an object that is there for as long as its shadow is, or None."""
+        return [*map(self._entries.get, map(id, weights))]
+
     def made_on(self, stream: torch.cuda.Stream | None) -> bool:
         """Whether every shadow was made on this CUDA stream: else a graph captured there cannot hold its backward."""
         return all(entry.stream == stream for entry in [*self._entries.values()])
@@ -352,13 +356,12 @@ class ShadowStore:
                 self._plans.pop(ids, None)
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        # The optimizer's own weights changed (fused kernels do not bump `_version`). Others may have: an EMA is
-        # updated after a step, a wrapper copies its masters back; they are copied, but count as unchanged.
-        writes = getattr(optimizer, "writes_shadows", False)
+        # The optimizer's own weights changed (fused kernels do not bump `_version`), unless it told by itself which.
+        # Others may have: an EMA is updated after a step, a wrapper copies its masters back; they are copied, but
+        # count as unchanged.
         with self._lock:
-            for group in optimizer.param_groups:
-                stepped = self._entries.keys() & {*map(id, group["params"])}
-                self._stepped |= stepped - self._written if writes else stepped
+            for group in () if getattr(optimizer, "writes_shadows", False) else optimizer.param_groups:
+                self._stepped |= self._entries.keys() & {*map(id, group["params"])}
             self._stale = True
 
     def _check(self, keys: Container[int]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 import fxprec
 from fxprec import optim
+from fxprec.optim import parts
 from fxprec.testing import count_casts
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="wants Tensor.grad_dtype")
@@ -227,3 +228,29 @@ def test_a_model_in_float64_has_float64_gradients():
     model.double()
     model(batch().double()).sum().backward()
     assert dtypes(model) == [torch.float64] * 6
+
+
+def test_an_update_on_a_cpu_widens_few_gradients_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """16 MB, here 100 bytes: the same update, bit for bit, and never two large gradients in FP32 at once."""
+    seen: list[int] = []
+    fused = torch._fused_adamw_
+
+    def counted(params, *args, **kwargs):
+        seen.append(len(params))
+        fused(params, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
+    weights = []
+    for limit in (1 << 20, 100):
+        monkeypatch.setattr(parts, "_AT_ONCE", limit)
+        torch.manual_seed(0)
+        model, _ = fxprec.convert(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)))
+        optimizer = fxprec.optim.AdamW(model.parameters(), lr=0.1, low_gradients=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+        weights.append([*model.parameters()])
+        assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert seen == [6, 6] + [1, 1, 1, 2, 1] * 2
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

@@ -110,3 +110,43 @@ def test_paths_that_are_no_names():
     expected = model(torch.ones(2, 3))
     fxprec.convert(model)
     torch.testing.assert_close(model(torch.ones(2, 3)), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "idle"),
+    [
+        ({"p": 0.0}, True),
+        ({"p": 0.0, "training": True, "inplace": True}, True),
+        ({"training": False}, True),
+        ({"p": 0.5, "training": False}, True),
+        ({}, False),
+        ({"p": 1.0}, False),
+    ],
+    ids=str,
+)
+def test_dropouts_that_do_nothing_are_left_out(arguments, idle):
+    def forward(x):
+        return F.dropout(F.relu(x), *[arguments["p"]] if "p" in arguments else [], **_without(arguments, "p")) + 1
+
+    gm = run_passes(trace_static(_Function(forward), ("x",), {}).gm, Context(low=LOW, policy=Policy.preset("O1")))
+    program = lift(gm, LOW)
+    assert any(node.target is F.dropout for node in gm.graph.nodes)  # what one reads keeps it
+    assert any(node.target is F.dropout for node in program.gm.graph.nodes) is not idle
+    x = torch.randn(50)
+    if idle:
+        assert torch.equal(program.function(x), forward(x))
+    else:
+        assert not torch.equal(program.function(x), F.relu(x) + 1)
+
+
+def _without(arguments, name):
+    return {key: value for key, value in arguments.items() if key != name}
+
+
+class _Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)

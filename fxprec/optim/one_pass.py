@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients, end_low_gradients
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.triton_update import Plans, why_not
+from fxprec.scaling.cuda_graphs import reading_waits
 from fxprec.scaling.device_step import makes_state
 from fxprec.scaling.gradients import local, parameters_of, summed
 
@@ -32,6 +35,8 @@ __all__ = ["OnePass", "Step"]
 
 #: Arguments of a whole optimizer, which torch would keep in a group without a word.
 _OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients")
+
+_is_sparse = attrgetter("is_sparse")
 
 
 def _refuse_own_options(group: dict[str, Any]) -> None:
@@ -151,29 +156,24 @@ class OnePass(Optimizer):
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         checked: GradientCheck | None = getattr(self, "gradient_check", None)
         # No state for a skipped step: the first one waits for the device. (Our scaler knows by then, torch's does not.)
-        if found_inf is not None and (found_inf.device.type == "cpu" or makes_state(self)) and found_inf.item():
+        if found_inf is not None and (not reading_waits(found_inf.device) or makes_state(self)) and found_inf.item():
             return loss
         divisor = scale
         if self.max_norm is not None:
             if checked is None:
                 checked = check(parameters_of(self), scale, True, self._plans)
             divisor = checked.divisor(self.max_norm, scale)
-        for owner in parameters_of(self):
-            if type(owner.grad) is not Tensor and owner.grad is not None:
-                summed(owner, owner.grad)
-        pairs = [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        if not self._takes_sparse and any(gradient.is_sparse for some in pairs for _, gradient in some):
+        work = [(group, *_with_gradients(group["params"])) for group in self.param_groups]
+        if not self._takes_sparse and any(map(_is_sparse, chain.from_iterable(gradients for *_, gradients in work))):
             raise RuntimeError(
                 f"fxprec.optim.{type(self).__name__} does not support sparse gradients: take torch.optim.SparseAdam or "
                 "fxprec.optim.SGD for these parameters"
             )
-        copies = ShadowCopies(owner for some in pairs for owner, _ in some)
-        step = Step(divisor, found_inf, copies)
-        for group, some in zip(self.param_groups, pairs, strict=True):
-            if some:
-                owners, gradients = map(list, zip(*some, strict=True))
-                self._update(group, owners, gradients, step)
-        copies.finish()
+        with ShadowCopies(chain.from_iterable(owners for _, owners, _ in work)) as copies:
+            step = Step(divisor, found_inf, copies)
+            for group, owners, gradients in work:
+                if owners:
+                    self._update(group, owners, gradients, step)
         return loss
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
@@ -189,6 +189,18 @@ class OnePass(Optimizer):
     ) -> None:
         """The update of the parameters of one group that have gradients."""
         raise NotImplementedError
+
+
+def _with_gradients(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that have a gradient, and their gradients; partial ones are summed."""
+    gradients = [parameter.grad for parameter in parameters]
+    if {*map(type, gradients)} == {Tensor}:
+        return [*parameters], cast(list[Tensor], gradients)
+    for owner, gradient in zip(parameters, gradients, strict=True):
+        if type(gradient) is not Tensor and gradient is not None:
+            summed(owner, gradient)
+    owners = [parameter for parameter in parameters if parameter.grad is not None]
+    return owners, [cast(Tensor, owner.grad) for owner in owners]
 
 
 def refuse_complex(parameters: Iterable[Tensor], name: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from fxprec.scaling.gradients import local
 
 __all__ = ["Part", "parts_of"]
 
+#: Bytes of gradients that torch's kernels get in another dtype, at one time.
+_AT_ONCE: Final = 16 << 20
 _PLAIN = {Tensor, torch.nn.Parameter}
 _dtype = operator.attrgetter("dtype")
 _place = operator.attrgetter("device", "dtype")
@@ -45,34 +47,54 @@ class Part:
         return self.device, self.lists["params"][0].dtype, self.lists["grads"][0].dtype
 
 
-def _held_here(tensors: list[Tensor]) -> list[Tensor]:
-    """Each tensor, or of a DTensor what this rank holds."""
-    return tensors if _PLAIN.issuperset(map(type, tensors)) else [*map(local, tensors)]
-
-
-def parts_of(lists: dict[str, list[Tensor]]) -> list[Part]:
+def parts_of(lists: dict[str, list[Tensor]]) -> Iterator[Part]:
     """Split ``lists``, which hold "params" and "grads"; gradients in the parameter dtype for torch's kernels."""
     owners = lists["params"]
-    held = {name: _held_here(tensors) for name, tensors in lists.items()}
-    params, grads = held["params"], held["grads"]
-    states = next((tensors for name, tensors in held.items() if name not in ("params", "grads", "step")), None)
-    state_dtypes = [None] * len(params) if states is None else [*map(_dtype, states)]
-    places = [*map(_place, params)]
-    served = {device for device in {device for device, _ in places} if serves(device)}
-    split: dict[tuple[torch.device, torch.dtype, torch.dtype | None], Sequence[int]] = {}
-    if not served and len({*places}) == 1:  # on a CPU, without a look at each
-        split[*places[0], None] = range(len(params))
-    else:
-        by_kind: defaultdict[tuple[torch.device, torch.dtype, torch.dtype | None], list[int]] = defaultdict(list)
-        for i, (device, dtype) in enumerate(places):
-            ours = device in served and takes(params[i], grads[i], state_dtypes[i])
-            by_kind[device, dtype, grads[i].dtype if ours else None].append(i)
-        split = {**by_kind}
-    parts: list[Part] = []
+    plain = _PLAIN.issuperset(map(type, owners))  # with them their gradients and states; else there are DTensors
+    held = lists if plain else {name: [*map(local, tensors)] for name, tensors in lists.items()}
+    split = _split(held)
     for (_, dtype, low), chosen in split.items():
         whole = len(split) == 1
-        part = held if whole else {name: [tensors[i] for i in chosen] for name, tensors in held.items()}
-        if low is None and {*map(_dtype, part["grads"])} != {dtype}:
-            part = {**part, "grads": [gradient.to(dtype) for gradient in part["grads"]]}
-        parts.append(Part(part, owners if whole else [owners[i] for i in chosen], chosen, low is not None))
-    return parts
+        part = held if whole else _taken(held, chosen)
+        part_owners = owners if whole else [owners[i] for i in chosen]
+        if low is not None or {*map(_dtype, part["grads"])} == {dtype}:
+            yield Part(part, part_owners, chosen, low is not None)
+            continue
+        for at in _bounded(part["params"]):  # one at a time: together they would be as large as the gradients
+            some = {name: tensors[at] for name, tensors in part.items()}
+            some["grads"] = [gradient.to(dtype) for gradient in some["grads"]]
+            yield Part(some, part_owners[at], chosen[at], False)
+
+
+def _taken(lists: dict[str, list[Tensor]], chosen: Sequence[int]) -> dict[str, list[Tensor]]:
+    return {name: [tensors[i] for i in chosen] for name, tensors in lists.items()}
+
+
+def _bounded(tensors: list[Tensor]) -> Iterator[slice]:
+    """Slices of no more than ``_AT_ONCE`` bytes each, or of one tensor."""
+    start = held = 0
+    for i, tensor in enumerate(tensors):
+        if held and held + tensor.nbytes > _AT_ONCE:
+            yield slice(start, i)
+            start, held = i, 0
+        held += tensor.nbytes
+    yield slice(start, len(tensors))
+
+
+def _split(
+    lists: dict[str, list[Tensor]],
+) -> Mapping[tuple[torch.device, torch.dtype, torch.dtype | None], Sequence[int]]:
+    """(device, dtype of the parameters, that of the gradients where our kernels run) -> positions."""
+    params, grads = lists["params"], lists["grads"]
+    places = [*map(_place, params)]
+    distinct = {*places}
+    served = {device for device, _ in distinct if serves(device)}
+    if not served and len(distinct) == 1:  # on a CPU, without a look at each
+        return {(*places[0], None): range(len(params))}
+    states = next((tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")), None)
+    state_dtypes = [None] * len(params) if states is None else [*map(_dtype, states)]
+    split: dict[tuple[torch.device, torch.dtype, torch.dtype | None], list[int]] = {}
+    for i, (device, dtype) in enumerate(places):
+        ours = device in served and takes(params[i], grads[i], state_dtypes[i])
+        split.setdefault((device, dtype, grads[i].dtype if ours else None), []).append(i)
+    return split

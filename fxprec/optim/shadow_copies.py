@@ -13,22 +13,36 @@ __all__ = ["ShadowCopies"]
 
 
 class ShadowCopies:
-    """What one step has to write. Empty where no converted model reads the parameters."""
+    """What one step has to write. Empty where no converted model reads the parameters.
+
+    A context: left by an error, the parameters count as changed, and no shadow as written.
+    """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._stores = stores()
         self._owners = [*parameters] if self._stores else []
         self._by_store: list[tuple[ShadowStore, list[Tensor], list[Tensor]]] = []
         for store in self._stores:
-            store.note_stepping(self._owners)  # should the step fail half-way
             shadows = store.shadows_of(self._owners)
+            without = [p for p, shadow in zip(self._owners, shadows, strict=True) if shadow is None]
+            store.note_stepping(without)  # if they have one all the same, it does not fit them now
             owners = [p for p, shadow in zip(self._owners, shadows, strict=True) if shadow is not None]
             if owners:
                 self._by_store.append((store, owners, [shadow for shadow in shadows if shadow is not None]))
         self._in_kernel: dict[int, Tensor] = {}
 
+    def __enter__(self) -> ShadowCopies:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._finish()
+        else:
+            for store in self._stores:
+                store.note_stepping(self._owners)
+
     def for_kernel(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """One shadow of each parameter for the update's kernel to write; ``finish`` copies what is left."""
+        """One shadow of each parameter for the update's kernel to write; what is left is copied at the end."""
         if not self._by_store:
             return [None] * len(parameters)
         _, owners, shadows = self._by_store[0]
@@ -39,7 +53,7 @@ class ShadowCopies:
         )
         return chosen
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Copy what no kernel wrote, and tell the stores."""
         for store, owners, shadows in self._by_store:
             written = [s for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is s]
