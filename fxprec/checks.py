@@ -60,7 +60,6 @@ def refuse_unfit(model: Any, settings: Settings) -> None:
                 f"convert was called under torch.autocast({device!r}): both would insert casts. "
                 "Convert outside of it, and leave the autocast context away when training"
             )
-    _refuse_unfinished(settings)
     _refuse_no_kernels(settings)
     if isinstance(model, nn.Module):
         _refuse_module(model)
@@ -71,15 +70,6 @@ def check_module_overrides(policy: Policy, module: nn.Module) -> None:
     """Raise PolicyError for an override of a module path or class that the model does not have, before any capture."""
     of_modules = tuple(override for override in policy.overrides if override.kind == "modules")
     replace(policy, overrides=of_modules, rules=()).check_matches((), dict(module.named_modules()), ())
-
-
-def _refuse_unfinished(settings: Settings) -> None:
-    """What the interface promises and this version does not have: an error is better than a setting without effect."""
-    if settings.lower == "pays":
-        raise ConversionError(
-            "lower='pays' comes with the cost model of devices, which this version does not have: "
-            "use lower='always', and Policy.override to leave single modules in FP32"
-        )
 
 
 def _refuse_no_kernels(settings: Settings) -> None:

@@ -149,7 +149,7 @@ class Conversion:
 
     def rewrite(self, gm: GraphModule) -> Program:
         """Run the passes on a captured graph and make its program."""
-        run_passes(gm, self.settings.context())
+        run_passes(gm, self.settings.context(gradients=torch.is_grad_enabled()))
         program = lift(gm, self.settings.dtype, self.settings.executor)
         self.graphs.append(gm)
         self.programs.append(program)
@@ -164,7 +164,7 @@ class Conversion:
     def capture_now(self, module: torch.nn.Module) -> bool:
         """Capture statically for the default call pattern, if the model can be; False where it takes a call."""
         if not self.graphs:
-            if not self._static.allowed:
+            if not self._static.allowed or self.settings.pays:  # which waits for the sizes of a call
                 return False
             try:
                 self._static.capture_default(module)
@@ -176,7 +176,8 @@ class Conversion:
     def active(self, module: torch.nn.Module) -> GraphModule:
         """The graph captured last, capturing statically if nothing was yet."""
         if not self.capture_now(module):
-            why = f" ({self.declined[-1]})" if self.declined else ""
+            waits = ["lower='pays' asks for sizes"] if self.settings.pays else []
+            why = "".join(f" ({reason})" for reason in (self.declined or waits)[-1:])
             raise NotCapturedError(
                 f"{self.name} is captured at its first call{why}: call it once, "
                 "or give convert(model, example_inputs=(...)), and look again"

@@ -21,7 +21,7 @@ from fxprec.module import attach, put_back
 from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
 from fxprec.program import Executor
-from fxprec.settings import Capture, Fuse, Placement, Settings
+from fxprec.settings import Capture, Fuse, Lower, Placement, Settings
 from fxprec.warm_up import warm_up
 
 __all__ = ["Converted", "convert"]
@@ -48,7 +48,7 @@ def convert(
     dtype: torch.dtype | None = None,
     policy: Policy | None = None,
     placement: Placement = "mincut",
-    lower: Literal["always", "pays"] = "always",
+    lower: Lower = "always",
     fuse: Fuse = "auto",
     capture: Capture = "auto",
     executor: Executor = "eager",
@@ -67,7 +67,11 @@ def convert(
         dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 for parameters on CUDA, else bfloat16.
         policy: a ``Policy``, which carries its level.
         placement: "mincut": the cheapest casts; "autocast": where torch.autocast has them.
-        lower: "always". "pays" (leave an op in FP32 where lowering loses) is refused until there is a cost model.
+        lower: "always": every op that the level lowers. "pays": an op stays FP32 where lowering it, with the casts that
+            it takes, loses time on this device, by the costs that ``python -m fxprec calibrate`` measured or else
+            shipped ones; the report names those ops, and which costs. The sizes are those of example_inputs or of the
+            first call, also for later calls with other sizes; forward alone counts where gradients are off then.
+            Or costs of one's own, a ``fxprec.passes.device_costs.DeviceCosts``.
         fuse: "auto": regions between matmuls become Triton kernels on CUDA, elsewhere native mixed kernels serve;
             True: Triton regions, or an error; "aten": regions that run op by op, to look at; False: neither, every
             node stays visible; ``{"fused_*gelu*": False}``: as "auto", but not the regions with such names.
@@ -81,9 +85,9 @@ def convert(
     Raises:
         TypeError: model, example inputs or scaler of a type that cannot serve.
         ValueError: an unknown level, dtype, placement, capture or executor; PolicyError for a policy that disagrees
-            with the level or matches nothing.
+            with the level or matches nothing; ``lower="pays"`` with placement "autocast" or level O3.
         ConversionError: converted already; wrapped in DDP, FSDP or DataParallel; only low, quantized or complex
-            weights; an active torch.autocast; ``lower="pays"``; ``fuse=True`` where no kernel runs. The model is
+            weights; an active torch.autocast; ``fuse=True`` where no kernel runs. The model is
             left as it was.
         CaptureError: ``capture="symbolic"`` and the forward depends on data; names the line.
 

@@ -10,8 +10,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from fxprec.cost_files import costs_of
 from fxprec.errors import PolicyError
 from fxprec.passes.context import Context
+from fxprec.passes.device_costs import DeviceCosts
 from fxprec.passes.policy import Policy
 from fxprec.passes.policy_terms import did_you_mean
 from fxprec.program import Executor
@@ -20,6 +22,8 @@ __all__ = ["Settings", "one_of", "why_no_kernels"]
 
 Capture = Literal["auto", "symbolic", "dynamo"]
 Placement = Literal["mincut", "autocast"]
+#: See ``convert``. Costs of the user's own: as "pays", but by these.
+Lower = Literal["always", "pays"] | DeviceCosts
 #: See ``convert``. A mapping says of single regions, by patterns of their names, whether to fuse them.
 Fuse = bool | Literal["auto", "aten"] | Mapping[str, bool]
 
@@ -30,14 +34,14 @@ class Settings:
 
     Raises:
         ValueError: an unknown dtype, placement, capture, executor, ``lower`` or ``fuse``; says which there are and the
-            nearest.
+            nearest. Or settings that contradict each other.
     """
 
     policy: Policy
     dtype: torch.dtype
     device: str = "cpu"
     placement: Placement = "mincut"
-    lower: Literal["always", "pays"] = "always"
+    lower: Lower = "always"
     fuse: Fuse = "auto"
     capture: Capture = "auto"
     executor: Executor = "eager"
@@ -47,16 +51,24 @@ class Settings:
         one_of("placement", self.placement, get_args(Placement))
         one_of("capture", self.capture, get_args(Capture))
         one_of("executor", self.executor, get_args(Executor))
-        one_of("lower", self.lower, ("always", "pays"))
         self._check_fuse()
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
                 f"dtype={self.dtype!r}: models are lowered to torch.float16 or torch.bfloat16; "
                 "leave dtype out for float16 on CUDA and bfloat16 elsewhere"
             )
+        self._check_lower()
 
-    def context(self) -> Context:
-        """What the passes see of it."""
+    @property
+    def pays(self) -> bool:
+        """Whether ops are left in FP32 where lowering them loses time: then a graph is captured with its sizes."""
+        return self.lower != "always" and self.policy.level != "O0"
+
+    def context(self, gradients: bool = True) -> Context:
+        """What the passes see of it. ``gradients``: whether a backward pass may follow what is captured now."""
+        costs = None
+        if self.pays:
+            costs = self.lower if isinstance(self.lower, DeviceCosts) else costs_of(self.device, self.dtype)
         return Context(
             low=self.dtype,
             policy=self.policy,
@@ -66,6 +78,9 @@ class Settings:
             native_mixed=self.fuse is not False,
             regions=self.regions,
             region_choices=tuple(self.fuse.items()) if isinstance(self.fuse, Mapping) else (),
+            costs=costs,
+            gradients=gradients,
+            casts_fuse=self.regions == "triton" or self.executor == "inductor",
         )
 
     @property
@@ -92,6 +107,27 @@ class Settings:
         if (self.device == "cuda" or self.fuse != "auto") and not why_no_kernels(self.device):
             return "triton"
         return "aten" if isinstance(self.fuse, Mapping) else ""
+
+    def _check_lower(self) -> None:
+        if self.lower == "always":
+            return
+        if isinstance(self.lower, DeviceCosts):
+            if self.lower.device != self.device or self.dtype not in self.lower.curves:
+                raise ValueError(
+                    f"lower=DeviceCosts of {self.lower.device} with {', '.join(map(str, self.lower.curves))}: the "
+                    f"conversion is to {self.dtype} on {self.device}. Give costs of that device and dtype"
+                )
+        else:
+            one_of("lower", self.lower, ("always", "pays"))
+        if self.placement == "autocast":
+            raise ValueError(
+                "lower='pays' with placement='autocast': torch.autocast lowers whatever the cost. Leave one of them out"
+            )
+        if self.policy.lowers_parameters:
+            raise ValueError(
+                "lower='pays' at level O3, which lowers the parameters themselves: an op in FP32 would cast them back "
+                "at every call. Take level O2 or O1, or lower='always'"
+            )
 
     def _check_fuse(self) -> None:
         if not isinstance(self.fuse, Mapping):

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from fxprec.passes.device_costs import DeviceCosts
 from fxprec.passes.policy import Policy
 
 __all__ = ["Context"]
@@ -26,6 +27,9 @@ class Context:
         native_mixed: norms, sums and means may read low input in their native mixed kernels.
         regions: "triton": fused regions that run as kernels; "aten": fused regions whose ops run one by one; "": none.
         region_choices: (pattern of region names, whether to fuse them); the last match wins, without one: yes.
+        costs: of the device: LOW ops stay FP32 where lowering them loses time. None: all are lowered.
+        gradients: whether a backward pass is to be counted.
+        casts_fuse: casts are part of the kernels between matrix products, and cost nothing there.
     """
 
     low: torch.dtype
@@ -36,6 +40,9 @@ class Context:
     native_mixed: bool = True
     regions: Literal["", "aten", "triton"] = ""
     region_choices: tuple[tuple[str, bool], ...] = ()
+    costs: DeviceCosts | None = None
+    gradients: bool = True
+    casts_fuse: bool = False
 
     def fuses(self, region: str) -> bool:
         """Whether the region of this name is to be fused."""

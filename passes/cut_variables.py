@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch.fx import Node
 
+from fxprec.passes.byte_costs import ByteCosts, Costs, attribute_of
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.ir import dtype_name, is_scalar
 from fxprec.passes.mincut import CutProblem, Tensor
@@ -21,10 +22,6 @@ __all__ = ["FP32", "LOW", "Variables"]
 
 FP32: Final = 0
 LOW: Final = 1
-_CAST_BYTES: Final = 6  # read four and write two, or the reverse
-_CAST_CALL: Final = 16384  # bytes that move in the time one more call takes: of equal bytes, fewer casts are cheaper
-_FP32_TRAFFIC: Final = 1 / 64  # of a cast's bytes: it breaks ties
-_FUSED_TRAFFIC: Final = 2 / 3  # where kernels cast for nothing, what FP32 costs is the bytes it is wider: two each way
 
 
 class Variables:
@@ -35,12 +32,14 @@ class Variables:
         arrives: values that the cut takes for low although they arrive wider (inputs at O2) -> their variable.
         unpromoting: values that make nobody FP32: sources at O2.
         declined: 'node: reason' for every pin that another one overruled.
-        absorbs: fused kernels cast what they read for nothing, and the level wants low values between them (O2).
+        absorbs: fused kernels cast what they read for nothing, and low values between them are wanted (O2) or priced.
     """
 
-    def __init__(self, low: torch.dtype, absorbs: bool = False) -> None:
+    def __init__(self, low: torch.dtype, absorbs: bool = False, costs: Costs | None = None) -> None:
+        """``costs``: of casts and traffic; None: their bytes."""
         self.low = low
         self.absorbs = absorbs
+        self._costs = costs
         self.value: dict[Node, int] = {}
         self.arrives: dict[Node, int] = {}
         self.unpromoting: set[Node] = set()
@@ -50,8 +49,10 @@ class Variables:
         self._constants: dict[torch.dtype, int] = {torch.float32: FP32, low: LOW}
         self._count = 2
         self._makers: dict[int, Node] = {}
+        self._prices: dict[int, float] = {}
         self._origin: dict[Node, Node] = {}
         self._users: dict[Node, dict[int, bool]] = {}
+        self._first: dict[int, Node] = {}
         self._steps: list[tuple[Node, int, int]] = []
         self._closures: list[tuple[int, int]] = []
 
@@ -61,6 +62,12 @@ class Variables:
         if maker is not None:
             self._makers[self._count - 1] = maker
         return self._count - 1
+
+    def priced(self, more: float) -> int:
+        """The free variable of an op that costs this much more in FP32 than low (negative: less)."""
+        variable = self.new()
+        self._prices[variable] = more
+        return variable
 
     def pin(self, dtype: torch.dtype) -> int:
         """The variable that stands for a dtype; one that is neither FP32 nor low is on the FP32 side of the cut."""
@@ -102,7 +109,7 @@ class Variables:
     def use(self, source: Node, variable: int, promotes: bool = False) -> None:
         """``promotes``: the reader's kernel takes a low value for nothing where it is to be FP32."""
         if source in self.value:
-            known = self._users.setdefault(source, {})
+            known = self._users.setdefault(self._same(source), {})
             known[variable] = known.get(variable, True) and promotes
 
     def use_original(self, sources: Iterable[Node]) -> None:
@@ -141,19 +148,43 @@ class Variables:
         return is_scalar(self._origin.get(source, source))
 
     def problem(self) -> CutProblem:
-        moved = self._bytes()
-
-        def cost(node: Node) -> float:
-            return _CAST_CALL + moved(node) if moved(node) else 0.0
-
+        costs = self._costs or ByteCosts(self._users, self.absorbs)
         tensors = [
-            Tensor(self.value[node], tuple(users), cost(node), frozenset(v for v, free in users.items() if free))
+            Tensor(self.value[node], tuple(users), self._cast(costs, node), _promoters(users))
             for node, users in self._users.items()
         ]
-        tensors += [Tensor(producer, (user,), cost(node)) for node, producer, user in self._steps]
-        traffic = _FUSED_TRAFFIC if self.absorbs else _FP32_TRAFFIC
-        unary = {variable: moved(node) * traffic for variable, node in self._makers.items()}
-        return CutProblem(self._count, self._pins, tuple(tensors), tuple(self._closures), unary)
+        tensors += [Tensor(producer, (user,), self._cast(costs, node)) for node, producer, user in self._steps]
+        unary = {variable: costs.traffic(self._origin.get(node, node)) for variable, node in self._makers.items()}
+        return CutProblem(self._count, self._pins, tuple(tensors), tuple(self._closures), unary | self._prices)
+
+    def casts_around(self, full: list[bool]) -> Callable[[Node, Iterable[Node]], tuple[float, float]]:
+        """After the cut: (op, its sources) -> what casts it needs for itself, among all others: in FP32, and low."""
+        costs = self._costs or ByteCosts(self._users, self.absorbs)
+        wide_readers = {node: sum(full[reader] for reader in users) for node, users in self._users.items()}
+
+        def others(source: Node, own: int) -> tuple[int, int]:
+            """How many other readers of a value are FP32, and low."""
+            users = self._users.get(source, {})
+            wide = wide_readers.get(source, 0)
+            low = len(users) - wide
+            return (wide - (own in users and full[own]), low - (own in users and not full[own]))
+
+        def casts(node: Node, sources: Iterable[Node]) -> tuple[float, float]:
+            own = self.value[node]
+            wide_others, low_others = others(node, own)
+            wide = self._cast(costs, node) * (low_others > 0)
+            low = self._cast(costs, node) * (wide_others > 0)
+            for source in dict.fromkeys(source for source in sources if source in self.value):
+                arrives_full = full[self.value[source]]
+                if others(self._same(source), own)[arrives_full]:
+                    continue  # somebody else pays for that cast
+                if arrives_full:
+                    low += self._cast(costs, source)
+                else:
+                    wide += self._cast(costs, source)
+            return wide, low
+
+        return casts
 
     def dtypes(self, full: list[bool]) -> Callable[[int | None], torch.dtype | None]:
         """Variable -> dtype, after the cut."""
@@ -165,23 +196,17 @@ class Variables:
 
         return dtype
 
-    def _bytes(self) -> Callable[[Node], float]:
-        """Node -> bytes that a cast of its value moves. Parameters move none: their shadow is there already."""
-        known = [count for node in self._users if (count := _elements(node)) is not None]
-        typical = sum(known) / len(known) if known else 1.0
+    def _cast(self, costs: Costs, node: Node) -> float:
+        return costs.cast(self._origin.get(node, node))
 
-        def moved(node: Node) -> float:
-            maker = self._origin.get(node, node)
-            if maker.op == "get_attr" and maker.meta.get("kind") == "parameter":
-                return 0.0
-            count = _elements(node)
-            return _CAST_BYTES * (typical if count is None else count)
-
-        return moved
+    def _same(self, source: Node) -> Node:
+        """The node whose readers count as the value's: a weight has one shadow, whatever nodes and names fetch it."""
+        fetched = self._origin.get(source, source)
+        if self._costs is None or fetched.op != "get_attr" or fetched.meta.get("kind") != "parameter":
+            return source
+        weight = attribute_of(fetched)
+        return source if weight is None else self._first.setdefault(id(weight), source)
 
 
-def _elements(node: Node) -> int | None:
-    count = node.meta.get("numel")
-    if isinstance(count, tuple):
-        return sum(each for each in count if isinstance(each, int))
-    return count if isinstance(count, int) else None
+def _promoters(users: dict[int, bool]) -> frozenset[int]:
+    return frozenset(variable for variable, free in users.items() if free)

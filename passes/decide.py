@@ -17,8 +17,8 @@ After: ``meta["precision"]``::
     %relu     bfloat16  bfloat16  bfloat16  follow
     %exp      float32   float32   float32   full
 
-``placement`` chooses between the cheapest casts (placement_mincut) and torch.autocast's (placement_autocast). What the
-levels mean for both:
+``placement`` chooses between the cheapest casts (placement_mincut) and torch.autocast's (placement_autocast). With
+costs of the device, LOW ops that do not pay are FULL (pays). What the levels mean for both:
 
 ====  ===============================================================================================================
 O0    every op is KEEP (the policy says so)
@@ -49,6 +49,7 @@ from torch.fx import GraphModule
 
 from fxprec.passes.context import Context
 from fxprec.passes.ir import PassResult
+from fxprec.passes.pays import what_pays
 from fxprec.passes.placement_autocast import place_as_autocast
 from fxprec.passes.placement_mincut import place_by_cut
 
@@ -60,4 +61,6 @@ def decide(gm: GraphModule, context: Context) -> PassResult:
     if context.placement == "autocast":
         place_as_autocast(gm, context)
         return PassResult(gm, False)
-    return PassResult(gm, False, tuple(place_by_cut(gm, context)))
+    if context.costs is not None:
+        gm.meta["costs"] = str(context.costs)
+    return PassResult(gm, False, tuple(place_by_cut(gm, context, what_pays(gm, context))))

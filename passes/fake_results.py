@@ -17,23 +17,24 @@ from torch.fx.node import map_arg
 
 from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo
 
-__all__ = ["fake_result", "numel_of", "value_dtype"]
+__all__ = ["fake_result", "hint", "numel_of", "value_dtype"]
 
 
 def numel_of(value: Any) -> Any:
     """Elements of a tensor, a tuple of them for several; None where nobody knows. Symbolic sizes give their hint."""
     if isinstance(value, torch.Tensor):
         count: Any = value.numel()
-        return count if isinstance(count, int) else _hint(count)
+        return count if isinstance(count, int) else hint(count)
     if isinstance(value, tuple | list):
         return tuple(numel_of(element) for element in value)
     return None
 
 
-def _hint(count: Any) -> int | None:
-    node = getattr(count, "node", None)
-    hint = getattr(node, "hint", None) if getattr(node, "has_hint", lambda: False)() else None
-    return int(hint) if isinstance(hint, int) else None
+def hint(size: Any) -> int | None:
+    """What a symbolic size was when it was captured; None where nobody knows."""
+    node = getattr(size, "node", None)
+    seen = getattr(node, "hint", None) if getattr(node, "has_hint", lambda: False)() else None
+    return int(seen) if isinstance(seen, int) else None
 
 
 def value_dtype(value: Any) -> DTypeInfo:

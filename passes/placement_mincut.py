@@ -12,6 +12,7 @@ which does not promote in torch either.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,12 @@ from fxprec.passes.cut_variables import FP32, LOW, Variables
 from fxprec.passes.graph_walk import GraphWalk
 from fxprec.passes.ir import NON_TENSOR, Precision, Rule, dtype_name
 from fxprec.passes.mincut import solve
+from fxprec.passes.op_costs import Verdict
 from fxprec.passes.op_names import dtype_argument
 from fxprec.passes.pins import commutes_with_rounding, exp_chains, unsafe_number, written_classes
 from fxprec.passes.sites import Site, base_of, dtype_reference, original
 
-__all__ = ["place_by_cut"]
+__all__ = ["CutWalk", "place_by_cut"]
 
 
 class _Decided(NamedTuple):
@@ -41,22 +43,27 @@ class _Decided(NamedTuple):
     site: Site | None = None
 
 
-def place_by_cut(gm: GraphModule, context: Context) -> list[str]:
-    """Annotate ``meta["precision"]`` in the graph and the bodies it calls; 'node: reason' where a pin was overruled."""
-    walk = _Walk(context)
+def place_by_cut(gm: GraphModule, context: Context, verdict: Verdict | None = None) -> list[str]:
+    """Annotate ``meta["precision"]`` in the graph and the bodies it calls; 'node: reason' where a pin was overruled.
+
+    ``verdict``: LOW ops that stay FP32 all the same.
+    """
+    walk = CutWalk(context, verdict)
     walk.run(gm)
     walk.let_off()
     _annotate(walk, walk.variables.dtypes(solve(walk.variables.problem())))
     return walk.variables.declined
 
 
-class _Walk(GraphWalk):
+class CutWalk(GraphWalk):
     """Collects the cut problem; ``variables`` holds it."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, verdict: Verdict | None = None) -> None:
         super().__init__(context)
-        absorbs = context.regions == "triton" and context.policy.lowers_sources
-        self.variables = Variables(context.low, absorbs)
+        self.verdict = verdict or Verdict()
+        priced = self.verdict.costs is not None
+        absorbs = context.casts_fuse if priced else context.regions == "triton" and context.policy.lowers_sources
+        self.variables = Variables(context.low, absorbs, self.verdict.costs)
         self.decided: dict[Node, _Decided] = {}
         self.early: dict[Node, list[int]] = {}  # ops that commute with rounding -> their inputs
         self.roots: list[Node] = []  # LOW ops that make a written class
@@ -64,6 +71,8 @@ class _Walk(GraphWalk):
         self.chains: set[Node] = set()
 
     def enter(self, graph: Graph) -> None:
+        if self.verdict.costs is not None:
+            self.verdict.costs.enter(graph)
         self.classes |= written_classes(graph)
         self.chains |= exp_chains(graph)
 
@@ -97,6 +106,8 @@ class _Walk(GraphWalk):
     def input(self, node: Node) -> None:
         self.source(node, "an input")
         variables = self.variables
+        if self.verdict.costs is not None:  # prices say whether it is worth its cast
+            return
         lowered = self.context.policy.lowers_sources and node in variables.value and node not in self.classes
         if lowered:
             variables.arrives[node], variables.value[node] = variables.value[node], LOW
@@ -159,6 +170,10 @@ class _Walk(GraphWalk):
 
     def low(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
+        if node in self.verdict.stays:
+            return self.full(replace(site, why=self.verdict.stays[node]), floats)
+        if node in self.verdict.unpriced:
+            site = replace(site, why=f"{site.why}; pays: {self.verdict.unpriced[node]}")
         read = variables.pin(site.dtype or self.context.low)
         variables.use_data(site, read)
         if floats and (dtype_argument(node) is not None or dtype_reference(node) is not None):
@@ -251,7 +266,7 @@ class _Walk(GraphWalk):
         return user in low or decided.read == LOW or cast or user.meta.get("dtype") is NON_TENSOR
 
 
-def _annotate(walk: _Walk, dtype: Callable[[int | None], torch.dtype | None]) -> None:
+def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) -> None:
     for node, (read, out, rule, why, site) in walk.decided.items():
         reads, output, info = dtype(read), dtype(out), node.meta.get("dtype")
         if output is None and isinstance(info, torch.dtype) and info.is_floating_point:
@@ -260,7 +275,7 @@ def _annotate(walk: _Walk, dtype: Callable[[int | None], torch.dtype | None]) ->
         if rule is Rule.FULL and compute is not None:
             compute = torch.float32
         if site is not None and read is not None and not walk.variables.is_pinned(read):
-            why = f"{why}; {_reason(walk.variables, site, reads, dtype)}"
+            why = f"{why}; {_reason(walk, site, reads, dtype)}"
         node.meta["precision"] = Precision(reads, compute, output, rule, why)
         node.meta.pop("root_dtype", None)
     for node in walk.roots:
@@ -269,8 +284,8 @@ def _annotate(walk: _Walk, dtype: Callable[[int | None], torch.dtype | None]) ->
             node.meta["root_dtype"] = lives
 
 
-def _reason(variables: Variables, site: Site, reads: torch.dtype | None, dtype: Callable) -> str:
+def _reason(walk: CutWalk, site: Site, reads: torch.dtype | None, dtype: Callable) -> str:
     for source in site.data:
-        if source in variables.value and dtype(variables.arriving(source)) is reads:
+        if walk.has(source) and dtype(walk.variables.arriving(source)) is reads:
             return f"%{source.name} is {dtype_name(reads)}"
-    return "fewest bytes cast"
+    return "fewest bytes cast" if walk.verdict.costs is None else "least time"

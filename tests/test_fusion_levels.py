@@ -36,7 +36,9 @@ class Net(nn.Module):
 @pytest.mark.parametrize(("level", "stream"), [("O1", torch.float32), ("O2", torch.bfloat16), ("O3", torch.bfloat16)])
 def test_the_residual_stream(monkeypatch: pytest.MonkeyPatch, level: str, stream: torch.dtype) -> None:
     plain = Settings.context
-    monkeypatch.setattr(Settings, "context", lambda self: replace(plain(self), regions="triton", device="cuda"))
+    monkeypatch.setattr(
+        Settings, "context", lambda self, **given: replace(plain(self, **given), regions="triton", device="cuda")
+    )
     model, _ = fxprec.convert(Net(), (torch.zeros(2, 3, dtype=torch.long),), level=level)
     gm = fxprec.graph_module(model)
     nodes = [node for graph in every_graph(gm) for node in graph.graph.nodes if "op" in node.meta]

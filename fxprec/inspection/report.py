@@ -28,7 +28,7 @@ from fxprec.inspection.nodes import (
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
 from fxprec.inspection.text import columns, plain, titled
 from fxprec.module import conversion_of, is_converted
-from fxprec.passes.ir import Precision, dtype_name, module_path
+from fxprec.passes.ir import Precision, Rule, dtype_name, module_path
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -65,6 +65,7 @@ class Headline:
         computes: compute dtype -> nodes.
         casts: inserted casts that run at every call.
         absorbed: inserted casts within fused regions, which cost nothing.
+        costs: which costs of the device ``lower="pays"`` went by, and how many ops stay FP32; "" for "always".
         regions: what fused regions there are and how they run.
         shadow_casts: inserted casts of weights, in whose place shadows are read.
         folded: casts removed again.
@@ -81,6 +82,7 @@ class Headline:
     absorbed: int
     shadow_casts: int
     folded: int
+    costs: str
     regions: str
     activations: Activations
     weights: Weights
@@ -107,6 +109,8 @@ class Headline:
             f"{self.casts} inserted, {self.shadow_casts} of weights read as shadows instead, {self.folded} folded"
             + (f", {self.absorbed} within regions" if self.absorbed else ""),
         )
+        if self.costs:
+            yield "costs", self.costs
         if self.regions:
             yield "regions", self.regions
         yield "activations", str(self.activations) + (f" (all {self.graphs} graphs)" if self.graphs > 1 else "")
@@ -203,6 +207,7 @@ def _headline(
         computes=dict(Counter(row.compute for row in rows if row.compute != "-").most_common()),
         casts=kinds["cast"],
         absorbed=kinds["absorbed"],
+        costs=_cost_line(graphs, rows),
         regions=region_line([region for section in sections for region in section.regions]),
         shadow_casts=kinds["shadow"],
         folded=sum(gm.meta.get("folded", 0) for gm in graphs),
@@ -215,6 +220,12 @@ def _headline(
         not_static=tuple(dict.fromkeys(short_paths(why) for why in (conversion.declined if conversion else ()))),
         declined=tuple(dict.fromkeys(what for section in sections for what in section.declined)),
     )
+
+
+def _cost_line(graphs: tuple[GraphModule, ...], rows: list[Row]) -> str:
+    stay = sum(row.rule == Rule.FULL and row.why.startswith("pays:") for row in rows)
+    known = dict.fromkeys(gm.meta["costs"] for gm in graphs if "costs" in gm.meta)
+    return f"{'; '.join(known)}: {count(stay, 'op')} not worth lowering" if known else ""
 
 
 def _row(place: Place) -> Row:

@@ -1,0 +1,71 @@
+"""The command line: ``python -m fxprec calibrate`` measures what ``convert(..., lower="pays")`` goes by."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from fxprec.calibration import calibrate
+from fxprec.cost_files import costs_of, path_of, write
+from fxprec.inspection.text import columns, plain, titled
+from fxprec.passes.device_costs import DeviceCosts, Work
+from fxprec.passes.ir import dtype_name
+
+__all__ = ["main"]
+
+_ABOUT = """Measure what matrix products, convolutions, attention and casts take on this machine, and keep it for
+convert(..., lower="pays"): a few seconds, in which nothing else should run. A CPU is measured with the number of
+threads that torch takes; with another number it is another machine."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status: 0, or 2 for arguments that cannot be."""
+    parser = argparse.ArgumentParser(prog="python -m fxprec", description="Mixed precision for PyTorch models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("calibrate", description=_ABOUT, help="measure what lowering costs here")
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    command.add_argument("--threads", type=int, help="of torch's, on a CPU; default: as torch has it")
+    command.add_argument("--show", action="store_true", help="show the costs that serve now, and measure nothing")
+    command.add_argument("--output", type=Path, help="write there, and not where convert looks")
+    command.add_argument("--quick", action="store_true", help="two sizes only, to try the command; wants --output")
+    options = parser.parse_args(arguments)
+    if options.quick and options.output is None and not options.show:
+        command.error("--quick measures too little for convert to go by: give --output FILE")
+    if options.threads is not None:
+        if options.threads < 1:
+            command.error(f"--threads {options.threads}: at least one")
+        torch.set_num_threads(options.threads)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.show:
+        _print(costs_of(device))
+        return 0
+    try:
+        costs = calibrate(device, quick=options.quick)
+    except ValueError as error:
+        command.error(str(error))
+    path = options.output or path_of(device)
+    write(costs, path)
+    print(f"written to {path}", file=sys.stderr)
+    _print(costs)
+    return 0
+
+
+def _print(costs: DeviceCosts) -> None:
+    names = ("work", "size", *map(dtype_name, costs.curves))
+    print(plain(titled(str(costs), columns(names, _rows(costs)))))
+
+
+def _rows(costs: DeviceCosts) -> Iterator[tuple[str, ...]]:
+    for work in Work:
+        sizes = {size for of_work in costs.curves.values() if work in of_work for size, _ in of_work[work].points}
+        for size in sorted(sizes):
+            times = (_time(of_work[work](size)) if work in of_work else "-" for of_work in costs.curves.values())
+            yield str(work), f"{size:.3g}", *times
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
