@@ -176,13 +176,36 @@ def _has_signature(function: Callable[..., Any]) -> bool:
 class _WithLoss(nn.Module):
     """Model and loss as one forward: ``(*inputs, target) -> loss``."""
 
-    def __init__(self, model: Callable[..., Any], loss: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
+        names = _required(model)
+        if names:
+            self.__dict__["forward"] = _LossOf(model, loss, names)
 
     def forward(self, *inputs: Any) -> Tensor:
         return self.loss(self.model(*inputs[:-1]), inputs[-1])
+
+
+class _LossOf:
+    """The forward of ``_WithLoss`` with names for its arguments, by which static capture tells them apart."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any], names: Sequence[str]) -> None:
+        self._model, self._loss = model, loss
+        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, plain) for name in (*names, "target")])
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        return self._loss(self._model(*inputs[:-1]), inputs[-1])
+
+
+def _required(model: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments, where all are plain and required: a target can follow them in one way only."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    plain = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
+    names = tuple(parameter.name for parameter in parameters)
+    return names if plain and "target" not in names else ()
 
 
 def _as_module(model: Any, loss: Any) -> nn.Module:

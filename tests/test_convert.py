@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import math
 import sys
 import warnings
 from dataclasses import dataclass
@@ -426,3 +428,34 @@ def test_level_o3_leaves_the_parameters_of_modules_that_stay_in_fp32(overrides, 
         assert torch.equal(parameter, exact[name].to(dtype)) and parameter.dtype is dtype
     model(torch.randn(3, 4)).sum().backward()
     fxprec.revert(model)
+
+
+def test_model_and_loss_are_captured_statically_where_the_arguments_have_names():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    around, _ = fxprec.convert(model, loss=F.cross_entropy)
+    assert [node.target for node in around.graph.find_nodes(op="placeholder")] == ["input", "target"]  # no call yet
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    right = around(x, y)
+    buffer = io.BytesIO()
+    torch.save(around, buffer)
+    buffer.seek(0)
+    for copied in (copy.deepcopy(around), torch.load(buffer, weights_only=False)):
+        assert torch.equal(copied(x, y), right)
+        copied.model[2].weight.data.zero_()
+        copied.model[2].bias.data.zero_()
+        assert copied(x, y).item() == pytest.approx(math.log(3))  # it reads its own weights
+    assert torch.equal(around(x, y), right)
+
+
+class WithOption(nn.Linear):
+    def forward(self, input, scale=None):
+        output = super().forward(input)
+        return output if scale is None else output * scale
+
+
+def test_model_and_loss_take_a_call_where_an_argument_may_be_left_out():
+    around, _ = fxprec.convert(WithOption(4, 3), loss=F.cross_entropy)
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    scaled = around(x, torch.zeros(()), y)
+    assert scaled.item() == pytest.approx(math.log(3))
+    assert not torch.equal(around(x, y), scaled)
