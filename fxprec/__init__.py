@@ -26,6 +26,7 @@ from fxprec.loss_scaler import LossScaler
 from fxprec.module import graph_module, graphs, original, revert
 from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
+from fxprec.whole_step import CapturedStep, capture_step
 
 if TYPE_CHECKING:
     from fxprec import amp, fp16_utils, optim, parallel, testing
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "CapturedStep",
     "ClosureError",
     "ConversionError",
     "Converted",
@@ -49,6 +51,7 @@ __all__ = [
     "Rule",
     "accumulate",
     "amp",
+    "capture_step",
     "convert",
     "explain",
     "fp16_utils",

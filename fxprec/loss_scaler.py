@@ -236,6 +236,9 @@ class LossScaler(GradientChecks):
             for loss, found in updated:
                 loss.update(found, rule)
             self._floor.note(updated, self._losses, rule)
+        self._end_iteration()
+
+    def _end_iteration(self) -> None:
         self._forget_iteration()
         self._skips.begin()
         if self._floor.fallen(self._backoff_factor) and self._on_floor is not None:
@@ -244,7 +247,22 @@ class LossScaler(GradientChecks):
             )
             if self._on_floor == "raise":
                 raise LossScaleFloorError(message)
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(message, stacklevel=3)
+
+    def _before_replay(self, optimizer: Optimizer) -> None:
+        """A captured iteration, with ``step`` and ``update``, is about to run."""
+        self._known[id(optimizer)] = optimizer
+        self._old.before_update(cast(Tensor, self._scale), self._known, {id(optimizer)})
+
+    def _after_replay(self, optimizer: Optimizer, found: Tensor) -> None:
+        """It was launched: note what ``step`` and ``update`` would have. ``found``: its flag, 0-dim FP32.
+
+        Raises:
+            LossScaleFloorError: as ``update``.
+        """
+        self._skips.note_on_device(optimizer, {found.device: found})
+        self._floor.note([(self._losses[0], found)], self._losses, self._rule())
+        self._end_iteration()
 
     @property
     def step_was_skipped(self) -> bool:

@@ -160,8 +160,8 @@ def adam_kernel(
     At those addresses, each element once: gradient GRADIENT_DTYPE, read; parameter PARAM_DTYPE and states STATE_DTYPE,
     read and written; shadow SHADOW_DTYPE (None: none), written; step fp32 [1], read, and written by one program. All
     arithmetic on elements is fp32, that on t and lr fp64.
-    lr, grad_scale, clip_coef, found_inf: fp32 [1] or None. Pairs (high, low) are doubles as two fp32: lr (where the
-    pointer is None), weight decay, log(beta1), log(beta2).
+    grad_scale, clip_coef, found_inf: fp32 [1] or None; lr: fp32 or fp64 [1], or None. Pairs (high, low) are doubles as
+    two fp32: lr (where the pointer is None), weight decay, log(beta1), log(beta2).
     """
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
@@ -229,7 +229,7 @@ def launch(
     """Step in one launch, on the current stream, without host sync. ``reference`` says what it does.
 
     :param gradients: ``bind`` of a plan with states (exp_avg, exp_avg_sq[, max_exp_avg_sq]) and steps.
-    :param lr: a float, or one float32 on the plan's device or on the CPU.
+    :param lr: a float, or one float32 or float64 on the plan's device or on the CPU.
     :param grad_scale: one float32 on the plan's device, the loss scale, which gradients are divided by.
     :param clip_coef: one float32 on the plan's device, which gradients are multiplied by.
     :param found_inf: one float32 on the plan's device: unless it is 0 nothing is written.

@@ -149,7 +149,7 @@ def sgd_kernel(
     At those addresses, each element once: gradient GRADIENT_DTYPE, read; parameter PARAM_DTYPE, read and written;
     momentum buffer STATE_DTYPE (None: none), written, and read unless this is the first step; shadow SHADOW_DTYPE
     (None: none), written; with STEPS the step fp32 [1], read, and written by one program. All arithmetic is fp32.
-    lr, grad_scale, clip_coef, found_inf: fp32 [1] or None; lr_value stands for lr where that is None.
+    grad_scale, clip_coef, found_inf: fp32 [1] or None; lr: fp32 or fp64 [1], or None, where lr_value stands for it.
     """
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
@@ -166,7 +166,7 @@ def sgd_kernel(
     if clip_coef is not None:
         clip = tl.load(clip_coef)
     if lr is not None:
-        rate = tl.load(lr)
+        rate = tl.load(lr).to(tl.float32)
     step_count = tl.load(entry + STEP).to(tl.pointer_type(tl.float32))
     step = 1.0
     if STEPS:
@@ -214,7 +214,7 @@ def launch(
     """Step in one launch, on the current stream, without host sync. ``reference`` says what it does.
 
     :param gradients: ``bind`` of a plan with states (momentum_buffer,), or none without momentum.
-    :param lr: a float, or one float32 on the plan's device or on the CPU.
+    :param lr: a float, or one float32 or float64 on the plan's device or on the CPU.
     :param first: with momentum and a plan without steps: whether the buffers are yet to begin. None otherwise.
     :param grad_scale: one float32 on the plan's device, the loss scale, which gradients are divided by.
     :param clip_coef: one float32 on the plan's device, which gradients are multiplied by.

@@ -78,10 +78,12 @@ def check_scalar(name: str, scalar: Tensor | None, device: torch.device) -> Tens
 def device_rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
     """The learning rate as a kernel takes it: a pointer, or None and a number. Reads no device tensor.
 
-    :raises ValueError: a tensor on another device than the CPU and the plan's, or not one float32.
+    :raises ValueError: a tensor on another device than the CPU and the plan's, or not one float32 or float64.
     """
     if not isinstance(lr, Tensor):
         return None, float(lr)
+    if lr.device == device and lr.dtype == torch.float64 and lr.numel() == 1:
+        return lr, 0.0
     if lr.device.type == "cpu" and not (lr.device == device and lr.dtype == torch.float32):
         return None, float(lr.item())
     return check_scalar("lr", lr, device), 0.0

@@ -331,10 +331,10 @@ def test_two_float32_hold_48_bits_of_a_double(value: float) -> None:
 
 def test_a_rate_on_the_cpu_is_a_number_and_one_on_the_device_a_pointer() -> None:
     on_cpu, device = torch.tensor(0.5, dtype=torch.float64), torch.device("meta")
-    on_device = torch.tensor(0.5, device="meta")
+    on_device, wide = torch.tensor(0.5, device="meta"), torch.tensor(0.5, device="meta", dtype=torch.float64)
     assert device_rate(0.25, device) == (None, 0.25)
     assert device_rate(on_cpu, device) == (None, 0.5)
-    assert device_rate(on_device, device)[0] is on_device
+    assert device_rate(on_device, device)[0] is on_device and device_rate(wide, device)[0] is wide
     with pytest.raises(ValueError, match="lr must be one float32 number on 'meta'"):
         device_rate(torch.zeros(2, device="meta"), device)
 

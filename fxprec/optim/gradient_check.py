@@ -12,6 +12,7 @@ from torch._utils import _flatten_dense_tensors
 
 from fxprec.optim.triton_update import Plans, norm_launch, serves, takes
 from fxprec.scaling.agreement import group_of_parameters, sum_over
+from fxprec.scaling.cuda_graphs import reading_waits
 from fxprec.scaling.gradients import dtensor_type, local, summed
 
 __all__ = ["GradientCheck", "check"]
@@ -114,10 +115,11 @@ def _read(tensors: list[Tensor], norm: bool, scale: Tensor | None = None) -> tup
         return (~torch.isfinite(torch.stack(extremes)).all()).float(), None
     wide = None if tensors[0].dtype is torch.float64 else torch.float32
     square = _squares(tensors, wide, scale)
-    if device.type == "cpu" and bool(torch.isfinite(square)):
+    reads = not reading_waits(device)
+    if reads and bool(torch.isfinite(square)):
         return torch.zeros(()), square
     flag, _ = _read(tensors, norm=False)  # squares of finite gradients overflow too
-    if device.type == "cpu" and scale is not None and not flag:
+    if reads and scale is not None and not flag:
         square = _squares(tensors, torch.float64, scale)  # not so after the scale is taken out, perhaps
     return flag, square
 

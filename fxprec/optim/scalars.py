@@ -2,9 +2,15 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["scalar"]
+__all__ = ["rate", "scalar"]
+
+
+def rate(lr: Any) -> Any:
+    """A learning rate as torch's fused kernels take it: on an accelerator they read FP32."""
+    return lr.to(torch.float32) if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
 
 
 def scalar(value: Any) -> Any:

@@ -57,6 +57,10 @@ class Plans:
         """Copies and pickles are empty: tables hold addresses."""
         return Plans, ()
 
+    def kept(self) -> tuple[MultiTensorPlan, ...]:
+        """All of them, now: a CUDA graph keeps those that it was captured with, since it reads their tables."""
+        return tuple(self._plans.values())
+
     def plan(
         self,
         key: Hashable,

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["capturing"]
+__all__ = ["capturing", "reading_waits"]
 
 
 def capturing(device: torch.device) -> bool:
     """Whether kernels on this device are being captured: then nothing can be read from it."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def reading_waits(device: torch.device) -> bool:
+    """Whether reading from the device stops the host until all that was queued is done."""
+    return device.type == "cuda"

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.stages import CHECK
 
-__all__ = ["can_skip_on_device", "makes_state", "step_on_device"]
+__all__ = ["can_skip_on_device", "is_plain_step", "makes_state", "step_on_device"]
 
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:
@@ -28,10 +28,13 @@ def can_skip_on_device(optimizer: Optimizer) -> bool:
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    wrapped = optimizer.__dict__.get("step")
-    if wrapped is not None and not _is_lr_schedulers(wrapped, optimizer):
-        return False
-    return not makes_state(optimizer)
+    return is_plain_step(optimizer) and not makes_state(optimizer)
+
+
+def is_plain_step(optimizer: Optimizer) -> bool:
+    """Whether ``step`` is that of its class, perhaps as torch's lr schedulers wrap it. (Others may copy their mark.)"""
+    step: Any = optimizer.__dict__.get("step")
+    return step is None or (getattr(step, "_wrapped_by_lr_sched", False) and step.__wrapped__ is type(optimizer).step)
 
 
 def step_on_device(
@@ -59,11 +62,6 @@ def step_on_device(
         del optimizer.grad_scale, optimizer.found_inf
         if CHECK in state:
             del optimizer.gradient_check
-
-
-def _is_lr_schedulers(step: Any, optimizer: Optimizer) -> bool:
-    """Whether it is the class's ``step`` as torch's lr schedulers wrap it. (Other wrappers may copy their mark.)"""
-    return getattr(step, "_wrapped_by_lr_sched", False) and step.__wrapped__ is type(optimizer).step
 
 
 def makes_state(optimizer: Optimizer) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxprec.scaling.arguments import SMALLEST_SCALE
-from fxprec.scaling.cuda_graphs import capturing
+from fxprec.scaling.cuda_graphs import capturing, reading_waits
 from fxprec.scaling.loss_scale import LossScale, UpdateRule
 
 __all__ = ["SMALLEST_SCALE", "FloorWatch"]
@@ -103,8 +103,3 @@ def _to_host(values: Tensor, update: int) -> _Note:
         event.record(torch.cuda.current_stream(values.device))
         return _Note(host, event.query, update)
     return _Note(values, lambda: True, update)
-
-
-def reading_waits(device: torch.device) -> bool:
-    """Whether reading from the device stops the host until all that was queued is done."""
-    return device.type == "cuda"

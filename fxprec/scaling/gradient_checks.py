@@ -154,6 +154,12 @@ class GradientChecks(ScalerState):
                 here = [flag.view(()).to(scale.device, non_blocking=True) for flag in found]
                 yield self._losses[loss_id], here[0] if len(here) == 1 else torch.stack(here).amax()
 
+    def _found_by(self, optimizer: Optimizer) -> Tensor:
+        """One flag of what was found in the gradients of this optimizer since the last update; 0-dim FP32."""
+        flags = [flag.view(()) for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
+        here = cast(Tensor, self._scale).device
+        return flags[0] if len(flags) == 1 else torch.stack([flag.to(here, non_blocking=True) for flag in flags]).amax()
+
     def _before_update(self) -> None:
         used = {id_ for id_, state in self._per_optimizer_states.items() if state["stage"] is not OptState.READY}
         self._old.before_update(cast(Tensor, self._scale), self._known, used)

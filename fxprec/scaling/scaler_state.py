@@ -190,6 +190,12 @@ class ScalerState(torch.amp.GradScaler):
         self._old = OldGradients()
         self._captured = False
 
+    def _fresh_notes(self) -> dict[str, Any]:
+        """Attributes for iterations that leave no trace: what a captured graph is made of."""
+        notes: dict[str, Any] = {"_floor": FloorWatch(self._bounds[0]), "_skips": Skips(), "_old": OldGradients()}
+        flags = dict.fromkeys(("_captured", "_scaled_since_update", "_scaled_outside"), False)
+        return {**notes, **flags, "_claimed": {}, "_blocks": [], "_on_floor": None}
+
     def _forget_iteration(self) -> None:
         if self._enabled:
             self._per_optimizer_states.clear()

@@ -1,0 +1,250 @@
+"""``capture_step``: one call is one training step, on CUDA by one graph for each shape of a batch."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fxprec.capture.untouched import RandomState
+from fxprec.errors import CaptureError
+from fxprec.loss_scaler import LossScaler
+from fxprec.whole_step import cuda
+from fxprec.whole_step.batch import Batch
+from fxprec.whole_step.failure import explained
+from fxprec.whole_step.fixed import Fixed, attributes_of
+from fxprec.whole_step.iteration import Iteration
+from fxprec.whole_step.put_back import put_back
+from fxprec.whole_step.rates import Rates
+from fxprec.whole_step.refusals import check_types, check_values, device_of, refuse_ungraphable
+from fxprec.whole_step.scales import refuse_open_iteration
+from fxprec.whole_step.shadow_links import ShadowLinks
+
+__all__ = ["CapturedStep", "capture_step"]
+
+_training = operator.attrgetter("training")
+
+_log = logging.getLogger("fxprec")
+
+#: Eager steps before a capture, as PyTorch advises: kernels are compiled and libraries choose algorithms in them.
+_WARM_UP: Final = 3
+#: Captures one after the other, each for a change and of use for one step only, before that is an error.
+_IN_VAIN: Final = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Graph:
+    """One captured step. ``report``: loss and, if the scaler notes it, its flag; FP32, written by each replay."""
+
+    recording: cuda.Recording
+    batch: Batch
+    report: Tensor
+    fixed: Fixed
+    rates: Rates
+    shadows: ShadowLinks
+    replays: int = 0
+    in_vain: int = 0
+
+
+class CapturedStep:
+    """A training step; see ``capture_step``. Not for several threads or streams at once."""
+
+    def __init__(self, iteration: Iteration, example: Batch, max_graphs: int) -> None:
+        self._iteration, self._most = iteration, max_graphs
+        self._recorder = cuda.recorder_of(device_of(iteration))
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._modules = _modules_of(iteration)
+        if self._recorder is not None:
+            self._graph_of(example, self._recorder)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take one step on a batch, given as ``example_batch`` was. Nothing waits for the device.
+
+        Returns:
+            The loss, 0-dim FP32, detached, of memory of its own. Gradients are None afterwards.
+
+        Raises:
+            TypeError, ValueError: a batch that is none, or that ``accumulate`` does not divide.
+            RuntimeError: within an iteration of the scaler. LossScaleFloorError: as ``LossScaler.update``.
+            CaptureError: a batch of another shape, or after a change, whose step cannot be captured.
+        """
+        batch = Batch.of(args, kwargs, self._iteration.parts)
+        refuse_open_iteration(self._iteration.scaler)
+        if self._recorder is None:
+            return self._iteration.run(batch)[0]
+        graph = self._graph_of(batch, self._recorder)
+        graph.batch.fill(batch)
+        graph.rates.send()
+        return self._replayed(graph)
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """What was captured: shapes and dtypes of the batch of each graph. Empty on a CPU, where steps run eagerly."""
+        return tuple(graph.batch.described() for graph in self._graphs.values())
+
+    def __repr__(self) -> str:
+        where = "no graph: the device has none" if self._recorder is None else f"graphs: {'; '.join(self.graphs)}"
+        return f"CapturedStep({type(self._iteration.model).__name__}, {where})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a captured step cannot be copied or pickled: capture_step(...) the copy")
+
+    def _replayed(self, graph: _Graph) -> Tensor:
+        optimizer, scaler = self._iteration.optimizer, self._iteration.scaler
+        self._iteration.drop_gradients()
+        graph.shadows.before()
+        ours = scaler if isinstance(scaler, LossScaler) and scaler.is_enabled() else None
+        if ours is not None:
+            ours._before_replay(optimizer)
+        graph.recording.replay()
+        graph.replays += 1
+        # What Python would have done in an eager step.
+        graph.shadows.after()
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # of which torch's lr schedulers make sure
+        report = graph.report.clone()
+        if ours is not None:
+            ours._after_replay(optimizer, report[1])
+        return report[0]
+
+    def _graph_of(self, batch: Batch, recorder: cuda.Recorder) -> _Graph:
+        """The graph that serves a batch as things are now, captured if need be."""
+        key = batch.key(), *map(_training, self._modules)
+        graph, in_vain = self._graphs.get(key), 0
+        if graph is not None:
+            change = graph.fixed.changed()
+            if change is None:
+                return graph
+            in_vain = graph.in_vain + 1 if graph.replays < 2 else 0
+            if in_vain >= _IN_VAIN:
+                raise CaptureError(
+                    f"{change}: it changed before each of the last {in_vain + 1} steps, and each time the step had to "
+                    "be captured again. Only learning rates may change from step to step (OneCycleLR: "
+                    "cycle_momentum=False); else use the usual loop"
+                )
+            _log.info("capture_step: captured again, since this changed: %s", change)
+            del self._graphs[key], graph  # its memory goes to the new one
+        elif len(self._graphs) >= self._most:
+            raise CaptureError(
+                f"a batch of {batch.described()}, and there are {len(self._graphs)} graphs already, for "
+                f"{'; '.join(self.graphs)}: pad batches to a few shapes, or capture_step(..., max_graphs=...)"
+            )
+        try:
+            graph = self._captured(batch, recorder)
+        except BaseException:
+            self._graphs.clear()  # a capture that fails may take the generator's state from those that were there
+            raise
+        if (modules := _modules_of(self._iteration)) != self._modules:
+            self._graphs.clear()
+            self._modules = modules
+            key = batch.key(), *map(_training, modules)
+        graph.in_vain = in_vain
+        self._graphs[key] = graph
+        return graph
+
+    def _captured(self, batch: Batch, recorder: cuda.Recorder) -> _Graph:
+        iteration = self._iteration
+        iteration.look()
+        refuse_ungraphable(iteration)
+        rates = Rates(iteration.optimizer, recorder.device)
+        static = batch.static(recorder.device)
+        with recorder.aside(), put_back(iteration, recorder.device):
+            for store in iteration.stores():
+                if not store.made_on(recorder.stream):
+                    store.clear()  # their edges would be walked on the stream where they were made
+            with rates.in_groups():
+                self._warm_up(static, recorder)
+                random = RandomState()
+                with explained("the step"), rates.capturable():
+                    recording, report = recorder.record(lambda: _reported(iteration, static))
+            moved = random.restore()
+            if moved is not None and moved not in recorder.generators:
+                raise CaptureError(
+                    f"the step draws random numbers from {moved} on the host: a graph would repeat them for ever. Draw "
+                    f"them with torch on '{recorder.device}', or before the step and pass them in with the batch"
+                )
+            held = attributes_of(iteration.roots())  # also what a forward caches, which goes when all is put back
+        shadows = ShadowLinks(iteration)
+        return _Graph(recording, static, report, Fixed(iteration, rates, shadows, held), rates, shadows)
+
+    def _warm_up(self, batch: Batch, recorder: cuda.Recorder) -> None:
+        for number in range(_WARM_UP - 1):
+            self._iteration.run(batch, zeroed=number == 0)
+        with explained("the step"), recorder.strict():
+            _reported(self._iteration, batch)
+
+
+def _modules_of(iteration: Iteration) -> list[nn.Module]:
+    return [module for root in iteration.roots() for module in root.modules()]
+
+
+def _reported(iteration: Iteration, batch: Batch) -> Tensor:
+    loss, found = iteration.run(batch)
+    return torch.stack([loss] if found is None else [loss, found])
+
+
+def capture_step(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    example_batch: Sequence[Any] | Mapping[str, Any],
+    accumulate: int = 1,
+    *,
+    max_norm: float | None = None,
+    max_graphs: int = 16,
+) -> CapturedStep:
+    """A whole training step as one call: ``loss = step(x, y)``.
+
+    Forward, loss, backward, unscale, clip, update, shadow write and scale update. On CUDA they are one CUDA graph for
+    each shape of a batch, replayed without Python; elsewhere the same calls, one after the other. It changes no value:
+    the first call is the first step. State dicts of model, optimizer, scaler and schedulers are those of the usual
+    loop, before and after.
+
+    Args:
+        model: in training mode, converted or not, on one device.
+        loss_fn: the loss is ``loss_fn(model(*batch[:-1]), batch[-1])``; of a batch of keywords
+            ``loss_fn(model(**batch))``. None: the model returns it. A function or a module. Its Python code, that of
+            the model and of hooks runs while the step is captured, not with every step.
+        optimizer: on CUDA one of fxprec.optim, a fused Adam, AdamW or SGD of torch's, or one with ``capturable=True``
+            (without a loss scaler). ``lr`` may change from step to step, as schedulers do; another change captures
+            again.
+        scaler: that of ``convert``, a LossScaler or GradScaler; None: no scaling. A step that overflows is skipped on
+            the device.
+        example_batch: a tuple of positional or a dict of keyword arguments of the calls: its shapes and dtypes, and
+            numbers that are good for a step. What is no tensor is a constant.
+        accumulate: cut each batch along dimension 0 into that many micro-batches; their losses are averaged, and
+            weights and shadows stay as they are in between.
+        max_norm: clip the global norm of the gradients to this, as ``clip_grad_norm_`` does. An optimizer of
+            fxprec.optim does it by its own ``max_norm``, with less traffic.
+        max_graphs: captures of other shapes, modes (train, eval) and constants; they share their memory.
+
+    Raises:
+        TypeError, ValueError: arguments that are none, or contradict each other.
+        CaptureError: several processes or devices; an optimizer or a line of code that a graph cannot hold. Nothing
+            was changed then, and the usual loop works.
+
+    Sources: PyTorch, "CUDA semantics", CUDA graphs; torch.cuda.make_graphed_callables.
+    """
+    scaler = LossScaler(enabled=False) if scaler is None else scaler
+    iteration = Iteration(model, loss_fn, optimizer, scaler, accumulate, max_norm)
+    check_types(iteration)
+    iteration.look()
+    check_values(iteration)
+    if isinstance(example_batch, Mapping):
+        args, kwargs = (), example_batch
+    elif isinstance(example_batch, tuple | list):
+        args, kwargs = tuple(example_batch), {}
+    else:
+        raise TypeError(
+            f"example_batch must be a tuple of positional or a dict of keyword arguments, not "
+            f"{type(example_batch).__name__}: write (x, y)"
+        )
+    batch = Batch.of(args, kwargs, accumulate)
+    refuse_open_iteration(scaler)
+    return CapturedStep(iteration, batch, max_graphs)

@@ -1,0 +1,136 @@
+"""CUDA graphs of PyTorch: the one place that captures and replays. Everything else knows ``Recorder`` only."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+__all__ = ["CudaRecorder", "Recorder", "Recording", "recorder_of"]
+
+_T = TypeVar("_T")
+
+
+class Recording(Protocol):
+    """Work that runs again on the same memory, without Python."""
+
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Makes recordings that share memory: no two may run at the same time.
+
+    Attributes:
+        device: where the work runs.
+        stream: on which it is recorded; None: there are none.
+        generators: names of the random number generators that a replay draws from anew.
+    """
+
+    device: torch.device
+    stream: torch.cuda.Stream | None
+    generators: frozenset[str]
+
+    def aside(self) -> Any:
+        """A context: work goes to ``stream``, after what was queued before; what comes later waits for it."""
+        ...
+
+    def strict(self) -> Any:
+        """A context in which waiting for the device raises a RuntimeError where it happens."""
+        ...
+
+    def record(self, body: Callable[[], _T]) -> tuple[Recording, _T]:
+        """Record what ``body`` launches. Nothing runs on the device."""
+        ...
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """The recorder of a device; None: it has no graphs, and steps run as they are."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def _stream(index: int) -> torch.cuda.Stream:
+    # One for all captured steps of a device: the backward of a shadow runs on the stream where the shadow was made.
+    return torch.cuda.Stream(torch.device("cuda", index))
+
+
+class CudaRecorder:
+    """Graphs of one device, out of one memory pool.
+
+    Sources: PyTorch, "CUDA semantics", CUDA graphs; NVIDIA, CUDA C++ Programming Guide, 3.2.8.7.
+    """
+
+    generators = frozenset({"torch.cuda"})
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.stream: torch.cuda.Stream | None = _stream(index)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        outside = torch.cuda.current_stream(self.device)
+        assert self.stream is not None
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
+
+    @contextmanager
+    def strict(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        _debug_syncs("error")
+        try:
+            yield
+        finally:
+            _debug_syncs(before)
+
+    def record(self, body: Callable[[], _T]) -> tuple[Recording, _T]:
+        graph, made, failed = torch.cuda.CUDAGraph(), list[_T](), list[BaseException]()
+        # A collection in the middle might free what belongs to another stream or graph.
+        gc.collect()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            # Other threads (a data loader's) may go on: only this one is kept from what would break the capture.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+                try:
+                    made.append(body())
+                except BaseException as error:
+                    failed.append(error)
+                    raise
+        except BaseException as error:
+            self._clean_up()
+            if failed and error is not failed[0]:  # the end of a capture that failed raises too, and says less
+                raise failed[0] from None
+            raise
+        finally:
+            if collecting:
+                gc.enable()
+        return graph, made[0]
+
+    def _clean_up(self) -> None:
+        """What the end of a capture does not come to when CUDA declares it invalid."""
+        with contextlib.suppress(RuntimeError):  # where it did come to it
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        generator = torch.cuda.default_generators[self.device.index]
+        try:
+            torch.rand((), device=self.device)
+        except RuntimeError:  # it takes itself for captured
+            generator.graphsafe_set_state(generator.clone_state())
+
+
+def _debug_syncs(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)

@@ -1,0 +1,137 @@
+"""One training iteration: what runs as it stands on a CPU, and is captured on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fxprec.conversion import Conversion
+from fxprec.inference import accumulate
+from fxprec.loss_scaler import LossScaler
+from fxprec.module import conversion_of, is_converted
+from fxprec.scaling.gradients import parameters_of
+from fxprec.shadows import ShadowStore
+from fxprec.whole_step.batch import Batch
+
+__all__ = ["Iteration"]
+
+
+class Iteration:
+    """Forward, loss, backward, unscale, clip, update and scale update; see ``capture_step`` for the arguments.
+
+    Attributes:
+        parameters: of the model, the loss and the optimizer, each once, when ``look`` was called last.
+        conversions: of the converted modules among them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: Optimizer,
+        scaler: torch.amp.GradScaler,
+        parts: int,
+        max_norm: float | None,
+    ) -> None:
+        self.model, self.loss_fn, self.optimizer, self.scaler = model, loss_fn, optimizer, scaler
+        self.parts, self.max_norm = parts, max_norm
+        self.parameters: list[Tensor] = []
+        self.conversions: list[Conversion] = []
+
+    def look(self) -> None:
+        """Find the parameters and conversions anew: a walk through all modules, which would take long at every step."""
+        everything = [module for root in self.roots() for module in root.modules()]
+        found: dict[int, Tensor] = {id(p): p for root in self.roots() for p in root.parameters()}
+        self.parameters = [*(found | {id(p): p for p in parameters_of(self.optimizer)}).values()]
+        self.conversions = [conversion_of(module) for module in everything if is_converted(module)]
+
+    def run(self, batch: Batch, *, zeroed: bool = False) -> tuple[Tensor, Tensor | None]:
+        """One step. Gradients are gone before and after it.
+
+        Args:
+            batch: of this step.
+            zeroed: with gradients of zero, so that there is no overflow, and the optimizer makes its state.
+
+        Returns:
+            The loss, 0-dim FP32 and detached: the mean over micro-batches; and what the scaler found, 0-dim FP32, above
+            0 where the step was skipped. None: a scaler of torch's, or a disabled one.
+        """
+        self.drop_gradients()
+        losses: list[Tensor] = []
+        with torch.enable_grad(), self._one_refresh(), self._no_old_casts():
+            for part in batch.parts(self.parts):
+                loss = self._loss(part)
+                losses.append(loss.detach().float())
+                self.scaler.scale(loss if self.parts == 1 else loss / self.parts).backward()
+                del loss  # and its autograd graph, before the next micro-batch makes one
+        if zeroed:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        self._clip()
+        self.scaler.step(self.optimizer)
+        found = self._found_inf()
+        self.scaler.update()
+        self.drop_gradients()
+        return losses[0] if self.parts == 1 else torch.stack(losses).mean(), found
+
+    def roots(self) -> list[nn.Module]:
+        """The model, and a loss that is a module."""
+        return [self.model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
+
+    def stores(self) -> list[ShadowStore]:
+        """The shadows of every converted module in the step."""
+        return [conversion.store for conversion in self.conversions]
+
+    def drop_gradients(self) -> None:
+        """``zero_grad`` of everything that a backward may reach."""
+        for parameter in (*self.parameters, *parameters_of(self.optimizer)):
+            parameter.grad = None
+
+    def _one_refresh(self) -> AbstractContextManager[object]:
+        if self.parts > 1 and is_converted(self.model):
+            return accumulate(self.model)
+        return nullcontext()
+
+    @contextmanager
+    def _no_old_casts(self) -> Iterator[None]:
+        """Under a torch.autocast of the caller: no weight that was cast before this step, and none that stays."""
+        around = torch.is_autocast_enabled(self.parameters[0].device.type)
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(before and not around)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(before)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        args, kwargs = batch.arguments()
+        if self.loss_fn is None:
+            loss = self.model(*args, **kwargs)
+            whose = "the output of the model (there is no loss_fn)"
+        else:
+            # As convert(loss=...): the last positional argument is the target.
+            inputs, targets = (args[:-1], args[-1:]) if len(args) > 1 else (args, ())
+            loss = self.loss_fn(self.model(*inputs, **kwargs), *targets)
+            whose = "what loss_fn returned"
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            got = f"{loss.dtype}{[*loss.shape]}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"{whose} must be the loss, a tensor of one floating-point number, not {got}")
+        return loss.view(())
+
+    def _clip(self) -> None:
+        if self.max_norm is None:
+            return
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(parameters_of(self.optimizer), self.max_norm)
+
+    def _found_inf(self) -> Tensor | None:
+        if not isinstance(self.scaler, LossScaler) or not self.scaler.is_enabled():
+            return None
+        return self.scaler._found_by(self.optimizer)

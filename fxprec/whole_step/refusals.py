@@ -1,0 +1,139 @@
+"""What a captured step cannot be made of, said before anything has run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fxprec.errors import CaptureError
+from fxprec.scaling.device_step import is_plain_step
+from fxprec.scaling.gradients import dtensor_type, parameters_of
+from fxprec.whole_step.iteration import Iteration
+
+__all__ = ["check_types", "check_values", "device_of", "refuse_ungraphable"]
+
+
+def check_types(iteration: Iteration) -> None:
+    """Raises TypeError for what is no model, optimizer, scaler or loss function."""
+    model, optimizer = iteration.model, iteration.optimizer
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"capture_step takes a module, not a {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"capture_step takes a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+    if not isinstance(iteration.scaler, torch.amp.GradScaler):
+        raise TypeError(
+            f"capture_step takes a fxprec.LossScaler, a torch.amp.GradScaler or None, not a "
+            f"{type(iteration.scaler).__name__}"
+        )
+    if iteration.loss_fn is not None and not callable(iteration.loss_fn):
+        raise TypeError(f"loss_fn must be callable, or None, not a {type(iteration.loss_fn).__name__}")
+
+
+def check_values(iteration: Iteration) -> None:
+    """What holds on a CPU too.
+
+    Raises:
+        ValueError: arguments out of range, or that contradict each other. CaptureError: several processes.
+    """
+    optimizer = iteration.optimizer
+    if isinstance(iteration.parts, bool) or not isinstance(iteration.parts, int) or iteration.parts < 1:
+        raise ValueError(f"accumulate must be a whole number of at least 1, not {iteration.parts!r}")
+    own = getattr(optimizer, "max_norm", None)
+    if iteration.max_norm is not None and own is not None:
+        raise ValueError(
+            f"max_norm={iteration.max_norm} and an optimizer with max_norm={own}: give one; the optimizer's costs less"
+        )
+    if iteration.max_norm is not None and not iteration.max_norm > 0:
+        raise ValueError(f"max_norm must be greater than 0, not {iteration.max_norm!r}; None: no clipping")
+    reached = {id(p) for root in iteration.roots() for p in root.parameters()}
+    if not any(id(p) in reached for p in parameters_of(optimizer)):
+        raise ValueError(
+            "none of the optimizer's parameters belongs to the model: was it made for another copy, or before "
+            "model.to(), which may replace them?"
+        )
+    _refuse_distributed(iteration)
+
+
+def _refuse_distributed(iteration: Iteration) -> None:
+    fsdp, dtensor = sys.modules.get("torch.distributed.fsdp"), dtensor_type()
+    wrappers: list[Any] = [nn.parallel.DistributedDataParallel, nn.DataParallel]
+    wrappers += [] if fsdp is None else [fsdp.FullyShardedDataParallel, fsdp.FSDPModule]
+    wrapped = next((m for root in iteration.roots() for m in root.modules() if isinstance(m, tuple(wrappers))), None)
+    sharded = dtensor is not None and any(isinstance(p, dtensor) for p in iteration.parameters)
+    if wrapped is not None or sharded or getattr(iteration.scaler, "_process_group", None) is not None:
+        what = "parameters that are DTensors" if wrapped is None else type(wrapped).__name__
+        raise CaptureError(
+            f"capture_step works in one process, and this model has {what if wrapped or sharded else 'several ranks'}: "
+            "its collectives are not captured. Use the usual loop (docs/training.md, Several processes)"
+        )
+
+
+def device_of(iteration: Iteration) -> torch.device:
+    """Where everything is.
+
+    Raises:
+        CaptureError: on several devices.
+    """
+    devices = {p.device for p in iteration.parameters}
+    devices |= {b.device for root in iteration.roots() for b in root.buffers()}
+    if len(devices) > 1:
+        raise CaptureError(
+            f"capture_step takes a model, loss and optimizer on one device, and these are on "
+            f"{', '.join(sorted(map(str, devices)))}: move them with .to(device)"
+        )
+    return devices.pop()
+
+
+def refuse_ungraphable(iteration: Iteration) -> None:
+    """Optimizers whose step a CUDA graph cannot hold.
+
+    Raises:
+        CaptureError: it reads ``lr`` or its step count on the host, or cannot skip a step on the device.
+    """
+    optimizer = iteration.optimizer
+    name = type(optimizer).__name__
+    ours = getattr(optimizer, "writes_shadows", False)
+    fused = isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)) and _all(optimizer, "fused")
+    if not (ours or fused or _all(optimizer, "capturable")):
+        raise CaptureError(
+            f"{name} reads its learning rate or its step count on the host, which a CUDA graph does not: take "
+            f"{_instead(optimizer)}"
+        )
+    if iteration.scaler.is_enabled():
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise CaptureError(
+                f"{name} cannot skip a step on the device, and with a loss scaler an overflow has to be skipped there: "
+                f"take {_instead(optimizer)}"
+            )
+    if not is_plain_step(optimizer):
+        raise CaptureError(
+            f"the step of this {name} was replaced (a wrapper counts or watches it), and a graph does not call it: "
+            "capture the optimizer as it was made"
+        )
+    _refuse_unborn_state(optimizer)
+
+
+def _refuse_unborn_state(optimizer: Optimizer) -> None:
+    """Of Adam and SGD it is known that states begin as zeros, and that all steps are alike then."""
+    unborn = any(p.requires_grad and not optimizer.state.get(p) for p in parameters_of(optimizer))
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):
+        if unborn:
+            raise CaptureError(f"{name} makes its state in its first step: take one step before capture_step")
+    elif any(group.get("dampening") and group["momentum"] for group in optimizer.param_groups) and unborn:
+        raise CaptureError(f"the first step of {name} with dampening is unlike the others: take it before capture_step")
+
+
+def _all(optimizer: Optimizer, option: str) -> bool:
+    return all(bool(group.get(option)) for group in optimizer.param_groups)
+
+
+def _instead(optimizer: Optimizer) -> str:
+    for cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        if isinstance(optimizer, cls):
+            return f"fxprec.optim.{cls.__name__}, or torch.optim.{cls.__name__}(..., fused=True)"
+    return "an optimizer of fxprec.optim, or a fused one of torch's (Adam, AdamW, SGD)"

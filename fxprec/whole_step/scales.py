@@ -1,0 +1,76 @@
+"""What a step does to its scaler: nothing while it is captured; after a replay what an eager one would have."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_state
+
+from fxprec.loss_scaler import LossScaler
+
+__all__ = ["refuse_open_iteration", "scale_rule", "scale_tensors", "scaler_untouched"]
+
+
+def scale_tensors(scaler: GradScaler) -> list[Tensor]:
+    """Scale and trackers, where they were placed."""
+    losses: Any = scaler._losses if isinstance(scaler, LossScaler) else [scaler]
+    names = ("scale", "growth_tracker", "hysteresis_left") if isinstance(scaler, LossScaler) else _TORCHS
+    if not scaler.is_enabled():
+        return []
+    return [tensor for loss in losses for name in names if (tensor := getattr(loss, name)) is not None]
+
+
+_TORCHS = ("_scale", "_growth_tracker")
+
+
+def scale_rule(scaler: GradScaler) -> tuple[float, ...] | None:
+    """How the scale moves: numbers that a graph holds. None: disabled."""
+    if not scaler.is_enabled():
+        return None
+    return scaler.get_growth_factor(), scaler.get_backoff_factor(), float(scaler.get_growth_interval())
+
+
+def refuse_open_iteration(scaler: GradScaler) -> None:
+    """Raise a RuntimeError if something was scaled, unscaled or stepped since the last update.
+
+    The step ends with an update of its own, which would move the scale under these gradients.
+    """
+    if not scaler.is_enabled():
+        return
+    open_ = any(state["stage"] is not OptState.READY for state in scaler._per_optimizer_states.values())
+    if open_ or getattr(scaler, "_scaled_since_update", False):
+        raise RuntimeError(
+            "the scaler has begun an iteration (scale, unscale_ or step was called since its last update), and a "
+            "captured step is a whole one: call scaler.update() first, or give the captured step a scaler of its own"
+        )
+
+
+@contextmanager
+def scaler_untouched(scaler: GradScaler, device: torch.device) -> Iterator[None]:
+    """Iterations in the block leave no trace: scales and trackers, what was skipped, and what is known of gradients.
+
+    The scales are placed on the device, where a graph will find them.
+    """
+    if not scaler.is_enabled():
+        yield
+        return
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    tensors = scale_tensors(scaler)
+    values = [tensor.clone() for tensor in tensors]
+    aside: dict[str, Any] = {"_per_optimizer_states": defaultdict(_refresh_per_optimizer_state)}
+    if isinstance(scaler, LossScaler):
+        aside |= scaler._fresh_notes()
+    kept = {name: scaler.__dict__[name] for name in aside}
+    scaler.__dict__.update(aside)
+    try:
+        yield
+    finally:
+        scaler.__dict__.update(kept)
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
