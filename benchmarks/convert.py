@@ -1,173 +1,173 @@
-"""What ``convert`` costs, beside the capture that it stands on, from hundreds to a hundred thousand nodes.
+"""What ``convert`` costs, beside the captures that it stands on and its peers, up to a hundred thousand nodes.
 
-    python -m benchmarks.convert [--layers 12 50 200] [--nodes 1000 10000 100000]
+    python -m benchmarks convert [--layers 12 50 200] [--nodes 1000 10000 100000] [--limit 60]
 
-First table: stacks of pre-norm blocks, captured by torch.fx (no inputs) and by dynamo (first call). Second table: the
-passes alone on synthetic graphs, with milliseconds per 1,000 nodes: a linear cost keeps that column flat; "regions" is
-``fuse`` where it forms fused regions. Third table: what the first call of a region costs, once for all that are equal.
+On one core, in seconds of the processor (torch.compile, which starts compilers, by the wall clock). First table: stacks
+of pre-norm blocks, each way to get a graph: ``symbolic_trace`` and ``convert`` on it (no inputs), dynamo's capture
+alone and ``convert`` on it (first call), ``torch.export``, and torch.compile with inductor (forward and backward, from
+an empty cache). What would take longer than the limit, by what the stack before it took, is left out. "x": what convert
+takes besides its passes, over the capture alone. "nodes": of the graph that the passes are given, weights among them.
+
+Second table: the passes alone on synthetic graphs, in milliseconds per 1,000 nodes: a linear cost keeps a column flat;
+"regions" is ``fuse`` where it forms fused regions. Third table: what the first call of a region costs, once for all
+that are equal. Last, whether DESIGN's budgets are met.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import time
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node, symbolic_trace
 
-import fxprec
-from fxprec.capture.trace import trace_static
-from fxprec.kernels.rows.derive import make_plan
-from fxprec.kernels.rows.region import FusedRegion
-from fxprec.kernels.rows.spec import spec_of
-from fxprec.passes.context import Context
-from fxprec.passes.fuse import fuse
-from fxprec.passes.insert_casts import actual_dtype
-from fxprec.passes.policy import Policy
-from fxprec.passes.runner import PIPELINE, run_passes
-from fxprec.shapes import propagate_shapes
+from benchmarks.convert_costs import (
+    ALL,
+    REGIONS,
+    STANDS_ON,
+    WAYS,
+    Budget,
+    Stack,
+    budgets,
+    derivations,
+    exponent,
+    pass_times,
+    stacks,
+)
+from benchmarks.plots import curves
+from benchmarks.results import environment, save, save_figure
 
-__all__ = ["synthetic"]
+__all__ = ["main"]
 
-
-class Mlp(nn.Module):
-    """Residual blocks of layer norm, two linears and GELU: 8 nodes a block in torch.fx."""
-
-    def __init__(self, layers: int, dim: int = 16) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim)) for _ in range(layers)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+_LAYERS: Final = (12, 50, 200, 800, 3000)
+_NODES: Final = (1_000, 3_000, 10_000, 30_000, 100_000)
 
 
-def synthetic(nodes: int) -> GraphModule:
-    """A residual network of about ``nodes`` nodes over one shared weight, as tracing would leave it."""
-    root = nn.Module()
-    root.w = nn.Parameter(torch.randn(4, 4))
-    graph = Graph()
-    x = graph.placeholder("x")
-    w = graph.get_attr("w")
-    w.meta["kind"] = "parameter"
-    while len(graph.nodes) < nodes:
-        h = graph.call_function(F.layer_norm, (x, (4,)))
-        h = graph.call_function(F.linear, (h, w))
-        h = graph.call_function(F.gelu, (h,))
-        h = graph.call_function(F.linear, (h, w))
-        h = graph.call_function(F.dropout, (h, 0.1))
-        x = graph.call_function(torch.add, (x, h))
-    graph.output(x)
-    return GraphModule(root, graph)
+@contextmanager
+def one_core() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
-def best(function: Callable[[], object]) -> float:
-    return min(seconds(function) for _ in range(3))
+def stack_table(found: Sequence[Stack], limit: float) -> Table:
+    shown = Table(title="Stacks of blocks, seconds", caption=f"-: beyond {limit:g} s, left out")
+    headings = [heading for way in WAYS for heading in ([way, "x"] if way in STANDS_ON else [way])]
+    for column in ("blocks", "nodes", *headings):
+        shown.add_column(column, justify="right")
+    for stack in found:
+        cells = []
+        for way in WAYS:
+            best = stack.best(way)
+            cells.append("-" if best is None else f"{best:.3f}")
+            if way in STANDS_ON:
+                share = stack.over_capture(way)
+                cells.append("-" if share is None else f"{share:.2f}")
+        shown.add_row(str(stack.blocks), str(stack.nodes), *cells)
+    return shown
 
 
-def seconds(function: Callable[[], object]) -> float:
-    gc.collect()
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
+def pass_table(found: Mapping[int, Mapping[str, float]]) -> Table:
+    shown = Table(title="The passes alone, milliseconds per 1,000 nodes")
+    names = [*next(iter(found.values()))]
+    for column in ("nodes", *names):
+        shown.add_column(column, justify="right")
+    for nodes, times in found.items():
+        shown.add_row(str(nodes), *(f"{times[name]:.0f}" for name in names))
+    if len(found) > 1:
+        slopes = [exponent([*found], [nodes * times[name] for nodes, times in found.items()]) for name in names]
+        shown.add_section()
+        shown.add_row("exponent", *(f"{slope:.2f}" for slope in slopes))
+    return shown
 
 
-def captures(layers: list[int]) -> Table:
-    """The two ways to capture, each beside the same capture without fxprec; "ours": the rest, for 1,000 nodes."""
-    table = Table(title="convert beside its capture, seconds")
-    for column in ("blocks", "nodes", "trace", "convert", "ours", "dynamo", "convert", "ours"):
-        table.add_column(column, justify="right")
-    for count in layers:
-        inputs = (torch.randn(2, 16),)
-        trace = best(lambda: symbolic_trace(Mlp(count)))  # noqa: B023
-        static = best(lambda: fxprec.convert(Mlp(count), capture="symbolic"))  # noqa: B023
-        dynamo = best(lambda: captured_alone(Mlp(count), *inputs))  # noqa: B023
-        dynamic = best(lambda: fxprec.convert(Mlp(count), inputs, capture="dynamo"))  # noqa: B023
-        nodes = len(fxprec.graph_module(fxprec.convert(Mlp(count)).module).graph.nodes)
-        times = (trace, static, 1e3 * (static - trace) / nodes, dynamo, dynamic, 1e3 * (dynamic - dynamo) / nodes)
-        table.add_row(str(count), str(nodes), *(f"{each:.3f}" for each in times))
-    return table
-
-
-def captured_alone(model: nn.Module, *inputs: Tensor) -> None:
-    """dynamo's bytecode analysis, with a backend that runs its graph as it is."""
-    torch._dynamo.reset()
-    torch.compile(model, backend=lambda gm, _: gm.forward)(*inputs)
-
-
-def passes(nodes: list[int]) -> Table:
-    table = Table(title="The passes alone, milliseconds per 1,000 nodes")
-    for column in ("nodes", *(step.__name__ for step in PIPELINE), "all with checks", "regions"):
-        table.add_column(column, justify="right")
-    context = Context(torch.bfloat16, Policy.preset("O1"))
-    regions = replace(context, device="cuda", regions="triton")
-    for count in nodes:
-        gm = synthetic(count)
-        each = []
-        for step in PIPELINE:
-            each.append(seconds(lambda: step(gm, context)))  # noqa: B023
-        whole = synthetic(count)
-        each.append(seconds(lambda: run_passes(whole, context)))  # noqa: B023
-        before = run_passes(synthetic(count), regions, PIPELINE[: PIPELINE.index(fuse)])
-        each.append(seconds(lambda: fuse(before, regions)))  # noqa: B023
-        table.add_row(str(count), *(f"{1e6 * each_seconds / count:.0f}" for each_seconds in each))
-    return table
-
-
-def derivations() -> Table:
-    """For CUDA, whether there is a device or not: nothing is compiled."""
-    table = Table(title="Deriving a region, forward and backward, milliseconds")
+def derivation_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    shown = Table(title="Deriving a region, forward and backward, milliseconds")
     for column in ("region", "nodes", "first", "again, other rows"):
-        table.add_column(column, justify="left" if column == "region" else "right")
-    module = Mlp(1, 768)
-    x = torch.randn(8, 768)
-    gm = trace_static(module, ("x",), {}).gm
-    propagate_shapes(gm, (x,))
-    gm = run_passes(gm, Context(torch.bfloat16, Policy.preset("O1"), device="cuda", regions="triton"))
-    for call in gm.graph.find_nodes(op="call_module"):
-        region = gm.get_submodule(str(call.target))
-        assert isinstance(region, FusedRegion)
-        known: dict[Any, Any] = {}
-        times = [1e3 * seconds(partial(derive, region, call, rows, known)) for rows in (8, 16)]
-        nodes = len(region.graph_module.graph.nodes)
-        table.add_row(region.name, str(nodes), *(f"{each:.1f}" for each in times))
-    return table
+        shown.add_column(column, justify="left" if column == "region" else "right")
+    for name, row in found.items():
+        shown.add_row(name, str(row["nodes"]), f"{row['first_ms']:.1f}", f"{row['again_ms']:.1f}")
+    return shown
 
 
-def derive(region: FusedRegion, call: Node, rows: int, known: dict[Any, Any]) -> None:
-    """The plan of a region for so many rows; ``known`` keeps its row programs."""
-    specs = []
-    for source in call.all_input_nodes:
-        shape = [rows if size == 8 else size for size in source.meta["val"].shape]
-        dtype = actual_dtype(source) or source.meta["val"].dtype
-        specs.append(spec_of(torch.empty(shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)))
-    plan = make_plan(region.name, region.graph_module, specs, torch.device("cuda"), known)
-    assert plan.forward_launch and plan.backward_launch
+def draw(figure: Any, stacked: Sequence[Stack], passes: Mapping[int, Mapping[str, float]]) -> None:
+    """Seconds over nodes, both logarithmic: ways to capture, and the passes alone."""
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for way in WAYS:
+        points = [(float(stack.nodes), best) for stack in stacked if (best := stack.best(way)) is not None]
+        if points:
+            lines[way] = [n for n, _ in points], [t for _, t in points]
+    for name, label in ((ALL, "passes alone"), (REGIONS, "fuse with regions")):
+        if passes:
+            times = [1e-6 * nodes * each[name] for nodes, each in passes.items()]
+            slope = f", exponent {exponent([*passes], times):.2f}" if len(passes) > 1 else ""
+            lines[label + slope] = [float(nodes) for nodes in passes], times
+    curves(figure, lines, x="nodes", y="seconds, one core", log=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Time convert")
-    parser.add_argument("--layers", type=int, nargs="*", default=[12, 50, 200, 800])
-    parser.add_argument("--nodes", type=int, nargs="*", default=[1_000, 10_000, 100_000])
-    options = parser.parse_args()
-    console = Console()
-    captured_alone(Mlp(1), torch.randn(2, 16))  # imports dynamo
-    console.print(captures(options.layers))
-    console.print(passes(options.nodes))
-    console.print(derivations())
+def as_dict(
+    stacked: Sequence[Stack],
+    passes: Mapping[int, Mapping[str, float]],
+    derived: Mapping[str, Mapping[str, Any]],
+    kept: Sequence[Budget],
+    limit: float,
+) -> dict[str, Any]:
+    return {
+        "limit_s": limit,
+        "stacks": [
+            asdict(stack) | {"over_capture": {way: stack.over_capture(way) for way in stack.passes}}
+            for stack in stacked
+        ],
+        "passes_ms_per_1000": {str(nodes): dict(times) for nodes, times in passes.items()},
+        "derivations": dict(derived),
+        "budgets": [asdict(each) | {"met": each.met} for each in kept],
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the options say; returns the exit status: 1 where a budget is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks convert", description="Time convert and its peers")
+    parser.add_argument("--layers", type=int, nargs="*", default=_LAYERS, metavar="N", help="blocks of the stacks")
+    parser.add_argument("--nodes", type=int, nargs="*", default=_NODES, metavar="N", help="of the synthetic graphs")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="leave out what takes longer")
+    parser.add_argument("--output", type=pathlib.Path, metavar="FOLDER", help="for JSON and the figure")
+    options = parser.parse_args(arguments)
+    if not all(each > 0 for each in (*options.layers, *options.nodes)):
+        parser.error("--layers and --nodes are 1 at least")
+    whole = (tuple(options.layers), tuple(options.nodes)) == (_LAYERS, _NODES)
+    device = torch.device("cpu")
+    measured = environment(device)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    with one_core():
+        stacked = [*stacks(options.layers, options.limit)]
+        if stacked:
+            console.print(stack_table(stacked, options.limit))
+        pass_times(200)  # imports and caches
+        passes = {nodes: pass_times(nodes) for nodes in sorted(options.nodes)}
+        if passes:
+            console.print(pass_table(passes))
+        derived = derivations()
+        console.print(derivation_table(derived))
+    kept = budgets(stacked, passes)
+    for each in kept:
+        console.print(str(each), highlight=False)
+    if whole or options.output:
+        data = {"environment": measured, **as_dict(stacked, passes, derived, kept, options.limit)}
+        save("convert", data, options.output, device)
+        save_figure("convert", lambda figure: draw(figure, stacked, passes), options.output, device=device)
+    else:
+        console.print("nothing is written: a run of some of it wants --output FOLDER", highlight=False)
+    return int(not all(each.met for each in kept))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""What ``benchmarks.convert`` times, and DESIGN's budgets for it."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import log
+from typing import Any, Final
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node, symbolic_trace
+
+import fxprec
+import fxprec.conversion
+from fxprec.capture.trace import trace_static
+from fxprec.kernels.rows.derive import make_plan
+from fxprec.kernels.rows.region import FusedRegion
+from fxprec.kernels.rows.spec import spec_of
+from fxprec.passes.context import Context
+from fxprec.passes.fuse import fuse
+from fxprec.passes.insert_casts import actual_dtype
+from fxprec.passes.policy import Policy
+from fxprec.passes.runner import PIPELINE, run_passes
+from fxprec.shapes import propagate_shapes
+
+__all__ = [
+    "ALL", "REGIONS", "STANDS_ON", "WAYS", "Budget", "Mlp", "Stack", "budgets", "derivations", "exponent", "pass_times",
+    "stacks", "synthetic",
+]  # fmt: skip
+
+#: DESIGN's budgets: what convert may take over the capture alone, milliseconds per 1,000 nodes for all passes but fuse
+#: and for fuse, and the greatest exponent of time over nodes that still passes for linear.
+CAPTURE_SHARE: Final = 1.2
+PASSES: Final = 300.0
+FUSE: Final = 300.0
+LINEAR: Final = 1.1
+#: Names of two sums in the table of passes: the whole pipeline as convert runs it, and fuse where it forms regions.
+ALL: Final = "all with checks"
+REGIONS: Final = "regions"
+#: Seconds after which a measurement is not repeated.
+_REPEAT_WITHIN: Final = 5.0
+#: Nodes of a stack below which its capture is dominated by what happens once.
+_SMALL: Final = 500
+
+
+class Mlp(nn.Module):
+    """Residual blocks of layer norm, two linears and GELU, (N, dim) -> the same: 5 nodes a block, and 6 of weights."""
+
+    def __init__(self, layers: int, dim: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim)) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def synthetic(nodes: int) -> GraphModule:
+    """A residual network of about ``nodes`` nodes over one shared weight, as tracing would leave it."""
+    root = nn.Module()
+    root.w = nn.Parameter(torch.randn(4, 4))
+    graph = Graph()
+    x = graph.placeholder("x")
+    w = graph.get_attr("w")
+    w.meta["kind"] = "parameter"
+    while len(graph.nodes) < nodes:
+        h = graph.call_function(F.layer_norm, (x, (4,)))
+        h = graph.call_function(F.linear, (h, w))
+        h = graph.call_function(F.gelu, (h,))
+        h = graph.call_function(F.linear, (h, w))
+        h = graph.call_function(F.dropout, (h, 0.1))
+        x = graph.call_function(torch.add, (x, h))
+    graph.output(x)
+    return GraphModule(root, graph)
+
+
+def samples(work: Callable[[Any], object], prepare: Callable[[], Any], clock: Callable[[], float]) -> list[float]:
+    """Seconds of three runs, each on something new; of a long one, fewer."""
+    found: list[float] = []
+    while len(found) < 3 and sum(found) < _REPEAT_WITHIN:
+        found.append(seconds(partial(work, prepare()), clock))
+    return found
+
+
+def seconds(function: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
+    """Of the processor, so that what else the machine does is not counted; or by another clock."""
+    gc.collect()
+    started = clock()
+    function()
+    return clock() - started
+
+
+# -- stacks of blocks, each way to capture -----------------------------------------------------------------------------
+
+
+def _trace(model: nn.Module, _: Tensor) -> None:
+    symbolic_trace(model)
+
+
+def _dynamo(model: nn.Module, x: Tensor) -> None:
+    """dynamo's bytecode analysis, with a backend that runs its graph as it is."""
+    torch._dynamo.reset()
+    torch.compile(model, backend=lambda gm, _: gm.forward)(x)
+
+
+def _convert_static(model: nn.Module, _: Tensor) -> None:
+    fxprec.convert(model, capture="symbolic")
+
+
+def _convert_dynamo(model: nn.Module, x: Tensor) -> None:
+    fxprec.convert(model, (x,), capture="dynamo")
+
+
+def _export(model: nn.Module, x: Tensor) -> None:
+    torch.export.export(model, (x,))
+
+
+def _compile(model: nn.Module, x: Tensor) -> None:
+    """Forward and backward by inductor, from an empty cache."""
+    from torch._inductor.utils import fresh_cache  # which takes seconds to import
+
+    torch.compiler.reset()
+    with fresh_cache():
+        torch.compile(model)(x).sum().backward()
+
+
+#: The ways to get a graph; the second is ours, on the first, and the fourth on the third.
+WAYS: Final[dict[str, Callable[[nn.Module, Tensor], None]]] = {
+    "symbolic_trace": _trace,
+    "convert": _convert_static,
+    "dynamo": _dynamo,
+    "convert, dynamo": _convert_dynamo,
+    "torch.export": _export,
+    "torch.compile": _compile,
+}
+#: Ours -> the capture that it stands on.
+STANDS_ON: Final = {"convert": "symbolic_trace", "convert, dynamo": "dynamo"}
+#: It compiles in other processes.
+BY_WALL_CLOCK: Final = ("torch.compile",)
+
+
+@dataclass
+class Stack:
+    """A stack of blocks: seconds of each way to capture it.
+
+    Attributes:
+        nodes: of the graph that the passes are given: weights are nodes of it.
+        seconds: way -> all samples; without those that were left out.
+        passes: way, of ours -> seconds of its fastest run that were spent in passes.
+    """
+
+    blocks: int
+    nodes: int = 0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    passes: dict[str, float] = field(default_factory=dict)
+
+    def best(self, way: str) -> float | None:
+        return min(self.seconds[way]) if way in self.seconds else None
+
+    def over_capture(self, way: str) -> float | None:
+        """What ours takes besides its passes, over the capture alone."""
+        ours, alone = self.best(way), self.best(STANDS_ON[way])
+        return None if ours is None or alone is None else (ours - self.passes[way]) / alone
+
+
+def stacks(blocks: Sequence[int], limit: float, ways: Sequence[str] = tuple(WAYS)) -> Iterator[Stack]:
+    """Time each way on stacks of more and more blocks, until it would take more than ``limit`` seconds."""
+    x = torch.randn(2, 16)
+    for way in ways:
+        WAYS[way](Mlp(1), x)  # imports and caches
+    before: Stack | None = None
+    for count in sorted(blocks):
+        stack = Stack(count)
+        for way in ways:
+            last = None if before is None else before.best(way)
+            if before is not None and (last is None or last * count / before.blocks > limit):
+                continue
+            clock = time.perf_counter if way in BY_WALL_CLOCK else time.process_time
+            with _passes_timed() as spent:
+                stack.seconds[way] = samples(lambda model: WAYS[way](model, x), lambda: Mlp(count), clock)  # noqa: B023
+            if way in STANDS_ON:
+                fastest = stack.seconds[way].index(min(stack.seconds[way]))
+                stack.nodes, stack.passes[way] = spent[fastest]
+        before = stack
+        yield stack
+
+
+@contextmanager
+def _passes_timed() -> Iterator[list[tuple[int, float]]]:
+    """Of each time that a conversion runs its passes, the nodes that they are given and seconds of the processor."""
+    spent: list[tuple[int, float]] = []
+
+    def timed(gm: GraphModule, context: Context) -> GraphModule:
+        nodes, started = len(gm.graph.nodes), time.process_time()
+        result = run_passes(gm, context)
+        spent.append((nodes, time.process_time() - started))
+        return result
+
+    with mock.patch.object(fxprec.conversion, "run_passes", timed):
+        yield spent
+
+
+# -- passes, and regions -----------------------------------------------------------------------------------------------
+
+
+def pass_times(nodes: int) -> dict[str, float]:
+    """Milliseconds per 1,000 nodes: of each pass, ``ALL`` and ``REGIONS``, on a synthetic graph."""
+    context = Context(torch.bfloat16, Policy.preset("O1"))
+    regions = replace(context, device="cuda", regions="triton")
+    gm = synthetic(nodes)
+    found = {step.__name__: seconds(partial(step, gm, context)) for step in PIPELINE}
+    found[ALL] = seconds(partial(run_passes, synthetic(nodes), context))
+    before = run_passes(synthetic(nodes), regions, PIPELINE[: PIPELINE.index(fuse)])
+    found[REGIONS] = seconds(partial(fuse, before, regions))
+    return {name: 1e6 * each / nodes for name, each in found.items()}
+
+
+def derivations() -> dict[str, dict[str, Any]]:
+    """region -> its nodes, and milliseconds of deriving it forward and backward, first and again for other rows.
+
+    For CUDA, whether there is a device or not: nothing is compiled.
+    """
+    module = Mlp(1, 768)
+    gm = trace_static(module, ("x",), {}).gm
+    propagate_shapes(gm, (torch.randn(8, 768),))
+    gm = run_passes(gm, Context(torch.bfloat16, Policy.preset("O1"), device="cuda", regions="triton"))
+    found: dict[str, dict[str, Any]] = {}
+    for call in gm.graph.find_nodes(op="call_module"):
+        region = gm.get_submodule(str(call.target))
+        assert isinstance(region, FusedRegion)
+        known: dict[Any, Any] = {}
+        times = [1e3 * seconds(partial(_derive, region, call, rows, known)) for rows in (8, 16)]
+        found[region.name] = {"nodes": len(region.graph_module.graph.nodes), "first_ms": times[0], "again_ms": times[1]}
+    return found
+
+
+def _derive(region: FusedRegion, call: Node, rows: int, known: dict[Any, Any]) -> None:
+    """The plan of a region for so many rows; ``known`` keeps its row programs."""
+    specs = []
+    for source in call.all_input_nodes:
+        shape = [rows if size == 8 else size for size in source.meta["val"].shape]
+        dtype = actual_dtype(source) or source.meta["val"].dtype
+        specs.append(spec_of(torch.empty(shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)))
+    plan = make_plan(region.name, region.graph_module, specs, torch.device("cuda"), known)
+    assert plan.forward_launch and plan.backward_launch
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A figure and what it may be at most."""
+
+    what: str
+    value: float
+    limit: float
+    unit: str = ""
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.value:.3g}{self.unit}, budget {self.limit:g}{self.unit}: " + (
+            "met" if self.met else "missed"
+        )
+
+
+def exponent(nodes: Sequence[float], times: Sequence[float]) -> float:
+    """The slope of log(time) over log(nodes), by least squares: 1 is linear, 2 quadratic."""
+    return statistics.linear_regression([log(n) for n in nodes], [log(t) for t in times]).slope
+
+
+def budgets(found: Sequence[Stack], passes: Mapping[int, Mapping[str, float]]) -> list[Budget]:
+    """Of what was measured, the worst figure of each kind; ``passes``: nodes -> ``pass_times``."""
+    kept = []
+    for way, alone in STANDS_ON.items():
+        shares = [share for stack in found if stack.nodes >= _SMALL and (share := stack.over_capture(way)) is not None]
+        if shares:
+            kept.append(Budget(f"{way}, without its passes, over {alone} alone", max(shares), CAPTURE_SHARE, " x"))
+    if passes:
+        rest = max(times[ALL] - times["fuse"] for times in passes.values())
+        kept.append(Budget("all passes but fuse, per 1,000 nodes", rest, PASSES, " ms"))
+        most = max(max(times["fuse"], times[REGIONS]) for times in passes.values())
+        kept.append(Budget("fuse, per 1,000 nodes", most, FUSE, " ms"))
+    if len(passes) > 1:
+        for name in (ALL, REGIONS):
+            slope = exponent([*passes], [nodes * times[name] for nodes, times in passes.items()])
+            kept.append(Budget(f"exponent of {name} over nodes", slope, LINEAR))
+    return kept

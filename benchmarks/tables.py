@@ -1,0 +1,261 @@
+"""Makes the performance tables of README.md and docs/performance.md from ``benchmarks/results``.
+
+    python -m benchmarks tables            # writes them
+    python -m benchmarks tables --check    # says what is out of date; the status is 1 then
+
+A table stands between two comments, and everything between them is generated::
+
+    <!-- table: step cpu -->
+    <!-- end -->
+
+There are ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy TASK [DTYPE]``, ``convert``, ``convert-budgets``;
+the dtype is bfloat16 where none is named. Where there are results of several devices, ``device=NAME`` says which. Below
+each table stand device, versions, date and commit. A ratio within the noise is printed as "=", never as a win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from benchmarks.results import RESULTS, ROOT, ResultsError, load
+from benchmarks.workloads import NAMES
+
+__all__ = ["PAGES", "TABLES", "main", "rendered"]
+
+PAGES: Final = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+_MARKED: Final = re.compile(r"(<!-- table: ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BEGINNING: Final = re.compile(r"<!-- table:")
+_BASELINE: Final = "autocast"
+#: Heading -> variant, of ``step`` and of ``memory``. A column without a figure is left out.
+_STEP: Final = {
+    "FP32": "fp32", "torch.compile": "compile", "its CUDA graphs": "compile-graphs", "O1": "o1",
+    "O1, own optimizer": "o1-own", "O2, own optimizer": "o2-own", "O1, lower=pays": "o1-pays",
+    "O1, whole step": "o1-whole", "O2, whole step": "o2-whole",
+}  # fmt: skip
+_MEMORY: Final = {
+    "FP32": "fp32", "torch.compile": "compile", "O1": "o1", "O1, low gradients": "o1-low",
+    "O1, loss inside": "o1-loss", "O1, chunked loss": "o1-chunked", "O2, own optimizer": "o2-own",
+}  # fmt: skip
+
+
+# -- finding results --------------------------------------------------------------------------------------------------
+
+
+def _device(files: Sequence[str], wanted: str | None, root: pathlib.Path) -> str:
+    """The only device that has one of the files, or the wanted one."""
+    there = sorted({path.parent.name for file in files for path in root.glob(f"*/{file}.json")})
+    if wanted is not None:
+        return wanted
+    if len(there) > 1:
+        raise ResultsError(f"{files[0]} was measured on {', '.join(there)}: say which with device=NAME")
+    if not there:
+        raise ResultsError(f"no results of {files[0]}: 'python -m benchmarks {files[0].partition('-')[0]}' writes them")
+    return there[0]
+
+
+def _found(files: Sequence[str], device: str | None, root: pathlib.Path) -> list[dict[str, Any]]:
+    """What those of the files hold that there are, all of one device."""
+    name = _device(files, device, root)
+    found = [load(file, name, root) for file in files if (root / name / f"{file}.json").is_file()]
+    return found or [load(files[0], name, root)]  # which says what there is
+
+
+# -- markdown ---------------------------------------------------------------------------------------------------------
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Without the columns that are empty in all rows."""
+    rows = [*rows]
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    lines = [[columns[i] for i in kept], ["---"] * len(kept), *([row[i] or "–" for i in kept] for row in rows)]  # noqa: RUF001
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _measured(found: Sequence[Mapping[str, Any]]) -> str:
+    """Device, versions, date and commit, in a line."""
+    environments = [each["environment"] for each in found]
+
+    def all_of(key: str, short: Callable[[str], str] = str) -> str:
+        return ", ".join(sorted({short(environment[key]) for environment in environments}))
+
+    return (
+        f"{all_of('device')}; torch {all_of('torch')}, triton {all_of('triton')}, Python {all_of('python')}; "
+        f"{all_of('date', lambda date: date[:10])}, commit {all_of('commit')}"
+    )
+
+
+def _ratio(ratio: Mapping[str, Any] | None) -> str:
+    """Bold where it is faster, "=" where it is neither."""
+    if ratio is None:
+        return ""
+    value = f"{ratio['value']:.2f}"
+    return {"faster": f"**{value}**", "slower": value}.get(ratio["verdict"], "=")
+
+
+def _step(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a model."""
+    size, dtype = _two("step SIZE [DTYPE]", words)
+    found = _found([f"step-{size}-{dtype}-{name}" for name in NAMES], device, root)
+    rows, noises = [], []
+    for data in found:
+        variants = data["variants"]
+        base = variants[_BASELINE]
+        ratios = [variants.get(name, {}).get("ratio", {}).get(_BASELINE) for name in _STEP.values()]
+        time = "" if "median_ms" not in base else f"{base['median_ms']:.3g}"
+        rows.append((data["model"], data["shape"], time, *map(_ratio, ratios)))
+        noises.append(data["noise"])
+    noise = max((each for each in noises if each is not None), default=0.0)
+    table = _markdown(("model", "", "autocast, ms", *_STEP), rows)
+    meaning = f"How many times as fast as eager autocast; =: within the noise (at most {100 * noise:.1f} %)"
+    return f"{table}\n{meaning}. {dtype}; {_measured(found)}.\n"
+
+
+def _memory(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a model."""
+    size, dtype = _two("memory SIZE [DTYPE]", words)
+    [data] = _found([f"memory-{size}-{dtype}"], device, root)
+    by_model: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in data["rows"]:
+        by_model.setdefault(row["workload"], {})[row["variant"]] = row
+    rows = []
+    for name, variants in by_model.items():
+        base = variants[_BASELINE]
+        cells = [
+            f"{row['ratio']:.2f} ({row['step_ratio']:.2f})" if (row := variants.get(each)) is not None else ""
+            for each in _MEMORY.values()
+        ]
+        rows.append((name, base["shape"], f"{base['peak'] / 1e6:.0f}", *cells))
+    table = _markdown(("model", "", "autocast, MB", *_MEMORY), rows)
+    meaning = "Peak of a training step over eager autocast's; in brackets without weights and optimizer's state"
+    return f"{table}\n{meaning}. {dtype}; {_measured([data])}.\n"
+
+
+def _accuracy(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a variant."""
+    task, dtype = _two("accuracy TASK [DTYPE]", words)
+    [data] = _found([f"accuracy-{dtype}-{task}"], device, root)
+    rows = []
+    for row in data["variants"].values():
+        loss, right = row["loss"], row["accuracy"]
+        time, times = f"{row['epoch_s']:.2f}" if "epoch_s" in row else "", _ratio(row.get("ratio"))
+        losses = f"{loss['mean']:.4f} ± {loss['range']:.4f}", loss.get("verdict", "")
+        rights = f"{100 * right['mean']:.2f} ± {100 * right['range']:.2f}", right.get("verdict", "")
+        rows.append((row["what"], time, times, *losses, *rights))
+    columns = ("variant", "epoch, s", "x autocast", "loss", "to FP32's", "accuracy, %", "is to FP32's")
+    noise = f"; =: within the noise ({100 * data['noise']:.1f} %)" if data["noise"] is not None else ""
+    seeds = f"Mean and half the range of {data['seeds']} seeds, {data['epochs']} epochs; equal: within FP32's own range"
+    return f"{_markdown(columns, rows)}\n{data['shape']}. {seeds}{noise}. {dtype}; {_measured([data])}.\n"
+
+
+def _convert(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a stack."""
+    _none("convert", words)
+    [data] = _found(["convert"], device, root)
+    ways = [*dict.fromkeys(way for stack in data["stacks"] for way in stack["seconds"])]
+    rows = [
+        (str(stack["blocks"]), str(stack["nodes"]), *(
+            f"{min(stack['seconds'][way]):.2f}" if way in stack["seconds"] else "" for way in ways
+        ))
+        for stack in data["stacks"]
+    ]  # fmt: skip
+    meaning = f"Seconds on one core, the fastest run; –: beyond {data['limit_s']:g} s, left out"  # noqa: RUF001
+    return f"{_markdown(('blocks', 'nodes', *ways), rows)}\n{meaning}. {_measured([data])}.\n"
+
+
+def _convert_budgets(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a budget."""
+    _none("convert-budgets", words)
+    [data] = _found(["convert"], device, root)
+    rows = [
+        (each["what"], f"{each['value']:.3g}{each['unit']}", f"{each['limit']:g}{each['unit']}",
+         "met" if each["met"] else "**missed**")
+        for each in data["budgets"]
+    ]  # fmt: skip
+    return f"{_markdown(('what', 'measured', 'budget', ''), rows)}\n{_measured([data])}.\n"
+
+
+def _two(usage: str, words: Sequence[str]) -> tuple[str, str]:
+    if not 1 <= len(words) <= 2:
+        raise ResultsError(f"{' '.join(words)!r}: a table is {usage!r}")
+    return words[0], words[1] if len(words) == 2 else "bfloat16"
+
+
+def _none(usage: str, words: Sequence[str]) -> None:
+    if words:
+        raise ResultsError(f"{' '.join(words)!r}: {usage!r} takes nothing but device=NAME")
+
+
+TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]]] = {
+    "step": _step,
+    "memory": _memory,
+    "accuracy": _accuracy,
+    "convert": _convert,
+    "convert-budgets": _convert_budgets,
+}
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+def rendered(text: str, root: pathlib.Path = RESULTS) -> tuple[str, int]:
+    """The text with all its tables made anew, and how many there are.
+
+    Raises:
+        ResultsError: an unknown table, a marker without an end, or no results for a table; says which.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        beginning, spec, before, end = match.groups()
+        if _BEGINNING.search(before):
+            raise ResultsError(f"'<!-- table: {spec} -->' has no '<!-- end -->' before the next table")
+        words = spec.split()
+        devices = [word.removeprefix("device=") for word in words if word.startswith("device=")]
+        name, *rest = [word for word in words if not word.startswith("device=")] or [""]
+        if name not in TABLES:
+            raise ResultsError(f"'<!-- table: {spec} -->': no table {name!r}; there are {', '.join(TABLES)}")
+        return f"{beginning}\n{TABLES[name](rest, devices[0] if devices else None, root)}\n{end}"
+
+    text, count = _MARKED.subn(table, text)
+    if (there := len(_BEGINNING.findall(text))) != count:
+        raise ResultsError(f"{there} tables begin and {count} are complete: one has no '<!-- end -->', or no ' -->'")
+    return text, count
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the tables, or check them; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tables", description="Make the tables of the pages")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; the status is 1 where a page is out of date"
+    )
+    parser.add_argument("--pages", nargs="+", type=pathlib.Path, default=PAGES, metavar="FILE")
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    status = 0
+    for page in options.pages:
+        if page in PAGES and not page.is_file():
+            continue
+        before = page.read_text(encoding="utf-8")
+        try:
+            after, count = rendered(before, options.results)
+        except ResultsError as error:
+            print(f"{page.name}: {error}", file=sys.stderr)
+            status = 1
+            continue
+        if before == after:
+            print(f"{page.name}: {count} tables, up to date")
+        elif options.check:
+            print(f"{page.name} is out of date: 'python -m benchmarks tables' makes its tables anew", file=sys.stderr)
+            status = 1
+        else:
+            page.write_text(after, encoding="utf-8")
+            print(f"{page.name}: {count} tables written")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""``benchmarks.convert``: budgets on given figures, what is left out, and a tiny run of everything but the timing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import fxprec.conversion
+from benchmarks import convert, convert_costs
+from benchmarks.convert_costs import ALL, REGIONS, WAYS, Budget, Mlp, Stack, budgets, exponent, pass_times, stacks
+from fxprec.passes.runner import PIPELINE
+
+QUICK = ("symbolic_trace", "convert", "dynamo", "convert, dynamo")
+
+
+def stack(nodes: int, trace: float, ours: float, passes: float) -> Stack:
+    return Stack(1, nodes, {"symbolic_trace": [trace, 9.0], "convert": [9.0, ours]}, {"convert": passes})
+
+
+def times(rest: float, fuse: float, regions: float) -> dict[str, float]:
+    return {ALL: rest + fuse, "fuse": fuse, REGIONS: regions}
+
+
+def test_what_convert_takes_besides_its_passes():
+    """The fastest run of three seconds, one of them in passes, on a trace of half a second: four times the trace."""
+    assert stack(1000, 0.5, 3.0, 1.0).over_capture("convert") == 4.0
+    assert Stack(1, 1, {"convert": [1.0]}, {"convert": 0.5}).over_capture("convert") is None
+
+
+def test_budgets_are_kept_by_the_worst_figure():
+    found = [stack(100, 1.0, 9.0, 0.0), stack(1000, 1.0, 2.125, 1.0), stack(2000, 1.0, 2.0, 1.0)]  # the first is small
+    kept = budgets(found, {1000: times(300, 10, 20), 10000: times(200, 301, 20)})
+    assert [(each.what.partition(",")[0], each.met) for each in kept] == [
+        ("convert", True),
+        ("all passes but fuse", True),
+        ("fuse", False),
+        ("exponent of all with checks over nodes", False),
+        ("exponent of regions over nodes", True),
+    ]
+    assert [each.value for each in kept[:3]] == [1.125, 300, 301]
+    [only] = budgets([stack(1000, 1.0, 2.3, 1.0)], {})
+    assert not only.met
+    assert str(only) == "convert, without its passes, over symbolic_trace alone: 1.3 x, budget 1.2 x: missed"
+    assert not budgets([], {})
+
+
+def test_a_limit_is_met_by_what_equals_it():
+    assert Budget("", 300.0, 300.0).met and not Budget("", 300.1, 300.0).met
+
+
+def test_exponents():
+    nodes = [1000, 10000, 100000]
+    assert exponent(nodes, [n * 2e-6 for n in nodes]) == pytest.approx(1.0)
+    assert exponent(nodes, [n**1.5 for n in nodes]) == pytest.approx(1.5)
+
+
+def test_what_would_take_too_long_is_left_out(monkeypatch):
+    """By what the stack before it took; once left out it stays out."""
+    ran: list[tuple[str, int]] = []
+
+    def way(name, cost):
+        def run(model: Mlp, x: torch.Tensor) -> None:
+            ran.append((name, len(model.blocks)))
+            clock[0] += cost * len(model.blocks)
+
+        return run
+
+    clock = [0.0]
+    monkeypatch.setattr(convert_costs.time, "process_time", lambda: clock[0])
+    monkeypatch.setattr(convert_costs, "WAYS", {"slow": way("slow", 2.0), "quick": way("quick", 0.125)})
+    found = [*stacks([4, 2, 8], limit=10.0, ways=("slow", "quick"))]
+    assert [each.blocks for each in found] == [2, 4, 8]
+    assert [[*each.seconds] for each in found] == [["slow", "quick"], ["slow", "quick"], ["quick"]]
+    assert found[0].seconds["slow"] == [4.0, 4.0]  # and not a third time: that is more than five seconds
+    assert ran.count(("quick", 8)) == 3
+
+
+@pytest.mark.slow
+def test_a_tiny_run_of_stacks():
+    before = fxprec.conversion.run_passes
+    [found] = stacks([2], limit=100.0, ways=QUICK)
+    assert fxprec.conversion.run_passes is before
+    assert [*found.seconds] == [*QUICK] and [*found.passes] == ["convert", "convert, dynamo"]
+    assert all(0 < spent < min(found.seconds[way]) for way, spent in found.passes.items())
+    assert found.nodes > 2 * 5
+
+
+def test_export_and_compile_take_the_stack():
+    x = torch.randn(2, 16)
+    convert_costs.WAYS["torch.export"](Mlp(1), x)
+    assert [*WAYS][-1] == "torch.compile"
+
+
+def test_passes_and_regions():
+    found = pass_times(60)
+    assert [*found] == [*(step.__name__ for step in PIPELINE), ALL, REGIONS]
+    assert all(each > 0 for each in found.values())
+
+
+@pytest.mark.slow
+def test_derivations():
+    pytest.importorskip("triton")
+    found = convert_costs.derivations()
+    assert {"fused_layer_norm", "fused_bias_gelu"} <= found.keys()
+    assert all(row["nodes"] > 1 and row["first_ms"] > 0 for row in found.values())
+
+
+def test_one_core_is_given_back(monkeypatch):
+    threads = [3]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    with pytest.raises(ZeroDivisionError), convert.one_core():
+        assert threads[-1] == 1
+        _ = 1 / 0
+    assert threads == [3, 1, 3]
+
+
+def test_tables():
+    found = [stack(1000, 1.0, 2.0, 1.0)]
+    table = convert.stack_table(found, 60.0)
+    assert [next(iter(column.cells)) for column in table.columns] == ["1", "1000", "1.000", "2.000", "1.00", *"-----"]
+    passes = convert.pass_table({1000: times(100, 5, 7), 10000: times(100, 5, 7)})
+    assert [[*column.cells] for column in passes.columns][1] == ["105", "105", "1.00"]
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(convert, "stacks", lambda layers, limit: [stack(1000, 1.0, 9.0, 1.0)])
+    derived = {"fused_gelu": {"nodes": 6, "first_ms": 13.0, "again_ms": 2.0}}
+    monkeypatch.setattr(convert, "derivations", lambda: derived)
+    arguments = ["--layers", "2", "--nodes", "60", "120", "--output", str(tmp_path)]
+    assert convert.main(arguments) == 1  # that stack misses the budget
+    assert "over symbolic_trace alone: 8 x, budget 1.2 x: missed" in capsys.readouterr().out
+    [path] = tmp_path.glob("*/convert.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["stacks"][0]["over_capture"] == {"convert": 8.0}
+    assert [*found["passes_ms_per_1000"]] == ["60", "120"]
+    assert found["budgets"][0]["met"] is False
+    assert found["derivations"] == derived
+    assert found["environment"]["threads"] == torch.get_num_threads()  # not the one core of the timing

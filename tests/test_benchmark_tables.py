@@ -1,0 +1,186 @@
+"""``benchmarks.tables``: tables from results, markers, and whether the pages of this checkout are up to date."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.results import ResultsError, save
+from benchmarks.tables import rendered
+
+ENVIRONMENT = {
+    "device": "Some-CPU-2-threads", "torch": "2.13.0", "triton": "none", "cuda": "none", "python": "3.11.7",
+    "fxprec": "0.1.0", "instructions": "AVX512", "threads": 2, "commit": "abc123", "date": "2026-01-02T03:04:05+00:00",
+}  # fmt: skip
+MEASURED = "Some-CPU-2-threads; torch 2.13.0, triton none, Python 3.11.7; 2026-01-02, commit abc123."
+
+
+def ratio(value: float, verdict: str) -> dict[str, object]:
+    return {"autocast": {"value": value, "fastest": value, "verdict": verdict}}
+
+
+def step(model: str, noise: float, variants: dict[str, object], **environment: str) -> dict[str, object]:
+    return {
+        "environment": ENVIRONMENT | environment, "model": model, "shape": f"{model}'s", "noise": noise,
+        "variants": {"autocast": {"median_ms": 12.345, "ratio": {}}, **variants},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path: pathlib.Path) -> pathlib.Path:
+    root = tmp_path / "results"
+    o1 = {"median_ms": 10.0, "ratio": ratio(1.234, "faster")}
+    failed = {"what": "", "trouble": "refused"}
+    save("step-cpu-bfloat16-mlp", step("mlp", 0.02, {"o1": o1, "o1-own": {"ratio": ratio(1.019, "=")}}), root)
+    gpt = step("gpt", 0.03, {"o1": {"ratio": ratio(0.9, "slower")}, "o1-own": failed}, commit="def456")
+    save("step-cpu-bfloat16-gpt", gpt, root)
+    rows = [
+        {"workload": "gpt", "shape": "small", "variant": name, "peak": peak, "ratio": peak / 2e8, "step_ratio": over}
+        for name, peak, over in (("autocast", 200_000_000, 1.0), ("o1", 160_000_000, 0.7))
+    ]
+    save("memory-cpu-bfloat16", {"environment": ENVIRONMENT, "rows": rows}, root)
+    spread = {"mean": 0.5, "range": 0.25}
+    variants = {
+        "fp32": {"what": "FP32", "epoch_s": 2.0, "loss": spread, "accuracy": spread},
+        "o1": {
+            "what": "fxprec O1", "epoch_s": 1.0, "ratio": {"value": 1.9, "verdict": "faster"},
+            "loss": spread | {"verdict": "equal"}, "accuracy": spread | {"verdict": "worse"},
+        },
+    }  # fmt: skip
+    accuracy = {
+        "environment": ENVIRONMENT,
+        "shape": "CNN",
+        "seeds": 3,
+        "epochs": 8,
+        "noise": 0.01,
+        "variants": variants,
+    }
+    save("accuracy-bfloat16-digits", accuracy, root)
+    stacks = [
+        {"blocks": 12, "nodes": 134, "seconds": {"convert": [0.5, 0.25], "torch.compile": [30.0]}},
+        {"blocks": 50, "nodes": 552, "seconds": {"convert": [1.0]}},
+    ]
+    budgets = [
+        {"what": "fuse", "value": 123.4, "limit": 300.0, "unit": " ms", "met": True},
+        {"what": "x", "value": 4.4, "limit": 1.2, "unit": " x", "met": False},
+    ]
+    save("convert", {"environment": ENVIRONMENT, "limit_s": 60.0, "stacks": stacks, "budgets": budgets}, root)
+    return root
+
+
+def page(*specs: str) -> str:
+    return (
+        "# Title\n\n" + "\ntext\n\n".join(f"<!-- table: {spec} -->\nold\n<!-- end -->\n" for spec in specs) + "\nend\n"
+    )
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_step(results):
+    """A win is bold, what lies within the noise is no number, what has no figure is a dash; the models in order."""
+    assert rendered(page("step cpu"), results)[0] == (
+        "# Title\n\n<!-- table: step cpu -->\n\n"
+        "| model |  | autocast, ms | O1 | O1, own optimizer |\n| --- | --- | --- | --- | --- |\n"
+        "| mlp | mlp's | 12.3 | **1.23** | = |\n| gpt | gpt's | 12.3 | 0.90 | – |\n\n"  # noqa: RUF001
+        "How many times as fast as eager autocast; =: within the noise (at most 3.0 %). bfloat16; "
+        + MEASURED.replace("abc123", "abc123, def456")
+        + "\n\n<!-- end -->\n\nend\n"
+    )
+
+
+def test_memory(results):
+    text, _ = rendered(page("memory cpu bfloat16"), results)
+    assert "| model |  | autocast, MB | O1 |\n" in text
+    assert "| gpt | small | 200 | 0.80 (0.70) |\n" in text and MEASURED in text
+
+
+def test_accuracy(results):
+    text, _ = rendered(page("accuracy digits"), results)
+    assert "| FP32 | 2.00 | – | 0.5000 ± 0.2500 | – | 50.00 ± 25.00 | – |\n" in text  # noqa: RUF001
+    assert "| fxprec O1 | 1.00 | **1.90** | 0.5000 ± 0.2500 | equal | 50.00 ± 25.00 | worse |\n" in text
+    assert "CNN. Mean and half the range of 3 seeds, 8 epochs" in text and "the noise (1.0 %)" in text
+
+
+def test_convert(results):
+    text, count = rendered(page("convert", "convert-budgets"), results)
+    assert count == 2 and text.count(MEASURED) == 2
+    assert "| blocks | nodes | convert | torch.compile |\n" in text
+    assert "| 12 | 134 | 0.25 | 30.00 |\n| 50 | 552 | 1.00 | – |\n" in text  # noqa: RUF001
+    assert "| fuse | 123 ms | 300 ms | met |\n| x | 4.4 x | 1.2 x | **missed** |\n" in text
+
+
+def test_what_was_generated_stays(results):
+    once, count = rendered(page("step cpu", "memory cpu"), results)
+    assert rendered(once, results) == (once, count) == (once, 2)
+    assert once.startswith("# Title\n") and once.endswith("\nend\n") and once.count("\ntext\n") == 1
+
+
+def test_a_page_without_tables(results):
+    assert rendered("no table\n", results) == ("no table\n", 0)
+
+
+def test_several_devices(results):
+    save(
+        "convert",
+        {"environment": ENVIRONMENT | {"device": "GPU"}, "limit_s": 1.0, "stacks": [], "budgets": []},
+        results,
+    )
+    with pytest.raises(
+        ResultsError, match="convert was measured on GPU, Some-CPU-2-threads: say which with device=NAM"
+    ):
+        rendered(page("convert-budgets"), results)
+    assert "| fuse |" in rendered(page("convert-budgets device=Some-CPU-2-threads"), results)[0]
+    assert "| fuse |" not in rendered(page("convert-budgets device=GPU"), results)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (page("stp cpu"), "no table 'stp'; there are step, memory, accuracy, convert"),
+        (page("step gpu"), "no results of step-gpu-bfloat16-mlp: 'python -m benchmarks step' writes them"),
+        (page("step cpu device=X"), "no results of 'step-cpu-bfloat16-mlp' on 'X': there are results of Some-CPU"),
+        (page("step"), r"a table is 'step SIZE \[DTYPE\]'"),
+        (page("convert cpu"), "'convert' takes nothing but device=NAME"),
+        ("<!-- table: step cpu -->\n", "1 tables begin and 0 are complete: one has no '<!-- end -->'"),
+        (
+            "<!-- table: convert -->\n" + page("convert"),
+            "'<!-- table: convert -->' has no '<!-- end -->' before the next",
+        ),
+    ],
+)
+def test_errors(results, text, message):
+    with pytest.raises(ResultsError, match=message):
+        rendered(text, results)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_and_checks(results, tmp_path, capsys):
+    found = tmp_path / "page.md"
+    found.write_text(page("step cpu"), encoding="utf-8")
+    arguments = ["--pages", str(found), "--results", str(results)]
+    assert tables.main([*arguments, "--check"]) == 1
+    assert "page.md is out of date: 'python -m benchmarks tables'" in capsys.readouterr().err
+    assert found.read_text(encoding="utf-8") == page("step cpu")  # checking writes nothing
+    assert tables.main(arguments) == 0
+    assert tables.main([*arguments, "--check"]) == 0
+    assert "page.md: 1 tables, up to date" in capsys.readouterr().out
+    save("step-cpu-bfloat16-mlp", step("mlp", 0.02, {"o1": {"ratio": ratio(1.0, "=")}}), results)
+    assert tables.main([*arguments, "--check"]) == 1
+
+
+def test_the_command_names_page_and_trouble(results, tmp_path, capsys):
+    good, bad = tmp_path / "good.md", tmp_path / "bad.md"
+    good.write_text(page("convert"), encoding="utf-8")
+    bad.write_text(page("memory gpu"), encoding="utf-8")
+    assert tables.main(["--pages", str(bad), str(good), "--results", str(results)]) == 1
+    assert "bad.md: no results of memory-gpu-bfloat16" in capsys.readouterr().err
+    assert "| 12 |" in good.read_text(encoding="utf-8") and bad.read_text(encoding="utf-8") == page("memory gpu")
+
+
+def test_the_pages_of_this_checkout_are_up_to_date(capsys):
+    assert tables.main(["--check"]) == 0, capsys.readouterr().err
