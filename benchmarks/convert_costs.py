@@ -114,18 +114,6 @@ def _dynamo(model: nn.Module, x: Tensor) -> None:
     torch.compile(model, backend=lambda gm, _: gm.forward)(x)
 
 
-def _convert_static(model: nn.Module, _: Tensor) -> None:
-    fxprec.convert(model, capture="symbolic")
-
-
-def _convert_dynamo(model: nn.Module, x: Tensor) -> None:
-    fxprec.convert(model, (x,), capture="dynamo")
-
-
-def _export(model: nn.Module, x: Tensor) -> None:
-    torch.export.export(model, (x,))
-
-
 def _compile(model: nn.Module, x: Tensor) -> None:
     """Forward and backward by inductor, from an empty cache."""
     from torch._inductor.utils import fresh_cache  # which takes seconds to import
@@ -136,12 +124,12 @@ def _compile(model: nn.Module, x: Tensor) -> None:
 
 
 #: The ways to get a graph; the second is ours, on the first, and the fourth on the third.
-WAYS: Final[dict[str, Callable[[nn.Module, Tensor], None]]] = {
+WAYS: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
     "symbolic_trace": _trace,
-    "convert": _convert_static,
+    "convert": lambda model, _: fxprec.convert(model, capture="symbolic"),
     "dynamo": _dynamo,
-    "convert, dynamo": _convert_dynamo,
-    "torch.export": _export,
+    "convert, dynamo": lambda model, x: fxprec.convert(model, (x,), capture="dynamo"),
+    "torch.export": lambda model, x: torch.export.export(model, (x,)),
     "torch.compile": _compile,
 }
 #: Ours -> the capture that it stands on.

@@ -78,7 +78,6 @@ class Plan:
         return self.versions
 
     def copy(self, weights: Sequence[Tensor], *, changed: bool) -> None:
-        """Copy all weights to their shadows: where they changed, so that autograd sees it."""
+        """Copy all weights to their shadows, under ``no_grad``: where they changed, so that autograd sees it."""
         targets: Any = self.shadows if changed else self.aliases
-        with torch.no_grad():
-            torch._foreach_copy_(targets, [*weights])  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(targets, [*weights])  # pyright: ignore[reportPrivateImportUsage]

@@ -180,12 +180,11 @@ class ShadowStore:
     def note_written(self, weights: Iterable[Tensor]) -> None:
         """Their shadows were just written: the next forwards need not copy them."""
         with self._lock:
-            known = {entry.key: entry for w in weights if (entry := self._entries.get(id(w))) is not None}
             for weight in weights:
-                if (entry := known.get(id(weight))) is not None:
+                if (entry := self._entries.get(id(weight))) is not None:
                     entry.version = weight._version
-            self._written |= known.keys()
-            self._stepped -= known.keys()
+                    self._written.add(entry.key)
+            self._stepped -= self._written
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

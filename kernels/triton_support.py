@@ -63,8 +63,9 @@ def triton_dtype(dtype: torch.dtype | None) -> Any:
     return None if dtype is None else getattr(tl, _NAMES[dtype])
 
 
+@functools.cache
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors too."""
+    """Whether kernels run in Triton's interpreter, on CPU tensors too. Decided for good when the first is decorated."""
     return knobs is not None and bool(knobs.runtime.interpret)
 
 
