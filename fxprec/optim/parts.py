@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,8 +14,6 @@ from fxprec.scaling.gradients import local
 
 __all__ = ["Part", "parts_of"]
 
-#: Bytes of gradients that torch's kernels get in another dtype, at one time.
-_AT_ONCE: Final = 16 << 20
 _PLAIN = {Tensor, torch.nn.Parameter}
 _dtype = operator.attrgetter("dtype")
 _place = operator.attrgetter("device", "dtype")
@@ -48,37 +45,20 @@ class Part:
 
 
 def parts_of(lists: dict[str, list[Tensor]]) -> Iterator[Part]:
-    """Split ``lists``, which hold "params" and "grads"; gradients in the parameter dtype for torch's kernels."""
+    """Split ``lists``, which hold "params" and "grads"."""
     owners = lists["params"]
     plain = _PLAIN.issuperset(map(type, owners))  # with them their gradients and states; else there are DTensors
     held = lists if plain else {name: [*map(local, tensors)] for name, tensors in lists.items()}
     split = _split(held)
-    for (_, dtype, low), chosen in split.items():
+    for (*_, low), chosen in split.items():
         whole = len(split) == 1
         part = held if whole else _taken(held, chosen)
         part_owners = owners if whole else [owners[i] for i in chosen]
-        if low is not None or {*map(_dtype, part["grads"])} == {dtype}:
-            yield Part(part, part_owners, chosen, low is not None)
-            continue
-        for at in _bounded(part["params"]):  # one at a time: together they would be as large as the gradients
-            some = {name: tensors[at] for name, tensors in part.items()}
-            some["grads"] = [gradient.to(dtype) for gradient in some["grads"]]
-            yield Part(some, part_owners[at], chosen[at], False)
+        yield Part(part, part_owners, chosen, low is not None)
 
 
 def _taken(lists: dict[str, list[Tensor]], chosen: Sequence[int]) -> dict[str, list[Tensor]]:
     return {name: [tensors[i] for i in chosen] for name, tensors in lists.items()}
-
-
-def _bounded(tensors: list[Tensor]) -> Iterator[slice]:
-    """Slices of no more than ``_AT_ONCE`` bytes each, or of one tensor."""
-    start = held = 0
-    for i, tensor in enumerate(tensors):
-        if held and held + tensor.nbytes > _AT_ONCE:
-            yield slice(start, i)
-            start, held = i, 0
-        held += tensor.nbytes
-    yield slice(start, len(tensors))
 
 
 def _split(

@@ -1,7 +1,7 @@
 """Updates by torch's own fused kernels: on CPUs, and wherever Triton is not.
 
-They take gradients and states in the parameters' dtype; others go through temporaries. So do low parameters of SGD on
-CPUs, of which torch's kernel there updates next to none (pytorch issue 191763, up to 2.13).
+They take gradients and states in the parameters' dtype; others go through temporaries (``widened``). So do low
+parameters of SGD on CPUs, of which torch's kernel there updates next to none (pytorch issue 191763, up to 2.13).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fxprec.kernels.tensor_lists import is_dense
 from fxprec.optim.parts import Part
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import rate, scalar
+from fxprec.optim.widened import widened
 
 __all__ = ["adam_update", "sgd_update"]
 
@@ -102,23 +103,24 @@ def _adam(
     beta1, beta2 = map(scalar, group["betas"])
     update = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_  # pyright: ignore
     torch._foreach_add_(steps, 1)  # pyright: ignore
-    update(
-        params,
-        grads,
-        wide["exp_avg"],
-        wide["exp_avg_sq"],
-        wide.get("max_exp_avg_sq", []),
-        steps,
-        amsgrad=group["amsgrad"],
-        lr=rate(group["lr"]),
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        grad_scale=divisor,
-        found_inf=found_inf,
-    )
+    for some in widened({**wide, "params": params, "grads": grads, "step": steps}):
+        update(
+            some["params"],
+            some["grads"],
+            some["exp_avg"],
+            some["exp_avg_sq"],
+            some.get("max_exp_avg_sq", []),
+            some["step"],
+            amsgrad=group["amsgrad"],
+            lr=rate(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            grad_scale=divisor,
+            found_inf=found_inf,
+        )
     if found_inf is not None:  # the kernel did nothing: neither did this step
         torch._foreach_sub_(steps, [found_inf] * len(steps))  # pyright: ignore
     if rounding is not None:
@@ -133,17 +135,18 @@ def sgd_update(
 ) -> None:
     """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam_update``."""
     with in_one_order(part.lists) as lists, in_fp32_on_a_cpu(lists) as wide:
-        torch._fused_sgd_(  # pyright: ignore
-            wide["params"],
-            wide["grads"],
-            wide.get("momentum_buffer", []),
-            weight_decay=scalar(group["weight_decay"]),
-            momentum=group["momentum"],
-            lr=rate(group["lr"]),
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            is_first_step=first,
-            grad_scale=divisor,
-            found_inf=found_inf,
-        )
+        for some in widened(wide):
+            torch._fused_sgd_(  # pyright: ignore
+                some["params"],
+                some["grads"],
+                some.get("momentum_buffer", []),
+                weight_decay=scalar(group["weight_decay"]),
+                momentum=group["momentum"],
+                lr=rate(group["lr"]),
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                is_first_step=first,
+                grad_scale=divisor,
+                found_inf=found_inf,
+            )

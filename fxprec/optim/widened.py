@@ -1,0 +1,72 @@
+"""Low gradients for torch's fused kernels, which take them in the parameters' dtype: cast slice by slice.
+
+Cast at once they would take as much memory as FP32 gradients, and be written and read again; a slice stays in a cache.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["widened"]
+
+Lists = Mapping[str, list[Tensor]]
+
+#: Elements of a slice: on a CPU 2 MB in FP32, which its cache holds; elsewhere few launches count more.
+_AT_ONCE: Final = {"cpu": 1 << 19}
+_ELSEWHERE: Final = 1 << 24
+
+_dtype = operator.attrgetter("dtype")
+
+
+def widened(lists: Lists) -> Iterator[Lists]:
+    """``lists`` as they are, or slice by slice with gradients in the parameters' dtype, good until the next one.
+
+    Args:
+        lists: "params", "grads" and states, of one device, each parameter's tensors in one memory order. A state of no
+            dimension ("step") is that of all slices of its parameter.
+    """
+    params = lists["params"]
+    device, dtype = params[0].device, params[0].dtype
+    if {*map(_dtype, lists["grads"])} == {dtype}:
+        yield lists
+        return
+    limit = _AT_ONCE.get(device.type, _ELSEWHERE)
+    buffer = torch.empty(limit, dtype=dtype, device=device)
+    for some in _slices(lists, limit):
+        sizes = [gradient.numel() for gradient in some["grads"]]
+        if sum(sizes) > limit:  # one that cannot be cut
+            yield {**some, "grads": [gradient.to(dtype) for gradient in some["grads"]]}
+            continue
+        places = buffer[: sum(sizes)].split(sizes)
+        targets: Any = [place.as_strided(g.shape, g.stride()) for place, g in zip(places, some["grads"], strict=True)]
+        torch._foreach_copy_(targets, some["grads"])  # pyright: ignore[reportPrivateImportUsage]
+        yield {**some, "grads": targets}
+
+
+def _slices(lists: Lists, limit: int) -> Iterator[dict[str, list[Tensor]]]:
+    """Small parameters together, large ones in parts."""
+    together: list[int] = []
+    held = 0
+    for i, param in enumerate(lists["params"]):
+        tensors = {name: tensors[i] for name, tensors in lists.items()}
+        if param.numel() <= limit or not all(tensor.is_contiguous() for tensor in tensors.values()):
+            if together and held + param.numel() > limit:
+                yield _of(lists, together)
+                together, held = [], 0
+            together.append(i)
+            held += param.numel()
+            continue
+        cut = {name: tensor.view(-1).split(limit) for name, tensor in tensors.items() if tensor.dim()}
+        for j in range(len(cut["params"])):
+            yield {name: [cut[name][j] if name in cut else tensor] for name, tensor in tensors.items()}
+    if together:
+        yield _of(lists, together)
+
+
+def _of(lists: Lists, places: list[int]) -> dict[str, list[Tensor]]:
+    return {name: [tensors[i] for i in places] for name, tensors in lists.items()}
