@@ -23,7 +23,7 @@ threads that torch takes; with another number it is another machine."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status: 0, or 2 for arguments that cannot be."""
+    """Run the command; the exit status: 0, 1 where the file cannot be written, 2 for arguments that cannot be."""
     parser = argparse.ArgumentParser(prog="python -m fxprec", description="Mixed precision for PyTorch models.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("calibrate", description=_ABOUT, help="measure what lowering costs here")
@@ -47,10 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         costs = calibrate(device, quick=options.quick)
     except ValueError as error:
         command.error(str(error))
-    path = options.output or path_of(device)
-    write(costs, path)
-    print(f"written to {path}", file=sys.stderr)
     _print(costs)
+    path = options.output or path_of(device)
+    try:
+        write(costs, path)
+    except OSError as error:
+        print(f"not written to {path}: {error}. Give --output FILE, or set FXPREC_CACHE_DIR", file=sys.stderr)
+        return 1
+    print(f"written to {path}", file=sys.stderr)
     return 0
 
 

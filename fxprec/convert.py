@@ -182,22 +182,27 @@ class _WithLoss(nn.Module):
         self.loss = loss
         names = _required(model)
         if names:
-            self.__dict__["forward"] = _LossOf(model, loss, names)
+            self.__dict__["forward"] = _LossOf(self, names)
 
     def forward(self, *inputs: Any) -> Tensor:
         return self.loss(self.model(*inputs[:-1]), inputs[-1])
 
 
 class _LossOf:
-    """The forward of ``_WithLoss`` with names for its arguments, by which static capture tells them apart."""
+    """The forward of ``_WithLoss`` with names for its arguments, by which static capture tells them apart.
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any], names: Sequence[str]) -> None:
-        self._model, self._loss = model, loss
+    It asks the module for model and loss at each call: either may have been replaced.
+    """
+
+    def __init__(self, around: _WithLoss, names: Sequence[str]) -> None:
+        self._around = around
         plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self.__signature__ = inspect.Signature([inspect.Parameter(name, plain) for name in (*names, "target")])
 
-    def __call__(self, *inputs: Any) -> Tensor:
-        return self._loss(self._model(*inputs[:-1]), inputs[-1])
+    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
+        if named:
+            inputs = self.__signature__.bind(*inputs, **named).args
+        return _WithLoss.forward(self._around, *inputs)
 
 
 def _required(model: nn.Module) -> tuple[str, ...]:
@@ -223,7 +228,9 @@ def _as_module(model: Any, loss: Any) -> nn.Module:
     if not callable(loss):
         raise TypeError(f"loss must be a module or a function of (output, target), not {type(loss).__name__}")
     around = _WithLoss(module, loss)
-    around.train(module.training)
+    around.training = module.training  # not around.train(): an exported program's module refuses it
+    if isinstance(loss, nn.Module):
+        loss.train(module.training)
     return around
 
 

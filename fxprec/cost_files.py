@@ -28,16 +28,17 @@ def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
         dtype: the low dtype that is asked about.
     """
     path = path_of(device)
-    if path.is_file():
-        try:
-            found = read(path)
-        except ValueError as error:
-            _warn(path, str(error), device)
-        else:
-            why = _stale(found, device, dtype)
-            if not why:
-                return found
-            _warn(path, why, device)
+    try:
+        found = read(path)
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        _warn(path, str(error), device)
+    else:
+        why = _stale(found, device, dtype)
+        if not why:
+            return found
+        _warn(path, why, device)
     threads = torch.get_num_threads()
     return shipped(device, processor_name(device), threads, has_bfloat16_units())
 
@@ -58,20 +59,30 @@ def read(path: Path) -> DeviceCosts:
     """Read a file that ``write`` made.
 
     Raises:
-        ValueError: it is something else, or broken.
+        FileNotFoundError: there is none.
+        ValueError: it is something else, or broken, or may not be read.
     """
     try:
         return DeviceCosts.from_dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it holds no costs that this version reads ({type(error).__name__}: {error})") from None
 
 
 def write(costs: DeviceCosts, path: Path) -> None:
-    """Write costs to a file: all of it or nothing, whoever reads meanwhile."""
+    """Write costs to a file: all of it or nothing, whoever reads meanwhile.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(costs.to_dict(), indent=1) + "\n")
-    beside.replace(path)
+    try:
+        beside.write_text(json.dumps(costs.to_dict(), indent=1) + "\n")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 @functools.cache

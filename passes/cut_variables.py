@@ -157,8 +157,8 @@ class Variables:
         unary = {variable: costs.traffic(self._origin.get(node, node)) for variable, node in self._makers.items()}
         return CutProblem(self._count, self._pins, tuple(tensors), tuple(self._closures), unary | self._prices)
 
-    def casts_around(self, full: list[bool]) -> Callable[[Node, Iterable[Node]], tuple[float, float]]:
-        """After the cut: (op, its sources) -> what casts it needs for itself, among all others: in FP32, and low."""
+    def casts_around(self, full: list[bool]) -> Callable[[Node, int, Iterable[Node]], tuple[float, float]]:
+        """After the cut: (op, its variable, its sources) -> what casts it needs, among all others: in FP32, and low."""
         costs = self._costs or ByteCosts(self._users, self.absorbs)
         wide_readers = {node: sum(full[reader] for reader in users) for node, users in self._users.items()}
 
@@ -169,8 +169,7 @@ class Variables:
             low = len(users) - wide
             return (wide - (own in users and full[own]), low - (own in users and not full[own]))
 
-        def casts(node: Node, sources: Iterable[Node]) -> tuple[float, float]:
-            own = self.value[node]
+        def casts(node: Node, own: int, sources: Iterable[Node]) -> tuple[float, float]:
             wide_others, low_others = others(node, own)
             wide = self._cast(costs, node) * (low_others > 0)
             low = self._cast(costs, node) * (wide_others > 0)

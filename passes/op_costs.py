@@ -176,7 +176,7 @@ class OpCosts:
     def _convolution(self, site: Site) -> Price:
         data, weight = _operand(site, 0), _operand(site, 1)
         x, w, out = _shape(data), _shape(weight), _shape(site.node)
-        transposed = site.name in _TRANSPOSED or (site.name == "convolution" and bool(site.node.args[6]))
+        transposed = site.name in _TRANSPOSED or (site.name == "convolution" and _is_transposed(site.node))
         flop = 2 * prod(x if transposed else out) * prod(w[1:])
         thin = w[1] < _THIN
         forward = Work.THIN_CONVOLUTION if thin else Work.CONVOLUTION
@@ -238,6 +238,12 @@ def _operand(site: Site, position: int) -> Node:
     if isinstance(found, Node):
         return found
     raise _UnknownSizes
+
+
+def _is_transposed(convolution: Node) -> bool:
+    """Of ``torch.convolution``, which does both."""
+    args = convolution.args
+    return bool(args[6] if len(args) > 6 else convolution.kwargs.get("transposed"))
 
 
 def _shape(node: Node) -> Shape:

@@ -42,9 +42,9 @@ def what_pays(gm: GraphModule, context: Context) -> Verdict:
     full = solve(walk.variables.problem())
     casts_around = walk.variables.casts_around(full)
     stays = {}
-    for node, (site, price) in walk.priced.items():
-        if full[walk.variables.value[node]]:
-            wide, low = casts_around(node, site.data)
+    for node, (site, price, variable) in walk.priced.items():
+        if full[variable]:
+            wide, low = casts_around(node, variable, site.data)
             stays[node] = costs.why(price, price.full + wide, price.low + low)
     return Verdict(stays, walk.unpriced, costs if stays else None)
 
@@ -55,20 +55,24 @@ class _PricedWalk(CutWalk):
     def __init__(self, context: Context, costs: OpCosts) -> None:
         super().__init__(context, Verdict(costs=costs))
         self._costs = costs
-        self.priced: dict[Node, tuple[Site, Price]] = {}
+        self.priced: dict[Node, tuple[Site, Price, int]] = {}
         self.unpriced: dict[Node, str] = {}
 
     def low(self, site: Site, floats: bool) -> None:
+        node, variables = site.node, self.variables
         price = self._price(site, floats)
         if isinstance(price, str):
-            self.unpriced[site.node] = price
+            self.unpriced[node] = price
         if not isinstance(price, Price):
             return super().low(site, floats)
-        variable = self.variables.priced(price.full - price.low)
-        self.variables.use_data(site, variable)
-        self.variables.value[site.node] = variable
-        self.priced[site.node] = site, price
-        self.decide(site.node, site.rule, site.why, variable)
+        variable = variables.value[node] = variables.priced(price.full - price.low)
+        variables.use_data(site, variable)
+        if node in self.classes:  # what is written in place later on may live in FP32 although the op is low
+            variables.value[node] = variables.new(node)
+            variables.step(node, variable, variables.value[node])
+            variables.close((variable,), variables.value[node])
+        self.priced[node] = site, price, variable
+        self.decide(node, site.rule, site.why, variable)
 
     def _price(self, site: Site, floats: bool) -> Price | str | None:
         """None: it is not ours to ask."""
@@ -77,7 +81,9 @@ class _PricedWalk(CutWalk):
             return None
         if node.meta["dtype"] is UNKNOWN:
             return "sizes unknown"
-        if node.meta["dtype"] is not torch.float32 or node in self.classes:
+        if isinstance(node.meta["dtype"], tuple):
+            return self._costs.price(site)
+        if node.meta["dtype"] is not torch.float32:
             return None
         if dtype_argument(node) is not None or dtype_reference(node) is not None:
             return None

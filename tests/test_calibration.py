@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxprec import calibration, cost_files
+from fxprec import calibration, cli, cost_files
 from fxprec.calibration import calibrate
 from fxprec.cli import main
 from fxprec.cost_files import costs_of, path_of, read, write
@@ -73,6 +73,17 @@ def test_a_file_of_another_machine_is_passed_over_with_a_warning(changes, words)
 def test_a_broken_file_is_passed_over_with_a_warning(text):
     path_of("cpu").write_text(text)
     with pytest.warns(UserWarning, match="holds no costs that this version reads"):
+        assert costs_of("cpu").source.startswith("shipped")
+
+
+def test_a_folder_that_may_not_be_read_is_passed_over_with_a_warning(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("permission denied")
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.warns(UserWarning, match="PermissionError: permission denied"):
         assert costs_of("cpu").source.startswith("shipped")
 
 
@@ -202,6 +213,18 @@ def test_the_command_measures_writes_and_shows(folder):
     assert written.threads == 1 and set(written.curves) == {FP32, BF16, FP16}
     assert str(written) in ran.stdout and "convolution backward" in ran.stdout and str(into) in ran.stderr
     assert json.loads(into.read_text())["format"] == 1
+
+
+def test_the_command_says_where_it_cannot_write(folder, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "calibrate", lambda *_, **__: by_hand())
+    (folder / "file").write_text("")
+    (folder / "directory").mkdir()
+    for path in (folder / "file" / "costs.json", folder / "directory"):
+        assert main(["calibrate", "--device", "cpu", "--output", str(path)]) == 1
+        shown = capsys.readouterr()
+        assert f"not written to {path}: " in shown.err and "FXPREC_CACHE_DIR" in shown.err
+        assert "calibrated on 2026-01-02" in shown.out, "what was measured is not lost"
+    assert sorted(os.listdir(folder)) == ["directory", "file"], "nothing is left behind"
 
 
 def test_the_command_shows_what_serves(folder, monkeypatch):

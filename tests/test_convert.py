@@ -447,6 +447,39 @@ def test_model_and_loss_are_captured_statically_where_the_arguments_have_names()
     assert torch.equal(around(x, y), right)
 
 
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_model_and_loss_take_keywords_however_they_are_captured(capture):
+    around, _ = fxprec.convert(nn.Linear(4, 3), loss=F.cross_entropy, capture=capture)
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    right = around(x, y)
+    assert torch.equal(around(x, target=y), right) and torch.equal(around(target=y, input=x), right)
+    with fxprec.original(around):
+        assert torch.equal(around(x, target=y), around(x, y))
+    with pytest.raises(TypeError, match="missing a required argument"):
+        around(x, label=y)
+    assert not fxprec.report(around).headline.breaks
+
+
+def test_model_and_loss_may_be_replaced_after_the_conversion():
+    around, _ = fxprec.convert(nn.Linear(4, 3), loss=nn.CrossEntropyLoss())
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    mean = around(x, y)
+    around.loss = nn.CrossEntropyLoss(reduction="sum")
+    assert around(x, y).item() == pytest.approx(5 * mean.item(), rel=1e-5)
+    around.model = nn.Linear(4, 3)
+    nn.init.zeros_(around.model.weight)
+    nn.init.zeros_(around.model.bias)
+    for module in (around, fxprec.revert(around)):
+        assert module(x, y).item() == pytest.approx(5 * math.log(3))
+
+
+def test_an_exported_program_with_a_loss():
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    model = nn.Linear(4, 3)
+    around, _ = fxprec.convert(torch.export.export(model, (x,)), loss=F.cross_entropy)
+    assert around(x, y).item() == pytest.approx(F.cross_entropy(model(x), y).item(), rel=0.02)
+
+
 class WithOption(nn.Linear):
     def forward(self, input, scale=None):
         output = super().forward(input)

@@ -278,6 +278,40 @@ def test_few_logits_on_a_cpu_take_torchs_loss():
 
 
 @outside
+@pytest.mark.parametrize("way", ["vmap", "jvp", "trace", "float64 probabilities"])
+def test_many_logits_take_torchs_loss_where_slices_cannot_serve(way: str, monkeypatch):
+    torch.manual_seed(0)
+    head, x, labels = nn.Linear(16, 8), torch.randn(3, 5, 16), torch.randint(8, (3, 5))
+    model = fxprec.convert(head, loss=F.cross_entropy).module
+
+    def run() -> torch.Tensor:
+        if way == "vmap":
+            return torch.func.vmap(model)(x, labels)
+        if way == "jvp":
+            return torch.func.jvp(lambda x: model(x, labels[0]), (x[0],), (x[1],))[1]
+        if way == "trace":
+            return torch.jit.trace(model, (x[0], labels[0]))(x[1], labels[1])
+        return model(x[0], F.one_hot(labels[0], 8).double())
+
+    expected = run()
+    for name in ("_MANY", "_LONG"):
+        monkeypatch.setattr(kernel_calls, name, 1)
+    assert kernel_calls._in_slices(torch.zeros(2, dtype=torch.bfloat16))
+    torch.testing.assert_close(run(), expected)
+
+
+@outside
+def test_images_and_few_classes_take_torchs_loss():
+    """There the passes over memory do not weigh more: slices took 1.7 to 9 times as long."""
+    for shape, classes in (((2, 600, 32, 32), 600), ((1 << 16, 32), 32)):
+        x, labels = torch.randn(shape).bfloat16().requires_grad_(), torch.randint(classes, (shape[0], *shape[2:]))
+        ours, torchs = kernel_calls.cross_entropy(x, labels), F.cross_entropy(x.float(), labels)
+        assert ours.grad_fn.name() == torchs.grad_fn.name() and torch.equal(ours, torchs)
+    many, labels = torch.randn(2048, 512).bfloat16().requires_grad_(), torch.zeros(2048, dtype=torch.long)
+    assert kernel_calls.cross_entropy(many, labels).grad_fn.name() == "cross_entropyBackward"
+
+
+@outside
 def test_nothing_is_joined_where_every_node_stays_visible_or_nothing_was_cast():
     for options in ({"fuse": False}, {"level": "O0"}):
         model = fxprec.convert(nn.Linear(16, 8), loss=F.cross_entropy, **options).module

@@ -183,11 +183,63 @@ def test_what_has_no_sizes_or_no_price_is_lowered_and_says_so(lowered, tools):
     assert dot.meta["precision"].why.endswith("; pays: its cost is not modelled")
 
 
+def test_several_results_have_no_price_and_say_so():
+    attention = nn.MultiheadAttention(8, 2)
+    model, _ = fxprec.convert(attention, (torch.randn(3, 1, 8),) * 3, lower=LOSES)
+    (row,) = [row for row in fxprec.report(model).graphs[0].rows if row.op == "multi_head_attention_forward"]
+    assert row.compute == "bfloat16" and row.why.endswith("; pays: its cost is not modelled")
+
+
+class WrittenLater(Weights):
+    """Results of products that are written in place."""
+
+    def forward(self, x):
+        for name in self.names:
+            x = F.linear(x, getattr(self, name))
+            x.view(-1).add_(1.0)
+            x.relu_()
+        return x
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_where_all_pay_the_graph_is_that_of_always(tools, level):
+def test_a_result_that_is_written_in_place_has_its_price_too(level, capture):
+    for costs, dtype in ((LOSES, "float32"), (PAYS, "bfloat16")):
+        original = WrittenLater(4, 4, 8)
+        model, _ = fxprec.convert(copy.deepcopy(original), level=level, lower=costs, capture=capture)
+        x = torch.randn(3, 4)
+        assert torch.equal(model(x), original(x)) is (costs is LOSES)
+        assert products(model) == [dtype] * 2
+
+
+def test_a_result_written_in_fp32_leaves_its_product_the_choice(tools):
+    def f(x, w):
+        return F.linear(x, w).exp_()
+
+    for costs, dtype in ((LOSES, FP32), (PAYS, BF16)):
+        gm = tools.traced(f, torch.randn(4, 4), torch.randn(4, 4))
+        tools.rewritten(gm, tools.context(costs=costs))
+        of_op = {node.meta["op"].name: node.meta["precision"].compute for node in gm.graph.nodes if "op" in node.meta}
+        assert of_op["linear"] is dtype and of_op["exp"] is FP32
+
+
+def test_a_convolution_with_all_its_arguments_by_name():
+    def f(x, w):
+        rest = {"padding": [1, 1], "dilation": [1, 1], "output_padding": [0, 0], "groups": 1}
+        return torch.convolution(x, w, None, stride=[1, 1], transposed=False, **rest)
+
+    loses = device(1.0, 100.0, thin_convolution=(1, 100))
+    model, _ = fxprec.convert(f, (torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3)), lower=loses)
+    (row,) = [row for row in fxprec.report(model).graphs[0].rows if row.op == "convolution"]
+    assert row.why.startswith("pays: convolution 1x3x8x8 * 4x3x3x3 takes 1 us in float32, 100 us in bfloat16")
+
+
+@pytest.mark.parametrize("written", [Weights, WrittenLater])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_where_all_pay_the_graph_is_that_of_always(tools, level, written):
     graphs = []
     for costs in (None, PAYS):
-        gm = tools.traced(Weights(4, 4, 8), torch.randn(3, 4))
+        gm = tools.traced(written(4, 4, 8), torch.randn(3, 4))
         graphs.append(format_graph(tools.rewritten(gm, tools.context(level, costs=costs))))
     assert graphs[0] == graphs[1] and "bfloat16" in graphs[0]
 

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.fx import Graph, Node
 
 from fxprec.passes.aliases import alias_roots, written_roots
@@ -37,6 +38,8 @@ _LOW: Final = (torch.float16, torch.bfloat16)
 _FLOATS: Final = (*_LOW, torch.float32)
 #: Logits on a CPU: from here on the passes over memory weigh more than the calls (python -m benchmarks step).
 _MANY: Final = 1 << 20
+#: Classes, next to each other, of which that holds: of few, or of the pixels of an image, torch's loss is faster.
+_LONG: Final = 512
 
 
 def batch_norm(
@@ -63,7 +66,10 @@ def cross_entropy(
 ) -> Any:  # fmt: skip
     """``F.cross_entropy`` in FP32 of logits in any float dtype."""
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    if (is_served(input) or _in_slices(input)) and (weight is None or not weight.requires_grad):
+    wide = target.dtype is torch.float64 or (weight is not None and weight.dtype is torch.float64)
+    plain = weight is None and label_smoothing == 0 and not target.is_floating_point()  # slices of the rest are slower
+    served = is_served(input) or (plain and _in_slices(input))
+    if served and not wide and (weight is None or not weight.requires_grad):
         from fxprec.kernels.nn.cross_entropy import cross_entropy as kernel  # which loads Triton
 
         return kernel(input, target, weight, **options)
@@ -80,12 +86,20 @@ def is_served(x: Any) -> bool:
 
 
 def _in_slices(logits: Any) -> bool:
-    """Whether torch's ops are better called on slices of these logits, which fit into a CPU's cache."""
+    """Whether torch's ops are better called on slices of these logits, which fit into a CPU's cache.
+
+    Not where somebody looks into the ops: vmap and forward mode have no rule for our own, a tracer would unroll them.
+    """
     return (
-        logits.device.type == "cpu"
+        not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and logits.device.type == "cpu"
         and logits.dtype in _LOW
         and logits.numel() >= _MANY
-        and not torch.compiler.is_compiling()
+        and logits.dim() <= 2
+        and logits.shape[-1] >= _LONG
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
     )
 
 
@@ -149,8 +163,8 @@ def _batch_norm(node: Node, arguments: dict[str, Any]) -> bool:
 
 def _cross_entropy(node: Node, arguments: dict[str, Any]) -> bool:
     logits = arguments["input"]
-    if not isinstance(logits, Node):
-        return False
+    if not isinstance(logits, Node) or node.meta["precision"].output not in (None, torch.float32):
+        return False  # float64 probabilities, or a policy's own dtype: the kernel's loss is FP32
     source = logits.args[0] if _is_inserted_cast(logits) else logits
     assert isinstance(source, Node)
     _call(cross_entropy, node, node, arguments | {"input": source})
