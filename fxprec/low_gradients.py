@@ -33,21 +33,18 @@ def wants_low_gradient(weight: Tensor) -> bool:
 def cast_with_low_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """``weight.to(dtype)`` whose backward hands the low gradient on. A gradient that is there already is rounded.
 
-    The edge is that of a clone, made while the weight holds its low values: walked at every step, it must be torch's
-    own. (A Python autograd.Function takes longer than the cast that it saves, where weights are small.)
+    Walked at every step, the edge must be torch's own (a Python autograd.Function takes longer than the cast that it
+    saves, where weights are small) and lead to the weight's one AccumulateGrad, which ``torch.autograd.grad`` and hooks
+    go by. Of torch's operators that cast, ``slice_scatter`` is one whose backward does not: it is a view.
 
     Raises:
         ConversionError: DistributedDataParallel is running.
     """
     refuse_ddp()
-    wide = weight.data
-    low = wide.to(dtype)
     _set_grad_dtype(weight, dtype)
-    weight.data = low
-    try:
-        return weight.clone()
-    finally:
-        weight.data = wide
+    if not weight.dim():  # nothing to slice: one number is cast there and back
+        return weight.to(dtype)
+    return torch.slice_scatter(torch.empty_like(weight, dtype=dtype), weight)
 
 
 def widen(weights: Iterable[Tensor]) -> None:

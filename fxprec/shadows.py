@@ -256,6 +256,8 @@ class ShadowStore:
         changed, stepped, written = plan.changed(weights), len(self._stepped), len(self._written)
         if changed is None or stepped not in (0, known) or written not in (0, 0 if changed or stepped else known):
             return False
+        if changed and any(self._entries[key].version != then for key, then in zip(ids, plan.versions, strict=True)):
+            return False  # copied since, by another plan: a copy that autograd sees would spoil a pending backward
         if not written:
             self._copy(lambda: plan.copy(weights, changed=changed or stepped > 0))
         if changed:

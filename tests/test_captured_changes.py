@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
+from fxprec import optim
 
 
 def _load(name: str) -> Any:
@@ -53,6 +54,17 @@ def test_one_graph_a_shape_and_a_mode(name: str, recorder: Any) -> None:
     for x, y in batches(2):
         assert same(step(x, y), eager.eager(x, y))
     assert recorder.recordings == 4 and same(captured.state(), eager.state())
+
+
+def test_keywords_of_any_order_take_one_graph(recorder: Any) -> None:
+    class Loss(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(super().forward(x), y)
+
+    model, (x, y) = Loss(), batches(1)[0]
+    step = fxprec.capture_step(model, None, optim.SGD(model.parameters(), lr=0.1), None, {"y": y, "x": x})
+    assert step(x=x, y=y) > step(y=y, x=x)
+    assert recorder.recordings == 1 and step.graphs == ("x=float32[4, 6], y=int64[4]",)
 
 
 def test_a_graph_that_is_captured_in_an_accumulation_copies_the_weights_all_the_same(recorder: Any) -> None:
@@ -97,6 +109,22 @@ def _freeze(training: Any) -> None:
 
 def _hook(training: Any) -> None:
     training.model.down.register_forward_hook(lambda module, args, output: output * 3)
+
+
+def _gradient_hook(training: Any) -> None:
+    training.model.down.weight.register_hook(lambda gradient: gradient * -3)
+
+
+def _scale_gradient(weight: Any) -> None:
+    weight.grad.mul_(-3)
+
+
+def _late_gradient_hook(training: Any) -> None:
+    training.model.down.weight.register_post_accumulate_grad_hook(_scale_gradient)
+
+
+def _step_hook(training: Any) -> None:
+    training.optimizer.register_step_pre_hook(lambda *_: _scale_gradient(training.model.down.weight))
 
 
 def _group(training: Any) -> None:
@@ -145,6 +173,9 @@ def _revert(training: Any) -> None:
         _decay,
         _freeze,
         _hook,
+        _gradient_hook,
+        _late_gradient_hook,
+        _step_hook,
         _group,
         _leave,
         _growth,
@@ -256,6 +287,27 @@ def test_weights_that_are_written_between_steps_are_read(name: str, recorder: An
     assert same(captured.state(), eager.state()) and recorder.recordings == 1
 
 
+def test_a_weight_of_another_optimizer_is_copied_when_it_is_written(recorder: Any) -> None:
+    losses = []
+    for graphs in (True, False):
+        training, ((x, y), after) = Training(THEIRS), batches(2)
+        weight = training.model.down.weight
+        other = optim.SGD([weight], lr=0.1)  # which writes the copy of its weight by itself
+        F.cross_entropy(training.model(x), y).backward()
+        other.step()
+        others = [p for p in training.model.parameters() if p is not weight]
+        training.optimizer = torch.optim.SGD(others, lr=0.1, fused=True)
+        training.optimizer.zero_grad()
+        weight.grad = None
+        step = training.captured((x, y)) if graphs else training.eager
+        step(x, y)
+        weight.grad = None
+        with torch.no_grad():
+            weight.mul_(5)
+        losses.append(step(*after))
+    assert same(*losses)
+
+
 def test_a_second_model_with_the_same_weights_sees_the_steps(recorder: Any) -> None:
     for name in (OURS, THEIRS):
         training = Training(name)
@@ -338,4 +390,9 @@ def test_an_iteration_that_has_begun_is_refused() -> None:
             call()
     training.scaler.step(training.optimizer)
     training.scaler.update()
+    step(x, y)
+    training.scaler.scale(F.cross_entropy(training.model(x), y))  # and no step: the other way out of the message
+    with pytest.raises(RuntimeError, match=r"scaler.update\(scaler.get_scale\(\)\)"):
+        step(x, y)
+    training.scaler.update(training.scaler.get_scale())
     step(x, y)

@@ -82,6 +82,8 @@ def test_momentum_with_dampening_is_captured_once_it_runs(recorder: Any) -> None
         ({"example_batch": torch.ones(2)}, TypeError, r"write \(x, y\)"),
         ({"example_batch": ()}, TypeError, "got none"),
         ({"example_batch": (torch.ones(4, 6), [1])}, TypeError, "argument 1 is a list"),
+        ({"example_batch": (torch.ones(4, 6), (torch.ones(4), 1))}, TypeError, "argument 1 is a tuple.*one by one"),
+        ({"max_graphs": 0}, ValueError, "max_graphs must be a whole number of at least 1, not 0"),
         ({"example_batch": (torch.ones(4, 6, requires_grad=True), 1)}, ValueError, r"argument 0.*detach"),
         ({"example_batch": (torch.ones(4, 6).to_sparse(), 1)}, TypeError, "argument 0.*sparse"),
         ({"loss_fn": lambda o, y: o}, TypeError, r"what loss_fn returned must be the loss.*float32\[4, 3\]"),
@@ -96,6 +98,48 @@ def test_arguments_are_checked(change: dict[str, Any], error: type[Exception], s
         step = fxprec.capture_step(**{**given, "example_batch": batches(1)[0], **change})
         step(*{**given, "example_batch": batches(1)[0], **change}["example_batch"])
     assert step is None or "loss_fn" in change
+
+
+def test_gradients_of_parameters_that_nobody_named_are_refused(recorder: Any) -> None:
+    training, (x, _) = Training(init_scale=4.0), batches(1)[0]
+    judge, before = nn.Linear(3, 1), tools.everything(training)
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (judge(output) - target).square().mean()
+
+    batch = x, torch.ones(4, 1)
+    with pytest.raises(fxprec.CaptureError, match=r"parameter of shape \(1, 3\).*requires_grad_\(False\)"):
+        fxprec.capture_step(training.model, loss_of, training.optimizer, training.scaler, batch)
+    assert judge.weight.grad is None and same(tools.everything(training), before)
+    judge.requires_grad_(False)
+    step = fxprec.capture_step(training.model, loss_of, training.optimizer, training.scaler, batch)
+    assert step(*batch) > step(*batch)
+
+
+def test_a_buffer_that_a_forward_replaces_is_refused(recorder: Any) -> None:
+    class Mean(Net):
+        def __init__(self, in_place: bool) -> None:
+            super().__init__()
+            self.in_place = in_place
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            mean = self.mean * 0.9 + output.detach().mean(0) * 0.1
+            if self.in_place:
+                self.mean.copy_(mean)
+            else:
+                self.mean = mean
+            return output
+
+    model, batch = Mean(in_place=False), batches(1)[0]
+    held = model.mean
+    with pytest.raises(fxprec.CaptureError, match=r"replaces the buffer mean.*self\.mean\.copy_"):
+        fxprec.capture_step(model, F.cross_entropy, optim.SGD(model.parameters(), lr=0.1), None, batch)
+    assert model.mean is held and not held.any()
+    model = Mean(in_place=True)
+    fxprec.capture_step(model, F.cross_entropy, optim.SGD(model.parameters(), lr=0.1), None, batch)(*batch)
+    assert model.mean.all()
 
 
 def test_contradictions_are_refused() -> None:

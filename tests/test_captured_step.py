@@ -140,7 +140,7 @@ def test_models_that_were_not_converted_and_losses_within_the_model(recorder: An
         step = fxprec.capture_step(model, None, optimizer, None, batch)
         losses.append([step(**batch) if isinstance(batch, dict) else step(*batch) for _ in range(3)])
     assert same(losses[0], losses[1]) and same(losses[0], losses[2]) and losses[0][2] < losses[0][0]
-    assert step.graphs == ("x=float32[4, 6], labels=int64[4], scale=1.0",)
+    assert step.graphs == ("labels=int64[4], scale=1.0, x=float32[4, 6]",)
     half = step(x=x, labels=y, scale=0.5)  # a constant: another graph
     assert len(step.graphs) == 2 and half < 0.6 * losses[0][2]
 
@@ -293,8 +293,36 @@ def test_an_error_of_the_users_own_code_is_raised_as_it_is(recorder: Any) -> Non
     assert same(everything(training), before)
 
 
-def test_random_numbers_of_the_host_are_refused(recorder: Any) -> None:
-    training, before = Training(), random.getstate()
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("ours", [True, False], ids=["LossScaler", "GradScaler"])
+def test_without_a_graph_an_error_within_a_step_is_forgotten(parts: int, ours: bool) -> None:
+    results = []
+    for fails in (True, False):
+        training, ((x, y), after) = Training(init_scale=4.0), batches(2)
+        if not ours:
+            training.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        calls: list[Tensor] = []
+
+        def loss_of(output: Tensor, target: Tensor, calls: list[Tensor] = calls, fails: bool = fails) -> Tensor:
+            calls.append(output)
+            if fails and len(calls) == parts:  # the last micro-batch
+                output.register_hook(lambda gradient: 1 / 0)
+            return F.cross_entropy(output, target)
+
+        norm = {"max_norm": 1.0, "accumulate": parts}
+        training.model.norm.eval()  # or its statistics would have seen the batch twice
+        step = fxprec.capture_step(training.model, loss_of, training.optimizer, training.scaler, (x, y), **norm)
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                step(x, y)
+            assert all(p.grad is None for p in training.model.parameters())
+        results.append([step(x, y), step(*after), training.scaler.get_scale(), training.model.state_dict()])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["alone", "beside those of a dropout"])
+def test_random_numbers_of_the_host_are_refused(dropout: float, recorder: Any) -> None:
+    training, before = Training(dropout=dropout), random.getstate()
     with pytest.raises(fxprec.CaptureError, match="draws random numbers from random on the host"):
         fxprec.capture_step(
             training.model,

@@ -87,6 +87,20 @@ def test_a_step_on_some_weights_is_looked_at(weights: list[Tensor], looks: list[
     assert looks == [True, True]
 
 
+def test_a_copy_by_one_plan_is_known_to_another(weights: list[Tensor], looks: list[bool]):
+    store = ShadowStore(torch.bfloat16)
+    forward(store, weights)
+    forward(store, weights[::-1])  # the same weights in another order
+    looks.clear()
+    with torch.no_grad():
+        for weight in weights:
+            weight.add_(1)
+    versions = [shadow._version for shadow in forward(store, weights)]
+    assert looks == []
+    after = [shadow._version for shadow in forward(store, weights[::-1])[::-1]]
+    assert after == versions  # no change since: two forwards before one backward are legal
+
+
 def test_weights_of_another_plan_are_looked_at(weights: list[Tensor], looks: list[bool]):
     store = ShadowStore(torch.bfloat16)
     forward(store, weights[:1])

@@ -84,3 +84,12 @@ def test_random_numbers(draw: Any, expected: str | None) -> None:
     assert state.restore() == expected
     again = torch.rand(2), random.random(), np.random.randn()
     assert torch.equal(again[0], expectations[0]) and again[1:] == expectations[1:]
+
+
+def test_random_numbers_that_are_expected_to_move_hide_no_others() -> None:
+    state = RandomState()
+    torch.rand(1)
+    random.random()
+    assert state.restore(expected={"torch"}) == "random"
+    torch.rand(1)
+    assert state.restore(expected={"torch"}) is None and state.restore() is None

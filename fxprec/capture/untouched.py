@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from operator import is_
 from typing import Any, Final
 
@@ -110,14 +110,14 @@ class RandomState:
     def _add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self._states.append((name, get(), get, put))
 
-    def restore(self) -> str | None:
-        """Put the generators back; the name of the first one that had moved, or None."""
+    def restore(self, expected: Container[str] = ()) -> str | None:
+        """Put the generators back; the name of the first one that had moved and is not ``expected`` to, or None."""
         moved: list[str] = []
         for name, state, get, put in self._states:
             if not _equal(get(), state):
                 put(state)
                 moved.append(name)
-        return moved[0] if moved else None
+        return next((name for name in moved if name not in expected), None)
 
 
 def _equal(a: Any, b: Any) -> bool:

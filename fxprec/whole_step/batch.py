@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["Batch"]
 
@@ -33,7 +34,8 @@ class Batch:
             ValueError: a tensor that wants a gradient; a first dimension that ``parts`` does not divide, or that is
                 not the same for all tensors.
         """
-        batch = cls(tuple(kwargs), (*args, *kwargs.values()))
+        names = tuple(sorted(kwargs))  # one graph, however they are ordered
+        batch = cls(names, (*args, *map(kwargs.__getitem__, names)))
         if not any(isinstance(value, Tensor) for value in batch.values):
             raise TypeError("a step takes the tensors of one batch, step(x, y), and got none")
         for where, value in batch._named():
@@ -104,10 +106,14 @@ def _check(where: str, value: Any) -> None:
         try:
             hash(value)
         except TypeError:
+            constant = False
+        else:  # a tuple of tensors has a hash too, another for each batch
+            constant = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+        if not constant:
             raise TypeError(
                 f"argument {where} is a {type(value).__name__}: a step takes tensors, and hashable constants such as "
                 "numbers; give the tensors within it one by one"
-            ) from None
+            )
     elif type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
         raise TypeError(f"argument {where} is a {type(value).__name__} of layout {value.layout}: give a strided tensor")
     elif value.requires_grad:

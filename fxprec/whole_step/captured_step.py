@@ -22,7 +22,7 @@ from fxprec.whole_step.fixed import Fixed, attributes_of
 from fxprec.whole_step.iteration import Iteration
 from fxprec.whole_step.put_back import put_back
 from fxprec.whole_step.rates import Rates
-from fxprec.whole_step.refusals import check_types, check_values, device_of, refuse_ungraphable
+from fxprec.whole_step.refusals import buffers_in_place, check_types, check_values, device_of, refuse_ungraphable
 from fxprec.whole_step.scales import refuse_open_iteration
 from fxprec.whole_step.shadow_links import ShadowLinks
 
@@ -157,13 +157,14 @@ class CapturedStep:
             for store in iteration.stores():
                 if not store.made_on(recorder.stream):
                     store.clear()  # their edges would be walked on the stream where they were made
+                store.mark_stale()  # what another optimizer wrote is to be copied too
             with rates.in_groups():
                 self._warm_up(static, recorder)
                 random = RandomState()
-                with explained("the step"), rates.capturable():
+                with explained("the step"), rates.capturable(), buffers_in_place(iteration):
                     recording, report = recorder.record(lambda: _reported(iteration, static))
-            moved = random.restore()
-            if moved is not None and moved not in recorder.generators:
+            moved = random.restore(expected=recorder.generators)
+            if moved is not None:
                 raise CaptureError(
                     f"the step draws random numbers from {moved} on the host: a graph would repeat them for ever. Draw "
                     f"them with torch on '{recorder.device}', or before the step and pass them in with the batch"
@@ -210,7 +211,8 @@ def capture_step(
         model: in training mode, converted or not, on one device.
         loss_fn: the loss is ``loss_fn(model(*batch[:-1]), batch[-1])``; of a batch of keywords
             ``loss_fn(model(**batch))``. None: the model returns it. A function or a module. Its Python code, that of
-            the model and of hooks runs while the step is captured, not with every step.
+            the model and of hooks runs while the step is captured, not with every step: what one step leaves for the
+            next (a hidden state, a running mean) has to be a buffer, written in place.
         optimizer: on CUDA one of fxprec.optim, a fused Adam, AdamW or SGD of torch's, or one with ``capturable=True``
             (without a loss scaler). ``lr`` may change from step to step, as schedulers do; another change captures
             again.
@@ -245,6 +247,8 @@ def capture_step(
             f"example_batch must be a tuple of positional or a dict of keyword arguments, not "
             f"{type(example_batch).__name__}: write (x, y)"
         )
+    if isinstance(max_graphs, bool) or not isinstance(max_graphs, int) or max_graphs < 1:
+        raise ValueError(f"max_graphs must be a whole number of at least 1, not {max_graphs!r}")
     batch = Batch.of(args, kwargs, accumulate)
     refuse_open_iteration(scaler)
     return CapturedStep(iteration, batch, max_graphs)

@@ -26,6 +26,8 @@ __all__ = ["Fixed", "attributes_of"]
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _SEQUENCES: Final = (list, set, deque)
 _wants_gradient = operator.attrgetter("requires_grad")
+_hooks = operator.attrgetter("_backward_hooks")
+_late_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class Fixed:
@@ -43,6 +45,7 @@ class Fixed:
         self._parameters = [*iteration.parameters]
         self._requires_grad = [*map(_wants_gradient, self._parameters)]
         self._device = self._parameters[0].device.type
+        self._hooks = self._hooks_now()
         self._conversions = [*iteration.conversions]
         buffers = [b for root in iteration.roots() for b in root.buffers()]
         self._state = _state_of(self._optimizer)
@@ -66,6 +69,8 @@ class Fixed:
             return "the parameters of the optimizer"
         if [*map(_wants_gradient, self._parameters)] != self._requires_grad:
             return "requires_grad of a parameter"
+        if not _identical(self._hooks_now(), self._hooks):
+            return "a hook of a parameter or of the optimizer"
         if not _identical(_state_of(optimizer), self._state):
             return "the optimizer's state (was a checkpoint loaded?)"
         if not _identical(scale_tensors(self._scaler), self._scales):
@@ -77,6 +82,13 @@ class Fixed:
             places = [place for place, now in numbers.items() if now != self._numbers.get(place)]
             return ", ".join(places) or "the number of parameter groups"
         return self._rates.changed() or (None if self._shadows.same() else "the low copies of the weights")
+
+    def _hooks_now(self) -> list[Any]:
+        """Those of the parameters' gradients, and of the optimizer's step."""
+        optimizer: Any = self._optimizer
+        own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        found = (*map(_hooks, self._parameters), *map(_late_hooks, self._parameters), *own)
+        return [*chain.from_iterable(map(dict.values, filter(None, found)))]
 
     def _numbers_now(self) -> dict[str, Any]:
         """Hyper-parameters but ``lr``, how the scale moves, and the context of the call: 'where' -> value."""

@@ -17,6 +17,8 @@ from fxprec.module import conversion_of, is_converted
 from fxprec.scaling.gradients import parameters_of
 from fxprec.shadows import ShadowStore
 from fxprec.whole_step.batch import Batch
+from fxprec.whole_step.scales import forget_iteration
+from fxprec.whole_step.strangers import refuse_strangers
 
 __all__ = ["Iteration"]
 
@@ -51,22 +53,37 @@ class Iteration:
         self.conversions = [conversion_of(module) for module in everything if is_converted(module)]
 
     def run(self, batch: Batch, *, zeroed: bool = False) -> tuple[Tensor, Tensor | None]:
-        """One step. Gradients are gone before and after it.
+        """One step. Gradients are gone before and after it, and the scaler is between two iterations, also on an error.
 
         Args:
             batch: of this step.
-            zeroed: with gradients of zero, so that there is no overflow, and the optimizer makes its state.
+            zeroed: the first of a warm-up, with gradients of zero, so that there is no overflow, and the optimizer
+                makes its state.
 
         Returns:
             The loss, 0-dim FP32 and detached: the mean over micro-batches; and what the scaler found, 0-dim FP32, above
             0 where the step was skipped. None: a scaler of torch's, or a disabled one.
+
+        Raises:
+            CaptureError: ``zeroed``, and the backward reaches parameters that are none of these.
         """
         self.drop_gradients()
+        try:
+            return self._run(batch, zeroed)
+        except BaseException:
+            forget_iteration(self.scaler)
+            raise
+        finally:
+            self.drop_gradients()
+
+    def _run(self, batch: Batch, zeroed: bool) -> tuple[Tensor, Tensor | None]:
         losses: list[Tensor] = []
         with torch.enable_grad(), self._one_refresh(), self._no_old_casts():
             for part in batch.parts(self.parts):
                 loss = self._loss(part)
                 losses.append(loss.detach().float())
+                if zeroed:
+                    refuse_strangers(loss, self.parameters)
                 self.scaler.scale(loss if self.parts == 1 else loss / self.parts).backward()
                 del loss  # and its autograd graph, before the next micro-batch makes one
         if zeroed:
@@ -77,7 +94,6 @@ class Iteration:
         self.scaler.step(self.optimizer)
         found = self._found_inf()
         self.scaler.update()
-        self.drop_gradients()
         return losses[0] if self.parts == 1 else torch.stack(losses).mean(), found
 
     def roots(self) -> list[nn.Module]:

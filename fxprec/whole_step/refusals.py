@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from fxprec.scaling.device_step import is_plain_step
 from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.whole_step.iteration import Iteration
 
-__all__ = ["check_types", "check_values", "device_of", "refuse_ungraphable"]
+__all__ = ["buffers_in_place", "check_types", "check_values", "device_of", "refuse_ungraphable"]
 
 
 def check_types(iteration: Iteration) -> None:
@@ -115,6 +117,25 @@ def refuse_ungraphable(iteration: Iteration) -> None:
             "capture the optimizer as it was made"
         )
     _refuse_unborn_state(optimizer)
+
+
+@contextmanager
+def buffers_in_place(iteration: Iteration) -> Iterator[None]:
+    """A block in which a step is captured.
+
+    Raises:
+        CaptureError: it made another tensor of a buffer: each replay would begin with the values of now.
+    """
+    modules = [(path, module) for root in iteration.roots() for path, module in root.named_modules()]
+    before = [(path, module, name, b) for path, module in modules for name, b in module._buffers.items()]
+    yield
+    for path, module, name, buffer in before:
+        if buffer is not None and module._buffers.get(name) is not buffer:
+            where = f"{path}.{name}" if path else name
+            raise CaptureError(
+                f"the step replaces the buffer {where}, and a graph reads and writes where it was: write its values "
+                f"in place, self.{name}.copy_(...)"
+            )
 
 
 def _refuse_unborn_state(optimizer: Optimizer) -> None:

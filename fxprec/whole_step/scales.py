@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_s
 
 from fxprec.loss_scaler import LossScaler
 
-__all__ = ["refuse_open_iteration", "scale_rule", "scale_tensors", "scaler_untouched"]
+__all__ = ["forget_iteration", "refuse_open_iteration", "scale_rule", "scale_tensors", "scaler_untouched"]
 
 
 def scale_tensors(scaler: GradScaler) -> list[Tensor]:
@@ -46,8 +46,20 @@ def refuse_open_iteration(scaler: GradScaler) -> None:
     if open_ or getattr(scaler, "_scaled_since_update", False):
         raise RuntimeError(
             "the scaler has begun an iteration (scale, unscale_ or step was called since its last update), and a "
-            "captured step is a whole one: call scaler.update() first, or give the captured step a scaler of its own"
+            "captured step is a whole one: finish it with scaler.step and scaler.update, drop it with "
+            "scaler.update(scaler.get_scale()), or give the captured step a scaler of its own"
         )
+
+
+def forget_iteration(scaler: GradScaler) -> None:
+    """After an error in the middle of an iteration, whose gradients are gone: the next one may begin."""
+    if not scaler.is_enabled():
+        return
+    if isinstance(scaler, LossScaler):
+        scaler._forget_iteration()
+        scaler._skips.begin()
+    else:
+        scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
 
 @contextmanager

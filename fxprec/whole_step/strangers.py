@@ -1,0 +1,44 @@
+"""Parameters that a backward reaches and nobody named: their gradients would pile up where a graph cannot follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxprec.errors import CaptureError
+
+__all__ = ["refuse_strangers"]
+
+
+def refuse_strangers(loss: Tensor, known: Iterable[Tensor]) -> None:
+    """Look through the autograd graph of a loss, before its backward.
+
+    A gradient that stays from step to step is added to in place: a graph would go on to write where it was when the
+    step was captured, also after a ``zero_grad`` gave that memory to somebody else.
+
+    Raises:
+        CaptureError: it reaches a parameter, or a tensor with a gradient, that is not ``known``.
+    """
+    ours = {*map(id, known)}
+    for leaf in _leaves(loss):
+        if id(leaf) not in ours and (isinstance(leaf, nn.Parameter) or leaf.grad is not None):
+            raise CaptureError(
+                f"the backward reaches a parameter of shape {tuple(leaf.shape)} and {leaf.dtype} that belongs neither "
+                "to the model nor to loss_fn nor to the optimizer (a discriminator, a frozen network within a "
+                "function?): requires_grad_(False) if it is not to be trained, else give loss_fn as a module that "
+                "holds it"
+            )
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    nodes: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                yield leaf
+            nodes.extend(following for following, _ in node.next_functions)
