@@ -127,7 +127,7 @@ def chunked(workload: Workload, dtype: torch.dtype) -> Workload:
     return dataclasses.replace(workload, make=make, loss=loss)
 
 
-_WITH_HEAD: Final = ("gpt", "llama", "bert")
+_WITH_HEAD: Final = ("gpt", "gpt-50k", "llama", "bert")
 _CHUNKED: Final = Variant(
     "o1-chunked",
     "fxprec O1, its AdamW, chunked linear + cross-entropy",
@@ -199,6 +199,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     clip = options.clip or (1.0 if options.dtype == "float16" else None)
     try:
         options.workloads = workloads(options.size, options.only)
+        if not options.workloads:
+            raise ValueError(f"no {', '.join(options.only)} of size {options.size}")
         options.chosen = chosen(options.variants)
         options.setup = Setup(device, getattr(torch, options.dtype), clip)
     except ValueError as error:

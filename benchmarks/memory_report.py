@@ -15,7 +15,7 @@ from benchmarks.variants import BASELINE
 __all__ = ["BUDGETS", "CATEGORIES", "Row", "draw", "ratio", "table", "verdicts"]
 
 CATEGORIES: Final = ("weights", "optimizer", "shadows", "gradients", "activations")
-#: Device -> what the peak of "gpt" may be over eager autocast's, by DESIGN.
+#: Device -> what the peak of a GPT may be over eager autocast's, by DESIGN.
 BUDGETS: Final = {"cpu": 0.8, "cuda": 0.5}
 _MB: Final = 1e6
 
@@ -62,13 +62,13 @@ def ratio(row: Row, rows: Iterable[Row], figure: Callable[[Row], int] = lambda r
 
 
 def verdicts(rows: Sequence[Row], device: str) -> list[str]:
-    """Whether fxprec's rows of "gpt" keep DESIGN's budget on a device ("cpu" or "cuda"), a line each."""
+    """Whether fxprec's rows of the GPTs keep DESIGN's budget on a device ("cpu" or "cuda"), a line each."""
     lines = []
     for row in rows:
         over = ratio(row, rows)
-        if row.workload == "gpt" and row.variant.startswith(("o1", "o2")) and over is not None:
+        if row.workload.startswith("gpt") and row.variant.startswith(("o1", "o2")) and over is not None:
             met = "met" if over <= BUDGETS[device] else "missed"
-            lines.append(f"gpt, {row.variant}: {over:.2f} x autocast's peak, budget {BUDGETS[device]}: {met}")
+            lines.append(f"{row.workload}, {row.variant}: {over:.2f} x autocast, budget {BUDGETS[device]}: {met}")
     return lines
 
 

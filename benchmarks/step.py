@@ -218,6 +218,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
             for name in options.dtype
         ]
         options.workloads = [each for size in options.size for each in workloads(size, options.only)]
+        if not options.workloads:
+            raise ValueError(f"no {', '.join(options.only)} of size {', '.join(options.size)}")
     except ValueError as error:
         parser.error(str(error))
     return options

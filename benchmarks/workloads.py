@@ -243,6 +243,7 @@ _TABLE: Final[dict[str, dict[Size, dict[str, Any]]]] = {
         "launch": _gpt(8, 64, 4, 256, 1, 32),
         "tiny": _gpt(2, 16, 2, 31, 2, 9),
     },
+    "gpt-50k": {"cpu": _gpt(4, 512, 8, 50257, 4, 256)},  # GPT-2's vocabulary, whose logits outweigh all else
     "llama": {
         "cpu": _llama(4, 256, 4, 688, 1024, 4, 256),
         "gpu": _llama(8, 1024, 16, 2816, 32000, 8, 1024),
@@ -282,7 +283,7 @@ def named(names: Iterable[str], known: Iterable[str], what: str) -> tuple[str, .
 
 
 def workloads(size: str, only: Iterable[str] = ()) -> list[Workload]:
-    """All models at a size, or those that are named.
+    """All models at a size, or those that are named, as far as they are there.
 
     Raises:
         ValueError: an unknown size or name; says which is nearest.
@@ -290,4 +291,8 @@ def workloads(size: str, only: Iterable[str] = ()) -> list[Workload]:
     named([size], SIZES, "size")
     known = cast(Size, size)
     chosen = named(only, NAMES, "model") or NAMES
-    return [Workload(name=name, size=known, **sizes[known]) for name, sizes in _TABLE.items() if name in chosen]
+    return [
+        Workload(name=name, size=known, **sizes[known])
+        for name, sizes in _TABLE.items()
+        if name in chosen and known in sizes
+    ]

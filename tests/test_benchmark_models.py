@@ -121,7 +121,8 @@ def test_rotary_embedding_is_a_rotation_by_position():
 @pytest.mark.parametrize("size", SIZES)
 def test_every_model_is_there_in_every_size(size):
     found = workloads(size)
-    assert [workload.name for workload in found] == list(NAMES) and {workload.size for workload in found} == {size}
+    there = [name for name in NAMES if size == "cpu" or name != "gpt-50k"]
+    assert [workload.name for workload in found] == there and {workload.size for workload in found} == {size}
     assert all((workload.estimate is not None) <= (size == "gpu") for workload in found)
 
 
@@ -184,7 +185,7 @@ def _outputs_and_gradients(model, workload, batch, autocast=False):
     return torch.cat([x.detach().double().flatten() for x in (output, *gradients)]), output.numel()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TINY)
 def test_converted_it_is_as_exact_as_under_autocast(name):
     workload = TINY[name]
     model = workload.placed(workload.make(), CPU)

@@ -162,7 +162,7 @@ def test_partial_runs_write_only_where_they_are_told(monkeypatch, capsys, tmp_pa
     monkeypatch.setattr(step, "_write", lambda comparison, output: saved.append(output))
     monkeypatch.setattr(step, "compare", lambda *_: comparison(autocast=times(1, 1, 1)))
     for options, written in (
-        ([], [None] * 16), (["--only", "gpt"], [None] * 2), (["--quick"], []), (["--variants", "o1"], []),
+        ([], [None] * 17), (["--only", "gpt"], [None] * 2), (["--quick"], []), (["--variants", "o1"], []),
         (["--check"], []), (["--quick", "--output", str(tmp_path)], [tmp_path] * 6),
     ):  # fmt: skip
         saved.clear()
@@ -177,6 +177,7 @@ def test_partial_runs_write_only_where_they_are_told(monkeypatch, capsys, tmp_pa
         (["--only", "gtp"], "no model 'gtp'; did you mean gpt?"),
         (["--variants", "o1-onw"], "no variant 'o1-onw'; did you mean o1-own?"),
         (["--size", "huge"], "invalid choice: 'huge'"),
+        (["--size", "gpu", "--only", "gpt-50k"], "no gpt-50k of size gpu"),
     ],
 )
 def test_unknown_names_are_errors(capsys, options, message):

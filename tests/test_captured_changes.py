@@ -237,7 +237,7 @@ def test_a_rate_that_is_a_tensor_is_read_where_it_is(recorder: Any) -> None:
             rate.mul_(0.5)
         assert training.optimizer.param_groups[0]["lr"] is rate
         training.optimizer.param_groups[0]["lr"] = torch.tensor(0.125)  # which a graph of the other does not read
-        step(x, y)
+        step(*batches(1)[0])
         ends.append(training.model.state_dict())
     assert same(*ends) and recorder.recordings == 2
 
