@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxprec
+from fxprec.module import conversion_of
 from fxprec.optim import widened as module
 from fxprec.optim.widened import widened
 
@@ -51,6 +52,18 @@ def test_slices_are_views_that_cover_everything_once(limit: int):
     assert [step.item() for step in lists["step"]] == [10, 31, 12, 13, 14, 15]  # that of three slices is one
 
 
+def test_shadows_are_written_slice_by_slice(limit: int):
+    lists = lists_of([(8,), (15, 17), (4,), (2, 3)])
+    shadows = [torch.zeros(8), torch.zeros(15, 17), None, torch.zeros(3, 2).t()]
+    done = []
+    for some in widened(lists, lambda: shadows):
+        done.append(sum(bool(part.count_nonzero()) for part in shadows[1].view(-1).split(limit)))
+        for param in some["params"]:
+            param.fill_(2.0)
+    assert done == [0, 1, 2, 3]
+    assert all(torch.equal(shadow, torch.full_like(shadow, 2.0)) for shadow in shadows if shadow is not None)
+
+
 def test_what_is_not_contiguous_is_not_cut(limit: int):
     lists = {name: [tensor.t() for tensor in tensors] for name, tensors in lists_of([(15, 17)]).items()}
     (some,) = widened(lists)
@@ -73,4 +86,6 @@ def test_an_update_by_slices_is_the_same_bit_for_bit(make, monkeypatch: pytest.M
             optimizer.step()
         assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
         weights.append([*model.parameters()])
+        store = conversion_of(model).store
+        assert all(torch.equal(store.shadow_of(p), p.bfloat16()) for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

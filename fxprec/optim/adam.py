@@ -111,7 +111,7 @@ class Adam(OnePass, torch.optim.Adam):
                 key, shadows = (id(group), *part.key), step.copies.for_kernel(part.owners)
                 adam_launch(self._plans, key, group, part.lists, shadows, scale, flag, rounding, places)
             else:
-                adam_update(part, group, scale, flag, rounding, places)
+                adam_update(part, group, scale, flag, rounding, places, step.copies)
 
     def _keep_seed(self) -> None:
         """In the groups, which every kind of checkpoint carries (``torch.distributed.checkpoint`` drops other keys)."""

@@ -104,7 +104,7 @@ class SGD(OnePass, torch.optim.SGD):
                 key, shadows = (id(group), *part.key), step.copies.for_kernel(part.owners)
                 sgd_launch(self._plans, key, group, part.lists, shadows, scale, flag, first)
             else:
-                sgd_update(part, group, scale, flag, first)
+                sgd_update(part, group, scale, flag, first, step.copies)
 
     def _update_sparse(
         self,

@@ -7,7 +7,8 @@ parameters of SGD on CPUs, of which torch's kernel there updates next to none (p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fxprec.kernels.tensor_lists import is_dense
 from fxprec.optim.parts import Part
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import rate, scalar
+from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.widened import widened
 
 __all__ = ["adam_update", "sgd_update"]
@@ -67,6 +69,7 @@ def adam_update(
     found_inf: Tensor | None,
     rounding: Rounding | None,
     places: Sequence[int],
+    copies: ShadowCopies,
 ) -> None:
     """Adam or AdamW, in place.
 
@@ -77,9 +80,11 @@ def adam_update(
         found_inf: above 0: nothing changes; 0-dim FP32, or None.
         rounding: how moments of a lower dtype are rounded.
         places: what tells the tensors apart there.
+        copies: the shadows, of which those are written that can be at once.
     """
+    shadows = partial(copies.for_kernel, part.owners) if rounding is None else list
     with in_one_order(part.lists) as lists:
-        _adam(lists, group, divisor, found_inf, rounding, places)
+        _adam(lists, group, divisor, found_inf, rounding, places, shadows)
 
 
 def _adam(
@@ -89,6 +94,7 @@ def _adam(
     found_inf: Tensor | None,
     rounding: Rounding | None,
     places: Sequence[int],
+    shadows: Callable[[], Sequence[Tensor | None]],
 ) -> None:
     steps, dtype = lists["step"], lists["params"][0].dtype
     moments = {name: lists[name] for name in lists if name not in ("params", "grads", "step")}
@@ -103,7 +109,7 @@ def _adam(
     beta1, beta2 = map(scalar, group["betas"])
     update = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_  # pyright: ignore
     torch._foreach_add_(steps, 1)  # pyright: ignore
-    for some in widened({**wide, "params": params, "grads": grads, "step": steps}):
+    for some in widened({**wide, "params": params, "grads": grads, "step": steps}, shadows):
         update(
             some["params"],
             some["grads"],
@@ -131,11 +137,16 @@ def _adam(
 
 
 def sgd_update(
-    part: Part, group: Mapping[str, Any], divisor: Tensor | None, found_inf: Tensor | None, first: bool
+    part: Part,
+    group: Mapping[str, Any],
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+    first: bool,
+    copies: ShadowCopies,
 ) -> None:
     """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam_update``."""
     with in_one_order(part.lists) as lists, in_fp32_on_a_cpu(lists) as wide:
-        for some in widened(wide):
+        for some in widened(wide, partial(copies.for_kernel, part.owners)):
             torch._fused_sgd_(  # pyright: ignore
                 some["params"],
                 some["grads"],
