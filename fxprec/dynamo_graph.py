@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxprec.capture.lazy_code import without_code
 from fxprec.passes.ir import clean_path
 
 __all__ = ["Arguments", "own_graph"]
@@ -52,7 +53,7 @@ def _copied(gm: GraphModule) -> GraphModule:
     graph.graph_copy(gm.graph, values)
     output = gm.graph.output_node()
     graph.output(map_arg(output.args[0], lambda node: values[node]))
-    return GraphModule(gm, graph)
+    return without_code(gm, graph)
 
 
 def _name_weights(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str, str]]) -> tuple[Arguments, str]:

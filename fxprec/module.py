@@ -17,6 +17,7 @@ from torch._C._dynamo import eval_frame
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.fx import Graph, GraphModule
 
+from fxprec.capture.lazy_code import with_code
 from fxprec.conversion import Conversion
 from fxprec.errors import CaptureError, ConversionError, PolicyError
 from fxprec.settings import Settings
@@ -111,6 +112,7 @@ def graph_module(module: torch.nn.Module) -> GraphModule:
     """
     gm = conversion_of(module).active(module)
     state_dtypes(gm)
+    with_code(gm)
     return gm
 
 
@@ -120,6 +122,7 @@ def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
     conversion.active(module)
     for gm in conversion.graphs:
         state_dtypes(gm)
+        with_code(gm)
     return tuple(conversion.graphs)
 
 

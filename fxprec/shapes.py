@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 __all__ = ["propagate_shapes", "state_dtypes"]
@@ -27,11 +27,20 @@ def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    alike: dict[object, Tensor] = {}
 
     class Shapes(FakeTensorProp):
         def fetch_attr(self, target: str) -> object:
             value = super().fetch_attr(target)
-            return _widened(mode.from_tensor(value)) if isinstance(value, Tensor) else value
+            if not isinstance(value, Tensor):
+                return value
+            if type(value) is not nn.Parameter or value.layout is not torch.strided:
+                return _widened(mode.from_tensor(value))
+            # The layers of a model are many of a kind, and nothing here tells two such parameters apart.
+            kind = (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+            if kind not in alike:
+                alike[kind] = _widened(mode.from_tensor(value))
+            return alike[kind]
 
     for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), tensors, strict=True):
         node.meta["dtype"] = tensor.dtype

@@ -71,7 +71,8 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
 def subgraphs(gm: GraphModule) -> Iterator[GraphModule]:
     """The graphs below ``gm``, once each: bodies that higher-order ops call (checkpoints, branches, loops), regions."""
     seen: set[int] = set()
-    for node in gm.graph.nodes:
+    found = [node for node in gm.graph.find_nodes(op="get_attr", sort=False) if "." not in str(node.target)]
+    for node in sorted([*found, *gm.graph.find_nodes(op="call_module", sort=False)]):
         value = body_of(gm, node)
         if value is not None and id(value) not in seen:
             seen.add(id(value))

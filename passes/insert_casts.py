@@ -43,7 +43,18 @@ from fxprec.passes.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.casts import cast, cast_each, cast_if_float, cast_saturating
 from fxprec.passes.context import Context
-from fxprec.passes.ir import UNKNOWN, DTypeInfo, Op, PassResult, Precision, Rule, arg_nodes, is_castable, is_scalar
+from fxprec.passes.ir import (
+    CASTABLE,
+    UNKNOWN,
+    DTypeInfo,
+    Op,
+    PassResult,
+    Precision,
+    Rule,
+    arg_nodes,
+    is_castable,
+    is_scalar,
+)
 from fxprec.passes.op_names import cast_target
 from fxprec.passes.op_table import rule_of
 
@@ -87,11 +98,12 @@ def actual_dtype(node: Node) -> torch.dtype | None:
 
 def original_dtype(info: DTypeInfo | None) -> torch.dtype | None:
     """The dtype that a castable value has in the original program (all castable ones of a tuple); else None."""
-    found = {each for each in (info if isinstance(info, tuple) else (info,)) if is_castable(each)}
-    if len(found) != 1:
-        return None
-    dtype = found.pop()
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    if isinstance(info, tuple):
+        found = {each for each in info if is_castable(each)}
+        info = found.pop() if len(found) == 1 else None
+    if isinstance(info, torch.dtype):
+        return info if info in CASTABLE else None
+    return torch.float32 if info is UNKNOWN else None
 
 
 def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:

@@ -129,11 +129,14 @@ def dtype_name(dtype: object) -> str:
 
 def arg_nodes(node: Node) -> Iterator[tuple[int | str, Node]]:
     """(port, node) for every node among the arguments, nested ones under the port of their container."""
-    for port, argument in [*enumerate(node.args), *node.kwargs.items()]:
-        found: list[Node] = []
-        map_aggregate(argument, lambda leaf, into=found: into.append(leaf) if isinstance(leaf, Node) else leaf)  # type: ignore[misc]
-        for source in found:
-            yield port, source
+    for port, argument in (*enumerate(node.args), *node.kwargs.items()):
+        if isinstance(argument, Node):
+            yield port, argument
+        elif isinstance(argument, tuple | list | dict | slice):
+            found: list[Node] = []
+            map_aggregate(argument, lambda leaf, into=found: into.append(leaf) if isinstance(leaf, Node) else leaf)  # type: ignore[misc]
+            for source in found:
+                yield port, source
 
 
 def is_scalar(node: Node) -> bool:

@@ -1,5 +1,8 @@
 """Run the passes in order; after each: lint, check the invariants on the *result*, log one line.
 
+A pass that says it changed nothing is held to what it sets up itself, annotations; the last lint and ``verify`` look at
+everything once more, so that one which was wrong about that is found out too.
+
 torch.fx's own PassManager checks the input of a pass and never lints: hence this small one.
 """
 
@@ -42,11 +45,12 @@ def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPEL
     for step in passes:
         started = time.perf_counter()
         gm, changed, refused = step(gm, context)
-        for graph in every_graph(gm):
-            graph.graph.lint()
+        if changed or step is passes[-1]:
+            for graph in every_graph(gm):
+                graph.graph.lint()
         done.append(step.__name__)
         if step is not verify:  # which is that very check
-            check(gm, context, done, step.__name__)
+            check(gm, context, done if changed else done[-1:], step.__name__)
         declined += [f"{step.__name__}: {reason}" for reason in refused]
         log.debug(
             "%s: %s, %d nodes, %.1f ms",

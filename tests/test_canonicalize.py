@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch._higher_order_ops.wrap
 import torch.nn.functional as F
+from torch import nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from fxprec.errors import PolicyError
+from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.canonicalize import canonicalize, every_graph, subgraphs
-from fxprec.passes.ir import format_graph
+from fxprec.passes.ir import arg_nodes, format_graph
 from fxprec.passes.policy import Policy
 
 ATEN = torch.ops.aten
@@ -304,3 +306,32 @@ def test_bodies_of_higher_order_ops(tools):
     assert canonicalize(gm, tools.context()).changed
     assert ops(gm.body.body) == ["exp", "copy_"]
     assert not canonicalize(gm, tools.context()).changed  # nothing left to do
+
+
+def test_bodies_and_regions_in_the_order_of_the_graph():
+    def negated():
+        return symbolic_trace(lambda x: (-x,))
+
+    region = FusedRegion("fused_neg", negated(), 0, 0, False)
+    root = nn.ModuleDict({"last": region, "first": FusedRegion("fused_neg", negated(), 0, 0, False), "body": negated()})
+    root["layer"] = nn.Linear(4, 4)  # a module, and no graph
+    graph = Graph()
+    x = graph.placeholder("x")
+    for name in ("first", "body", "layer", "last", "first"):
+        if name == "body":
+            x = graph.call_function(torch.ops.higher_order.wrap, (graph.get_attr("body"), x))
+        else:
+            x = graph.call_module(name, (x,))
+    graph.output(x)
+    with graph.inserting_before(x):  # made last, and still not the last of the graph
+        graph.get_attr("body")
+    gm = GraphModule(root, graph)
+    expected = [gm.first.graph_module.graph, gm.body.graph, gm.last.graph_module.graph]
+    assert [sub.graph for sub in subgraphs(gm)] == expected
+
+
+def test_ports_of_nested_arguments():
+    graph = Graph()
+    a, b, c, d = map(graph.placeholder, "abcd")
+    node = graph.call_function(torch.add, ((a, [b, 1]), slice(None, c)), {"out": {"key": d}, "alpha": a})
+    assert [*arg_nodes(node)] == [(0, a), (0, b), (1, c), ("out", d), ("alpha", a)]

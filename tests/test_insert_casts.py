@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxprec.passes.casts import CASTS, cast, cast_if_float, cast_saturating
-from fxprec.passes.ir import format_graph
+from fxprec.passes.insert_casts import original_dtype
+from fxprec.passes.ir import NON_TENSOR, UNKNOWN, format_graph
 
 
 def casts_of(gm):
@@ -38,6 +39,17 @@ def test_the_graph_after(tools):
 %exp: float32 = exp(%linear_f32)
 return %exp""",
     )
+
+
+def test_the_original_dtype():
+    f16, f32, f64 = torch.float16, torch.float32, torch.float64
+    for dtype in (f16, torch.bfloat16, f32):
+        assert original_dtype(dtype) is dtype
+    for info in (f64, torch.int64, torch.complex64, NON_TENSOR, None):
+        assert original_dtype(info) is None
+    assert original_dtype(UNKNOWN) is f32  # as far as a cast goes
+    assert original_dtype((f16, torch.int64, f16)) is f16 and original_dtype((UNKNOWN, torch.int64)) is f32
+    assert original_dtype((f16, f32)) is None and original_dtype((torch.int64, f64)) is None
 
 
 def test_a_shared_tensor_is_cast_once(tools):

@@ -108,6 +108,41 @@ def test_a_pass_that_breaks_an_invariant_is_named(tools, graphs):
         run_passes(gm, tools.context(), [*PIPELINE[:4], careless, never])
 
 
+def test_a_pass_that_changes_without_saying_so_is_found_out_at_the_end(tools):
+    def careless(gm, context):
+        node = next(node for node in gm.graph.nodes if node.name == "linear")
+        node.replace_input_with(node.args[0], node.args[0].args[0])
+        return PassResult(gm, False)
+
+    def reorder(gm, context):
+        first, *_, last = gm.graph.nodes
+        first.prepend(last.all_input_nodes[0])
+        return PassResult(gm, False)
+
+    with pytest.raises(fxprec.InvariantError, match=r'^verify broke "every float edge .*node linear, argument x'):
+        run_passes(tools.traced(f, *INPUTS), tools.context(), [*PIPELINE[:4], careless, PIPELINE[-1]])
+    with pytest.raises(RuntimeError, match="was used before it has been defined"):
+        run_passes(tools.traced(f, *INPUTS), tools.context(), [reorder, PIPELINE[0]])
+
+
+def test_annotations_are_checked_on_the_result_of_the_pass_that_makes_them(tools):
+    def decide(gm, context):  # which changes no graph, and forgets a node
+        PIPELINE[2](gm, context)
+        del next(iter(gm.graph.nodes)).meta["precision"]
+        return PassResult(gm, False)
+
+    with pytest.raises(fxprec.InvariantError, match=r"^decide broke .*node x: got no precision"):
+        run_passes(tools.traced(f, *INPUTS), tools.context(), [*PIPELINE[:2], decide, never])
+
+
+def test_a_graph_that_did_not_change_is_not_gone_over_again(tools, monkeypatch):
+    linted = []
+    lint = Graph.lint
+    monkeypatch.setattr(Graph, "lint", lambda graph: linted.append(len(graph.nodes)) or lint(graph))
+    run_passes(tools.traced(f, *INPUTS), tools.context())
+    assert linted == [8, 8]  # after insert_casts, and at the end
+
+
 def test_an_invariant_counts_from_the_pass_on_that_sets_it_up(tools):
     def forgetful(gm, context):
         for node in gm.graph.nodes:

@@ -56,3 +56,35 @@ def test_printed_dtypes_are_those_of_the_rewritten_graph(capture):
     annotated = {name: short[precision.output] for name, precision in precisions.items() if precision.output}
     assert set(printed.values()) == {"f32", "bf16"}
     assert printed.items() <= annotated.items()
+
+
+class Alike(nn.Module):
+    """Parameters that differ from the first in one thing each, and one that differs in nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 6))
+        self.same = nn.Parameter(torch.randn(4, 6))
+        self.shape = nn.Parameter(torch.randn(8, 6))
+        self.strides = nn.Parameter(torch.randn(6, 4).t())
+        self.dtype = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+        self.fixed = nn.Parameter(torch.randn(4, 6), requires_grad=False)
+        self.device = nn.Parameter(torch.empty(4, 6, device="meta"))
+
+    def forward(self, x):
+        weights = self.first, self.same, self.shape, self.strides, self.dtype, self.device
+        return [weight * x for weight in weights], self.first.requires_grad, self.fixed.requires_grad
+
+
+def test_every_parameter_has_its_own_shape_strides_and_dtype():
+    model = Alike()
+    gm = trace_static(model, ("x",), {}).gm
+    assert propagate_shapes(gm, (torch.tensor(2.0),))
+    weights = gm.graph.find_nodes(op="get_attr")
+    assert {node.target for node in weights} == dict(model.named_parameters()).keys()
+    for node in weights:
+        fake, real = node.meta["val"], model.get_parameter(node.target)
+        assert fake.shape == real.shape and fake.stride() == real.stride()
+        assert fake.dtype == real.dtype and fake.device == real.device
+    asked = [node for node in gm.graph.nodes if "requires_grad" in node.args]
+    assert [node.meta["val"] for node in asked] == [True, False]

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxprec.capture.lazy_code import with_code
 from fxprec.capture.trace import CaptureDeclined, StaticCapture, default_key, trace_static
 from fxprec.passes.ir import module_path
 
@@ -232,6 +233,7 @@ def test_stack_traces_name_the_function() -> None:
         return x.reshape(2, -1)
 
     gm = trace_static(halve, ("x",), {}).gm
+    with_code(gm)
     assert gm.forward.__code__.co_filename.endswith(f"from {__file__}:{halve.__code__.co_firstlineno} in halve")
 
 

@@ -48,9 +48,11 @@ class SourceLines:
         found: FrameType | None = None
         forward: FrameType | None = None
         checkpoint = False
+        known = self._is_user  # at hand: this loop runs over some 20 frames for every node
         while frame is not None and frame.f_code is not self._stop:
             code = frame.f_code
-            if self.is_user(code):
+            user = known.get(code.co_filename)
+            if user or (user is None and self.is_user(code)):
                 found = found or frame
             elif code.co_filename == _CHECKPOINT:
                 checkpoint = True

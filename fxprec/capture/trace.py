@@ -40,6 +40,7 @@ from fxprec.capture.call_key import call_key, default_key
 from fxprec.capture.constant_writes import spoiled_constant
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.guards import HOOKS, Guards
+from fxprec.capture.lazy_code import without_code
 from fxprec.capture.recorder import unfit
 from fxprec.capture.tracer import ForwardTracer
 from fxprec.capture.untouched import ModelState, RandomState
@@ -178,11 +179,13 @@ def _check_constants(tracer: ForwardTracer, graph: fx.Graph) -> None:
 
 
 def _graph_module(tracer: ForwardTracer, graph: fx.Graph, name: str, training: bool) -> fx.GraphModule:
-    for node in reversed(graph.find_nodes(op="get_attr")):
-        if not node.users:  # for instance of `if self.bias is not None`
+    used: set[object] = set()
+    for node in graph.find_nodes(op="get_attr", sort=False):
+        if node.users:
+            used.add(node.target)
+        else:  # for instance of `if self.bias is not None`
             graph.erase_node(node)
-    used = {node.target for node in graph.find_nodes(op="get_attr")}
-    gm = fx.GraphModule({path: tensor for path, tensor in tracer.attributes.items() if path in used}, graph, name)
+    gm = without_code({path: tensor for path, tensor in tracer.attributes.items() if path in used}, graph, name)
     gm.training = training
     return gm
 
