@@ -161,6 +161,13 @@ class Stack:
         ours, alone = self.best(way), self.best(STANDS_ON[way])
         return None if ours is None or alone is None else (ours - self.passes[way]) / alone
 
+    def whole(self, way: str) -> tuple[float, float] | None:
+        """Milliseconds of ours for 1,000 nodes, and what all budgets together allow."""
+        ours, alone = self.best(way), self.best(STANDS_ON[way])
+        if ours is None or alone is None:
+            return None
+        return 1e6 * ours / self.nodes, CAPTURE_SHARE * 1e6 * alone / self.nodes + PASSES + FUSE
+
 
 def stacks(blocks: Sequence[int], limit: float, ways: Sequence[str] = tuple(WAYS)) -> Iterator[Stack]:
     """Time each way on stacks of more and more blocks, until it would take more than ``limit`` seconds."""
@@ -278,6 +285,10 @@ def budgets(found: Sequence[Stack], passes: Mapping[int, Mapping[str, float]]) -
         shares = [share for stack in found if stack.nodes >= _SMALL and (share := stack.over_capture(way)) is not None]
         if shares:
             kept.append(Budget(f"{way}, without its passes, over {alone} alone", max(shares), CAPTURE_SHARE, " x"))
+        wholes = [whole for stack in found if stack.nodes >= _SMALL and (whole := stack.whole(way)) is not None]
+        if wholes:  # the one that is nearest to its limit
+            value, limit = max(wholes, key=lambda each: each[0] / each[1])
+            kept.append(Budget(f"{way}, all of it, per 1,000 nodes", value, limit, " ms"))
     if passes:
         rest = max(times[ALL] - times["fuse"] for times in passes.values())
         kept.append(Budget("all passes but fuse, per 1,000 nodes", rest, PASSES, " ms"))

@@ -209,11 +209,8 @@ _TABLE: Final = (
         "o1-inductor", 'fxprec O1, executor="inductor", its AdamW',
         partial(_converted, own=True, executor="inductor"), **_COMPILED,
     ),
-    Variant("o1-dynamo", 'fxprec O1, capture="dynamo", its AdamW', partial(_converted, own=True, capture="dynamo")),
-    Variant(
-        "o1-pays", 'fxprec O1, lower="pays", its AdamW', partial(_converted, own=True, lower="pays"),
-        refuses=(fxprec.ConversionError,),
-    ),
+    Variant("o1-dynamo", 'fxprec O1, capture="dynamo"', partial(_converted, capture="dynamo")),
+    Variant("o1-pays", 'fxprec O1, lower="pays"', partial(_converted, lower="pays")),
     Variant(
         "o1-whole", "fxprec O1, whole step captured, its AdamW", partial(_converted, own=True, whole=True),
         **_CAPTURED,

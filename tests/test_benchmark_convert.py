@@ -34,15 +34,19 @@ def test_budgets_are_kept_by_the_worst_figure():
     kept = budgets(found, {1000: times(300, 10, 20), 10000: times(200, 301, 20)})
     assert [(each.what.partition(",")[0], each.met) for each in kept] == [
         ("convert", True),
+        ("convert", False),  # 2.125 s for 1,000 nodes, where 1.2 x 1 s and 0.6 s are allowed
         ("all passes but fuse", True),
         ("fuse", False),
         ("exponent of all with checks over nodes", False),
         ("exponent of regions over nodes", True),
     ]
-    assert [each.value for each in kept[:3]] == [1.125, 300, 301]
-    [only] = budgets([stack(1000, 1.0, 2.3, 1.0)], {})
-    assert not only.met
-    assert str(only) == "convert, without its passes, over symbolic_trace alone: 1.3 x, budget 1.2 x: missed"
+    assert [each.value for each in kept[:4]] == [1.125, 2125, 300, 301]
+    share, whole = budgets([stack(1000, 1.0, 2.3, 1.0)], {})
+    assert not share.met and not whole.met
+    assert str(share) == "convert, without its passes, over symbolic_trace alone: 1.3 x, budget 1.2 x: missed"
+    assert (whole.what, whole.value, whole.limit) == ("convert, all of it, per 1,000 nodes", 2300, 1800)
+    [_, whole] = budgets([stack(2000, 0.1, 1.0, 0.5)], {})
+    assert whole.met and (whole.value, whole.limit) == (500, 660)
     assert not budgets([], {})
 
 

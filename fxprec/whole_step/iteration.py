@@ -106,7 +106,7 @@ class Iteration:
 
     def drop_gradients(self) -> None:
         """``zero_grad`` of everything that a backward may reach."""
-        for parameter in (*self.parameters, *parameters_of(self.optimizer)):
+        for parameter in {id(p): p for p in (*self.parameters, *parameters_of(self.optimizer))}.values():
             parameter.grad = None
 
     def _one_refresh(self) -> AbstractContextManager[object]:
