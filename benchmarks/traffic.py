@@ -60,7 +60,7 @@ class Traffic(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func._schema.name
-        if name.startswith(_NOT_COUNTED):
+        if func.is_view or name.startswith(_NOT_COUNTED):
             return result
         moved = sum(self._moved(func, args, kwargs)) + sum(self._written(func, result))
         if moved:
@@ -88,11 +88,10 @@ class Traffic(TorchDispatchMode):
                 yield tensor.nbytes
 
 
-#: Views, creation without a write, and what is the model's own work.
+#: Creation without a write, and what is the model's own work. (Views are not counted either.)
 _NOT_COUNTED = (
-    "aten::mm", "aten::addmm", "aten::t", "aten::transpose", "aten::detach", "aten::view", "aten::alias", "aten::empty",
-    "aten::new_empty", "aten::mse_loss", "aten::threshold", "aten::relu", "aten::lift", "aten::_unsafe_view",
-    "mkldnn", "aten::linear", "aten::expand", "aten::permute",
+    "aten::mm", "aten::addmm", "aten::empty", "aten::new_empty", "aten::mse_loss", "aten::threshold", "aten::relu",
+    "aten::lift", "aten::_unsafe_view", "mkldnn", "aten::linear",
 )  # fmt: skip
 _UPDATES = ("aten::_fused", "aten::_foreach_copy", "aten::_foreach_add")
 _OVERWRITES = ("aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::fill_")

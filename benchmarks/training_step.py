@@ -122,11 +122,11 @@ def loop(
 @contextlib.contextmanager
 def tf32(enabled: bool) -> Iterator[None]:
     """FP32 matmuls and convolutions on CUDA in TF32, or exactly; as before afterwards."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
+    kept = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "benchmark_limit", "deterministic")}
     torch.set_float32_matmul_precision("high" if enabled else "highest")
-    torch.backends.cudnn.allow_tf32 = enabled
     try:
-        yield
+        with cudnn.flags(**kept, allow_tf32=enabled):
+            yield
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        torch.set_float32_matmul_precision(before)

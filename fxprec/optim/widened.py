@@ -41,7 +41,7 @@ def widened(lists: Lists, shadows: Callable[[], Sequence[Tensor | None]] = list)
         return
     lists = {**lists, _SHADOWS: [*shadows()] or [None] * len(params)}
     limit = _AT_ONCE.get(device.type, _ELSEWHERE)
-    buffer = torch.empty(limit, dtype=dtype, device=device)
+    buffer = torch.empty(min(limit, sum(map(Tensor.numel, params))), dtype=dtype, device=device)
     for some in _slices(lists, limit):
         sizes = [gradient.numel() for gradient in some["grads"]]
         if sum(sizes) > limit:  # one that cannot be cut
