@@ -1,6 +1,6 @@
 """Updates by torch's own fused kernels: on CPUs, and wherever Triton is not.
 
-They take gradients and states in the parameters' dtype; others go through temporaries (``widened``). So do low
+They take gradients and states in the parameters' dtype; others go through temporaries (``cast_slices``). So do low
 parameters of SGD on CPUs, of which torch's kernel there updates next to none (pytorch issue 191763, up to 2.13).
 """
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.tensor_lists import is_dense
+from fxprec.optim.cast_slices import cast_slices
 from fxprec.optim.parts import Part
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import rate, scalar
 from fxprec.optim.shadow_copies import ShadowCopies
-from fxprec.optim.widened import widened
 
 __all__ = ["adam_update", "sgd_update"]
 
@@ -109,7 +109,7 @@ def _adam(
     beta1, beta2 = map(scalar, group["betas"])
     update = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_  # pyright: ignore
     torch._foreach_add_(steps, 1)  # pyright: ignore
-    for some in widened({**wide, "params": params, "grads": grads, "step": steps}, shadows):
+    for some in cast_slices({**wide, "params": params, "grads": grads, "step": steps}, shadows):
         update(
             some["params"],
             some["grads"],
@@ -146,7 +146,7 @@ def sgd_update(
 ) -> None:
     """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam_update``."""
     with in_one_order(part.lists) as lists, in_fp32_on_a_cpu(lists) as wide:
-        for some in widened(wide, partial(copies.for_kernel, part.owners)):
+        for some in cast_slices(wide, partial(copies.for_kernel, part.owners)):
             torch._fused_sgd_(  # pyright: ignore
                 some["params"],
                 some["grads"],

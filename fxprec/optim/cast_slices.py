@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["widened"]
+__all__ = ["cast_slices"]
 
 Lists = Mapping[str, list[Any]]
 
@@ -25,7 +25,7 @@ _SHADOWS: Final = "shadows"
 _dtype = operator.attrgetter("dtype")
 
 
-def widened(lists: Lists, shadows: Callable[[], Sequence[Tensor | None]] = list) -> Iterator[Lists]:
+def cast_slices(lists: Lists, shadows: Callable[[], Sequence[Tensor | None]] = list) -> Iterator[Lists]:
     """``lists`` as they are, or slice by slice with gradients in the parameters' dtype, good until the next one.
 
     Args:

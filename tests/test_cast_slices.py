@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec.module import conversion_of
-from fxprec.optim import widened as module
-from fxprec.optim.widened import widened
+from fxprec.optim import cast_slices as module
+from fxprec.optim.cast_slices import cast_slices
 
 needs_low_gradients = pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="wants Tensor.grad_dtype")
 
@@ -32,7 +32,7 @@ def lists_of(shapes: list[tuple[int, ...]], gradients: torch.dtype = torch.bfloa
 
 def test_gradients_of_the_right_dtype_are_left_alone():
     lists = lists_of([(300,), (4, 4)], torch.float32)
-    assert [*widened(lists)] == [lists]
+    assert [*cast_slices(lists)] == [lists]
 
 
 def test_slices_are_views_that_cover_everything_once(limit: int):
@@ -40,7 +40,7 @@ def test_slices_are_views_that_cover_everything_once(limit: int):
     lists = lists_of([(8,), (15, 17), (9, 9), (3,), (100,), ()])
     right = [gradient.float() for gradient in lists["grads"]]
     sizes = []
-    for some in widened(lists):
+    for some in cast_slices(lists):
         sizes.append([param.numel() for param in some["params"]])
         assert sum(sizes[-1]) <= limit
         for param, gradient, step in zip(some["params"], some["grads"], some["step"], strict=True):
@@ -56,7 +56,7 @@ def test_shadows_are_written_slice_by_slice(limit: int):
     lists = lists_of([(8,), (15, 17), (4,), (2, 3)])
     shadows = [torch.zeros(8), torch.zeros(15, 17), None, torch.zeros(3, 2).t()]
     done = []
-    for some in widened(lists, lambda: shadows):
+    for some in cast_slices(lists, lambda: shadows):
         done.append(sum(bool(part.count_nonzero()) for part in shadows[1].view(-1).split(limit)))
         for param in some["params"]:
             param.fill_(2.0)
@@ -66,7 +66,7 @@ def test_shadows_are_written_slice_by_slice(limit: int):
 
 def test_what_is_not_contiguous_is_not_cut(limit: int):
     lists = {name: [tensor.t() for tensor in tensors] for name, tensors in lists_of([(15, 17)]).items()}
-    (some,) = widened(lists)
+    (some,) = cast_slices(lists)
     assert some["params"] == lists["params"] and some["grads"][0].stride() == lists["grads"][0].stride()
     assert torch.equal(some["grads"][0], lists["grads"][0].float())
 
