@@ -34,8 +34,9 @@ _BASELINE: Final = "autocast"
 #: Heading -> variant, of ``step`` and of ``memory``. A column without a figure is left out.
 _STEP: Final = {
     "FP32": "fp32", "torch.compile": "compile", "its CUDA graphs": "compile-graphs", "O1": "o1",
-    "O1, own optimizer": "o1-own", "O2, own optimizer": "o2-own", "O1, lower=pays": "o1-pays",
-    "O1, whole step": "o1-whole", "O2, whole step": "o2-whole",
+    "O1, own optimizer": "o1-own", "O1, low gradients": "o1-low", "O1, loss inside": "o1-loss",
+    "O2, own optimizer": "o2-own", "O1, lower=pays": "o1-pays", "O1, whole step": "o1-whole",
+    "O2, whole step": "o2-whole",
 }  # fmt: skip
 _MEMORY: Final = {
     "FP32": "fp32", "torch.compile": "compile", "O1": "o1", "O1, low gradients": "o1-low",
@@ -97,6 +98,10 @@ def _ratio(ratio: Mapping[str, Any] | None) -> str:
     return {"faster": f"**{value}**", "slower": value}.get(ratio["verdict"], "=")
 
 
+def _milliseconds(time: float) -> str:
+    return f"{time:.0f}" if time >= 1000 else f"{time:.3g}"
+
+
 def _step(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
     """A row a model."""
     size, dtype = _two("step SIZE [DTYPE]", words)
@@ -106,7 +111,7 @@ def _step(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
         variants = data["variants"]
         base = variants[_BASELINE]
         ratios = [variants.get(name, {}).get("ratio", {}).get(_BASELINE) for name in _STEP.values()]
-        time = "" if "median_ms" not in base else f"{base['median_ms']:.3g}"
+        time = _milliseconds(base["median_ms"]) if "median_ms" in base else ""
         rows.append((data["model"], data["shape"], time, *map(_ratio, ratios)))
         noises.append(data["noise"])
     noise = max((each for each in noises if each is not None), default=0.0)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import pathlib
 import random
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 import fxprec
 from fxprec import optim
 from fxprec.whole_step import cuda
+from recorded_graph import RecordedGraphs
 
 __all__ = [
     "OPTIMIZERS",
@@ -32,16 +30,6 @@ __all__ = [
     "same",
     "side_by_side",
 ]
-
-
-def _recorded_graphs() -> Any:
-    path = pathlib.Path(__file__).with_name("recorded_graph.py")
-    spec = importlib.util.spec_from_file_location("fxprec_recorded_graph", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.RecordedGraphs()
 
 
 #: name -> optimizer of parameters; those of torch that a graph can hold, and ours.
@@ -60,7 +48,7 @@ OURS, THEIRS = "our AdamW", "torch's AdamW"
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Graphs are recorded operators, on a CPU that is taken for a device which one waits for."""
-    graphs = _recorded_graphs()
+    graphs = RecordedGraphs()
     monkeypatch.setattr(cuda, "recorder_of", lambda device: graphs)
     return graphs
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +15,7 @@ from fxprec.passes.context import Context
 from fxprec.passes.policy import Policy
 from fxprec.passes.runner import PIPELINE, run_passes
 from fxprec.shapes import propagate_shapes
+from two_ranks import two_ranks
 
 torch.set_num_threads(1)  # the tensors are tiny: threads cost more than they give, much more beside other work
 
@@ -94,9 +93,5 @@ def tools() -> type[Tools]:
 @pytest.fixture(scope="session")
 def ask_two() -> Iterator[Callable[..., list[Any]]]:
     """``ask_two(function, *arguments)``: what it returns in two gloo processes; see two_ranks.py."""
-    spec = importlib.util.spec_from_file_location("fxprec_two_ranks", pathlib.Path(__file__).with_name("two_ranks.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with module.two_ranks() as ask:
+    with two_ranks() as ask:
         yield ask

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import pathlib
 import sys
 from typing import Any
 
@@ -14,19 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import kernel_tools
 from fxprec.kernels.nn import batch_norm as module
 from fxprec.kernels.nn import batch_norm_tiles as tiles_module
 from fxprec.kernels.nn.batch_norm import APPLY, batch_norm, bytes_moved
 from fxprec.kernels.nn.batch_norm_backward import BACKWARD
 from fxprec.kernels.nn.batch_norm_statistics import STATISTICS
-
-_SPEC = importlib.util.spec_from_file_location(
-    "fxprec_kernel_tools", pathlib.Path(__file__).with_name("kernel_tools.py")
-)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 on_a_cpu = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="plain torch, which kernels replace here")

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import kernel_tools
 from fxprec.kernels.nn.batch_norm_statistics import STATISTICS, channel_statistics
-
-_SPEC = importlib.util.spec_from_file_location(
-    "fxprec_kernel_tools", pathlib.Path(__file__).with_name("kernel_tools.py")
-)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 
 #: Where there is no Triton, or on a CPU, the op is plain torch: both forms are held to the same.
 FORMS = [*kernel_tools.DEVICES, *([] if kernel_tools.INTERPRETING else [pytest.param("cpu", id="plain")])]

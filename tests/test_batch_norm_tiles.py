@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
 import re
 import subprocess
-import sys
 import tempfile
 from typing import Any
 
@@ -15,18 +12,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import kernel_tools
 from fxprec.kernels.nn.batch_norm import apply_kernel, bytes_moved
 from fxprec.kernels.nn.batch_norm_backward import _BLOCK_PARTS, inputs_kernel, sums_kernel
 from fxprec.kernels.nn.batch_norm_statistics import finish_kernel, statistics_kernel
 from fxprec.kernels.nn.batch_norm_tiles import BACKWARD_BYTES, FORWARD_BYTES, WARPS, Tiles, cut, dense, like, tiles
-
-_SPEC = importlib.util.spec_from_file_location(
-    "fxprec_kernel_tools", pathlib.Path(__file__).with_name("kernel_tools.py")
-)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 
 PROGRAMS = 264  # two on each of 132 multiprocessors
 

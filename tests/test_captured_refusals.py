@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import pathlib
-import sys
 from typing import Any
 
 import pytest
@@ -13,21 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import captured_tools as tools
 import fxprec
 from fxprec import optim
 
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tools = _load("captured_tools")
 Net, Training = tools.Net, tools.Training
 batches, recorder, same = tools.batches, tools.recorder, tools.same
 

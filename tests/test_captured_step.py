@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import pathlib
 import random
 import sys
 from typing import Any
@@ -14,21 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import captured_tools as tools
 import fxprec
 from fxprec import optim
 
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tools = _load("captured_tools")
 OPTIMIZERS, OURS, THEIRS, Net, Training = tools.OPTIMIZERS, tools.OURS, tools.THEIRS, tools.Net, tools.Training
 batches, everything, recorder, same, side_by_side = (
     tools.batches,

@@ -6,10 +6,7 @@ The numbers are those of tests/test_captured_step.py, compared bit for bit with 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import math
-import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,23 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import captured_tools as tools
 import fxprec
 from fxprec import optim
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tools = _load("captured_tools")
 OURS, THEIRS, same = tools.OURS, tools.THEIRS, tools.same
 
 #: Torch's fused kernels read a rate that is a tensor as FP32: these are numbers that FP32 holds.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import pathlib
 import re
 import subprocess
-import sys
 import tempfile
 from typing import Any
 
@@ -17,17 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import kernel_tools
 from fxprec.kernels.nn import cross_entropy_kernels as kernels
 from fxprec.kernels.nn import scaled_gradient
 from fxprec.kernels.nn.cross_entropy import bytes_moved, cross_entropy, reference
-
-_SPEC = importlib.util.spec_from_file_location(
-    "fxprec_kernel_tools", pathlib.Path(__file__).with_name("kernel_tools.py")
-)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 #: Plain torch, Triton's interpreter, a device.

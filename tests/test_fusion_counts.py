@@ -7,9 +7,6 @@ the plans for real sizes, which nothing runs.
 from __future__ import annotations
 
 import copy
-import importlib.util
-import pathlib
-import sys
 from collections import Counter
 from typing import Any
 
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
+import kernel_tools
 from benchmarks.models import GPT, Block
 from fxprec.capture.trace import trace_static
 from fxprec.kernels.rows.accounting import bytes_moved
@@ -30,18 +28,6 @@ from fxprec.passes.insert_casts import actual_dtype
 from fxprec.shapes import propagate_shapes
 from fxprec.testing import count_casts
 
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel_tools = _load("kernel_tools")
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")  # of the interpreter

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import itertools
 import math
-import pathlib
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,24 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
+import kernel_tools
+import region_tools
+import zoo
 from benchmarks.models import GPT
+from examples import char_gpt
 from fxprec.kernels.rows.region import FusedRegion
 from fxprec.kernels.triton_support import can_launch, interpreting
+from test_source import MODELS
 
-ROOT = pathlib.Path(__file__).parents[1]
-
-
-def _load(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"fxprec_{pathlib.Path(path).stem}", ROOT / path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel_tools, region_tools = _load("tests/kernel_tools.py"), _load("tests/region_tools.py")
-MODELS = _load("tests/test_source.py").MODELS
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 
@@ -69,7 +57,7 @@ def fused_here(device: torch.device) -> Any:
 
 def text_batches(steps: int, batch: int, length: int, device: torch.device, order: int) -> list[dict[str, Tensor]]:
     """Windows of the standard library's text; ``order`` seeds which."""
-    codes = _load("examples/char_gpt.py").load().train
+    codes = char_gpt.load().train
     generator = torch.Generator().manual_seed(order)
     starts = torch.randint(len(codes) - length, (steps, batch), generator=generator)
     windows = torch.stack([torch.stack([codes[s : s + length] for s in row]) for row in starts.tolist()]).to(device)
@@ -226,7 +214,7 @@ def test_gpt2_small_trains_alike(low: torch.dtype) -> None:
 @pytest.mark.slow
 def test_resnet50_trains_alike() -> None:
     torch.manual_seed(0)
-    model = _load("tests/zoo.py").resnet().to(CUDA, memory_format=torch.channels_last).train()
+    model = zoo.resnet().to(CUDA, memory_format=torch.channels_last).train()
     fused, plain = compare(
         model, lambda order: digit_batches(50, 64, 96, CUDA, order), BFLOAT16, True, rate=1e-3, loss=F.cross_entropy
     )
@@ -247,7 +235,7 @@ def test_the_training_of_gpt2_at_a_tiny_size() -> None:
 
 def test_the_training_of_resnet_at_a_tiny_size() -> None:
     torch.manual_seed(0)
-    model = _load("tests/zoo.py").resnet((1, 1), 8).to(memory_format=torch.channels_last).train()
+    model = zoo.resnet((1, 1), 8).to(memory_format=torch.channels_last).train()
     fused, _ = compare(
         model, lambda order: digit_batches(6, 8, 24, CPU, order), BFLOAT16, fused_here(CPU), rate=1e-3,
         loss=F.cross_entropy,
@@ -262,7 +250,7 @@ def test_batch_norms_of_resnet50_become_kernels(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(triton_support, "can_launch", lambda device: True)
     monkeypatch.setattr(settings, "why_no_kernels", lambda device: "")
-    model = _load("tests/zoo.py").resnet()
+    model = zoo.resnet()
     assert sum(isinstance(each, nn.BatchNorm2d) for each in model.modules()) == 53
     assert kernel_calls(fxprec.convert(model, dtype=BFLOAT16, fuse=True)[0], "batch_norm") == 49
 

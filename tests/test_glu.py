@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
-import pathlib
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import kernel_tools
 from fxprec.kernels.nn import glu
 from fxprec.kernels.nn.glu import bytes_moved, geglu, geglu_packed, swiglu, swiglu_packed
-
-_SPEC = importlib.util.spec_from_file_location(
-    "fxprec_kernel_tools", pathlib.Path(__file__).with_name("kernel_tools.py")
-)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 #: The kernels in Triton's interpreter and on a device, and what runs without Triton.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,22 +14,11 @@ from torch import nn
 from torch.fx import GraphModule
 
 import fxprec
+import kernel_tools
 from fxprec.passes.fusion import kernel_calls
 from fxprec.passes.ir import format_graph
 from fxprec.testing import count_casts
 
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel_tools = _load("kernel_tools")
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")
 X, WEIGHT = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)

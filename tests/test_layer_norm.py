@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import pathlib
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -15,22 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import kernel_tools
+import norm_tools
 from fxprec.kernels.nn import layer_norm as module
 from fxprec.kernels.nn import norm_launch, norm_long_rows, norm_rows
 from fxprec.kernels.nn.layer_norm import bytes_moved, layer_norm, reference
 from fxprec.kernels.philox import draw_seeds, drop_threshold, keep_mask
 
-
-def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", pathlib.Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-kernel_tools, norm_tools = _load("kernel_tools"), _load("norm_tools")
 error, gradients, near = norm_tools.error, norm_tools.gradients, norm_tools.near
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
 from typing import Any
 
 import pytest
@@ -14,16 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+import kernel_tools
 from fxprec.kernels.nn import linear_cross_entropy as module
 from fxprec.kernels.nn.linear_cross_entropy import buffer_bytes, default_chunk, linear_cross_entropy, reference
-
-_SPEC = importlib.util.spec_from_file_location(
-    "fxprec_kernel_tools", pathlib.Path(__file__).with_name("kernel_tools.py")
-)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 #: Plain torch, Triton's interpreter, a device.

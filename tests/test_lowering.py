@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
+import region_tools as tools
 from fxprec.kernels.rows.evaluate import evaluate
 from fxprec.kernels.rows.finishing import eager_backward
 from fxprec.kernels.rows.lowering import LOWERINGS, Declined
-
-_PATH = pathlib.Path(__file__).with_name("region_tools.py")
-_SPEC = importlib.util.spec_from_file_location("fxprec_region_tools", _PATH)
-assert _SPEC is not None and _SPEC.loader is not None
-tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = tools
-_SPEC.loader.exec_module(tools)
 
 #: Around every corner that a function below has.
 X = torch.tensor(

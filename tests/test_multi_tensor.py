@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import pathlib
 import subprocess
@@ -14,20 +13,13 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
+import kernel_tools
 from fxprec.kernels import multi_tensor_adam, multi_tensor_norm, multi_tensor_sgd
 from fxprec.kernels.arithmetic import float32, fma, split, sqrt
 from fxprec.kernels.multi_tensor import MultiTensorPlan, chunk_size
 from fxprec.kernels.multi_tensor_adam import AdamSettings
 from fxprec.kernels.multi_tensor_sgd import SgdSettings
 from fxprec.kernels.tensor_lists import device_rate
-
-_SPEC = importlib.util.spec_from_file_location(
-    "fxprec_kernel_tools", pathlib.Path(__file__).with_name("kernel_tools.py")
-)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 
 CUDA = pytest.mark.skipif(not kernel_tools.CUDA, reason="no CUDA device")
 SHAPES = [(5, 3), (0,), (), (8192,), (20000,), (8193,)]

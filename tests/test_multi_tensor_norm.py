@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import pathlib
 import re
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import kernel_tools
 from fxprec.kernels import multi_tensor_norm as norm
 from fxprec.kernels.multi_tensor import Gradients, MultiTensorPlan
 from fxprec.kernels.multi_tensor_norm import NormResult
-
-_SPEC = importlib.util.spec_from_file_location(
-    "fxprec_kernel_tools", pathlib.Path(__file__).with_name("kernel_tools.py")
-)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SHAPES = [(5, 3), (0,), (), (8192,), (20001,), (2047,), (2048,)]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
-import pathlib
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,16 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernel_tools
 from fxprec.kernels import multi_tensor_sgd as sgd
 from fxprec.kernels.multi_tensor import Gradients, MultiTensorPlan
 from fxprec.kernels.multi_tensor_sgd import SgdSettings
 
-_PATH = pathlib.Path(__file__).with_name("kernel_tools.py")
-_SPEC = importlib.util.spec_from_file_location("fxprec_kernel_tools", _PATH)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 fused_multiply_add = kernel_tools.fused_multiply_add
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,16 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import kernel_tools
 from fxprec.kernels.philox import draw_seeds, drop_threshold, dropout_scale, keep_mask, keep_tile
 from fxprec.kernels.triton_support import constexpr, jit, tl
-
-_SPEC = importlib.util.spec_from_file_location(
-    "fxprec_kernel_tools", pathlib.Path(__file__).with_name("kernel_tools.py")
-)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 
 every_device = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 _ONES = 0xFFFFFFFF

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
 from typing import Any
 
 import pytest
@@ -12,22 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import region_tools as tools
 from fxprec.kernels.rows.derive import make_plan
 from fxprec.kernels.rows.finishing import Finish, eager_backward, finished, laid_out
 from fxprec.kernels.rows.spec import Spec, spec_of
 
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tools = _load("region_tools")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

@@ -7,9 +7,6 @@ and in float16, where their error against the program in float64 is no larger th
 from __future__ import annotations
 
 import copy
-import importlib.util
-import pathlib
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +20,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+import kernel_tools
+import region_tools
 from fxprec.capture.trace import trace_static
 from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph
@@ -31,18 +30,6 @@ from fxprec.passes.policy import Policy
 from fxprec.passes.runner import run_passes
 from fxprec.shapes import propagate_shapes
 
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel_tools, region_tools = _load("kernel_tools"), _load("region_tools")
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")  # of the interpreter

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
 from typing import Any
 
 import pytest
@@ -13,23 +10,14 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, note, settings
 from torch import Tensor
 
+import kernel_tools
+import random_regions as random
+import region_tools as tools
 from fxprec.kernels.philox import draw_seeds, keep_mask
 from fxprec.kernels.rows.evaluate import evaluate
 from fxprec.kernels.rows.finishing import eager_backward
 from fxprec.kernels.rows.terms import Declined
 
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel_tools, tools, random = _load("kernel_tools"), _load("region_tools"), _load("random_regions")
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:.*lossy conversion.*:UserWarning")
 _SETTINGS: Any = {

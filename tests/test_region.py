@@ -7,10 +7,7 @@ twice of it at most.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
-import pathlib
-import sys
 from typing import Any
 
 import pytest
@@ -19,21 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import kernel_tools
+import region_tools as tools
 from fxprec.kernels.philox import draw_seeds, keep_mask
 from fxprec.kernels.rows.region import FusedRegion
 
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel_tools, tools = _load("kernel_tools"), _load("region_tools")
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter divides what a mask hides
 #: The interpreter cuts to bfloat16 where a GPU rounds.

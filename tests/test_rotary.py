@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
-from typing import Any
-
 import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
 
+import kernel_tools
 from fxprec.passes.fusion.rotary import rope
 from fxprec.passes.ir import format_graph
 
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel_tools = _load("kernel_tools")
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")
 X, W = torch.randn(2, 3, 5, 8), torch.randn(8, 8)

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import pathlib
 import re
-import sys
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import kernel_tools
 from fxprec.kernels.rows import functions
 from fxprec.kernels.triton_support import constexpr, jit, tl
 
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel_tools = _load("kernel_tools")
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 COUNT = 4096

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import pathlib
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,21 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kernel_tools
+import region_tools as tools
 from fxprec.kernels.rows import kernel
 from fxprec.kernels.rows.kernel import Launch, built
-
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel_tools, tools = _load("kernel_tools"), _load("region_tools")
 
 
 @dataclass

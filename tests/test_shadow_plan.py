@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxprec.shadow_plan import Plan
 from fxprec.shadows import ShadowStore
+from fxprec.shadows.plan import Plan
 
 
 @pytest.fixture

@@ -861,7 +861,7 @@ def test_threads_make_one_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Event().wait(0.05)  # room for another thread to make it too
         return True
 
-    monkeypatch.setattr("fxprec.shadows._is_lasting", slowly)
+    monkeypatch.setattr("fxprec.shadows.store.is_lasting", slowly)
     store = ShadowStore(LOW)
     weight = nn.Parameter(torch.randn(3))
     found: list[Tensor] = []

@@ -8,10 +8,7 @@ is launched.
 from __future__ import annotations
 
 import functools
-import importlib.util
-import pathlib
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +17,7 @@ import torch
 from torch import nn
 
 import fxprec
+import kernel_tools as tools
 from fxprec import settings
 from fxprec.kernels import triton_support
 from fxprec.passes.fusion import kernel_calls
@@ -27,17 +25,6 @@ from fxprec.passes.fusion import kernel_calls
 pytestmark = [pytest.mark.zoo, pytest.mark.slow]
 
 
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tools = _load("kernel_tools")
 VOCABULARY = 128
 #: 16 bytes.
 WIDE = {"v4.b32", "v2.b64"}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import pathlib
-import sys
 
 import pytest
 import torch
 from torch import Tensor
 
+import kernel_tools
 from fxprec.kernels.stochastic_rounding import (
     random_words,
     round_block,
@@ -19,13 +17,6 @@ from fxprec.kernels.stochastic_rounding import (
     stochastic_round,
 )
 from fxprec.kernels.triton_support import constexpr, jit, tl
-
-_PATH = pathlib.Path(__file__).with_name("kernel_tools.py")
-_SPEC = importlib.util.spec_from_file_location("fxprec_kernel_tools", _PATH)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 #: Values between two bfloat16 ones: 1 + f * 2**-7.

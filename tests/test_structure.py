@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import region_tools as tools
 from fxprec.kernels.rows.structure import structure_of
-
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tools = _load("region_tools")
 
 
 def of(function: Any) -> str:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import pathlib
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 import fxprec
+import kernel_tools
 from fxprec import optim
 from fxprec.module import conversion_of
 
-_SPEC = importlib.util.spec_from_file_location(
-    "fxprec_kernel_tools", pathlib.Path(__file__).with_name("kernel_tools.py")
-)
-assert _SPEC is not None and _SPEC.loader is not None
-kernel_tools = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = kernel_tools
-_SPEC.loader.exec_module(kernel_tools)
 fused_multiply_add = kernel_tools.fused_multiply_add
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)

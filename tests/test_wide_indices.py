@@ -6,31 +6,18 @@ the grid and the arguments, through every operation; what a 32-bit operation giv
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
 import re
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import kernel_tools
+import region_tools as tools
 from fxprec.kernels.rows.derive import make_plan
 from fxprec.kernels.rows.spec import Spec
 
-
-def _load(name: str) -> Any:
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"fxprec_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel_tools, tools = _load("kernel_tools"), _load("region_tools")
 Interval = tuple[int, int]
 MANY = 2**32 + 8
 _LINE = re.compile(r"^\s*(%[\w:#]+) = ([\w.]+) (.*)$")

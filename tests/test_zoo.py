@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import pathlib
-import sys
 
 import pytest
 import torch
@@ -13,13 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
 from fxprec.testing import count_casts
-
-_SPEC = importlib.util.spec_from_file_location("fxprec_test_zoo_models", pathlib.Path(__file__).with_name("zoo.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-_MODULE = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = _MODULE
-_SPEC.loader.exec_module(_MODULE)
-ZOO = _MODULE.ZOO
+from zoo import ZOO
 
 pytestmark = [
     pytest.mark.zoo,

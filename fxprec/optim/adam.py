@@ -13,7 +13,6 @@ from torch.optim.optimizer import ParamsT
 from fxprec.optim.one_pass import OnePass, Step
 from fxprec.optim.parts import parts_of
 from fxprec.optim.rounding import Rounding
-from fxprec.optim.torch_update import adam_update
 from fxprec.optim.triton_update import adam_launch
 from fxprec.scaling.gradients import parameters_of
 
@@ -111,7 +110,7 @@ class Adam(OnePass, torch.optim.Adam):
                 key, shadows = (id(group), *part.key), step.copies.for_kernel(part.owners)
                 adam_launch(self._plans, key, group, part.lists, shadows, scale, flag, rounding, places)
             else:
-                adam_update(part, group, scale, flag, rounding, places, step.copies)
+                self._torch.adam(part, group, scale, flag, rounding, places, step.copies)
 
     def _keep_seed(self) -> None:
         """In the groups, which every kind of checkpoint carries (``torch.distributed.checkpoint`` drops other keys)."""
@@ -149,7 +148,8 @@ class Adam(OnePass, torch.optim.Adam):
             for owner in group["params"]:
                 state = self.state.get(owner)
                 if state:
-                    state["step"] = state["step"].to(owner.device, torch.float32)
+                    # A copy: of what is not saved in between, both optimizers would count in one tensor.
+                    state["step"] = torch.zeros((), device=owner.device).copy_(state["step"])
                     for name in _MOMENTS:
                         if name in state:
                             # In the parameter's memory order, which the kernels go by.

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients, end_low_gradients
 from fxprec.optim.shadow_copies import ShadowCopies
+from fxprec.optim.torch_update import TorchUpdates
 from fxprec.optim.triton_update import Plans, why_not
 from fxprec.scaling.cuda_graphs import reading_waits
 from fxprec.scaling.device_step import makes_state
@@ -97,7 +98,7 @@ class OnePass(Optimizer):
         if max_norm is not None and not (isinstance(max_norm, Real) and max_norm > 0):
             raise ValueError(f"max_norm must be a number greater than 0, not {max_norm!r}; None: no clipping")
         self.max_norm = None if max_norm is None else float(max_norm)
-        self._plans = Plans()
+        self._plans, self._torch = Plans(), TorchUpdates()
         self._low_gradients = checked_low_gradients(low_gradients)
         if self._low_gradients:
             ask_for_low_gradients(parameters_of(self), self._low_gradients)
@@ -124,7 +125,7 @@ class OnePass(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's pickles leave out what is neither state nor group."""
-        kept = ("max_norm", "_low_gradients", "_rounding", "_plans")
+        kept = ("max_norm", "_low_gradients", "_rounding", "_plans", "_torch")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept if name in self.__dict__}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

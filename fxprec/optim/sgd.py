@@ -12,7 +12,6 @@ from torch.optim.sgd import sgd
 
 from fxprec.optim.one_pass import OnePass, Step
 from fxprec.optim.parts import parts_of
-from fxprec.optim.torch_update import sgd_update
 from fxprec.optim.triton_update import sgd_launch
 
 __all__ = ["SGD"]
@@ -104,7 +103,7 @@ class SGD(OnePass, torch.optim.SGD):
                 key, shadows = (id(group), *part.key), step.copies.for_kernel(part.owners)
                 sgd_launch(self._plans, key, group, part.lists, shadows, scale, flag, first)
             else:
-                sgd_update(part, group, scale, flag, first, step.copies)
+                self._torch.sgd(part, group, scale, flag, first, step.copies)
 
     def _update_sparse(
         self,

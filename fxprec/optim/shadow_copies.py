@@ -19,16 +19,19 @@ class ShadowCopies:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._stores = stores()
-        self._owners = [*parameters] if self._stores else []
+        known = stores()
+        self._owners = [*parameters] if known else []
+        ids = {*map(id, self._owners)}
+        self._stores = [store for store in known if store.knows_any(ids)]
         self._by_store: list[tuple[ShadowStore, list[Tensor], list[Tensor]]] = []
         for store in self._stores:
             shadows = store.shadows_of(self._owners)
-            without = [p for p, shadow in zip(self._owners, shadows, strict=True) if shadow is None]
-            store.note_stepping(without)  # if they have one all the same, it does not fit them now
-            owners = [p for p, shadow in zip(self._owners, shadows, strict=True) if shadow is not None]
+            owners, fitting = self._owners, [shadow for shadow in shadows if shadow is not None]
+            if len(fitting) < len(owners):  # the others have none, or one that does not fit them now
+                store.note_stepping(p for p, shadow in zip(owners, shadows, strict=True) if shadow is None)
+                owners = [p for p, shadow in zip(owners, shadows, strict=True) if shadow is not None]
             if owners:
-                self._by_store.append((store, owners, [shadow for shadow in shadows if shadow is not None]))
+                self._by_store.append((store, owners, fitting))
         self._in_kernel: dict[int, Tensor] = {}
 
     def __enter__(self) -> ShadowCopies:

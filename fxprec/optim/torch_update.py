@@ -1,6 +1,6 @@
 """Updates by torch's own fused kernels: on CPUs, and wherever Triton is not.
 
-They take gradients and states in the parameters' dtype; others go through temporaries (``cast_slices``). So do low
+They take gradients and states in the parameters' dtype; others go through temporaries (``slices``). So do low
 parameters of SGD on CPUs, of which torch's kernel there updates next to none (pytorch issue 191763, up to 2.13).
 """
 
@@ -15,24 +15,25 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.tensor_lists import is_dense
-from fxprec.optim.cast_slices import cast_slices
+from fxprec.optim.counters import Counters
 from fxprec.optim.parts import Part
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import rate, scalar
 from fxprec.optim.shadow_copies import ShadowCopies
+from fxprec.optim.slices import Lists, Slices
 
-__all__ = ["adam_update", "sgd_update"]
+__all__ = ["TorchUpdates"]
 
 
 @contextlib.contextmanager
-def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[dict[str, list[Tensor]]]:
+def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str, list[Tensor]]]:
     """``lists`` with every tensor of a parameter in its memory order, and without gaps; copies go back afterwards.
 
     Torch's fused kernels on CPUs take memory as it comes: they mix up the elements of a gradient or a moment whose
     strides are not the parameter's (a checkpoint from before ``channels_last``), and write into the gaps of a slice.
     """
-    if all(all(map(Tensor.is_contiguous, tensors)) for name, tensors in lists.items() if name != "step"):
-        yield {**lists}  # the usual case, without a look at each stride
+    if all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists.values()):
+        yield lists  # the usual case, without a look at each stride
         return
     laid_out = {name: [*tensors] for name, tensors in lists.items()}
     moved: list[tuple[Tensor, Tensor]] = []
@@ -62,29 +63,75 @@ def in_fp32_on_a_cpu(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str,
         torch._foreach_copy_(lists[name], wide[name])  # pyright: ignore[reportPrivateImportUsage]
 
 
-def adam_update(
-    part: Part,
-    group: Mapping[str, Any],
-    divisor: Tensor | None,
-    found_inf: Tensor | None,
-    rounding: Rounding | None,
-    places: Sequence[int],
-    copies: ShadowCopies,
-) -> None:
-    """Adam or AdamW, in place.
+class TorchUpdates:
+    """The updates of one optimizer, and what they keep from step to step."""
 
-    Args:
-        part: "params", "grads", "step" and the moments by their names.
-        group: hyper-parameters.
-        divisor: gradients are divided by it; 0-dim FP32, or None.
-        found_inf: above 0: nothing changes; 0-dim FP32, or None.
-        rounding: how moments of a lower dtype are rounded.
-        places: what tells the tensors apart there.
-        copies: the shadows, of which those are written that can be at once.
-    """
-    shadows = partial(copies.for_kernel, part.owners) if rounding is None else list
-    with in_one_order(part.lists) as lists:
-        _adam(lists, group, divisor, found_inf, rounding, places, shadows)
+    def __init__(self) -> None:
+        self.slices = Slices()
+        self._counters = Counters()
+
+    def __reduce__(self) -> tuple[type[TorchUpdates], tuple[()]]:
+        """Copies and pickles are empty: what is kept are views and addresses."""
+        return TorchUpdates, ()
+
+    def adam(
+        self,
+        part: Part,
+        group: Mapping[str, Any],
+        divisor: Tensor | None,
+        found_inf: Tensor | None,
+        rounding: Rounding | None,
+        places: Sequence[int],
+        copies: ShadowCopies,
+    ) -> None:
+        """Adam or AdamW, in place.
+
+        Args:
+            part: "params", "grads", "step" and the moments by their names.
+            group: hyper-parameters.
+            divisor: gradients are divided by it; 0-dim FP32, or None.
+            found_inf: above 0: nothing changes; 0-dim FP32, or None.
+            rounding: how moments of a lower dtype are rounded.
+            places: what tells the tensors apart there.
+            copies: the shadows, of which those are written that can be at once.
+        """
+        key, steps = (id(group), *part.key), part.lists["step"]
+        # One tensor for all, where each of several costs as much as all; elsewhere torch's kernel takes them together.
+        counters = [self._counters.of(key, steps)] if part.device.type == "cpu" else steps
+        shadows = partial(copies.for_kernel, part.owners) if rounding is None else list
+        torch._foreach_add_(counters, 1)  # pyright: ignore
+        with in_one_order(part.lists) as lists:
+            _adam(lists, group, divisor, found_inf, rounding, places, partial(self.slices.of, key, shadows=shadows))
+        if found_inf is not None:  # the kernel did nothing: neither did this step
+            torch._foreach_sub_(counters, [found_inf] * len(counters))  # pyright: ignore
+
+    def sgd(
+        self,
+        part: Part,
+        group: Mapping[str, Any],
+        divisor: Tensor | None,
+        found_inf: Tensor | None,
+        first: bool,
+        copies: ShadowCopies,
+    ) -> None:
+        """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
+        shadows = partial(copies.for_kernel, part.owners)
+        with in_one_order(part.lists) as lists, in_fp32_on_a_cpu(lists) as wide:
+            for some in self.slices.of((id(group), *part.key, first), wide, shadows):
+                torch._fused_sgd_(  # pyright: ignore
+                    some["params"],
+                    some["grads"],
+                    some.get("momentum_buffer", []),
+                    weight_decay=scalar(group["weight_decay"]),
+                    momentum=group["momentum"],
+                    lr=rate(group["lr"]),
+                    dampening=group["dampening"],
+                    nesterov=group["nesterov"],
+                    maximize=group["maximize"],
+                    is_first_step=first,
+                    grad_scale=divisor,
+                    found_inf=found_inf,
+                )
 
 
 def _adam(
@@ -94,22 +141,21 @@ def _adam(
     found_inf: Tensor | None,
     rounding: Rounding | None,
     places: Sequence[int],
-    shadows: Callable[[], Sequence[Tensor | None]],
+    cut: Callable[[Lists], Iterator[Lists]],
 ) -> None:
     steps, dtype = lists["step"], lists["params"][0].dtype
     moments = {name: lists[name] for name in lists if name not in ("params", "grads", "step")}
     if rounding is None:
-        params, grads, wide = lists["params"], lists["grads"], moments
+        wide = lists
     else:  # moments are rounded from at least FP32, so all is computed in it
-        params, grads, *others = (
-            [tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in tensors]
-            for tensors in (lists["params"], lists["grads"], *moments.values())
-        )
-        wide = dict(zip(moments, others, strict=True))
+        at_least_fp32 = torch.promote_types(dtype, torch.float32)
+        wide = {
+            name: tensors if name == "step" else [tensor.to(at_least_fp32) for tensor in tensors]
+            for name, tensors in lists.items()
+        }
     beta1, beta2 = map(scalar, group["betas"])
     update = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_  # pyright: ignore
-    torch._foreach_add_(steps, 1)  # pyright: ignore
-    for some in cast_slices({**wide, "params": params, "grads": grads, "step": steps}, shadows):
+    for some in cut(wide):
         update(
             some["params"],
             some["grads"],
@@ -127,37 +173,8 @@ def _adam(
             grad_scale=divisor,
             found_inf=found_inf,
         )
-    if found_inf is not None:  # the kernel did nothing: neither did this step
-        torch._foreach_sub_(steps, [found_inf] * len(steps))  # pyright: ignore
     if rounding is not None:
-        for target, param in zip(lists["params"], params, strict=True):
+        for target, param in zip(lists["params"], wide["params"], strict=True):
             if target is not param:
                 target.copy_(param)
         rounding.write(moments, wide, steps, places)
-
-
-def sgd_update(
-    part: Part,
-    group: Mapping[str, Any],
-    divisor: Tensor | None,
-    found_inf: Tensor | None,
-    first: bool,
-    copies: ShadowCopies,
-) -> None:
-    """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam_update``."""
-    with in_one_order(part.lists) as lists, in_fp32_on_a_cpu(lists) as wide:
-        for some in cast_slices(wide, partial(copies.for_kernel, part.owners)):
-            torch._fused_sgd_(  # pyright: ignore
-                some["params"],
-                some["grads"],
-                some.get("momentum_buffer", []),
-                weight_decay=scalar(group["weight_decay"]),
-                momentum=group["momentum"],
-                lr=rate(group["lr"]),
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-                is_first_step=first,
-                grad_scale=divisor,
-                found_inf=found_inf,
-            )

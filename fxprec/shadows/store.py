@@ -5,9 +5,7 @@ A rewritten graph does not cast the weights it lowers: it reads their shadows::
     before   %weight_low: bfloat16 = to(%weight, torch.bfloat16)       one cast a weight and forward
     after    [%weight_low, ...] = store.read([%weight, ...])           one multi-tensor copy a forward
 
-A shadow is ``weight.to(dtype)`` made once with its autograd edge: the backward of the cast saves nothing, so that one
-edge can be walked at every step, and each weight keeps its own AccumulateGrad (hooks and DDP see nothing new). Later
-its storage is overwritten under ``no_grad``.
+A shadow is made once (see ``entry``), and later its storage is overwritten under ``no_grad``.
 
 When: at the first read of every forward that records gradients, whatever the keys say (``weight.data.mul_(2)`` changes
 none of them); otherwise only when something says that weights changed: ``mark_stale``, a step of any optimizer, or a
@@ -26,58 +24,22 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _get_dispatch_mode, _get_tracing_state, _len_torch_dispatch_stack, _TorchDispatchModeKey
-from torch._C._functorch import maybe_current_level
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fxprec.errors import FxprecError
-from fxprec.low_gradients import cast_with_low_gradient, refuse_ddp, wants_low_gradient, widen
-from fxprec.shadow_plan import Plan
+from fxprec.low_gradients import refuse_ddp, wants_low_gradient, widen
+from fxprec.shadows.entry import Entry, is_lasting, is_traced
+from fxprec.shadows.plan import Plan
 
-__all__ = ["ShadowStore", "StaleShadowError", "stores"]
-
-#: The sequence number below that of AccumulateGrad, which is the highest.
-_AS_SOON_AS_READY = 2**64 - 2
-
-#: Modes under which a persistent tensor would enter a trace as a constant, or be made fake.
-_TRACING_MODES = (
-    _TorchDispatchModeKey.FAKE,
-    _TorchDispatchModeKey.PROXY,
-    _TorchDispatchModeKey.FUNCTIONAL,
-)
+__all__ = ["ShadowStore", "stores"]
 
 #: Python references to a weight that only its own shadow keeps alive, as `_living` counts them: the list, the call of
 #: `getrefcount`, and the one that torch holds while C++ (here: AccumulateGrad) refers to the tensor.
 _HELD_BY_SHADOW_ONLY = 3
-
-
-class StaleShadowError(FxprecError, RuntimeError):
-    """A weight was written in a way that nothing shows: a forward under ``no_grad`` would have read the old value."""
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """One shadow. ``alias`` shares its storage but not its version counter; the last three: its weight when copied.
-
-    ``stream``: the CUDA stream it was made on, where its edge is walked; None on a CPU.
-    """
-
-    key: int
-    weight: weakref.ref[Tensor]
-    shadow: Tensor
-    alias: Tensor
-    stream: torch.cuda.Stream | None
-    device: torch.device
-    requires_grad: bool
-    version: int
-    pointer: int
 
 
 class ShadowStore:
@@ -97,7 +59,7 @@ class ShadowStore:
         self.dtype = dtype
         self.debug = debug
         self.refreshes = 0
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, Entry] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._stepped: set[int] = set()
         self._written: set[int] = set()  # by the optimizer, in its step
@@ -123,7 +85,7 @@ class ShadowStore:
 
     def read(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The low copies of ``weights``, in order."""
-        if _is_traced():
+        if is_traced():
             return [weight.to(self.dtype) for weight in weights]
         ids = tuple(map(id, weights))
         plan = self._plans.get(ids)
@@ -160,6 +122,10 @@ class ShadowStore:
             entry.shadow if entry and entry.pointer == w.data_ptr() and entry.shadow.shape == w.shape else None
             for w, entry in zip(weights, entries, strict=True)
         ]
+
+    def knows_any(self, keys: Set[int]) -> bool:
+        """Whether one of the weights with these ids has a shadow, even one that does not fit it now."""
+        return not self._entries.keys().isdisjoint(keys)
 
     def marks_of(self, weights: Iterable[Tensor]) -> list[object]:
         """For each weight an object that is there for as long as its shadow is, or None."""
@@ -267,27 +233,15 @@ class ShadowStore:
         self._stale = False
         return True
 
-    def _entry(self, weight: Tensor) -> _Entry | None:
+    def _entry(self, weight: Tensor) -> Entry | None:
         """The entry of a weight, made on first sight; None where it is to be cast afresh."""
         key = id(weight)
-        if key in self._entries or not _is_lasting(weight):
+        if key in self._entries or not is_lasting(weight):
             return self._entries.get(key)
-        # Whatever mode is on now, the shadow outlives it: made under inference_mode or no_grad it would have no edge.
         low_gradient = wants_low_gradient(weight)
-        with torch.inference_mode(False), torch.enable_grad():
-            shadow = cast_with_low_gradient(weight, self.dtype) if low_gradient else weight.to(self.dtype)
-        if shadow.grad_fn is not None:
-            # Backward runs what was made last first. This edge is older than every forward: the gradients of all
-            # weights would come at the very end, too late for DDP to reduce the first while the others are computed.
-            edge: Any = shadow.grad_fn
-            edge._set_sequence_nr(_AS_SOON_AS_READY)
+        entry = Entry.of(weight, self.dtype, low_gradient, functools.partial(_forget, weakref.ref(self), key))
         if low_gradient:
             self._low_gradients.add(key)
-        reference = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key))
-        version, pointer = weight._version, weight.data_ptr()
-        stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
-        kind = weight.device, weight.requires_grad
-        entry = _Entry(key, reference, shadow, shadow.data, stream, *kind, version, pointer)
         self._entries[key] = entry
         return entry
 
@@ -296,7 +250,7 @@ class ShadowStore:
         self._stepped.clear()
         self._stale = False
 
-    def _living(self) -> list[tuple[Tensor, _Entry]]:
+    def _living(self) -> list[tuple[Tensor, Entry]]:
         """Weights and their entries, after letting go of dead weights.
 
         A frozen weight takes its entry along when it dies (`_forget`). The edge of a shadow keeps its weight alive,
@@ -305,7 +259,7 @@ class ShadowStore:
         entries = [*self._entries.values()]
         weights = [entry.weight() for entry in entries]
         counts = [*map(sys.getrefcount, weights)]
-        pairs: list[tuple[Tensor, _Entry]] = []
+        pairs: list[tuple[Tensor, Entry]] = []
         for entry, weight, count in zip(entries, weights, counts, strict=True):
             if weight is None or (entry.requires_grad and count <= _HELD_BY_SHADOW_ONLY):
                 self._drop(entry.key)
@@ -313,7 +267,7 @@ class ShadowStore:
                 pairs.append((weight, entry))
         return pairs
 
-    def _sync(self, pairs: list[tuple[Tensor, _Entry]], everything: bool) -> None:
+    def _sync(self, pairs: list[tuple[Tensor, Entry]], everything: bool) -> None:
         """Copy the changed weights, or ``everything``, to their shadows; drop the shadows that no longer fit."""
         copies: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         stepped = self._stepped
@@ -370,15 +324,7 @@ class ShadowStore:
             for weight, entry in self._living():
                 if (self._stale and entry.key not in self._written) or entry.key not in keys:
                     continue
-                if weight._version != entry.version or weight.data_ptr() != entry.pointer:
-                    continue
-                now = weight.detach().to(self.dtype)
-                if not torch.equal(now.view(torch.int16), entry.alias.view(torch.int16)):  # as bits: NaN equals NaN
-                    raise StaleShadowError(
-                        f"the {self.dtype} shadow of a weight of shape {tuple(weight.shape)} on {weight.device} is "
-                        "stale: the weight was written through .data (or by a kernel that bumps no version) since the "
-                        "last forward that recorded gradients. Call fxprec.refresh(model) after such a write."
-                    )
+                entry.check(weight)
 
 
 def stores() -> list[ShadowStore]:
@@ -406,24 +352,3 @@ def _stores() -> weakref.WeakSet[ShadowStore]:
 def _forget(store: weakref.ref[ShadowStore], key: int, _dead: weakref.ref[Tensor]) -> None:
     if (alive := store()) is not None:
         alive._drop(key)
-
-
-def _is_lasting(weight: Tensor) -> bool:
-    """Whether a weight can have a persistent shadow. An address of 0: meta, empty, or freed by a sharding wrapper."""
-    return (
-        type(weight) in (torch.nn.Parameter, Tensor)
-        and weight.dtype is torch.float32
-        and weight.is_leaf
-        and weight.layout is torch.strided
-        and not weight.is_inference()
-        and weight.data_ptr() != 0
-    )
-
-
-def _is_traced() -> bool:
-    """Whether a functorch transform or a tracer is running: what is made or read now must not outlive it."""
-    return (
-        maybe_current_level() is not None
-        or _get_tracing_state() is not None
-        or (_len_torch_dispatch_stack() > 0 and any(_get_dispatch_mode(mode) is not None for mode in _TRACING_MODES))
-    )
