@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Generator
 
-from benchmarks.interleaved import Ratio, Samples, noise, order
+from benchmarks.interleaved import Ratio, Samples, keep_memory, noise, order
 from benchmarks.plots import bars
 from benchmarks.results import save, save_figure
 from benchmarks.tasks import TASKS, Task
@@ -263,4 +263,5 @@ def _write(task: Task, found: Mapping[str, Any], runs: Sequence[Run], options: a
 
 
 if __name__ == "__main__":
+    keep_memory()
     sys.exit(main())

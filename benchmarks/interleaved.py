@@ -7,14 +7,19 @@ what slows the machine for a while slows both. Of the same variant built twice t
 from that, and how much it scatters, is the noise. A ratio within the noise, or within its own scatter, is called
 neither faster nor slower.
 
+On a CPU what is freed stays with the process (``keep_memory``): malloc otherwise gives back to the system what lies on
+top of its heap, and which variant then pays for the page faults depends on where the others' tensors happen to lie.
+
 On CUDA a step is timed by events, without waiting between steps, on the host by its clock. All samples are kept.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +27,7 @@ from typing import Final, Literal
 
 import torch
 
-__all__ = ["Ratio", "Samples", "Schedule", "device_times", "host_times", "measure", "noise", "order"]
+__all__ = ["Ratio", "Samples", "Schedule", "device_times", "host_times", "keep_memory", "measure", "noise", "order"]
 
 Clock = Callable[[Callable[[], object], int], list[float]]
 Verdict = Literal["faster", "slower", "="]
@@ -33,6 +38,8 @@ _LEAST_NOISE: Final = 0.005
 #: distribution p80 - p20 is 1.6832 * sigma.
 _TWO_ERRORS: Final = 2 * 1.2533 / 1.6832
 _LEAST_ROUNDS: Final = 5
+#: Of malloc.h: M_TRIM_THRESHOLD, and M_MMAP_MAX (blocks that lie alone, and go when they are freed).
+_KEPT: Final = ((-1, 2**31 - 1), (-4, 0))
 
 
 def host_times(step: Callable[[], object], count: int) -> list[float]:
@@ -141,6 +148,15 @@ def noise(twins: Iterable[Ratio]) -> float:
     """
     found = [max(twin.value - 1, 1 / twin.value - 1, twin.error, _LEAST_NOISE) for twin in twins]
     return max(found, default=float("inf"))
+
+
+def keep_memory() -> bool:
+    """Have malloc return no memory to the system from now on, for a command; False where the C library is not glibc.
+
+    Source: mallopt(3).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and all(mallopt(option, value) == 1 for option, value in _KEPT)
 
 
 def order(names: Sequence[str], number: int) -> list[str]:

@@ -43,7 +43,7 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import results
-from benchmarks.interleaved import Clock, Schedule, device_times, host_times, measure
+from benchmarks.interleaved import Clock, Schedule, device_times, host_times, keep_memory, measure
 from benchmarks.step_report import Comparison, Row, draw, found_before, twin_of
 from benchmarks.training_step import Setup, Step, tf32
 from benchmarks.variants import BASELINE, VARIANTS, Variant, variants
@@ -280,4 +280,5 @@ def _write(comparison: Comparison, output: pathlib.Path | None) -> None:
 
 
 if __name__ == "__main__":
+    keep_memory()
     sys.exit(main())

@@ -125,7 +125,7 @@ class _Bench:
         return {
             dtype: Curve(
                 tuple(
-                    (self._cases[position].amount, min(took for at, took in seconds.items() if at >= position))
+                    (self._cases[position].amount, _rounded(min(of for at, of in seconds.items() if at >= position)))
                     for position in seconds
                 )
             )
@@ -143,6 +143,11 @@ class _Bench:
             for best, run in runs:
                 best[position] = min(best.get(position, inf), self._clock(run) / case.calls)
             done += 1
+
+
+def _rounded(seconds: float) -> float:
+    """To four digits, more than any clock here is good for."""
+    return float(f"{seconds:.4g}")
 
 
 def _seconds(run: Run) -> float:

@@ -9,6 +9,7 @@ import platform
 import re
 import warnings
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -79,10 +80,19 @@ def write(costs: DeviceCosts, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(costs.to_dict(), indent=1) + "\n")
+        beside.write_text(_text(costs))
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+_NO_SPACE: Final = str.maketrans("", "", " \n")
+
+
+def _text(costs: DeviceCosts) -> str:
+    """JSON, a curve a line."""
+    data = json.dumps(costs.to_dict(), indent=1)
+    return re.sub(r"\[[\s\d.,e+\-\[\]]+\]", lambda found: found[0].translate(_NO_SPACE).replace(",", ", "), data) + "\n"
 
 
 @functools.cache

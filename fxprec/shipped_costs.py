@@ -1,7 +1,8 @@
-"""Device costs for machines that were not calibrated: one measured CPU, and estimates for the rest. Data.
+"""Device costs for machines that were not calibrated: one measured CPU, and estimates for the rest.
 
-- A CPU with bfloat16 units: an AMD EPYC 9004 (AVX512-BF16), torch 2.13, one thread, measured. More threads are taken to
-  do 0.85 times as much more work each in the same time, while a call costs the same.
+- A CPU with bfloat16 units: an AMD EPYC 9004 (AVX512-BF16), torch 2.13, measured with one thread and with two
+  (``costs/*.json``, the fastest of three runs of ``python -m fxprec calibrate``). More threads are taken to do 0.85
+  times as much more work each in the same time, while a call costs the same.
 - Another CPU: an estimate. FP32 as above; products in a low dtype are converted on the way and take longer than FP32.
 - A100, and H100 or H200: estimates from the published rates at usual efficiencies, FP32 products without TF32, and the
   usual cost of a launch from Python. Sources: NVIDIA's data sheets; 60 to 80 % of the peak where shapes are good.
@@ -9,8 +10,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import json
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Final
 
 import torch
@@ -19,60 +22,8 @@ from fxprec.passes.device_costs import Curve, DeviceCosts, Work
 
 __all__ = ["shipped"]
 
-#: (work, microseconds), see ``Work`` for the units.
-_CPU: Final[Mapping[torch.dtype, Mapping[Work, tuple[tuple[float, float], ...]]]] = {
-    torch.float32: {
-        Work.MATMUL: ((8.19e3, 2.41), (6.55e4, 3.37), (5.24e5, 8.3), (4.19e6, 46.2), (3.36e7, 375), (2.68e8, 3.92e3),
-            (2.15e9, 3.72e4)),
-        Work.STREAM: ((5.12e3, 3.54), (1.84e4, 6.43), (6.96e4, 19.4), (2.7e5, 73.6), (1.06e6, 431), (4.23e6, 2.23e3)),
-        Work.CONVOLUTION: ((2.95e5, 14.4), (3.61e6, 72.2), (1.45e7, 286), (1.16e8, 1.45e3), (4.62e8, 4.62e3),
-            (1.85e9, 2.54e4)),
-        Work.CONVOLUTION_BACKWARD: ((2.95e5, 33.4), (3.61e6, 162), (1.45e7, 489), (1.16e8, 2.66e3), (4.62e8, 1.35e4),
-            (1.85e9, 5.39e4)),
-        Work.THIN_CONVOLUTION: ((2.82e4, 5.66), (4.52e5, 12.9), (3.61e6, 201), (2.89e7, 2.05e3), (6.94e8, 7.53e4)),
-        Work.THIN_CONVOLUTION_BACKWARD: ((2.82e4, 15.8), (4.52e5, 39.1), (3.61e6, 683), (2.89e7, 8.81e3),
-            (6.94e8, 1.68e5)),
-        Work.ATTENTION: ((3.28e4, 6.43), (2.62e5, 13.8), (4.19e6, 86.2), (1.34e8, 2.39e3), (5.37e8, 1.19e4)),
-        Work.ATTENTION_BACKWARD: ((3.28e4, 40.9), (2.62e5, 62.3), (4.19e6, 271), (1.34e8, 5.51e3), (5.37e8, 2.64e4)),
-        Work.POINTWISE: ((512, 4.03), (4.1e3, 4.83), (3.28e4, 12.8), (2.62e5, 77.1), (1.05e6, 444), (4.19e6, 8.25e3),
-            (1.68e7, 6.58e4)),
-    },
-    torch.bfloat16: {
-        Work.MATMUL: ((8.19e3, 5.89), (6.55e4, 13.4), (5.24e5, 17), (4.19e6, 37.1), (3.36e7, 201), (2.68e8, 1.62e3),
-            (2.15e9, 1.82e4)),
-        Work.STREAM: ((5.12e3, 14.3), (1.84e4, 16), (6.96e4, 24.6), (2.7e5, 52.7), (1.06e6, 311), (4.23e6, 1.11e3)),
-        Work.CONVOLUTION: ((2.95e5, 46.2), (3.61e6, 74), (1.45e7, 230), (1.16e8, 716), (4.62e8, 2.45e3),
-            (1.85e9, 1.27e4)),
-        Work.CONVOLUTION_BACKWARD: ((2.95e5, 100), (3.61e6, 168), (1.45e7, 371), (1.16e8, 1.44e3), (4.62e8, 9.22e3),
-            (1.85e9, 2.68e4)),
-        Work.THIN_CONVOLUTION: ((2.82e4, 34.8), (4.52e5, 46.5), (3.61e6, 142), (2.89e7, 1.1e3), (6.94e8, 4.52e4)),
-        Work.THIN_CONVOLUTION_BACKWARD: ((2.82e4, 90.2), (4.52e5, 136), (3.61e6, 448), (2.89e7, 8.94e3),
-            (6.94e8, 4.16e4)),
-        Work.ATTENTION: ((3.28e4, 8.97), (2.62e5, 19.3), (4.19e6, 111), (1.34e8, 2.42e3), (5.37e8, 1.2e4)),
-        Work.ATTENTION_BACKWARD: ((3.28e4, 54.6), (2.62e5, 314), (4.19e6, 1.17e3), (1.34e8, 1.74e4), (5.37e8, 3.01e4)),
-        Work.POINTWISE: ((512, 4.05), (4.1e3, 5.09), (3.28e4, 14.5), (2.62e5, 85.9), (1.05e6, 351), (4.19e6, 1.77e3),
-            (1.68e7, 1.54e4)),
-        Work.CAST: ((512, 3.3), (4.1e3, 3.71), (3.28e4, 6.53), (2.62e5, 35.7), (1.05e6, 187), (4.19e6, 2.8e3),
-            (1.68e7, 3.11e4)),
-    },
-    torch.float16: {
-        Work.MATMUL: ((8.19e3, 5.72), (6.55e4, 20), (5.24e5, 85.1), (4.19e6, 392), (3.36e7, 2.2e3), (2.68e8, 2.73e4),
-            (2.15e9, 1.58e5)),
-        Work.STREAM: ((5.12e3, 13.8), (1.84e4, 28), (6.96e4, 72.1), (2.7e5, 221), (1.06e6, 844), (4.23e6, 5.37e3)),
-        Work.CONVOLUTION: ((2.95e5, 78.9), (3.61e6, 833), (1.45e7, 3.67e3), (1.16e8, 5.54e4)),
-        Work.CONVOLUTION_BACKWARD: ((2.95e5, 127), (3.61e6, 947), (1.45e7, 3.6e3), (1.16e8, 4.54e4)),
-        Work.THIN_CONVOLUTION: ((2.82e4, 15.4), (4.52e5, 147), (3.61e6, 1.16e3), (2.89e7, 1.78e4), (6.94e8, 3.1e5)),
-        Work.THIN_CONVOLUTION_BACKWARD: ((2.82e4, 26.8), (4.52e5, 117), (3.61e6, 804), (2.89e7, 1.5e4),
-            (6.94e8, 2.13e5)),
-        Work.ATTENTION: ((3.28e4, 11.3), (2.62e5, 31.1), (4.19e6, 241), (1.34e8, 5.73e3), (5.37e8, 2.38e4)),
-        Work.ATTENTION_BACKWARD: ((3.28e4, 61.8), (2.62e5, 187), (4.19e6, 1.56e3), (1.34e8, 6.53e4)),
-        Work.POINTWISE: ((512, 1.39), (4.1e3, 3.03), (3.28e4, 16.2), (2.62e5, 120), (1.05e6, 479), (4.19e6, 3.33e3),
-            (1.68e7, 3.52e4)),
-        Work.CAST: ((512, 2.94), (4.1e3, 3.24), (3.28e4, 5.25), (2.62e5, 30.6), (1.05e6, 182), (4.19e6, 2.23e3),
-            (1.68e7, 1.79e4)),
-    },
-}  # fmt: skip
-
+#: Threads of the CPU that was measured -> its file.
+_MEASURED: Final = {1: "costs/epyc-9004-1-thread.json", 2: "costs/epyc-9004-2-threads.json"}
 _THREAD: Final = 0.85
 _PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.POINTWISE, Work.CAST}
 #: Work in a low dtype that a CPU without units for it does in the time of one unit of FP32 work.
@@ -113,25 +64,22 @@ def shipped(device: str, name: str, threads: int, bfloat16_units: bool) -> Devic
         rates, kind = (_HOPPER, "H100 and H200") if hopper else (_AMPERE, "A100")
         return DeviceCosts(device, name, 0, f"shipped for {kind}, an estimate", _gpu(rates))
     kind = "with bfloat16 units" if bfloat16_units else "without bfloat16 units, an estimate"
-    curves = {
-        dtype: {work: _cpu(work, dtype, points, threads, bfloat16_units) for work, points in of_work.items()}
-        for dtype, of_work in _CPU.items()
-    }
-    return DeviceCosts(device, name, threads, f"shipped for CPUs {kind}", curves)
+    return DeviceCosts(device, name, threads, f"shipped for CPUs {kind}", _cpu(threads, bfloat16_units))
 
 
-def _cpu(
-    work: Work, dtype: torch.dtype, points: tuple[tuple[float, float], ...], threads: int, bfloat16_units: bool
-) -> Curve:
-    if dtype is torch.bfloat16 and work in _PRODUCTS and not bfloat16_units:
-        curve = _curve(_CPU[torch.float32][work]).faster(_EMULATED)
-    else:
-        curve = _curve(points)
-    return curve.faster(1 + _THREAD * (threads - 1))
+def _cpu(threads: int, bfloat16_units: bool) -> dict[torch.dtype, dict[Work, Curve]]:
+    base = max(measured for measured in _MEASURED if measured <= max(threads, 1))
+    curves = {dtype: {**of_work} for dtype, of_work in _measured(base).curves.items()}
+    if not bfloat16_units:
+        full = curves[torch.float32]
+        curves[torch.bfloat16] |= {work: full[work].faster(_EMULATED) for work in _PRODUCTS}
+    factor = 1 + _THREAD * (threads / base - 1)
+    return {dtype: {work: curve.faster(factor) for work, curve in of.items()} for dtype, of in curves.items()}
 
 
-def _curve(points: tuple[tuple[float, float], ...]) -> Curve:
-    return Curve(tuple((work, microseconds * 1e-6) for work, microseconds in points))
+@functools.cache
+def _measured(threads: int) -> DeviceCosts:
+    return DeviceCosts.from_dict(json.loads(files("fxprec").joinpath(_MEASURED[threads]).read_text(encoding="utf-8")))
 
 
 def _gpu(rates: _Rates) -> dict[torch.dtype, dict[Work, Curve]]:

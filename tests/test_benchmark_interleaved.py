@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import pathlib
 import statistics
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks.interleaved import Ratio, Samples, Schedule, device_times, host_times, measure, noise, order
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 # -- in turns ----------------------------------------------------------------------------------------------------------
 
@@ -131,3 +136,25 @@ def test_nothing_within_the_noise_is_a_win():
     assert verdicts(0.0, 0.1) == ["faster", "=", "=", "=", "slower"]
     assert verdicts(0.105, 0.01) == ["faster", "=", "=", "=", "="]  # nor within its own error
     assert verdicts(0.0, float("inf")) == ["="] * 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="page faults as Linux counts them")
+def test_memory_that_is_kept_is_not_faulted_in_again():
+    """In a process of its own, since it stays so."""
+    program = """if True:
+        import resource, sys, torch
+        from benchmarks.interleaved import keep_memory
+        def faults(megabytes=40):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.ones(megabytes * 2**20 // 4)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        assert min(faults() for _ in range(3)) > 5000
+        if not keep_memory():
+            sys.exit("not glibc")
+        faults(200)  # room for the next ones, wherever small blocks fall
+        assert max(faults() for _ in range(3)) < 100
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    if "not glibc" in done.stderr:
+        pytest.skip("another C library")
+    assert done.returncode == 0, done.stderr
