@@ -38,21 +38,21 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, wi
 
 def test_they_are_moved_once_and_keep_their_values():
     counters, steps = Counters(), [torch.tensor(float(i)) for i in (3, 1, 4)]
-    together = counters.of("key", steps)
+    (together,) = counters.of("key", steps)
     together.add_(1)
     assert [step.item() for step in steps] == [4, 2, 5] and all(step.dim() == 0 for step in steps)
-    assert counters.of("key", steps) is together
-    assert counters.of("another", steps[:2]) is not together
+    assert counters.of("key", steps)[0] is together
+    assert counters.of("another", steps[:2])[0] is not together
 
 
 def test_a_counter_that_lies_elsewhere_moves_them_all():
     counters, steps = Counters(), [torch.tensor(1.0), torch.tensor(2.0)]
-    before = counters.of("key", steps)
+    (before,) = counters.of("key", steps)
     steps[1] = torch.tensor(7.0)
-    counters.of("key", steps).add_(1)
+    counters.of("key", steps)[0].add_(1)
     assert [step.item() for step in steps] == [2, 8] and before.tolist() == [1, 2]
     few = steps[1:]
-    counters.of("key", few).add_(1)
+    counters.of("key", few)[0].add_(1)
     assert [step.item() for step in steps] == [2, 9]
 
 
@@ -89,6 +89,69 @@ def test_states_go_to_torch_and_come_back_through_a_file(there):
     train(other, theirs)
     assert [step.item() for step in steps_of(ours)] == [step.item() for step in steps_of(theirs)] == [5] * 4
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_parameter_that_is_there_twice_counts_twice_as_torchs_does():
+    ours, theirs = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizers = optim.AdamW([ours, ours]), torch.optim.AdamW([theirs, theirs], fused=True)
+    for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+        parameter.grad = torch.arange(4.0)
+        optimizer.step()
+        optimizer.step()
+        assert optimizer.state[parameter]["step"].item() == 4
+    assert torch.equal(ours, theirs)
+
+
+def test_counters_in_shared_memory_stay_there():
+    model = network()
+    ours = optim.AdamW(model.parameters(), lr=0.1)
+    train(model, ours)
+    for step in steps_of(ours):
+        step.share_memory_()
+    train(model, ours)
+    assert all(step.is_shared() and step.item() == 2 for step in steps_of(ours))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_counters_are_float32_whatever_the_default_is(dtype: torch.dtype):
+    model = network()
+    ours = optim.AdamW(model.parameters(), lr=0.1)
+    train(model, ours)
+    states = copy.deepcopy(ours.state_dict())
+    for state in states["state"].values():
+        state["step"] = torch.full((1,), 300.0, dtype=torch.float64)  # old ones have one dimension
+    torch.set_default_dtype(dtype)
+    try:
+        ours.load_state_dict(states)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    train(model, ours)
+    assert [(step.item(), step.dtype, step.dim()) for step in steps_of(ours)] == [(301, torch.float32, 0)] * 4
+
+
+def test_a_compiled_step_counts():
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    compiled, plain = (optim.AdamW([parameter]) for parameter in parameters)
+    step = torch.compile(lambda: compiled.step(), backend="eager")
+    for _ in range(4):
+        for parameter in parameters:
+            parameter.grad = torch.ones(4)
+        step()
+        plain.step()
+    assert torch.equal(*parameters) and compiled.state[parameters[0]]["step"].item() == 4
+
+
+def test_an_optimizer_that_was_pickled_before_there_were_any_steps():
+    model = network()
+    ours = optim.AdamW(model.parameters(), lr=0.1)
+    train(model, ours)
+    state = ours.__getstate__()
+    del state["_torch"]
+    old = object.__new__(optim.AdamW)
+    old.__setstate__(state)
+    train(model, old)
+    assert [step.item() for step in steps_of(old)] == [2] * 4
 
 
 def test_a_copy_counts_on_its_own():

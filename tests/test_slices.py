@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 import fxprec
 from fxprec.module import conversion_of
 from fxprec.optim import slices as module
-from fxprec.optim.slices import Slices
+from fxprec.optim.slices import slices
+from fxprec.shadows import ShadowStore
 
 needs_low_gradients = pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="wants Tensor.grad_dtype")
 
@@ -32,26 +35,22 @@ def lists_of(shapes: list[tuple[int, ...]], gradients: torch.dtype = torch.bfloa
     }
 
 
-def slices_of(lists, shadows=list):
-    return Slices().of("key", lists, shadows)
-
-
 def test_gradients_of_the_right_dtype_without_shadows_are_one_slice(limit: int):
     lists = lists_of([(300,), (4, 4)], torch.float32)
-    assert [*slices_of(lists)] == [lists]
-    assert [*slices_of(lists, lambda: [None, None])] == [lists]
+    assert [*slices(lists)] == [lists]
+    assert [*slices(lists, lambda: [None, None])] == [lists]
 
 
 def test_few_elements_are_one_slice_and_their_shadows_somebody_elses(limit: int):
     lists = lists_of([(50,), (4, 4)], torch.float32)
-    assert [*slices_of(lists, lambda: pytest.fail("these would have to be written"))] == [lists]
+    assert [*slices(lists, lambda: pytest.fail("these would have to be written"))] == [lists]
 
 
 def test_gradients_of_the_right_dtype_are_cut_for_the_shadows(limit: int):
     lists = lists_of([(15, 17), (4,)], torch.float32)
     shadows = [torch.zeros(15, 17, dtype=torch.bfloat16), None]
     seen = []
-    for some in slices_of(lists, lambda: shadows):
+    for some in slices(lists, lambda: shadows):
         seen += some["grads"]
         for param, gradient in zip(some["params"], some["grads"], strict=True):
             param.sub_(gradient)
@@ -65,7 +64,7 @@ def test_slices_are_views_that_cover_everything_once(limit: int):
     lists = lists_of([(8,), (15, 17), (9, 9), (3,), (100,), ()])
     right = [gradient.float() for gradient in lists["grads"]]
     sizes = []
-    for some in slices_of(lists):
+    for some in slices(lists):
         sizes.append([param.numel() for param in some["params"]])
         assert sum(sizes[-1]) <= limit
         for param, gradient, step in zip(some["params"], some["grads"], some["step"], strict=True):
@@ -81,7 +80,7 @@ def test_shadows_are_written_slice_by_slice(limit: int):
     lists = lists_of([(8,), (15, 17), (4,), (2, 3)])
     shadows = [torch.zeros(8), torch.zeros(15, 17), None, torch.zeros(3, 2).t()]
     done = []
-    for some in slices_of(lists, lambda: shadows):
+    for some in slices(lists, lambda: shadows):
         done.append(sum(bool(part.count_nonzero()) for part in shadows[1].view(-1).split(limit)))
         for param in some["params"]:
             param.fill_(2.0)
@@ -91,7 +90,7 @@ def test_shadows_are_written_slice_by_slice(limit: int):
 
 def test_what_is_not_contiguous_is_not_cut(limit: int):
     lists = {name: [tensor.t() for tensor in tensors] for name, tensors in lists_of([(15, 17)]).items()}
-    (some,) = slices_of(lists)
+    (some,) = slices(lists)
     assert some["params"] == lists["params"] and some["grads"][0].stride() == lists["grads"][0].stride()
     assert torch.equal(some["grads"][0], lists["grads"][0].float())
 
@@ -111,56 +110,15 @@ def test_an_update_by_slices_is_the_same_bit_for_bit(make, monkeypatch: pytest.M
             optimizer.step()
         assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
         weights.append([*model.parameters()])
-        assert bool(optimizer._torch.slices._cuts) is (limit == 64)
         store = conversion_of(model).store
         assert all(torch.equal(store.shadow_of(p), p.bfloat16()) for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-@needs_low_gradients
-def test_slices_are_kept_until_a_tensor_is_another(limit: int):
-    torch.manual_seed(0)
-    slices, lists = Slices(), lists_of([(15, 17), (8,)])
-
-    def update() -> list[Tensor]:
-        seen = []
-        for some in slices.of("key", lists):
-            seen += some["params"]
-            for param, gradient in zip(some["params"], some["grads"], strict=True):
-                param.copy_(gradient)
-        assert all(torch.equal(p, g.float()) for p, g in zip(lists["params"], lists["grads"], strict=True))
-        return seen
-
-    first = update()
-    lists["grads"] = [torch.randn_like(gradient) for gradient in lists["grads"]]
-    assert all(map(lambda a, b: a is b, first, update()))
-    lists["params"][0].data = torch.zeros(15, 17)
-    second = update()
-    assert second[0] is not first[0]
-    lists["params"][0].data = lists["params"][0].data.view(17, 15)
-    lists["grads"][0] = lists["grads"][0].view(17, 15)
-    third = update()
-    assert third[0] is not second[0]
-    for name in ("params", "grads", "exp_avg"):
-        lists[name][0].data = lists[name][0].data[:-1]
-    assert sum(param.numel() for param in update()) == 16 * 15 + 8
-    lists["exp_avg"][1] = torch.zeros(8)
-    fourth = update()
-    assert fourth[0] is not third[0]
-    lists = {name: [tensors[0][:15, :15]] for name, tensors in lists.items() if name != "step"}
-    lists["step"] = [torch.tensor(0.0)]
-    for name in ("params", "grads", "exp_avg"):
-        lists[name] = [lists[name][0].contiguous()]
-    fifth = update()
-    for name in ("params", "grads", "exp_avg"):
-        lists[name][0].data = lists[name][0].data.t()
-    assert update()[0] is not fifth[0]
-
-
 @pytest.mark.parametrize("make", [fxprec.optim.AdamW, fxprec.optim.SGD], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("low_gradients", [False, pytest.param(True, marks=needs_low_gradients)])
-def test_kept_slices_do_not_outlive_what_they_were_cut_from(make, low_gradients: bool, limit: int):
-    """Of a checkpoint loaded in between, moments are other tensors; of a copied optimizer, everything is."""
+def test_no_slice_outlives_its_step(make, low_gradients: bool, limit: int):
+    """Of a checkpoint loaded in between, moments are other tensors; of a weight that grew, everything is."""
     torch.manual_seed(0)
     model, _ = fxprec.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     options = {"momentum": 0.9} if make is fxprec.optim.SGD else {}
@@ -172,12 +130,48 @@ def test_kept_slices_do_not_outlive_what_they_were_cut_from(make, low_gradients:
         optimizer.step()
 
     step()
-    assert optimizer._torch.slices._cuts
     weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     step()
     right = [parameter.detach().clone() for parameter in model.parameters()]
     model.load_state_dict(weights)
     optimizer.load_state_dict(states)
+    held = [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
     step()
     assert all(torch.equal(a, b) for a, b in zip(right, model.parameters(), strict=True))
-    assert not copy.deepcopy(optimizer)._torch.slices._cuts
+    store = conversion_of(model).store
+    shadow = weakref.ref(store.shadow_of(model[0].weight))
+    store.clear()
+    optimizer.load_state_dict(states)
+    gc.collect()
+    assert shadow() is None and all(value() is None for value in held)
+
+
+@pytest.mark.parametrize("make", [fxprec.optim.AdamW, fxprec.optim.SGD], ids=["adamw", "sgd"])
+def test_a_parameter_that_took_over_the_memory_of_another_is_the_one_that_is_updated(make, limit: int):
+    weight, bias = nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.randn(32))
+    optimizer = make([weight, bias], lr=0.1)
+    store = ShadowStore(torch.bfloat16)
+    for _ in range(2):
+        store.begin()
+        store.read([weight])
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        new = optimizer.param_groups[0]["params"][1]
+        before = new.detach().clone()
+        optimizer.step()
+        assert not torch.equal(new, before)
+        taken = nn.Parameter(bias.data)
+        bias.data = torch.zeros(32)
+        optimizer.param_groups[0]["params"][1] = taken
+
+
+@needs_low_gradients
+def test_gradients_of_several_dtypes_in_one_slice(limit: int):
+    torch.manual_seed(0)
+    lists = lists_of([(3, 4), (5,), (15, 17)])
+    lists["grads"][1] = lists["grads"][1].double().float()
+    right = [gradient.float() for gradient in lists["grads"]]
+    seen = [gradient.clone() for some in slices(lists) for gradient in some["grads"]]
+    assert {gradient.dtype for gradient in seen} == {torch.float32}
+    assert torch.equal(torch.cat([g.flatten() for g in seen[:3]]), right[2].flatten())
+    assert torch.equal(seen[3], right[0]) and torch.equal(seen[4], right[1])

@@ -149,7 +149,8 @@ class Adam(OnePass, torch.optim.Adam):
                 state = self.state.get(owner)
                 if state:
                     # A copy: of what is not saved in between, both optimizers would count in one tensor.
-                    state["step"] = torch.zeros((), device=owner.device).copy_(state["step"])
+                    step = torch.zeros_like(state["step"], dtype=torch.float32, device=owner.device)
+                    state["step"] = step.copy_(state["step"]).view(())  # old ones have one dimension
                     for name in _MOMENTS:
                         if name in state:
                             # In the parameter's memory order, which the kernels go by.

@@ -20,7 +20,7 @@ from fxprec.optim.parts import Part
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import rate, scalar
 from fxprec.optim.shadow_copies import ShadowCopies
-from fxprec.optim.slices import Lists, Slices
+from fxprec.optim.slices import slices
 
 __all__ = ["TorchUpdates"]
 
@@ -67,11 +67,10 @@ class TorchUpdates:
     """The updates of one optimizer, and what they keep from step to step."""
 
     def __init__(self) -> None:
-        self.slices = Slices()
         self._counters = Counters()
 
     def __reduce__(self) -> tuple[type[TorchUpdates], tuple[()]]:
-        """Copies and pickles are empty: what is kept are views and addresses."""
+        """Copies and pickles are empty: what is kept are addresses."""
         return TorchUpdates, ()
 
     def adam(
@@ -95,13 +94,11 @@ class TorchUpdates:
             places: what tells the tensors apart there.
             copies: the shadows, of which those are written that can be at once.
         """
-        key, steps = (id(group), *part.key), part.lists["step"]
-        # One tensor for all, where each of several costs as much as all; elsewhere torch's kernel takes them together.
-        counters = [self._counters.of(key, steps)] if part.device.type == "cpu" else steps
+        counters = self._counters.of((id(group), *part.key), part.lists["step"])
         shadows = partial(copies.for_kernel, part.owners) if rounding is None else list
-        torch._foreach_add_(counters, 1)  # pyright: ignore
         with in_one_order(part.lists) as lists:
-            _adam(lists, group, divisor, found_inf, rounding, places, partial(self.slices.of, key, shadows=shadows))
+            torch._foreach_add_(counters, 1)  # pyright: ignore
+            _adam(lists, group, divisor, found_inf, rounding, places, shadows)
         if found_inf is not None:  # the kernel did nothing: neither did this step
             torch._foreach_sub_(counters, [found_inf] * len(counters))  # pyright: ignore
 
@@ -116,22 +113,13 @@ class TorchUpdates:
     ) -> None:
         """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
         shadows = partial(copies.for_kernel, part.owners)
+        settings: dict[str, Any] = {name: group[name] for name in ("momentum", "dampening", "nesterov", "maximize")}
+        settings |= {"weight_decay": scalar(group["weight_decay"]), "lr": rate(group["lr"]), "is_first_step": first}
+        settings |= {"grad_scale": divisor, "found_inf": found_inf}
         with in_one_order(part.lists) as lists, in_fp32_on_a_cpu(lists) as wide:
-            for some in self.slices.of((id(group), *part.key, first), wide, shadows):
-                torch._fused_sgd_(  # pyright: ignore
-                    some["params"],
-                    some["grads"],
-                    some.get("momentum_buffer", []),
-                    weight_decay=scalar(group["weight_decay"]),
-                    momentum=group["momentum"],
-                    lr=rate(group["lr"]),
-                    dampening=group["dampening"],
-                    nesterov=group["nesterov"],
-                    maximize=group["maximize"],
-                    is_first_step=first,
-                    grad_scale=divisor,
-                    found_inf=found_inf,
-                )
+            for some in slices(wide, shadows):
+                buffers = some.get("momentum_buffer", [])
+                torch._fused_sgd_(some["params"], some["grads"], buffers, **settings)  # pyright: ignore
 
 
 def _adam(
@@ -141,7 +129,7 @@ def _adam(
     found_inf: Tensor | None,
     rounding: Rounding | None,
     places: Sequence[int],
-    cut: Callable[[Lists], Iterator[Lists]],
+    shadows: Callable[[], Sequence[Tensor | None]],
 ) -> None:
     steps, dtype = lists["step"], lists["params"][0].dtype
     moments = {name: lists[name] for name in lists if name not in ("params", "grads", "step")}
@@ -154,25 +142,12 @@ def _adam(
             for name, tensors in lists.items()
         }
     beta1, beta2 = map(scalar, group["betas"])
+    settings: dict[str, Any] = {name: group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")}
+    settings |= {"lr": rate(group["lr"]), "beta1": beta1, "beta2": beta2, "grad_scale": divisor, "found_inf": found_inf}
     update = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_  # pyright: ignore
-    for some in cut(wide):
-        update(
-            some["params"],
-            some["grads"],
-            some["exp_avg"],
-            some["exp_avg_sq"],
-            some.get("max_exp_avg_sq", []),
-            some["step"],
-            amsgrad=group["amsgrad"],
-            lr=rate(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-            grad_scale=divisor,
-            found_inf=found_inf,
-        )
+    for some in slices(wide, shadows):
+        moments_of = some["exp_avg"], some["exp_avg_sq"], some.get("max_exp_avg_sq", [])
+        update(some["params"], some["grads"], *moments_of, some["step"], **settings)
     if rounding is not None:
         for target, param in zip(lists["params"], wide["params"], strict=True):
             if target is not param:
