@@ -1,10 +1,10 @@
-"""Updates by torch's fused kernels slice by slice: what belongs to a slice is done while a cache holds it.
+"""Low gradients for torch's fused kernels, slice by slice: what belongs to a slice is done while a cache holds it.
 
 Those kernels take gradients in the parameters' dtype. Low ones that are cast at once take as much memory as FP32
 gradients, and are written and read again; those of a slice are not, and neither are the new values, from which the
 slice of a shadow is made::
 
-    cast the gradients' slice -> a buffer        low gradients only
+    cast the gradients' slice -> a buffer
     update the parameters' slice
     copy it to the shadows' slice
 """
@@ -36,25 +36,18 @@ def slices(lists: Lists, shadows: Callable[[], Sequence[Tensor | None]] = list) 
     Args:
         lists: "params", "grads" and states, of one device, each parameter's tensors in one memory order. A state of no
             dimension ("step") is that of all slices of its parameter.
-        shadows: called where there may be slices: a tensor for each parameter, or None, that is given the parameter's
+        shadows: called where there are slices: a tensor for each parameter, or None, that is given the parameter's
             new values once a slice was updated.
     """
     params = lists["params"]
+    if {*map(_dtype, lists["grads"])} == {params[0].dtype}:  # shadows alone are copied at once as fast
+        yield lists
+        return
     limit = _AT_ONCE.get(params[0].device.type, _ELSEWHERE)
-    total = sum(map(Tensor.numel, params))
-    casts = {*map(_dtype, lists["grads"])} != {params[0].dtype}
-    if not casts and (total <= limit or limit == _ELSEWHERE):  # one pass cannot be fewer
-        yield lists
-        return
-    targets = [*shadows()] or [None] * len(params)
-    if not casts and not any(target is not None for target in targets):
-        yield lists
-        return
-    room = params[0].new_empty(min(limit, total)) if casts else None
-    for some in _cut({**lists, _SHADOWS: targets}, limit):
+    room = params[0].new_empty(min(limit, sum(map(Tensor.numel, params))))
+    for some in _cut({**lists, _SHADOWS: [*shadows()] or [None] * len(params)}, limit):
         written = some.pop(_SHADOWS)
-        if room is not None:
-            some["grads"] = _cast(some["grads"], room)
+        some["grads"] = _cast(some["grads"], room)
         yield some
         _write(written, some["params"])
 
