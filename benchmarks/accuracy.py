@@ -42,7 +42,7 @@ __all__ = ["DEFAULT", "Run", "Verdict", "compare", "main", "verdict"]
 
 Verdict = Literal["equal", "better", "worse"]
 REFERENCE: Final = "fp32"
-DEFAULT: Final = (REFERENCE, BASELINE, "o1", "o1-own", "o2-own")
+DEFAULT: Final = (REFERENCE, BASELINE, "o1", "o1-own", "o2-own", "o1-pays")
 _TWIN: Final = f"{BASELINE} again"
 
 

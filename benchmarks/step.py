@@ -274,7 +274,7 @@ def _write(comparison: Comparison, output: pathlib.Path | None) -> None:
         f"step-{size}-{dtype}",
         lambda figure: draw(figure, found),
         output,
-        size=(16.0, 4.0 * (1 + (len(found) > 4))),
+        size=(16.0, 4.0 * math.ceil(len(found) / 4)),
         device=device,
     )
 
