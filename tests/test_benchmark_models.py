@@ -180,7 +180,8 @@ def test_unknown_names(size, only, message):
 def _outputs_and_gradients(model, workload, batch, autocast=False):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         output = model(*batch[:-1])
-    loss = workload.loss(output.double(), batch[-1])
+    target = batch[-1].double() if batch[-1].is_floating_point() else batch[-1]  # torch 2.11 wants one dtype
+    loss = workload.loss(output.double(), target)
     gradients = torch.autograd.grad(loss, [*model.parameters()])
     return torch.cat([x.detach().double().flatten() for x in (output, *gradients)]), output.numel()
 
