@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["Lists", "slices"]
+__all__ = ["slices"]
 
 Lists = Mapping[str, list[Any]]
 
