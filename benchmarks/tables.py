@@ -98,8 +98,9 @@ def _ratio(ratio: Mapping[str, Any] | None) -> str:
     return {"faster": f"**{value}**", "slower": value}.get(ratio["verdict"], "=")
 
 
-def _milliseconds(time: float) -> str:
-    return f"{time:.0f}" if time >= 1000 else f"{time:.3g}"
+def _three_digits(number: float) -> str:
+    """Or more, rather than an exponent."""
+    return f"{number:.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _step(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
@@ -111,7 +112,7 @@ def _step(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
         variants = data["variants"]
         base = variants[_BASELINE]
         ratios = [variants.get(name, {}).get("ratio", {}).get(_BASELINE) for name in _STEP.values()]
-        time = _milliseconds(base["median_ms"]) if "median_ms" in base else ""
+        time = _three_digits(base["median_ms"]) if "median_ms" in base else ""
         rows.append((data["model"], data["shape"], time, *map(_ratio, ratios)))
         noises.append(data["noise"])
     noise = max((each for each in noises if each is not None), default=0.0)
@@ -177,7 +178,7 @@ def _convert_budgets(words: Sequence[str], device: str | None, root: pathlib.Pat
     _none("convert-budgets", words)
     [data] = _found(["convert"], device, root)
     rows = [
-        (each["what"], f"{each['value']:.3g}{each['unit']}", f"{each['limit']:g}{each['unit']}",
+        (each["what"], f"{_three_digits(each['value'])}{each['unit']}", f"{_three_digits(each['limit'])}{each['unit']}",
          "met" if each["met"] else "**missed**")
         for each in data["budgets"]
     ]  # fmt: skip

@@ -184,3 +184,13 @@ def test_the_command_names_page_and_trouble(results, tmp_path, capsys):
 
 def test_the_pages_of_this_checkout_are_up_to_date(capsys):
     assert tables.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_large_figures_have_no_exponent():
+    assert [*map(tables._three_digits, (0.8684, 62.66, 642.82, 1160.7, 26667.0))] == [
+        "0.868",
+        "62.7",
+        "643",
+        "1161",
+        "26667",
+    ]
