@@ -106,11 +106,8 @@ class Iteration:
 
     def drop_gradients(self) -> None:
         """``zero_grad`` of everything that a backward may reach."""
-        for parameter in self.parameters:
+        for parameter in (*self.parameters, *parameters_of(self.optimizer)):  # a group may have been added
             parameter.grad = None
-        for group in self.optimizer.param_groups:  # a group may have been added
-            for parameter in group["params"]:
-                parameter.grad = None
 
     def _one_refresh(self) -> AbstractContextManager[object]:
         if self.parts > 1 and is_converted(self.model):
