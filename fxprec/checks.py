@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule
 
 from fxprec.errors import ConversionError
 from fxprec.module import is_converted
@@ -23,6 +24,8 @@ _WRAPPERS = {
     "DataParallel": "torch.nn.parallel",
     "FullyShardedDataParallel": "torch.distributed.fsdp",
 }
+#: Attributes that a graph module has beyond those of any module: a weight or submodule of that name has no place in it.
+_OF_GRAPHS = frozenset(dir(GraphModule({}, Graph()))) - frozenset(dir(nn.Module()))
 #: Homes of modules whose weights are packed and quantized: no parameters, that one could see their dtypes.
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized")
 
@@ -108,17 +111,28 @@ def _refuse_module(model: nn.Module) -> None:
         raise ConversionError(
             f"{name} is a TorchScript module, whose graph fxprec cannot read: convert the eager model"
         )
+    for attribute in (*model._parameters, *model._buffers, *model._modules):
+        if attribute in _OF_GRAPHS and not isinstance(model, GraphModule):
+            raise ConversionError(
+                f"{name}.{attribute} has a name that torch.fx.GraphModule needs for itself: rename the attribute, "
+                "or convert a module around the model, such as nn.Sequential(model)"
+            )
+    seen: set[type] = set()
     for path, module in model.named_modules():
-        kind = type(module).__name__
         if is_converted(module):
             where = f"its submodule {path!r}" if path else name
             raise ConversionError(f"{where} is converted already: fxprec.revert it first, then convert again")
-        if type(module).__module__.startswith(_QUANTIZED):
+        cls = type(module)
+        if cls in seen:
+            continue
+        if cls.__module__.startswith(_QUANTIZED):
             raise ConversionError(
-                f"{path or name} is a quantized {kind}: fxprec rewrites FP32 models; convert the one that was quantized"
+                f"{path or name} is a quantized {cls.__name__}: fxprec rewrites FP32 models; "
+                "convert the one that was quantized"
             )
         if path and _is_wrapper(module):
-            raise ConversionError(f"the submodule {path!r} is wrapped in {kind}: convert first, then wrap")
+            raise ConversionError(f"the submodule {path!r} is wrapped in {cls.__name__}: convert first, then wrap")
+        seen.add(cls)
 
 
 def _is_wrapper(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxprec.passes.casts import cast
+from fxprec.passes.new_node import new_node
 
 __all__ = ["Executor", "Program", "lift"]
 
@@ -60,8 +61,9 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Pro
     placeholders: dict[tuple[str, str], Node] = {}
     taken: set[str] = set()
     for (kind, target), node in slots.items():
-        placeholders[kind, target] = graph.placeholder(_argument(f"{kind}_{target}", taken))
-        placeholders[kind, target].meta = dict(node.meta)
+        name = _argument(f"{kind}_{target}", taken)
+        placeholders[kind, target] = graph.create_node("placeholder", name, (), {}, name)
+        placeholders[kind, target].meta.update(node.meta)
     values: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         if node in shadows:
@@ -74,7 +76,9 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Pro
         elif _is_idle_dropout(node):
             values[node] = values[node.args[0]]
         else:
-            values[node] = graph.node_copy(node, values.__getitem__)
+            args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
+            values[node] = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
+            values[node].meta.update(node.meta)  # in place: assigning to an attribute of a node moves it in tables
     _run_checkpoints(graph)
     lifted = GraphModule(gm, graph, class_name="Program")
     function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")

@@ -134,7 +134,8 @@ class StaticGraphs:
         program = conversion.rewrite(capture.gm)
         conversion.captures += 1
         dtypes = None if tensors is None else tuple(tensor.dtype for tensor in tensors)
-        entry = StaticEntry(capture, program, _places(module, program.low), _places(module, program.plain), dtypes)
+        low, plain = _places(capture.owners, program.low), _places(capture.owners, program.plain)
+        entry = StaticEntry(capture, program, low, plain, dtypes)
         of_names.setdefault(constants, []).insert(0, entry)
         return entry
 
@@ -163,11 +164,8 @@ def _what_changed(of_names: dict[Any, list[StaticEntry]], names: tuple[str, ...]
     return next((why for why in failing if why), f"other dtypes of {', '.join(names)}")
 
 
-def _places(module: nn.Module, targets: tuple[str, ...]) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
-    owners, leaves = [], []
-    for target in targets:
-        path, _, leaf = target.rpartition(".")
-        owner = module.get_submodule(path)
-        owners.append(owner._parameters if leaf in owner._parameters else owner._buffers)
-        leaves.append(leaf)
-    return tuple(owners), tuple(leaves)
+def _places(
+    owners: Mapping[str, Mapping[str, Any]], targets: tuple[str, ...]
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
+    """For each target where it lives: the dict of its module, and its name there."""
+    return tuple([owners[target] for target in targets]), tuple([target.rpartition(".")[2] for target in targets])

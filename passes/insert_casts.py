@@ -55,12 +55,15 @@ from fxprec.passes.ir import (
     is_castable,
     is_scalar,
 )
+from fxprec.passes.new_node import new_node
 from fxprec.passes.op_names import cast_target
 from fxprec.passes.op_table import rule_of
 
 __all__ = ["actual_dtype", "insert_casts", "original_dtype", "wanted_dtypes"]
 
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+#: Of a node's meta, what its casts take over.
+_HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
 _AS_IT_COMES: Final = frozenset({"getitem", "to", "getattr", "copy"})
 #: Their kernels want affine parameters in the dtype of the running statistics, FP32 even where parameters are low.
 _FP32_STATISTICS: Final = frozenset({"batch_norm", "instance_norm"})
@@ -187,18 +190,14 @@ class _Epochs:
         if key not in made:
             with self.graph.inserting_before(reader):
                 name = f"{source.name}_{_SHORT[wanted]}"
-                new = self.graph.create_node("call_function", function, (source, wanted), name=name)
-            new.meta = {
-                key: source.meta[key]
-                for key in ("nn_module_stack", "stack_trace", "numel", "val")
-                if key in source.meta
-            }
-            new.meta |= {
-                "op": Op("to"),
-                "dtype": info if function is cast_each or info is UNKNOWN else wanted,
-                "precision": Precision(None, wanted, wanted, Rule.KEEP, "cast inserted for " + reader.name),
-                "inserted": True,
-            }
+                new = new_node(self.graph, "call_function", function, (source, wanted), {}, name)
+            new.meta.update(
+                {each: source.meta[each] for each in _HANDED_ON if each in source.meta},
+                op=Op("to"),
+                dtype=info if function is cast_each or info is UNKNOWN else wanted,
+                precision=Precision(None, wanted, wanted, Rule.KEEP, "cast inserted for " + reader.name),
+                inserted=True,
+            )
             made[key] = new
             self.roots[new] = self.roots[source]
         return made[key]

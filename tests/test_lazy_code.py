@@ -15,7 +15,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 import fxprec
 import fxprec.conversion
 from fxprec.capture.collection import no_collection
-from fxprec.capture.lazy_code import with_code, without_code
+from fxprec.capture.lazy_code import holding, with_code, without_code
 from fxprec.module import conversion_of
 
 X = torch.randn(2, 4)
@@ -76,6 +76,18 @@ class TestSource:
         assert type(gm).__name__ == "Named" and "_code" not in vars(gm)
         assert gm(X).shape == (2, 2) and "_code" in vars(gm)
 
+    def test_what_holds_tensors_only_has_them_at_their_paths(self):
+        model = net()
+        model.register_buffer("table", torch.ones(2), persistent=True)
+        tensors = {**dict(model.named_parameters()), "table": model.table, "0.deep.er.table": torch.ones(1)}
+        graph = symbolic_trace(net()).graph
+        gm = holding(tensors, graph, "Named")
+        assert type(gm).__name__ == "Named" and "_code" not in vars(gm)
+        assert gm.graph is graph and graph.owning_module is gm
+        found = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
+        assert found.keys() == tensors.keys() and all(found[path] is tensors[path] for path in tensors)
+        assert dict(gm.named_parameters()).keys() == dict(model.named_parameters()).keys()
+
     def test_a_plain_graph_module_stays_the_one_it_is(self):
         gm = symbolic_trace(net())
         kind, code = type(gm), gm._code
@@ -104,6 +116,23 @@ class TestCollection:
             assert not gc.isenabled()
             raise KeyError
         assert gc.isenabled()
+
+    def test_what_was_made_counts_as_old(self):
+        with no_collection():
+            made = [[] for _ in range(1000)]
+        young = {id(each) for generation in (0, 1) for each in gc.get_objects(generation)}
+        expected = 1000 if gc.get_freeze_count() else 0  # Python 3.12 starts with frozen objects
+        assert len(young.intersection(map(id, made))) == expected
+
+    def test_what_a_program_froze_stays_frozen(self):
+        gc.freeze()
+        try:
+            frozen = gc.get_freeze_count()
+            with no_collection():
+                pass
+            assert gc.get_freeze_count() >= frozen - 100  # some may have been freed
+        finally:
+            gc.unfreeze()
 
     def test_who_turned_it_off_keeps_it_off(self):
         gc.disable()

@@ -228,6 +228,35 @@ def test_module_paths_and_source_lines() -> None:
     assert relu.stack_trace.endswith("x = F.relu(self.norm(self.down(self.stem(x))))")
 
 
+class Outer(nn.Module):
+    """Modules of users around one of torch's: each node names the innermost line of a user's."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.ReLU(), Outer(depth - 1) if depth else nn.Tanh(), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        x = self.inside(x)
+        return x + 1
+
+
+def test_stack_traces_name_the_line_that_called_however_modules_are_nested() -> None:
+    gm = trace_static(Outer(1), ("x",), {}).gm
+    lines = [(node.name, node.stack_trace.splitlines()[1].strip()) for node in gm.graph.nodes if node.stack_trace]
+    once = [("mul", "x = x * 2"), ("relu", "x = self.inside(x)")]
+    twice = [(f"{name}_1", line) for name, line in once]
+    assert lines == [
+        *once, *twice, ("tanh", "x = self.inside(x)"), ("sigmoid", "x = self.inside(x)"), ("add", "return x + 1"),
+        ("sigmoid_1", "x = self.inside(x)"), ("add_1", "return x + 1"),
+    ]  # fmt: skip
+    calls = {node.name: [*node.meta.get("nn_module_stack", ())] for node in gm.graph.nodes}
+    assert calls["mul"] == calls["add_1"] == [] and calls["relu"] == ["inside", "inside.0"]
+    assert calls["mul_1"] == calls["add"] == ["inside", "inside.1"]
+    assert calls["tanh"] == ["inside", "inside.1", "inside.1.inside", "inside.1.inside.1"]
+    assert calls["sigmoid_1"] == ["inside", "inside.2"]
+
+
 def test_stack_traces_name_the_function() -> None:
     def halve(x: Tensor) -> Tensor:
         return x.reshape(2, -1)

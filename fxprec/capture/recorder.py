@@ -52,19 +52,31 @@ _UNFIT: Final = {
 
 def unfit(module: nn.Module) -> str | None:
     """Why this module, whatever its forward does, is left to dynamo: a predicate, or None."""
-    cls = type(module)
+    return _unfit_class(type(module)) or _unfit_object(_attributes(module))
+
+
+def _unfit_class(cls: type[nn.Module]) -> str | None:
     for base in cls.__mro__:
         if base.__name__ in _UNFIT and base.__module__.startswith("torch."):
             return f"is {_UNFIT[base.__name__]}"
-    if module._compiled_call_impl is not None:
-        return "is compiled (module.compile())"
-    if cls.__call__ is not nn.Module.__call__ and not isinstance(module, torch.fx.GraphModule):
+    if cls.__call__ is not nn.Module.__call__ and not issubclass(cls, torch.fx.GraphModule):
         return "has a __call__ of its own"
-    if hasattr(cls, "__torch_function__"):
-        return "has a __torch_function__"
-    if any(is_lazy(tensor) for part in ("_parameters", "_buffers") for tensor in vars(module)[part].values()):
-        return "has uninitialized parameters"
+    return "has a __torch_function__" if hasattr(cls, "__torch_function__") else None
+
+
+def _unfit_object(attributes: dict[str, Any]) -> str | None:
+    if attributes.get("_compiled_call_impl") is not None:
+        return "is compiled (module.compile())"
+    for part in ("_parameters", "_buffers"):
+        for tensor in attributes[part].values():
+            if is_lazy(tensor):
+                return "has uninitialized parameters"
     return None
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """``vars(module)``, past the ``__getattribute__`` that counts who reads it."""
+    return object.__getattribute__(module, "__dict__")
 
 
 class Recorder:
@@ -81,15 +93,18 @@ class Recorder:
     def __init__(self, root: nn.Module, decline: Callable[[str], Any]) -> None:
         self._root = root
         self._decline = decline
-        self._paths = {id(module): path for path, module in root.named_modules()}
+        self._paths: dict[int, str] = {}
         self._reads: dict[int, Reads] = {}
         self._seen: set[tuple[int, str]] = set()
         self._functions: list[Any] = []
+        self._fit_classes: set[type[nn.Module]] = set()
         self._facts: dict[tuple[str, Any], Fact] = {}
         self.slots: dict[int, tuple[str, Slot]] = {}
         self._ties: list[tuple[Slot, Slot]] = []
         for path, module in root.named_modules():
-            for kind, slots in (("parameter", vars(module)["_parameters"]), ("buffer", vars(module)["_buffers"])):
+            self._paths[id(module)] = path
+            attributes = _attributes(module)
+            for kind, slots in (("parameter", attributes["_parameters"]), ("buffer", attributes["_buffers"])):
                 for name, tensor in slots.items():
                     if tensor is None:
                         continue
@@ -126,7 +141,7 @@ class Recorder:
         """A call of a submodule: its hooks would run."""
         reads = self._reads.get(id(module)) or self._first_read(module)
         if not reads.called:
-            attributes = vars(module)
+            attributes = _attributes(module)
             for name in HOOKS:
                 if attributes[name]:
                     self._decline(f"submodule '{reads.path}' has hooks ({name})")
@@ -154,9 +169,9 @@ class Recorder:
     def _first_read(self, module: nn.Module) -> Reads:
         path = self._paths.get(id(module), type(module).__name__)
         reads = self._reads[id(module)] = Reads(path, module)
-        if (why := unfit(module)) is not None:
+        if (why := self._unfit(module)) is not None:
             self._decline(f"submodule '{path}' {why}" if module is not self._root else f"the model {why}")
-        attributes = vars(module)
+        attributes = _attributes(module)
         if not _METHODS.isdisjoint(attributes):
             for name in _METHODS.intersection(attributes):
                 if module is not self._root or name != "forward":
@@ -165,8 +180,17 @@ class Recorder:
             reads.missing.add("forward")
         return reads
 
+    def _unfit(self, module: nn.Module) -> str | None:
+        """As ``unfit``, which looks at a class once."""
+        cls = type(module)
+        if cls not in self._fit_classes:
+            if (why := _unfit_class(cls)) is not None:
+                return why
+            self._fit_classes.add(cls)
+        return _unfit_object(_attributes(module))
+
     def _read(self, reads: Reads, name: str, value: Any) -> None:
-        attributes = vars(reads.module)
+        attributes = _attributes(reads.module)
         if name in ("_parameters", "_buffers"):
             # for instance by next(self.parameters()).device: what needs no arithmetic is open to the forward
             for tensor_name in value:

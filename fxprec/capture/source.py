@@ -15,7 +15,10 @@ __all__ = ["SourceLines"]
 _TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STDLIB: Final = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_CHECKPOINT: Final = os.path.join(_TORCH, "utils", "checkpoint.py")
+_CHECKPOINT_FILE: Final = os.path.join(_TORCH, "utils", "checkpoint.py")
+
+#: What a frame is to the search for the user's line; most are nothing.
+_NOTHING, _USER, _CHECKPOINT, _FORWARD, _STOP = range(5)
 
 
 class SourceLines:
@@ -28,6 +31,10 @@ class SourceLines:
     def __init__(self, stop: CodeType) -> None:
         self._stop = stop
         self._is_user: dict[str, bool] = {}
+        #: id of a code object -> what its frames are, and the code object: it must live as long as its id is a key.
+        self._kinds: dict[int, tuple[int, CodeType]] = {id(stop): (_STOP, stop)}
+        #: For each module that is being called: the frame of its call, and what the search found from there outwards.
+        self._calls: list[tuple[FrameType, FrameType | None, FrameType | None, bool]] = []
         self._texts: dict[tuple[str, int], str] = {}
 
     def is_user(self, code: CodeType) -> bool:
@@ -45,21 +52,51 @@ class SourceLines:
 
         In models made of torch's own modules only, no frame is the user's: the innermost ``forward`` stands in.
         """
+        found, forward, checkpoint = self._search(frame)
+        return found or forward, checkpoint
+
+    def enter(self, frame: FrameType) -> None:
+        """``frame`` calls a module: until ``leave``, searches for what lies further out need not go beyond it."""
+        self._calls.append((frame, *self._search(frame)))
+
+    def leave(self) -> None:
+        """The module that was entered last returns."""
+        self._calls.pop()
+
+    def _search(self, frame: FrameType | None) -> tuple[FrameType | None, FrameType | None, bool]:
+        """From ``frame`` outwards: the innermost user frame, the innermost ``forward``, and a checkpoint on the way."""
         found: FrameType | None = None
         forward: FrameType | None = None
         checkpoint = False
-        known = self._is_user  # at hand: this loop runs over some 20 frames for every node
-        while frame is not None and frame.f_code is not self._stop:
-            code = frame.f_code
-            user = known.get(code.co_filename)
-            if user or (user is None and self.is_user(code)):
-                found = found or frame
-            elif code.co_filename == _CHECKPOINT:
-                checkpoint = True
-            elif forward is None and code.co_name == "forward":
-                forward = frame
+        call = self._calls[-1] if self._calls else None
+        end = call and call[0]
+        kinds = self._kinds  # at hand: this loop runs over some ten frames for every node
+        while frame is not None and frame is not end:
+            known = kinds.get(id(frame.f_code))
+            kind = self._kind(frame.f_code) if known is None else known[0]
+            if kind:
+                if kind == _STOP:
+                    return found, forward, checkpoint
+                if kind == _USER:
+                    found = found or frame
+                elif kind == _CHECKPOINT:
+                    checkpoint = True
+                else:
+                    forward = forward or frame
             frame = frame.f_back
-        return found or forward, checkpoint
+        if frame is None or call is None:
+            return found, forward, checkpoint
+        return found or call[1], forward or call[2], checkpoint or call[3]
+
+    def _kind(self, code: CodeType) -> int:
+        if self.is_user(code):
+            kind = _USER
+        elif code.co_filename == _CHECKPOINT_FILE:
+            kind = _CHECKPOINT
+        else:
+            kind = _FORWARD if code.co_name == "forward" else _NOTHING
+        self._kinds[id(code)] = kind, code
+        return kind
 
     def stack_trace(self, frame: FrameType) -> str:
         """One entry in the form of ``traceback``: file, line, function and the source line."""

@@ -40,7 +40,7 @@ from fxprec.capture.call_key import call_key, default_key
 from fxprec.capture.constant_writes import spoiled_constant
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.guards import HOOKS, Guards
-from fxprec.capture.lazy_code import without_code
+from fxprec.capture.lazy_code import holding
 from fxprec.capture.recorder import unfit
 from fxprec.capture.tracer import ForwardTracer
 from fxprec.capture.untouched import ModelState, RandomState
@@ -59,11 +59,13 @@ class StaticCapture:
         gm: the graph; get_attr nodes name parameters and buffers by their path in the model, and hold the same tensors.
         guards: what must still hold for the graph to be right.
         arguments: names of the tensor arguments, in the order of the placeholders.
+        owners: path of each parameter and buffer -> the dict of its module that holds it.
     """
 
     gm: fx.GraphModule
     guards: Guards
     arguments: tuple[str, ...]
+    owners: Mapping[str, dict[str, Any]]
 
 
 def trace_static(
@@ -100,7 +102,8 @@ def trace_static(
         _check_constants(tracer, graph)
         guards = tracer.recorder.guards()
         name = type(root).__name__ if is_module else getattr(forward, "__name__", "function")
-        return StaticCapture(_graph_module(tracer, graph, name, root.training), guards, tuple(tensor_arguments))
+        owners = {slot.path: slot.owner for _, slot in tracer.recorder.slots.values()}
+        return StaticCapture(_graph_module(tracer, graph, name, root.training), guards, tuple(tensor_arguments), owners)
 
 
 def _bound(
@@ -185,7 +188,7 @@ def _graph_module(tracer: ForwardTracer, graph: fx.Graph, name: str, training: b
             used.add(node.target)
         else:  # for instance of `if self.bias is not None`
             graph.erase_node(node)
-    gm = without_code({path: tensor for path, tensor in tracer.attributes.items() if path in used}, graph, name)
+    gm = holding({path: tensor for path, tensor in tracer.attributes.items() if path in used}, graph, name)
     gm.training = training
     return gm
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.proxy import Attribute, Proxy
+from torch.overrides import is_tensor_method_or_property
 
 from fxprec.passes.op_names import canonical_op
 from fxprec.passes.op_table import rule_of
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckedInput", "TracedAttribute", "TracedTensor", "TracedValue"]
 
+#: What fx has more to ask about before it records it.
+_FOR_FX: Final = (torch._C.ScriptMethod, torch._ops.HigherOrderOperator)
 _OWN: Final = frozenset({"tracer", "node", "root", "attr", "_node", "tensor", "rank", "channels"})
 _IN_PLACE: Final = (
     "add",
@@ -58,6 +61,20 @@ class TracedValue(Proxy):
     """What an operation gave: mostly a tensor, but a size or a tuple too."""
 
     tracer: ForwardTracer
+
+    @classmethod
+    def __torch_function__(
+        cls, orig_method: Any, types: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # As fx has it, but for a walk through all arguments in search of different tracers: there is one at a time.
+        if not args or not issubclass(type(args[0]), TracedValue) or isinstance(orig_method, _FOR_FX):
+            return super().__torch_function__(orig_method, types, args, kwargs)
+        tracer, name = args[0].tracer, orig_method.__name__
+        if is_tensor_method_or_property(orig_method):
+            return tracer.create_proxy("call_method", name, args, kwargs or {})
+        return tracer.create_proxy(
+            "call_function", orig_method, args, kwargs or {}, name=tracer.graph._target_to_str(name)
+        )
 
     @property
     def __class__(self) -> type:  # type: ignore[override]

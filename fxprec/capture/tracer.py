@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx import _symbolic_trace
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import has_side_effect
+from torch.fx.traceback import has_preserved_node_meta
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -25,6 +26,7 @@ from fxprec.capture.recorder import Recorder
 from fxprec.capture.source import SourceLines
 from fxprec.capture.traced_value import CheckedInput, TracedTensor, TracedValue
 from fxprec.capture.tripwires import replaced, tripwires
+from fxprec.passes.new_node import new_node
 
 __all__ = ["ForwardTracer", "check_dim"]
 
@@ -82,6 +84,7 @@ class ForwardTracer(fx.Tracer):
         self._real = RealTensorOps(self.decline)
         self._accepted: set[Any] = set()
         self._unpacks: dict[CodeType, dict[int, int]] = {}
+        self._last_module: tuple[str, dict[str, tuple[str, type]]] = "", {}
         self._thread = threading.get_ident()
         namespace = sys.modules.get(getattr(forward, "__module__", None) or "")
         if namespace is not None:  # there, functions imported from math by name are recorded too
@@ -145,7 +148,11 @@ class ForwardTracer(fx.Tracer):
         self.recorder.called(m)
         if isinstance(m, _BatchNorm):
             forward = self._with_recorded_check(m, forward)
-        return super().call_module(m, forward, args, kwargs)
+        self.lines.enter(sys._getframe())
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        finally:
+            self.lines.leave()
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if not isinstance(attr_val, Tensor) or threading.get_ident() != self._thread:
@@ -166,16 +173,27 @@ class ForwardTracer(fx.Tracer):
             self._accept(target)
         elif kind == "call_method" and target in _DECLINED_METHODS:
             self.decline(_DECLINED_METHODS[target])
-        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        if has_preserved_node_meta():  # a GraphModule runs: its nodes hand theirs on
+            node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        else:
+            node = new_node(self.graph, kind, target, args, kwargs, name, type_expr)
         if kind not in ("placeholder", "output"):
             frame, checkpoint = self.lines.user_frame(sys._getframe(1))
             if checkpoint:
                 self.decline("uses activation checkpointing")
-            if frame is not None and not node.stack_trace:
-                node.stack_trace = self.lines.stack_trace(frame)
-            if self.module_stack and "nn_module_stack" not in node.meta:
-                node.meta["nn_module_stack"] = self.module_stack.copy()
+            meta = node.meta
+            if frame is not None and "stack_trace" not in meta:
+                meta["stack_trace"] = self.lines.stack_trace(frame)
+            if self.module_stack and "nn_module_stack" not in meta:
+                meta["nn_module_stack"] = self._stack_of_modules()
         return node
+
+    def _stack_of_modules(self) -> dict[str, tuple[str, type]]:
+        """A copy of fx's stack, one for all nodes of one call: its last key names the call."""
+        last = next(reversed(self.module_stack))
+        if last != self._last_module[0]:
+            self._last_module = last, self.module_stack.copy()
+        return self._last_module[1]
 
     def create_arg(self, a: Any) -> Any:
         kind = type(a)
