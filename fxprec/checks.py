@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,13 +67,14 @@ def refuse_unfit(model: Any, settings: Settings) -> None:
     _refuse_no_kernels(settings)
     if isinstance(model, nn.Module):
         _refuse_module(model)
-        _refuse_weights(type(model).__name__, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+        _refuse_weights(model)
 
 
 def check_module_overrides(policy: Policy, module: nn.Module) -> None:
     """Raise PolicyError for an override of a module path or class that the model does not have, before any capture."""
     of_modules = tuple(override for override in policy.overrides if override.kind == "modules")
-    replace(policy, overrides=of_modules, rules=()).check_matches((), dict(module.named_modules()), ())
+    if of_modules:
+        replace(policy, overrides=of_modules, rules=()).check_matches((), dict(module.named_modules()), ())
 
 
 def _refuse_no_kernels(settings: Settings) -> None:
@@ -141,18 +143,25 @@ def _is_wrapper(module: nn.Module) -> bool:
     return any(base.__module__.startswith(_WRAPPERS.get(base.__name__, "no such module")) for base in bases)
 
 
-def _refuse_weights(name: str, tensors: dict[str, Tensor]) -> None:
+def _refuse_weights(model: nn.Module) -> None:
+    tensors = [*model.parameters(), *model.buffers()]
     if not tensors:
         return
-    quantized = [path for path, tensor in tensors.items() if tensor.is_quantized]
-    if quantized:
+
+    def first(wanted: Callable[[Tensor], bool]) -> str:
+        """Names are looked up where they are needed: most models are converted."""
+        named = chain(model.named_parameters(), model.named_buffers())
+        return next(path for path, tensor in named if wanted(tensor))
+
+    name = type(model).__name__
+    if any(tensor.is_quantized for tensor in tensors):
         raise ConversionError(
-            f"{name}.{quantized[0]} is quantized: fxprec rewrites FP32 models; convert before quantizing"
+            f"{name}.{first(lambda tensor: tensor.is_quantized)} is quantized: fxprec rewrites FP32 models; "
+            "convert before quantizing"
         )
-    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() or tensor.is_complex()}
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
     if not dtypes or torch.float32 in dtypes:
         return
-    first = next(path for path, tensor in tensors.items() if tensor.dtype in dtypes)
     kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if dtypes <= {torch.float16, torch.bfloat16}:
         advice = (
@@ -161,4 +170,5 @@ def _refuse_weights(name: str, tensors: dict[str, Tensor]) -> None:
         )
     else:
         advice = "fxprec lowers float32 only; leave such a model as it is, or convert its float32 parts"
-    raise ConversionError(f"all weights of {name} are {kinds} (such as {first!r}): {advice}")
+    such = first(lambda tensor: tensor.dtype in dtypes)
+    raise ConversionError(f"all weights of {name} are {kinds} (such as {such!r}): {advice}")

@@ -88,7 +88,9 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Pro
 
 def _argument(path: str, taken: set[str]) -> str:
     """A new name for an argument of the generated function: a path such as "blocks.layer-1.weight" is none."""
-    name = base = _NO_NAME.sub("_", path)
+    name = base = path.replace(".", "_")
+    if not base.isidentifier():
+        name = base = _NO_NAME.sub("_", path)
     while name in taken:
         name = f"{base}_{len(taken)}"
     taken.add(name)

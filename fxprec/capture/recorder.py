@@ -127,7 +127,8 @@ class Recorder:
                 value = get(module, name)
             except AttributeError:
                 attributes = get(module, "__dict__")
-                if not any(name in attributes[part] for part in _PARTS):
+                weights, buffers, modules = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
+                if name not in weights and name not in buffers and name not in modules:
                     reads.absent.add(name)
                 raise
             if (id(module), name) not in seen:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.proxy import Attribute, Proxy
-from torch.overrides import is_tensor_method_or_property
 
 from fxprec.passes.op_names import canonical_op
 from fxprec.passes.op_table import rule_of
@@ -70,7 +69,7 @@ class TracedValue(Proxy):
         if not args or not issubclass(type(args[0]), TracedValue) or isinstance(orig_method, _FOR_FX):
             return super().__torch_function__(orig_method, types, args, kwargs)
         tracer, name = args[0].tracer, orig_method.__name__
-        if is_tensor_method_or_property(orig_method):
+        if tracer.is_method(orig_method):
             return tracer.create_proxy("call_method", name, args, kwargs or {})
         return tracer.create_proxy(
             "call_function", orig_method, args, kwargs or {}, name=tracer.graph._target_to_str(name)

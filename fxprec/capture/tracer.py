@@ -18,7 +18,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import has_side_effect
 from torch.fx.traceback import has_preserved_node_meta
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function, is_tensor_method_or_property
 
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.real_tensors import RealTensorOps
@@ -83,6 +83,7 @@ class ForwardTracer(fx.Tracer):
         self._values: dict[str, TracedValue] = {}
         self._real = RealTensorOps(self.decline)
         self._accepted: set[Any] = set()
+        self._is_method: dict[Any, bool] = {}
         self._unpacks: dict[CodeType, dict[int, int]] = {}
         self._last_module: tuple[str, dict[str, tuple[str, type]]] = "", {}
         self._thread = threading.get_ident()
@@ -129,6 +130,12 @@ class ForwardTracer(fx.Tracer):
             if isinstance(self.root, _BatchNorm):
                 forward = self._with_recorded_check(self.root, forward)
             return self.create_arg(forward(*self._arguments.args, **self._arguments.kwargs))
+
+    def is_method(self, function: Any) -> bool:
+        """Whether it is recorded as a call of a tensor's method; torch turns warnings off and on to answer."""
+        if function not in self._is_method:
+            self._is_method[function] = is_tensor_method_or_property(function)
+        return self._is_method[function]
 
     def proxy(self, node: fx.Node) -> TracedValue:
         return TracedValue(node, self)
