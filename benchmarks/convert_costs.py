@@ -118,7 +118,10 @@ def _trace(model: nn.Module, _: Tensor) -> int:
 
 
 class _Through(Tracer):
-    """torch.fx's own tracer, not told to stop at modules of torch.nn: its graph has the nodes that ours has."""
+    """torch.fx's own tracer, not told to stop at modules of torch.nn: its graph has the nodes that ours has.
+
+    It walks through the names of all parameters for each one that is read: its cost is quadratic.
+    """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return False
@@ -327,7 +330,8 @@ def budgets(found: Sequence[Stack], passes: Mapping[int, Mapping[str, float]]) -
             figures = [figure for stack in large if (figure := of(stack, way)) is not None]
             if figures:  # the one that is nearest to its limit
                 value, limit = max(figures, key=lambda each: each[0] / each[1])
-                kept.append(Budget(f"{way}, {what}, per 1,000 nodes", value, limit, " ms"))
+                by = f"by {STANDS_ON[way]} per 1,000 of its nodes"
+                kept.append(Budget(f"{way}, {what}, per 1,000 nodes; {by}", value, limit, " ms"))
     if passes:
         rest = max(times[ALL] - times["fuse"] for times in passes.values())
         kept.append(Budget("all passes but fuse, per 1,000 nodes", rest, PASSES, " ms"))

@@ -159,18 +159,24 @@ def _accuracy(words: Sequence[str], device: str | None, root: pathlib.Path) -> s
 
 
 def _convert(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
-    """A row a stack."""
+    """A row a stack; behind what is ours, what it takes without its passes over the capture that it stands on."""
     _none("convert", words)
     [data] = _found(["convert"], device, root)
     ways = [*dict.fromkeys(way for stack in data["stacks"] for way in stack["seconds"])]
-    rows = [
-        (str(stack["blocks"]), str(stack["nodes"]), *(
-            f"{min(stack['seconds'][way]):.2f}" if way in stack["seconds"] else "" for way in ways
-        ))
-        for stack in data["stacks"]
-    ]  # fmt: skip
-    meaning = f"Seconds on one core, the fastest run; –: beyond {data['limit_s']:g} s, left out"  # noqa: RUF001
-    return f"{_markdown(('blocks', 'nodes', *ways), rows)}\n{meaning}. {_measured([data])}.\n"
+    shares = {*data["stacks"][0]["over_capture"]}
+    columns = [(way, share) for way in ways for share in ([False, True] if way in shares else [False])]
+    rows = []
+    for stack in data["stacks"]:
+        seconds = {way: f"{min(times):.2f}" for way, times in stack["seconds"].items()}
+        over = {way: f"{share:.2f}" for way, share in stack["over_capture"].items() if share is not None}
+        cells = [(over if share else seconds).get(way, "") for way, share in columns]
+        rows.append((str(stack["blocks"]), str(stack["nodes"]), *cells))
+    meaning = (
+        f"Seconds on one core, the fastest run; –: beyond {data['limit_s']:g} s, left out; x: without its passes, over "  # noqa: RUF001
+        "symbolic_trace or dynamo of the same model"
+    )
+    headings = ("blocks", "nodes", *("x" if share else way for way, share in columns))
+    return f"{_markdown(headings, rows)}\n{meaning}. {_measured([data])}.\n"
 
 
 def _convert_budgets(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:

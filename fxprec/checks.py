@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import Graph, GraphModule
 
 from fxprec.errors import ConversionError
 from fxprec.module import is_converted
@@ -25,8 +24,6 @@ _WRAPPERS = {
     "DataParallel": "torch.nn.parallel",
     "FullyShardedDataParallel": "torch.distributed.fsdp",
 }
-#: Attributes that a graph module has beyond those of any module: a weight or submodule of that name has no place in it.
-_OF_GRAPHS = frozenset(dir(GraphModule({}, Graph()))) - frozenset(dir(nn.Module()))
 #: Homes of modules whose weights are packed and quantized: no parameters, that one could see their dtypes.
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized")
 
@@ -35,7 +32,7 @@ def settled_device(model: Any, example_inputs: Any) -> str:
     """The device type that the conversion is for: that of the parameters, else of the example inputs, else "cpu"."""
     tensors: list[Any] = []
     if isinstance(model, nn.Module):
-        tensors += list(model.parameters())
+        tensors += [parameter for module in model.modules() for parameter in module._parameters.values()]
     elif isinstance(model, ExportedProgram):
         tensors += list(model.state_dict.values())
     if isinstance(example_inputs, Mapping):
@@ -113,12 +110,6 @@ def _refuse_module(model: nn.Module) -> None:
         raise ConversionError(
             f"{name} is a TorchScript module, whose graph fxprec cannot read: convert the eager model"
         )
-    for attribute in (*model._parameters, *model._buffers, *model._modules):
-        if attribute in _OF_GRAPHS and not isinstance(model, GraphModule):
-            raise ConversionError(
-                f"{name}.{attribute} has a name that torch.fx.GraphModule needs for itself: rename the attribute, "
-                "or convert a module around the model, such as nn.Sequential(model)"
-            )
     seen: set[type] = set()
     for path, module in model.named_modules():
         if is_converted(module):
@@ -144,7 +135,12 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _refuse_weights(model: nn.Module) -> None:
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [
+        tensor
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    ]
     if not tensors:
         return
 

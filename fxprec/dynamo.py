@@ -20,7 +20,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._C._functorch import maybe_current_level
 from torch.fx import GraphModule
 
-from fxprec.capture.collection import no_collection
+from fxprec.capture.collection import fewer_collections
 from fxprec.locks import CAPTURING
 
 __all__ = ["DynamoCapture", "GraphReceiver", "why_not_now"]
@@ -164,7 +164,7 @@ class _Compiling:
         self.skipped: list[types.CodeType] = []
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with CAPTURING, _configured(), no_collection(), warnings.catch_warnings():
+        with CAPTURING, _configured(), fewer_collections(), warnings.catch_warnings():
             for message in _NOISE:
                 warnings.filterwarnings("ignore", message=message)
             self._backend.listen()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.capture.lazy_code import without_code
+from fxprec.capture.lazy_code import refuse_names, without_code
 from fxprec.passes.ir import clean_path
 
 __all__ = ["Arguments", "own_graph"]
@@ -69,6 +69,7 @@ def _name_weights(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str
             rest.append(position)
             continue
         name, kind = known
+        refuse_names([name])
         prefix = prefix or _frame_prefix(node, name)
         with gm.graph.inserting_before(node):
             weight = gm.graph.create_node("get_attr", name, name="p_" + name.replace(".", "_"))

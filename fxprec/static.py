@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxprec.capture.collection import no_collection
+from fxprec.capture.collection import fewer_collections
 from fxprec.capture.trace import CaptureDeclined, StaticCapture, call_key, default_key, trace_static
 from fxprec.locks import CAPTURING
 from fxprec.program import Program
@@ -107,7 +107,7 @@ class StaticGraphs:
             for entry in of_names.get(constants, ()):
                 if entry.serves(tensors):
                     return entry
-        with CAPTURING, _disable_current_modes(), no_collection():
+        with CAPTURING, _disable_current_modes(), fewer_collections():
             return self._trace(module, names, constants, tensors)
 
     def _trace(

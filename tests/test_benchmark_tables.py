@@ -59,8 +59,13 @@ def results(tmp_path: pathlib.Path) -> pathlib.Path:
     }
     save("accuracy-bfloat16-digits", accuracy, root)
     stacks = [
-        {"blocks": 12, "nodes": 134, "seconds": {"convert": [0.5, 0.25], "torch.compile": [30.0]}},
-        {"blocks": 50, "nodes": 552, "seconds": {"convert": [1.0]}},
+        {
+            "blocks": 12,
+            "nodes": 134,
+            "seconds": {"convert": [0.5, 0.25], "torch.compile": [30.0]},
+            "over_capture": {"convert": 2.5},
+        },
+        {"blocks": 50, "nodes": 552, "seconds": {"convert": [1.0]}, "over_capture": {"convert": None}},
     ]
     budgets = [
         {"what": "fuse", "value": 123.4, "limit": 300.0, "unit": " ms", "met": True},
@@ -107,8 +112,8 @@ def test_accuracy(results):
 def test_convert(results):
     text, count = rendered(page("convert", "convert-budgets"), results)
     assert count == 2 and text.count(MEASURED) == 2
-    assert "| blocks | nodes | convert | torch.compile |\n" in text
-    assert "| 12 | 134 | 0.25 | 30.00 |\n| 50 | 552 | 1.00 | – |\n" in text  # noqa: RUF001
+    assert "| blocks | nodes | convert | x | torch.compile |\n" in text
+    assert "| 12 | 134 | 0.25 | 2.50 | 30.00 |\n| 50 | 552 | 1.00 | – | – |\n" in text  # noqa: RUF001
     assert "| fuse | 123 ms | 300 ms | met |\n| x | 4.4 x | 1.2 x | **missed** |\n" in text
 
 

@@ -46,30 +46,6 @@ def test_a_model_inside_fsdp1():
     assert type(wrapped) is FullyShardedDataParallel
 
 
-@pytest.mark.parametrize("name", ["graph", "code", "meta", "_graph"])
-@pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
-def test_names_that_a_graph_module_needs_for_itself(name, kind):
-    class Net(nn.Module):
-        def forward(self, x):
-            mine = getattr(self, name)
-            return mine(x) if kind == "module" else x * mine
-
-    model = Net()
-    if kind == "module":
-        model.add_module(name, nn.Linear(2, 2))
-    elif kind == "buffer":
-        model.register_buffer(name, torch.full((2,), 3.0))
-    else:
-        model.register_parameter(name, nn.Parameter(torch.full((2,), 3.0)))
-    x = torch.randn(3, 2)
-    expected = model(x)
-    with pytest.raises(fxprec.ConversionError, match=rf"Net\.{name} has a name .* rename the attribute, or convert"):
-        fxprec.convert(model)
-    assert type(model) is Net
-    around, _ = fxprec.convert(nn.Sequential(model))  # as the message says
-    torch.testing.assert_close(around(x), expected, rtol=0.02, atol=0.02)
-
-
 @pytest.mark.filterwarnings("ignore:.*quant")
 @pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.LSTM(4, 4)])
 def test_quantized_models(layer):

@@ -257,6 +257,102 @@ def test_stack_traces_name_the_line_that_called_however_modules_are_nested() -> 
     assert calls["sigmoid_1"] == ["inside", "inside.2"]
 
 
+def test_lines_and_modules_after_a_submodule_that_raised() -> None:
+    class Refusing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.exp()
+            raise KeyError("caught outside")
+
+    class Catching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.refusing = Refusing()
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.refusing(x)
+            except KeyError:
+                return x + 1
+
+    gm = trace_static(Catching(), ("x",), {}).gm
+    lines = {node.name: node.stack_trace.splitlines()[1].strip() for node in gm.graph.nodes if node.stack_trace}
+    assert lines == {"exp": "x = x.exp()", "add": "return x + 1"}
+
+
+def test_the_stack_of_modules_is_what_fx_says_it_is() -> None:
+    class Twice(nn.Module):
+        """Calls one submodule twice, and itself once."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.Sequential(nn.ReLU(), nn.Sigmoid())
+
+        def forward(self, x: Tensor, again: bool = True) -> Tensor:
+            x = self.act(self.act(x)) + 1
+            return self(x, False) if again else x * 2
+
+    ours = trace_static(Twice(), ("x",), {}).gm.graph
+    tracer = fx.Tracer()
+    tracer.is_leaf_module = lambda *_: False  # type: ignore[method-assign]
+    theirs = tracer.trace(Twice(), {"again": True})
+    stacks = [{node.name: node.meta.get("nn_module_stack") for node in graph.nodes} for graph in (ours, theirs)]
+    assert stacks[0] == {name: stacks[1][name] for name in stacks[0]}  # theirs asserts that `again` is True, too
+    assert [*stacks[0]["mul"]] == [""] and [*stacks[0]["sigmoid_1"]] == ["act@1", "act.1@1"]
+
+
+class TestTorchFunctions:
+    """Each way in which a call reaches a stand-in is recorded as fx records it."""
+
+    @pytest.mark.parametrize(
+        "forward",
+        [
+            lambda x: torch.add(x, 2, alpha=3),
+            lambda x: torch.add(input=x, other=2),
+            lambda x: torch.add(2, x),
+            lambda x: torch.cat([x, x], dim=-1),
+            lambda x: torch.where(x > 0, x, 0.0),
+            lambda x: x.exp().add(x, alpha=2),
+            lambda x: F.gelu(x, approximate="tanh"),
+            lambda x: F.linear(input=x, weight=x),
+            lambda x: x.T @ x,
+        ],
+    )
+    def test_it_is_recorded_as_by_fx(self, forward) -> None:
+        ours = trace_static(forward, ("x",), {}).gm.graph
+        theirs = fx.symbolic_trace(forward).graph
+        assert [(n.op, n.name, n.target, str(n.args), str(n.kwargs)) for n in ours.nodes] == [
+            (n.op, n.name, n.target, str(n.args), str(n.kwargs)) for n in theirs.nodes
+        ]
+
+    def test_a_traced_value_that_an_earlier_trace_left_behind(self) -> None:
+        left: list[Tensor] = []
+
+        class Keeping(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                left.append(x.cos())
+                return torch.mul(x, left[0]) if self.training else torch.mul(left[0], x)
+
+        model = Keeping()
+        graph = trace_static(model, ("x",), {}).gm.graph
+        nodes = len(graph.nodes)
+        for mode in (True, False):
+            with pytest.raises(CaptureDeclined, match=r"an earlier trace left behind, at .*left\[0\]"):
+                trace_static(model.train(mode), ("x",), {})
+        with pytest.raises(CaptureDeclined, match="earlier trace left behind"):
+            left[0] * 2
+        assert len(graph.nodes) == nodes
+
+
+def test_tied_weights_live_where_the_first_of_them_does() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    owners = trace_static(model, ("input",), {}).owners
+    assert {path: owner["weight"] is model[0].weight for path, owner in owners.items()} == {
+        "0.weight": True, "0.bias": True,
+    }  # fmt: skip
+    assert all(owner is model[0]._parameters for owner in owners.values())
+
+
 def test_stack_traces_name_the_function() -> None:
     def halve(x: Tensor) -> Tensor:
         return x.reshape(2, -1)

@@ -146,10 +146,12 @@ class _Hooks:
 
 class _Missing:
     def __init__(self, reads: Sequence[Reads]) -> None:
-        names = [(vars(read.module), name, read) for read in reads for name in sorted(read.missing | read.absent)]
+        names = [(vars(read.module), name, read) for read in reads for name in sorted(read.missing)]
         for read in reads:
-            for part in ("_parameters", "_buffers", "_modules"):
-                names += [(vars(read.module)[part], name, read) for name in sorted(read.absent)]
+            for name in sorted(read.absent):
+                attributes = vars(read.module)
+                scopes = (attributes, attributes["_parameters"], attributes["_buffers"], attributes["_modules"])
+                names += [(scope, name, read) for scope in scopes]
         self._labels = [read.label(name) for _, name, read in names]
         self._scopes = [scope for scope, _, _ in names]
         self._names = [name for _, name, _ in names]

@@ -6,14 +6,19 @@ asks for the graph. ``torch.fx`` calls such a module lazy: it writes its source 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-__all__ = ["holding", "with_code", "without_code"]
+from fxprec.errors import ConversionError
+
+__all__ = ["holding", "refuse_names", "with_code", "without_code"]
+
+#: Attributes that graph modules have beyond those of any module.
+_OF_GRAPHS: Final = frozenset(dir(_LazyGraphModule({}, Graph()))) - frozenset(dir(nn.Module()))
 
 
 def without_code(root: nn.Module | dict[str, Any], graph: Graph, name: str = "GraphModule") -> GraphModule:
@@ -21,8 +26,26 @@ def without_code(root: nn.Module | dict[str, Any], graph: Graph, name: str = "Gr
     return _LazyGraphModule(root, graph, name)
 
 
+def refuse_names(paths: Iterable[str]) -> None:
+    """Raise ConversionError for weights of a model that have no place in a graph module, such as ``meta.weight``."""
+    for path in paths:
+        attribute = path.partition(".")[0]
+        if attribute in _OF_GRAPHS:
+            raise ConversionError(
+                f"the model's weight '{path}' cannot be part of a graph: torch.fx.GraphModule needs the name "
+                f"{attribute!r} for itself. Rename that attribute, or convert a module of yours that calls the model"
+            )
+
+
 def holding(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModule:
-    """``without_code(tensors, graph, name)``, which fx would fill by walking down from the top for every tensor."""
+    """``without_code(tensors, graph, name)``, where fx would walk down from the top for every tensor.
+
+    Parameters and modules are in the order of the mapping.
+
+    Raises:
+        ConversionError: a path begins with an attribute of graph modules.
+    """
+    refuse_names(tensors)
     gm = _LazyGraphModule({}, Graph(), name)
     modules: dict[str, nn.Module] = {"": gm}
     for path, tensor in tensors.items():

@@ -65,7 +65,7 @@ class TracedValue(Proxy):
     def __torch_function__(
         cls, orig_method: Any, types: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # As fx has it, but for a walk through all arguments in search of different tracers: there is one at a time.
+        # As fx has it, but for a walk through all arguments in search of other tracers: create_arg meets them.
         if not args or not issubclass(type(args[0]), TracedValue) or isinstance(orig_method, _FOR_FX):
             return super().__torch_function__(orig_method, types, args, kwargs)
         tracer, name = args[0].tracer, orig_method.__name__

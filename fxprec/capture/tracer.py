@@ -85,7 +85,8 @@ class ForwardTracer(fx.Tracer):
         self._accepted: set[Any] = set()
         self._is_method: dict[Any, bool] = {}
         self._unpacks: dict[CodeType, dict[int, int]] = {}
-        self._last_module: tuple[str, dict[str, tuple[str, type]]] = "", {}
+        self._last_module: tuple[str | None, dict[str, tuple[str, type]]] = None, {}  # the model itself is ""
+        self._ended = False
         self._thread = threading.get_ident()
         namespace = sys.modules.get(getattr(forward, "__module__", None) or "")
         if namespace is not None:  # there, functions imported from math by name are recorded too
@@ -111,8 +112,11 @@ class ForwardTracer(fx.Tracer):
         """Trace, through functions given to ``torch.fx.wrap`` too: as leaves, what they compute would stay unseen."""
         wrapped = _symbolic_trace._wrapped_fns_to_patch
         leaves = {key: scope for key, scope in wrapped.items() if key[1] not in scope}  # builtins, such as len
-        with replaced([(_symbolic_trace, "_wrapped_fns_to_patch", leaves)]):
-            return super().trace(root, concrete_args)
+        try:
+            with replaced([(_symbolic_trace, "_wrapped_fns_to_patch", leaves)]):
+                return super().trace(root, concrete_args)
+        finally:
+            self._ended = True
 
     # -- what fx calls ---------------------------------------------------------------------------------------------
 
@@ -176,6 +180,8 @@ class ForwardTracer(fx.Tracer):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
+        if self._ended:
+            self.decline("uses a traced value that an earlier trace left behind")
         if kind == "call_function" and target not in self._accepted:
             self._accept(target)
         elif kind == "call_method" and target in _DECLINED_METHODS:
@@ -199,7 +205,7 @@ class ForwardTracer(fx.Tracer):
         """A copy of fx's stack, one for all nodes of one call: its last key names the call."""
         last = next(reversed(self.module_stack))
         if last != self._last_module[0]:
-            self._last_module = last, self.module_stack.copy()
+            self._last_module = last, dict(self.module_stack)
         return self._last_module[1]
 
     def create_arg(self, a: Any) -> Any:
@@ -207,6 +213,8 @@ class ForwardTracer(fx.Tracer):
         if kind in _PLAIN or kind is fx.Node:
             return a
         if issubclass(kind, fx.Proxy):
+            if a.tracer is not self:
+                self.decline("uses a traced value that an earlier trace left behind")
             return a.node
         if kind is tuple or kind is torch.Size:
             return tuple([self.create_arg(element) for element in a])
