@@ -157,13 +157,18 @@ class ForwardTracer(fx.Tracer):
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         self.recorder.called(m)
+        forward = m.forward  # past Module.__call__, which runs hooks: there are none
         if isinstance(m, _BatchNorm):
             forward = self._with_recorded_check(m, forward)
+        path = self.path_of_module(m)
+        calls = self.num_calls[path] = self.num_calls.get(path, -1) + 1
+        self.module_stack[f"{path}@{calls}" if calls else path] = path, type(m)
         self.lines.enter(sys._getframe())
         try:
-            return super().call_module(m, forward, args, kwargs)
+            return forward(*args, **kwargs)
         finally:
             self.lines.leave()
+            self.module_stack.popitem()
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if not isinstance(attr_val, Tensor) or threading.get_ident() != self._thread:
