@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import log
+from math import inf, log
 from typing import Any, Final
 from unittest import mock
 
@@ -46,8 +46,9 @@ LINEAR: Final = 1.1
 #: Names of two sums in the table of passes: the whole pipeline as convert runs it, and fuse where it forms regions.
 ALL: Final = "all with checks"
 REGIONS: Final = "regions"
-#: Seconds after which a measurement is not repeated.
-_REPEAT_WITHIN: Final = 5.0
+#: How often a measurement is repeated, and after how many seconds of it no more.
+_ROUNDS: Final = 5
+_REPEAT_WITHIN: Final = 12.0
 #: Nodes of a stack below which its capture is dominated by what happens once.
 _SMALL: Final = 500
 
@@ -84,23 +85,6 @@ def synthetic(nodes: int) -> GraphModule:
         x = graph.call_function(torch.add, (x, h))
     graph.output(x)
     return GraphModule(root, graph)
-
-
-def samples(
-    work: Callable[[Any], object], prepare: Callable[[], Any], clock: Callable[[], float]
-) -> tuple[list[float], int | None]:
-    """Seconds of three runs, of a long one fewer, each on something new; and the number of nodes, where it is given."""
-    found: list[float] = []
-    nodes: int | None = None
-
-    def run(on: Any) -> None:
-        nonlocal nodes
-        given = work(on)
-        nodes = given if isinstance(given, int) else None
-
-    while len(found) < 3 and sum(found) < _REPEAT_WITHIN:
-        found.append(seconds(partial(run, prepare()), clock))
-    return found, nodes
 
 
 def seconds(function: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
@@ -219,21 +203,32 @@ def stacks(blocks: Sequence[int], limit: float, ways: Sequence[str] = tuple(WAYS
     before: Stack | None = None
     for count in sorted(blocks):
         stack = Stack(count)
-        for way in ways:
-            last = None if before is None else before.best(way)
-            if before is not None and (last is None or last * count / before.blocks > limit):
-                continue
-            clock = time.perf_counter if way in BY_WALL_CLOCK else time.process_time
-            with _passes_timed() as spent:
-                times, nodes = samples(lambda model: WAYS[way](model, x), lambda: Mlp(count), clock)  # noqa: B023
-            stack.seconds[way] = times
-            if nodes is not None:
-                stack.captured[way] = nodes
-            if way in STANDS_ON:
-                fastest = stack.seconds[way].index(min(stack.seconds[way]))
-                stack.nodes, stack.passes[way] = spent[fastest]
+        due = [way for way in ways if before is None or _expected(before, way, count) <= limit]
+        for _ in range(_ROUNDS):  # in turns: what slows the machine for a while slows one round of all
+            for way in due:
+                if sum(stack.seconds.get(way, [])) < _REPEAT_WITHIN:
+                    _sample(stack, way, x)
         before = stack
         yield stack
+
+
+def _expected(before: Stack, way: str, count: int) -> float:
+    """Seconds, by those of the stack before; what was left out there stays out."""
+    last = before.best(way)
+    return inf if last is None else last * count / before.blocks
+
+
+def _sample(stack: Stack, way: str, x: Tensor) -> None:
+    """Time one way once more, on a new model."""
+    nodes: list[object] = []
+    model = Mlp(stack.blocks)
+    with _passes_timed() as spent:
+        clock = time.perf_counter if way in BY_WALL_CLOCK else time.process_time
+        stack.seconds.setdefault(way, []).append(seconds(lambda: nodes.append(WAYS[way](model, x)), clock))
+    if isinstance(nodes[0], int):
+        stack.captured[way] = nodes[0]
+    if way in STANDS_ON and stack.seconds[way][-1] == stack.best(way):
+        stack.nodes, stack.passes[way] = spent[-1]
 
 
 @contextmanager
@@ -257,11 +252,11 @@ def _passes_timed() -> Iterator[list[tuple[int, float]]]:
 def pass_times(nodes: int) -> dict[str, float]:
     """Milliseconds per 1,000 nodes: of each pass, ``ALL`` and ``REGIONS``, on a synthetic graph.
 
-    The fastest of three runs, of long ones fewer; with the collector as convert has it.
+    The fastest of five runs, of long ones fewer; with the collector as convert has it.
     """
     runs: list[dict[str, float]] = []
     started = time.process_time()
-    while len(runs) < 3 and (not runs or time.process_time() - started < _REPEAT_WITHIN):
+    while len(runs) < _ROUNDS and (not runs or time.process_time() - started < _REPEAT_WITHIN):
         with fewer_collections():
             runs.append(_pass_times(nodes))
     return {name: min(run[name] for run in runs) for name in runs[0]}

@@ -85,8 +85,10 @@ def test_what_would_take_too_long_is_left_out(monkeypatch):
     found = [*stacks([4, 2, 8], limit=10.0, ways=("slow", "quick"))]
     assert [each.blocks for each in found] == [2, 4, 8]
     assert [[*each.seconds] for each in found] == [["slow", "quick"], ["slow", "quick"], ["quick"]]
-    assert found[0].seconds["slow"] == [4.0, 4.0]  # and not a third time: that is more than five seconds
-    assert ran.count(("quick", 8)) == 3
+    assert found[0].seconds["slow"] == [4.0, 4.0, 4.0]  # and not a fourth time: that is more than twelve seconds
+    in_turns = [("slow", 2), ("quick", 2)] * 3 + [("quick", 2)] * 2
+    assert [each for each in ran if each[1] == 2] == in_turns
+    assert ran.count(("quick", 8)) == 5
 
 
 @pytest.mark.slow
