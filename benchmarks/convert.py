@@ -3,9 +3,9 @@
     python -m benchmarks convert [--layers 12 50 200] [--nodes 1000 10000 100000] [--limit 60]
 
 On one core, in seconds of the processor (torch.compile, which starts compilers, by the wall clock). First table: stacks
-of pre-norm blocks, each way to get a graph: torch.fx's tracer told to go through modules, as ours does (it looks
-through all names for each weight: quadratic); ``symbolic_trace``, which stops at them, and ``convert`` (no inputs);
-dynamo's capture alone and ``convert`` on it (at the first call); ``torch.export``; and torch.compile with inductor
+of pre-norm blocks, each way to get a graph: ``symbolic_trace``, which stops at modules of torch.nn, and ``convert`` (no
+inputs); dynamo's capture alone and ``convert`` on it (at the first call); torch.fx's tracer told to go through modules,
+as ours does (it looks through all names for each weight: quadratic); ``torch.export``; and torch.compile with inductor
 (forward and backward, from an empty cache). What would take longer than the limit, by what the stack before it took,
 is left out. "x": what convert takes besides its passes, over symbolic_trace or dynamo of the same model. "nodes": of
 the graph that the passes are given, weights among them.
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     measured = environment(device)
     console = Console(width=None if sys.stdout.isatty() else 160)
     with one_core():
-        stacked = [*stacks(options.layers, options.limit)]
+        stacked = stacks(options.layers, options.limit)
         if stacked:
             console.print(stack_table(stacked, options.limit))
         pass_times(200)  # imports and caches

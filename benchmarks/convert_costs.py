@@ -33,8 +33,8 @@ from fxprec.passes.runner import PIPELINE, run_passes
 from fxprec.shapes import propagate_shapes
 
 __all__ = [
-    "ALL", "REGIONS", "STANDS_ON", "WAYS", "Budget", "Mlp", "Stack", "budgets", "derivations", "exponent", "pass_times",
-    "stacks", "synthetic",
+    "ALL", "GROUPS", "REGIONS", "STANDS_ON", "WAYS", "Budget", "Mlp", "Stack", "budgets", "derivations", "exponent",
+    "pass_times", "stacks", "synthetic",
 ]  # fmt: skip
 
 #: DESIGN's budgets, per 1,000 nodes: convert without its passes over the capture alone; milliseconds for all passes but
@@ -139,19 +139,21 @@ def _compile(model: nn.Module, x: Tensor) -> None:
         torch.compile(model)(x).sum().backward()
 
 
-#: The ways to get a graph, each giving how many nodes it has, where that is known; what is ours stands on the capture
-#: before it (``STANDS_ON``).
+#: The ways to get a graph, each giving how many nodes it has, where that is known.
 WAYS: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
-    "fx, through modules": _trace_through,
     "symbolic_trace": _trace,
     "convert": lambda model, _: fxprec.convert(model, capture="symbolic"),
     "dynamo": _dynamo,
     "convert, dynamo": lambda model, x: fxprec.convert(model, (x,), capture="dynamo"),
+    "fx, through modules": _trace_through,
     "torch.export": lambda model, x: torch.export.export(model, (x,)),
     "torch.compile": _compile,
 }
 #: Ours -> the capture that it stands on.
 STANDS_ON: Final = {"convert": "symbolic_trace", "convert, dynamo": "dynamo"}
+#: Ways that are compared with one another take turns.
+GROUPS: Final = (("symbolic_trace", "convert"), ("fx, through modules",), ("dynamo", "convert, dynamo"),
+                 ("torch.export",), ("torch.compile",))  # fmt: skip
 #: It compiles in other processes.
 BY_WALL_CLOCK: Final = ("torch.compile",)
 
@@ -195,21 +197,24 @@ class Stack:
         return besides and (besides[0] + 1e6 * self.passes[way] / self.nodes, besides[1] + PASSES + FUSE)
 
 
-def stacks(blocks: Sequence[int], limit: float, ways: Sequence[str] = tuple(WAYS)) -> Iterator[Stack]:
-    """Time each way on stacks of more and more blocks, until it would take more than ``limit`` seconds."""
+def stacks(blocks: Sequence[int], limit: float, groups: Sequence[Sequence[str]] = GROUPS) -> list[Stack]:
+    """Time each way on stacks of more and more blocks, until it would take more than ``limit`` seconds.
+
+    The ways of a group take turns, five rounds: what slows the machine for a while slows one round of all of them. One
+    group comes after the other, since a compiler leaves memory in pieces, and a graph in pieces is slow to walk.
+    """
     x = torch.randn(2, 16)
-    for way in ways:
-        WAYS[way](Mlp(1), x)  # imports and caches
-    before: Stack | None = None
-    for count in sorted(blocks):
-        stack = Stack(count)
-        due = [way for way in ways if before is None or _expected(before, way, count) <= limit]
-        for _ in range(_ROUNDS):  # in turns: what slows the machine for a while slows one round of all
-            for way in due:
-                if sum(stack.seconds.get(way, [])) < _REPEAT_WITHIN:
-                    _sample(stack, way, x)
-        before = stack
-        yield stack
+    found = [Stack(count) for count in sorted(blocks)]
+    for group in groups:
+        for way in group:
+            WAYS[way](Mlp(1), x)  # imports and caches
+        for before, stack in zip([None, *found], found, strict=False):
+            due = [way for way in group if before is None or _expected(before, way, stack.blocks) <= limit]
+            for _ in range(_ROUNDS):
+                for way in due:
+                    if sum(stack.seconds.get(way, [])) < _REPEAT_WITHIN:
+                        _sample(stack, way, x)
+    return found
 
 
 def _expected(before: Stack, way: str, count: int) -> float:
