@@ -145,6 +145,7 @@ def _converted(
     *,
     own: bool = False,
     low: bool = False,
+    compiled: bool = False,
     inside: bool = False,
     whole: bool = False,
     **options: Any,
@@ -154,6 +155,7 @@ def _converted(
     Args:
         own: fxprec's optimizer, which clips in its step; otherwise torch's fused one.
         low: low gradients.
+        compiled: update by compiled loops.
         inside: the loss is converted with the model, as one graph.
         whole: the step is captured.
         options: of ``fxprec.convert``.
@@ -165,7 +167,7 @@ def _converted(
         model, scaler = fxprec.convert(model, batches[0][:-1], dtype=setup.dtype, **options)
     if own:
         optimizer: torch.optim.Optimizer = fxprec.optim.AdamW(
-            model.parameters(), lr=setup.lr, max_norm=setup.clip, low_gradients=low
+            model.parameters(), lr=setup.lr, max_norm=setup.clip, low_gradients=low, compiled=compiled
         )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=setup.lr, fused=True)
@@ -202,6 +204,11 @@ _TABLE: Final = (
     Variant("o1", "fxprec O1, torch's AdamW(fused=True)", _converted),
     Variant("o1-own", "fxprec O1, its AdamW", partial(_converted, own=True)),
     Variant("o1-low", "fxprec O1, its AdamW, low gradients", partial(_converted, own=True, low=True)),
+    Variant(
+        "o1-compiled", "fxprec O1, its AdamW(compiled=True), low gradients",
+        partial(_converted, own=True, low=True, compiled=True), devices=("cpu",),
+        why="compiled=True is for CPUs; on a GPU the update is one kernel in any case",
+    ),
     Variant("o1-loss", "fxprec O1 with the loss inside, its AdamW", partial(_converted, own=True, inside=True)),
     Variant("o2", "fxprec O2, torch's AdamW(fused=True)", partial(_converted, level="O2")),
     Variant("o2-own", "fxprec O2, its AdamW", partial(_converted, level="O2", own=True)),

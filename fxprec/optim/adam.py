@@ -39,12 +39,16 @@ class Adam(OnePass, torch.optim.Adam):
         seed: of the rounding; None: drawn from torch's generator. Saved with the state.
         low_gradients: let gradients of lowered weights stay in the low dtype: no cast, half the bytes. Only this
             optimizer can read them. Not under DDP, nor with ``fxprec.accumulate`` unless "accumulate" is given.
+        compiled: on CPUs update large FP32 parameters by a loop that inductor compiles in the first step, which takes
+            some seconds and a C++ compiler. Elsewhere kernels are compiled in any case.
 
-    Arithmetic: without ``max_norm`` in FP32 what ``torch.optim.Adam(fused=True)`` computes, bit for bit on a CPU.
+    Arithmetic: without ``max_norm`` in FP32 what ``torch.optim.Adam(fused=True)`` computes, on a CPU bit for bit;
+    ``compiled`` differs in the last places.
 
     Raises:
-        ValueError: a hyper-parameter out of range, ``foreach=True``, ``fused=False``. RuntimeError: low gradients and a
-            torch without ``Tensor.grad_dtype``.
+        ValueError: a hyper-parameter out of range, ``foreach=True``, ``fused=False``, ``compiled`` with a
+            ``state_dtype``. RuntimeError: low gradients and a torch without ``Tensor.grad_dtype``; in the first step:
+            no compiler.
 
     Sources: torch.optim.Adam; Kingma and Ba, "Adam", ICLR 2015; stochastic rounding: Gupta et al., "Deep Learning with
     Limited Numerical Precision", ICML 2015.
@@ -69,8 +73,11 @@ class Adam(OnePass, torch.optim.Adam):
         state_dtype: torch.dtype | None = None,
         seed: int | None = None,
         low_gradients: bool | str = False,
+        compiled: bool = False,
     ) -> None:
         self._rounding = Rounding.of(state_dtype, seed)
+        if compiled and self._rounding is not None:
+            raise ValueError("compiled=True has no loop for a state_dtype: leave one of them out")
         torch.optim.Adam.__init__(
             self,
             params,
@@ -85,7 +92,7 @@ class Adam(OnePass, torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         self._keep_seed()
-        self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients)
+        self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled)
 
     def _update(
         self,
@@ -103,12 +110,14 @@ class Adam(OnePass, torch.optim.Adam):
         lists |= {"params": owners, "grads": gradients}
         rounding = None if self._rounding is None else replace(self._rounding, seed=group[_SEED])
         everywhere = self._places(owners)
-        for part in parts_of(lists):
+        for part in parts_of(lists, self.compiled):
             places = [everywhere[i] for i in part.places] if everywhere else []
             scale, flag = step.on(part.device)
-            if part.triton:
+            if part.kernel == "triton":
                 key, shadows = (id(group), *part.key), step.copies.for_kernel(part.owners)
                 adam_launch(self._plans, key, group, part.lists, shadows, scale, flag, rounding, places)
+            elif part.kernel == "compiled":
+                self._loops.adam(part, group, scale, flag, step.copies)
             else:
                 self._torch.adam(part, group, scale, flag, rounding, places, step.copies)
 
@@ -182,6 +191,7 @@ class AdamW(Adam, torch.optim.AdamW):
         state_dtype: torch.dtype | None = None,
         seed: int | None = None,
         low_gradients: bool | str = False,
+        compiled: bool = False,
     ) -> None:
         Adam.__init__(
             self,
@@ -201,4 +211,5 @@ class AdamW(Adam, torch.optim.AdamW):
             state_dtype=state_dtype,
             seed=seed,
             low_gradients=low_gradients,
+            compiled=compiled,
         )

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fxprec.optim.compiled_loop import why_no_loop
+from fxprec.optim.compiled_update import CompiledUpdates
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients, end_low_gradients
 from fxprec.optim.shadow_copies import ShadowCopies
@@ -35,7 +37,7 @@ from fxprec.scaling.gradients import local, parameters_of, summed
 __all__ = ["OnePass", "Step"]
 
 #: Arguments of a whole optimizer, which torch would keep in a group without a word.
-_OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients")
+_OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients", "compiled")
 
 _is_sparse = attrgetter("is_sparse")
 
@@ -78,6 +80,7 @@ class OnePass(Optimizer):
 
     _takes_sparse: ClassVar[bool] = False
     max_norm: float | None = None
+    compiled: bool = False
     _low_gradients: str | None = None
 
     def _become_one_pass(
@@ -87,6 +90,7 @@ class OnePass(Optimizer):
         fused: bool | None,
         differentiable: bool,
         low_gradients: bool | str,
+        compiled: bool,
     ) -> None:
         """After the constructor of the torch optimizer, which was told ``fused=True``."""
         if foreach or fused is False or differentiable:
@@ -98,7 +102,8 @@ class OnePass(Optimizer):
         if max_norm is not None and not (isinstance(max_norm, Real) and max_norm > 0):
             raise ValueError(f"max_norm must be a number greater than 0, not {max_norm!r}; None: no clipping")
         self.max_norm = None if max_norm is None else float(max_norm)
-        self._plans, self._torch = Plans(), TorchUpdates()
+        self.compiled = bool(compiled)
+        self._plans, self._torch, self._loops = Plans(), TorchUpdates(), CompiledUpdates()
         self._low_gradients = checked_low_gradients(low_gradients)
         if self._low_gradients:
             ask_for_low_gradients(parameters_of(self), self._low_gradients)
@@ -106,14 +111,18 @@ class OnePass(Optimizer):
             end_low_gradients(parameters_of(self))
 
     def implementations(self) -> dict[str, int]:
-        """Which kernels a step takes, and for how many parameters: ours, or torch's and why."""
+        """Which kernels a step takes, and for how many parameters: ours, a compiled loop, or torch's and why."""
         found: Counter[str] = Counter()
         for group in self.param_groups:
             for parameter in group["params"]:
                 held = local(parameter)
                 gradient = held if parameter.grad is None else local(parameter.grad)
                 reason = why_not(held, gradient, self._state_dtype(parameter, group))
-                found["Triton, one pass" if reason is None else f"torch ({reason})"] += 1
+                kernel = "Triton, one pass" if reason is None else f"torch ({reason})"
+                if reason is not None and self.compiled:
+                    reason = why_no_loop(held, gradient)
+                    kernel = "compiled, one pass" if reason is None else f"torch ({reason})"
+                found[kernel] += 1
         return dict(found)
 
     def check_gradients(self, scale: Tensor | None) -> GradientCheck:
@@ -125,13 +134,14 @@ class OnePass(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's pickles leave out what is neither state nor group."""
-        kept = ("max_norm", "_low_gradients", "_rounding", "_plans", "_torch")
+        kept = ("max_norm", "compiled", "_low_gradients", "_rounding", "_plans", "_torch", "_loops")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept if name in self.__dict__}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or a pickle; and of ``load_state_dict``, whose state has no say in low gradients."""
         super().__setstate__(state)
         self.__dict__.setdefault("_torch", TorchUpdates())  # of a pickle from before there was any
+        self.__dict__.setdefault("_loops", CompiledUpdates())
         if asked := state.get("_low_gradients"):
             ask_for_low_gradients(parameters_of(self), asked)
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fxprec.optim.compiled_loop import why_no_loop
 from fxprec.optim.triton_update import serves, takes
 from fxprec.scaling.gradients import local
 
 __all__ = ["Part", "parts_of"]
+
+Kernel = Literal["triton", "compiled", "torch"]
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 _dtype = operator.attrgetter("dtype")
@@ -27,13 +31,13 @@ class Part:
         lists: "params", "grads", and the states by their names.
         owners: the parameters themselves (DTensors where they are).
         places: positions in the lists that were split.
-        triton: whether our kernels take it; torch's do otherwise.
+        kernel: what updates it: our Triton kernels, a loop that inductor compiles, or torch's fused kernels.
     """
 
     lists: dict[str, list[Tensor]]
     owners: list[Tensor]
     places: Sequence[int]
-    triton: bool
+    kernel: Kernel
 
     @property
     def device(self) -> torch.device:
@@ -44,17 +48,17 @@ class Part:
         return self.device, self.lists["params"][0].dtype, self.lists["grads"][0].dtype
 
 
-def parts_of(lists: dict[str, list[Tensor]]) -> Iterator[Part]:
-    """Split ``lists``, which hold "params" and "grads"."""
+def parts_of(lists: dict[str, list[Tensor]], compiled: bool = False) -> Iterator[Part]:
+    """Split ``lists``, which hold "params" and "grads"; ``compiled``: compiled loops are asked for."""
     owners = lists["params"]
     plain = _PLAIN.issuperset(map(type, owners))  # with them their gradients and states; else there are DTensors
     held = lists if plain else {name: [*map(local, tensors)] for name, tensors in lists.items()}
-    split = _split(held)
-    for (*_, low), chosen in split.items():
+    split = _split(held, compiled and not torch.compiler.is_compiling())
+    for (*_, kernel), chosen in split.items():
         whole = len(split) == 1
         part = held if whole else _taken(held, chosen)
         part_owners = owners if whole else [owners[i] for i in chosen]
-        yield Part(part, part_owners, chosen, low is not None)
+        yield Part(part, part_owners, chosen, kernel)
 
 
 def _taken(lists: dict[str, list[Tensor]], chosen: Sequence[int]) -> dict[str, list[Tensor]]:
@@ -62,19 +66,23 @@ def _taken(lists: dict[str, list[Tensor]], chosen: Sequence[int]) -> dict[str, l
 
 
 def _split(
-    lists: dict[str, list[Tensor]],
-) -> Mapping[tuple[torch.device, torch.dtype, torch.dtype | None], Sequence[int]]:
-    """(device, dtype of the parameters, that of the gradients where our kernels run) -> positions."""
+    lists: dict[str, list[Tensor]], compiled: bool
+) -> Mapping[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], Sequence[int]]:
+    """(device, dtype of the parameters, that of the gradients where our kernels run, what updates) -> positions."""
     params, grads = lists["params"], lists["grads"]
     places = [*map(_place, params)]
     distinct = {*places}
     served = {device for device, _ in distinct if serves(device)}
-    if not served and len(distinct) == 1:  # on a CPU, without a look at each
-        return {(*places[0], None): range(len(params))}
+    if not served and not compiled and len(distinct) == 1:  # on a CPU, without a look at each
+        return {(*places[0], None, "torch"): range(len(params))}
     states = next((tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")), None)
     state_dtypes = [None] * len(params) if states is None else [*map(_dtype, states)]
-    split: dict[tuple[torch.device, torch.dtype, torch.dtype | None], list[int]] = {}
+    split: dict[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], list[int]] = {}
     for i, (device, dtype) in enumerate(places):
-        ours = device in served and takes(params[i], grads[i], state_dtypes[i])
-        split.setdefault((device, dtype, grads[i].dtype if ours else None), []).append(i)
+        kernel: Kernel = "torch"
+        if device in served and takes(params[i], grads[i], state_dtypes[i]):
+            kernel = "triton"
+        elif compiled and why_no_loop(params[i], grads[i]) is None:
+            kernel = "compiled"
+        split.setdefault((device, dtype, grads[i].dtype if kernel == "triton" else None, kernel), []).append(i)
     return split

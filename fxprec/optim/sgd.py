@@ -25,7 +25,7 @@ class SGD(OnePass, torch.optim.SGD):
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
         foreach, fused, differentiable: None or what torch's fused implementation takes; others are refused.
-        max_norm, low_gradients: as for ``fxprec.optim.Adam``.
+        max_norm, low_gradients, compiled: as for ``fxprec.optim.Adam``.
 
     Sparse gradients are taken, as by torch's, by its implementation for one tensor.
 
@@ -52,11 +52,12 @@ class SGD(OnePass, torch.optim.SGD):
         fused: bool | None = None,
         max_norm: float | None = None,
         low_gradients: bool | str = False,
+        compiled: bool = False,
     ) -> None:
         torch.optim.SGD.__init__(
             self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True
         )
-        self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients)
+        self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled)
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
         return owner.dtype if group["momentum"] else None
@@ -97,11 +98,13 @@ class SGD(OnePass, torch.optim.SGD):
         step: Step,
         first: bool,
     ) -> None:
-        for part in parts_of(lists):
+        for part in parts_of(lists, self.compiled):
             scale, flag = step.on(part.device)
-            if part.triton:
+            if part.kernel == "triton":
                 key, shadows = (id(group), *part.key), step.copies.for_kernel(part.owners)
                 sgd_launch(self._plans, key, group, part.lists, shadows, scale, flag, first)
+            elif part.kernel == "compiled":
+                self._loops.sgd(part, group, scale, flag, first, step.copies)
             else:
                 self._torch.sgd(part, group, scale, flag, first, step.copies)
 

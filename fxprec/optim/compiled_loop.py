@@ -1,0 +1,141 @@
+"""One loop over the elements of a parameter, compiled by inductor: the update of Adam or SGD, and the shadow's.
+
+Gradients of any float dtype are read, each tensor once, and the parameter's new value is written twice::
+
+    load gradient, parameter, moments -> update in FP32 registers -> store parameter, moments, shadow
+
+Hyper-parameters are a tensor that it reads, so there is one loop for each set of dtypes and kind of update. It takes
+some seconds to compile, and is kept by inductor's cache on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.tensor_lists import is_dense
+
+__all__ = ["LEAST", "Loop", "compiled", "why_no_loop"]
+
+#: Elements from which a loop of its own pays; below, torch's kernels take many parameters in one call.
+LEAST: Final = 1 << 16
+
+#: Elements of the tensors that inductor sees: enough that it divides the loop among threads.
+_EXAMPLE: Final = 1 << 22
+
+_GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What one compiled loop computes.
+
+    Attributes:
+        kind: Adam's update or SGD's.
+        decay: how the weight decay enters.
+        nesterov: of SGD.
+        dtypes: of the tensors, by the names of their arguments.
+    """
+
+    kind: Literal["adam", "sgd"]
+    decay: Literal["", "l2", "decoupled"]
+    nesterov: bool
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+
+    def __call__(self, scalars: Tensor, *tensors: Tensor) -> tuple[()]:
+        """Update flat tensors of one length; ``scalars`` [5 or 8], FP32."""
+        update = _adam if self.kind == "adam" else _sgd
+        names = (name for name, _ in self.dtypes)
+        update(self, scalars.unbind(), **dict(zip(names, tensors, strict=True)))
+        return ()
+
+
+def _adam(
+    loop: Loop,
+    scalars: Sequence[Tensor],
+    params: Tensor,
+    grads: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
+    shadow: Tensor | None = None,
+) -> None:
+    scale, decay, share, beta2, share2, correction, eps, size = scalars
+    gradient = grads.float() * scale
+    if loop.decay == "l2":
+        gradient = gradient + params * decay
+    param = params * decay if loop.decay == "decoupled" else params
+    first = torch.lerp(exp_avg, gradient, share)
+    second = exp_avg_sq * beta2 + gradient * share2 * gradient
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+    if max_exp_avg_sq is not None:
+        second = torch.maximum(max_exp_avg_sq, second)
+        max_exp_avg_sq.copy_(second)
+    _write(param - first * size / (second.sqrt() * correction + eps), params, shadow)
+
+
+def _sgd(
+    loop: Loop,
+    scalars: Sequence[Tensor],
+    params: Tensor,
+    grads: Tensor,
+    momentum_buffer: Tensor | None = None,
+    shadow: Tensor | None = None,
+) -> None:
+    scale, decay, momentum, share, rate = scalars
+    gradient = grads.float() * scale
+    if loop.decay == "l2":
+        gradient = gradient + params * decay
+    if momentum_buffer is not None:
+        kept = momentum_buffer * momentum + gradient * share
+        momentum_buffer.copy_(kept)
+        gradient = gradient + kept * momentum if loop.nesterov else kept
+    _write(params - gradient * rate, params, shadow)
+
+
+def _write(values: Tensor, params: Tensor, shadow: Tensor | None) -> None:
+    params.copy_(values)
+    if shadow is not None:
+        shadow.copy_(values)
+
+
+@functools.cache
+def compiled(loop: Loop, _threads: int) -> Callable[..., Any]:
+    """The loop for flat tensors of any one length; ``_threads``: of torch, whose number inductor asks for.
+
+    Raises:
+        RuntimeError: inductor could not compile it.
+    """
+    scalars = torch.empty(8 if loop.kind == "adam" else 5)
+    examples: list[Any] = [scalars, *(torch.empty(_EXAMPLE, dtype=dtype) for _, dtype in loop.dtypes)]
+    try:
+        from torch._inductor import standalone_compile  # a second to import, and few ask for it
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        graph = make_fx(loop, tracing_mode="symbolic")(*examples)
+        return cast(Callable[..., Any], standalone_compile(graph, examples, dynamic_shapes="from_graph"))
+    except Exception as error:
+        raise RuntimeError(
+            f"compiled=True: inductor could not compile the update of {dict(loop.dtypes)}: "
+            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}. It wants a C++ compiler (g++ or clang++, "
+            "or what the environment variable CXX names); without compiled=True torch's fused kernels update"
+        ) from error
+
+
+def why_no_loop(param: Tensor, gradient: Tensor) -> str | None:
+    """Why torch's kernels update a parameter, local as its gradient is, though loops are asked for; None: one does."""
+    if param.device.type != "cpu":
+        return f"on {param.device.type}"
+    if param.dtype is not torch.float32 or gradient.dtype not in _GRADIENTS:
+        return f"{param.dtype} with a gradient of {gradient.dtype}"
+    if gradient.layout is not torch.strided:
+        return "sparse gradient"
+    if param.numel() < LEAST:
+        return f"fewer than {LEAST} elements"
+    return None if is_dense(param) else "not dense in memory"

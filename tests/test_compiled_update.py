@@ -1,0 +1,211 @@
+"""Compiled loops: as near to FP64 as torch's fused kernels, large parameters only, shadows written, errors before."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxprec
+from fxprec.optim import SGD, Adam, AdamW, compiled_loop, compiled_update
+from fxprec.optim.compiled_update import CompiledUpdates
+from fxprec.optim.parts import parts_of
+from fxprec.optim.shadow_copies import ShadowCopies
+from fxprec.testing import count_casts
+
+BOTH = ((130, 7), (33,))
+#: (class, torch's, options, dtype of the gradients). Few, since each is compiled.
+CASES = {
+    "adamw": (AdamW, torch.optim.AdamW, {"weight_decay": 0.1}, torch.bfloat16),
+    "adam": (Adam, torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True, "maximize": True}, torch.float32),
+    "sgd": (SGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, torch.float32),
+    "sgd-dampened": (SGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}, torch.float32),
+    "sgd-plain": (SGD, torch.optim.SGD, {}, torch.bfloat16),
+}
+needs_low_gradients = pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="wants Tensor.grad_dtype")
+
+
+@pytest.fixture(autouse=True)
+def least(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Loops for what has as many elements."""
+    monkeypatch.setattr(compiled_loop, "LEAST", 100)
+    return 100
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in BOTH]
+
+
+def give(params: list[nn.Parameter], step: int, dtype: torch.dtype, low: torch.dtype | None = None) -> None:
+    generator = torch.Generator().manual_seed(1 + step)
+    for param in params:
+        gradient = torch.randn(param.shape, generator=generator).to(torch.bfloat16).to(dtype)
+        if low is torch.bfloat16:
+            param.grad_dtype = low
+        param.grad = gradient.to(low or dtype)
+
+
+def tensors(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = (state for param in params for state in optimizer.state[param].values())
+    return [*params, *(state for state in states if isinstance(state, Tensor))]
+
+
+def kept(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_within_twice_torchs_error_of_float64(name: str):
+    ours, theirs, options, low = CASES[name]
+    if low is torch.bfloat16 and not hasattr(Tensor, "grad_dtype"):
+        low = torch.float32
+    a, b, exact = parameters(), parameters(), parameters(torch.float64)
+    mine, fused, reference = (
+        ours(a, lr=0.1, compiled=True, **options),
+        theirs(b, lr=0.1, fused=True, **options),
+        theirs(exact, lr=0.1, **options),
+    )
+    assert mine.implementations() == {"compiled, one pass": 1, "torch (fewer than 100 elements)": 1}
+    for step in range(5):
+        give(a, step, torch.float32, low)
+        give(b, step, torch.float32)
+        give(exact, step, torch.float64)
+        for optimizer in (mine, fused, reference):
+            optimizer.step()
+
+    def errors(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[float]:
+        pairs = zip(tensors(params, optimizer), tensors(exact, reference), strict=True)
+        return [float((x.detach().double() - y.detach()).square().mean()) ** 0.5 for x, y in pairs]
+
+    for ours_, torchs, size in zip(errors(a, mine), errors(b, fused), tensors(exact, reference), strict=True):
+        assert ours_ <= 2 * torchs + 1e-8 * float(size.detach().abs().max())
+
+
+def test_a_parameter_in_any_order_of_memory_and_a_gradient_in_another():
+    options: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+    for strided in (False, True):
+        weights = []
+        for compiled in (False, True):
+            generator = torch.Generator().manual_seed(0)
+            param = nn.Parameter(torch.randn(6, 5, 4, 3, generator=generator).to(memory_format=torch.channels_last))
+            optimizer = SGD([param], lr=0.1, compiled=compiled, **options)
+            for _ in range(2):
+                gradient = torch.randn(param.shape, generator=generator)
+                param.grad = gradient if strided else gradient.contiguous(memory_format=torch.channels_last)
+                optimizer.step()
+            weights.append(param.detach())
+        torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=1e-6)
+
+
+@needs_low_gradients
+def test_a_converted_model_trains_on_and_casts_no_weight():
+    losses: dict[bool, list[float]] = {}
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, scaler = fxprec.convert(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)))
+        optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.1, low_gradients=True, compiled=compiled)
+        x = torch.randn(4, 16)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.setdefault(compiled, []).append(loss.item())
+        if compiled:
+            assert optimizer.implementations() == {"compiled, one pass": 2, "torch (fewer than 100 elements)": 2}
+        with count_casts() as casts:
+            model(x)
+        assert casts.weights == casts.refreshes == 0
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+    assert losses[True][2] < losses[True][0]
+
+
+def test_a_divisor_is_divided_by_and_a_skipped_step_changes_nothing():
+    a, b = parameters(), parameters()
+    mine = Adam(a, lr=0.1, compiled=True, **CASES["adam"][2])
+    plain = torch.optim.Adam(b, lr=0.1, fused=True, **CASES["adam"][2])
+    mine_scaler, torchs = fxprec.LossScaler("cpu", 64.0), torch.amp.GradScaler("cpu", 64.0)
+    for step, bad in ((0, False), (1, True), (2, False)):
+        for params, optimizer, scaler in ((a, mine, mine_scaler), (b, plain, torchs)):
+            scaler.scale(torch.zeros((), requires_grad=True))
+            give(params, step, torch.float32)
+            for param in params:
+                assert param.grad is not None
+                param.grad.mul_(float("inf") if bad else scaler.get_scale())
+            before = kept(tensors(params, optimizer))
+            scaler.step(optimizer)
+            scaler.update()
+            assert bad == all(map(torch.equal, before, tensors(params, optimizer))) or not before
+    for x, y in zip(tensors(a, mine), tensors(b, plain), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_a_flag_that_was_not_read_before_is_read(name: str):
+    """That of a step whose other parameters are on an accelerator: the optimizer does not wait for it."""
+    ours, _, options, _ = CASES[name]
+    params = parameters()[:1]
+    optimizer = ours(params, lr=0.1, compiled=True, **options)
+    give(params, 0, torch.float32)
+    optimizer.step()
+    state = {name: [value] for name, value in optimizer.state[params[0]].items()}
+    (part,) = parts_of({"params": [*params], "grads": [params[0].grad], **state}, compiled=True)
+    assert part.kernel == "compiled"
+    before, rest = kept(tensors(params, optimizer)), [] if name == "adam" else [False]
+    update = getattr(CompiledUpdates(), name)
+    for flag in (1.0, 0.0):
+        with ShadowCopies(params) as copies:
+            update(part, optimizer.param_groups[0], None, torch.tensor(flag), *rest, copies)
+        assert flag == all(map(torch.equal, before, tensors(params, optimizer)))
+
+
+def test_checkpoints_copies_and_pickles_go_on():
+    a, b = parameters(), parameters()
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+    mine, plain = SGD(a, compiled=True, **options), torch.optim.SGD(b, fused=True, **options)
+    give(a, 0, torch.float32)
+    mine.step()
+    plain.load_state_dict(mine.state_dict())
+    again = SGD(b, compiled=True, **options)
+    again.load_state_dict(plain.state_dict())
+    for copied in (again, copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+        assert copied.compiled and "compiled, one pass" in copied.implementations()
+        params = copied.param_groups[0]["params"]
+        give(params, 1, torch.float32)
+        before = kept(params)
+        copied.step()
+        assert not any(map(torch.equal, before, params))
+
+
+def test_without_a_compiler_it_says_so_and_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("no working C++ compiler found")
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", fails)
+    monkeypatch.setattr(compiled_update, "compiled", compiled_loop.compiled.__wrapped__)
+    params = parameters()
+    optimizer = AdamW(params, compiled=True)
+    give(params, 0, torch.float32)
+    before = kept(params)
+    with pytest.raises(RuntimeError, match=r"no working C\+\+ compiler found. It wants a C\+\+ compiler .*CXX"):
+        optimizer.step()
+    assert all(map(torch.equal, before, params))
+    assert all(state["step"].item() == 0 for state in optimizer.state.values())
+
+
+def test_what_has_no_loop():
+    params = parameters()
+    with pytest.raises(ValueError, match="compiled=True has no loop for a state_dtype"):
+        AdamW(params, compiled=True, state_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="compiled in a parameter group"):
+        AdamW([{"params": params, "compiled": True}])
+    wide = nn.Parameter(torch.ones(200, dtype=torch.float64))
+    gaps = nn.Parameter(torch.ones(200, 2)[:, 0])
+    found = SGD([wide, gaps], lr=0.1, compiled=True).implementations()
+    assert found == {"torch (torch.float64 with a gradient of torch.float64)": 1, "torch (not dense in memory)": 1}
