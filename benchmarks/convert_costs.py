@@ -204,12 +204,12 @@ def stacks(blocks: Sequence[int], limit: float, groups: Sequence[Sequence[str]] 
     group comes after the other, since a compiler leaves memory in pieces, and a graph in pieces is slow to walk.
     """
     x = torch.randn(2, 16)
-    found = [Stack(count) for count in sorted(blocks)]
+    found = [Stack(count) for count in sorted({*blocks})]
     for group in groups:
         for way in group:
             WAYS[way](Mlp(1), x)  # imports and caches
-        for before, stack in zip([None, *found], found, strict=False):
-            due = [way for way in group if before is None or _expected(before, way, stack.blocks) <= limit]
+        for i, stack in enumerate(found):
+            due = [way for way in group if _expected(found[:i], way, stack.blocks) <= limit]
             for _ in range(_ROUNDS):
                 for way in due:
                     if sum(stack.seconds.get(way, [])) < _REPEAT_WITHIN:
@@ -217,10 +217,16 @@ def stacks(blocks: Sequence[int], limit: float, groups: Sequence[Sequence[str]] 
     return found
 
 
-def _expected(before: Stack, way: str, count: int) -> float:
-    """Seconds, by those of the stack before; what was left out there stays out."""
-    last = before.best(way)
-    return inf if last is None else last * count / before.blocks
+def _expected(before: Sequence[Stack], way: str, count: int) -> float:
+    """Seconds, by how they grew over the last two stacks, linearly at least; what was left out before stays out."""
+    times = [(stack.blocks, best) for stack in before if (best := stack.best(way)) is not None]
+    if len(times) < len(before):
+        return inf
+    if not times:
+        return 0.0
+    slope = max(1.0, exponent(*map(list, zip(*times[-2:], strict=True)))) if len(times) > 1 else 1.0
+    blocks, last = times[-1]
+    return last * (count / blocks) ** slope
 
 
 def _sample(stack: Stack, way: str, x: Tensor) -> None:

@@ -94,6 +94,10 @@ class Samples:
 
     rounds: tuple[tuple[float, ...], ...]
 
+    def __add__(self, later: Samples) -> Samples:
+        """With later rounds."""
+        return Samples(self.rounds + later.rounds)
+
     @property
     def all(self) -> list[float]:
         return sorted(each for one in self.rounds for each in one)

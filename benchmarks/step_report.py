@@ -77,6 +77,7 @@ class Comparison:
     setup: Setup
     schedule: Schedule
     device_name: str
+    builds: int = 1
     rows: list[Row] = field(default_factory=list)
 
     @cached_property
@@ -132,7 +133,8 @@ class Comparison:
             "model": workload.name, "size": workload.size, "shape": workload.shape, "dtype": self.dtype,
             "clip": self.setup.clip, "parameters": workload.parameters(), "flops": self.flops,
             "estimate_ms": None if workload.estimate is None else asdict(workload.estimate),
-            "schedule": asdict(self.schedule), "noise": self.noise if math.isfinite(self.noise) else None,
+            "schedule": asdict(self.schedule), "builds": self.builds,
+            "noise": self.noise if math.isfinite(self.noise) else None,
             "variants": {row.name: self._row_as_dict(row) for row in self.rows},
         }  # fmt: skip
 
@@ -191,7 +193,9 @@ class Comparison:
 
     def _caption(self) -> str:
         schedule, twins = self.schedule, self.twins()
-        parts = [f"{schedule.rounds} rounds of {schedule.steps} steps; above 1 the row is faster"]
+        rounds = max((len(row.samples.rounds) for row in self.rows if row.samples is not None), default=0)
+        built = f", built {self.builds} times" if self.builds > 1 else ""
+        parts = [f"{rounds} rounds of {schedule.steps} steps{built}; above 1 the row is faster"]
         if twins:
             pairs = ", ".join(f"{name} {ratio.value:.3f}" for name, ratio in twins.items())
             parts.append(f"noise {self.noise:.1%} ({pairs}): '=' is within it")

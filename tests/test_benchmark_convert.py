@@ -81,25 +81,26 @@ def test_exponents():
 
 
 def test_what_would_take_too_long_is_left_out(monkeypatch):
-    """By what the stack before it took; once left out it stays out."""
+    """By what the stacks before it took; once left out it stays out."""
     ran: list[tuple[str, int]] = []
 
-    def way(name, cost):
+    def way(name, cost, power=1):
         def run(model: Mlp, x: torch.Tensor) -> None:
             ran.append((name, len(model.blocks)))
-            clock[0] += cost * len(model.blocks)
+            clock[0] += cost * len(model.blocks) ** power
 
         return run
 
     clock = [0.0]
+    ways = {"slow": way("slow", 2.0), "quick": way("quick", 0.125), "square": way("square", 0.25, 2)}
     monkeypatch.setattr(convert_costs.time, "process_time", lambda: clock[0])
-    monkeypatch.setattr(convert_costs, "WAYS", {"slow": way("slow", 2.0), "quick": way("quick", 0.125)})
-    found = stacks([4, 2, 8], limit=10.0, groups=[("slow", "quick")])
+    monkeypatch.setattr(convert_costs, "WAYS", ways)
+    found = stacks([4, 2, 8, 4], limit=10.0, groups=[("slow", "quick"), ("square",)])
     assert [each.blocks for each in found] == [2, 4, 8]
-    assert [[*each.seconds] for each in found] == [["slow", "quick"], ["slow", "quick"], ["quick"]]
+    assert [[*each.seconds] for each in found] == [["slow", "quick", "square"], ["slow", "quick", "square"], ["quick"]]
     assert found[0].seconds["slow"] == [4.0, 4.0, 4.0]  # and not a fourth time: that is more than twelve seconds
     in_turns = [("slow", 2), ("quick", 2)] * 3 + [("quick", 2)] * 2
-    assert [each for each in ran if each[1] == 2] == in_turns
+    assert [each for each in ran if each[1] == 2] == in_turns + [("square", 2)] * 5
     assert ran.count(("quick", 8)) == 5
 
 

@@ -196,21 +196,50 @@ def test_what_a_cpu_compiles():
     assert not plan.unserved(VARIANTS["compile"], resnet, Setup(torch.device("cuda")))
 
 
+def watched(variant, made: list[Step]):
+    """The variant, whose steps are remembered."""
+
+    def build(workload, setup):
+        made.append(variant.build(workload, setup))
+        return made[-1]
+
+    return replace(variant, build=build, counted=False)
+
+
 def test_all_have_done_the_same_steps():
     made: list[Step] = []
-
-    def watched(variant):
-        def build(workload, setup):
-            made.append(variant.build(workload, setup))
-            return made[-1]
-
-        return replace(variant, build=build, counted=False)
-
     plan = replace(ONE_STEP, schedule=Schedule(warm_up=3, rounds=2, steps=2, settle=1))
-    found = step.compare(MLP, [watched(VARIANTS[name]) for name in (BASELINE, "o1-own")], Setup(CPU), plan)
+    found = step.compare(MLP, [watched(VARIANTS[name], made) for name in (BASELINE, "o1-own")], Setup(CPU), plan)
     assert [each.done for each in made[:2]] == [plan.schedule.total + 1, plan.schedule.total]  # counted after, once
     assert {len(row.losses) for row in found.rows} == {2}
     assert all(row.first is not None and 0 < row.first < 60 for row in found.rows)
+
+
+def test_builds_are_new_models_in_another_order_and_their_rounds_are_pooled():
+    made: list[Step] = []
+    plan = replace(ONE_STEP, schedule=Schedule(warm_up=1, rounds=4, steps=1, settle=0), builds=3, twice=())
+    chosen = [watched(VARIANTS[name], made) for name in (BASELINE, "o1", "o1-own")]
+    found = step.compare(MLP, chosen, Setup(CPU), plan)
+    ours = [isinstance(each.optimizer, fxprec.optim.AdamW) for each in made]
+    assert ours == [False, False, True, False, False, True, True, False, False]  # as ``order`` has them
+    assert len({id(each) for each in made}) == 9
+    assert [len(row.samples.rounds) for row in found.rows] == [6, 6, 6]  # two of each build
+    assert {len(row.losses) for row in found.rows} == {2} and "built 3 times" in report(found)
+    assert found.as_dict()["builds"] == 3
+
+
+def test_a_variant_that_fails_when_it_is_built_again_has_no_figures():
+    made: list[Step] = []
+
+    def build(workload, setup):
+        if made:
+            raise OSError("no memory")
+        made.append(VARIANTS["o1"].build(workload, setup))
+        return made[0]
+
+    plan = replace(ONE_STEP, builds=2, twice=())
+    [base, again] = step.compare(MLP, [VARIANTS[BASELINE], Variant("o1", "x", build)], Setup(CPU), plan).rows
+    assert len(base.samples.rounds) == 2 and again.samples is None and again.failed and "no memory" in again.trouble
 
 
 def test_kernels_are_counted_without_copies(monkeypatch):

@@ -39,15 +39,15 @@ class Adam(OnePass, torch.optim.Adam):
         seed: of the rounding; None: drawn from torch's generator. Saved with the state.
         low_gradients: let gradients of lowered weights stay in the low dtype: no cast, half the bytes. Only this
             optimizer can read them. Not under DDP, nor with ``fxprec.accumulate`` unless "accumulate" is given.
-        compiled: on CPUs update large FP32 parameters by a loop that inductor compiles in the first step, which takes
-            some seconds and a C++ compiler. Elsewhere kernels are compiled in any case.
+        compiled: on CPUs update large FP32 parameters by loops that inductor compiles when a step first needs them,
+            some seconds each; wants a C++ compiler. No other device is concerned.
 
     Arithmetic: without ``max_norm`` in FP32 what ``torch.optim.Adam(fused=True)`` computes, on a CPU bit for bit;
     ``compiled`` differs in the last places.
 
     Raises:
         ValueError: a hyper-parameter out of range, ``foreach=True``, ``fused=False``, ``compiled`` with a
-            ``state_dtype``. RuntimeError: low gradients and a torch without ``Tensor.grad_dtype``; in the first step:
+            ``state_dtype``. RuntimeError: low gradients and a torch without ``Tensor.grad_dtype``; ``compiled``, and
             no compiler.
 
     Sources: torch.optim.Adam; Kingma and Ba, "Adam", ICLR 2015; stochastic rounding: Gupta et al., "Deep Learning with

@@ -4,8 +4,8 @@ Gradients of any float dtype are read, each tensor once, and the parameter's new
 
     load gradient, parameter, moments -> update in FP32 registers -> store parameter, moments, shadow
 
-Hyper-parameters are a tensor that it reads, so there is one loop for each set of dtypes and kind of update. It takes
-some seconds to compile, and is kept by inductor's cache on disk.
+Hyper-parameters are a tensor that it reads, so a process wants one loop for each set of dtypes and kind of update. It
+takes some seconds to compile, and is kept by inductor's cache on disk.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from fxprec.kernels.tensor_lists import is_dense
+from fxprec.locks import CAPTURING
 
-__all__ = ["LEAST", "Loop", "compiled", "why_no_loop"]
+__all__ = ["LEAST", "Loop", "check_compiler", "compiled", "why_no_loop"]
 
 #: Elements from which a loop of its own pays; below, torch's kernels take many parameters in one call.
 LEAST: Final = 1 << 16
 
 #: Elements of the tensors that inductor sees: enough that it divides the loop among threads.
 _EXAMPLE: Final = 1 << 22
+
+#: A length that no vector divides, for which each loop runs once before it is used.
+_ODD: Final = 77
 
 _GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,27 +111,50 @@ def _write(values: Tensor, params: Tensor, shadow: Tensor | None) -> None:
         shadow.copy_(values)
 
 
+def check_compiler() -> None:
+    """Before any step.
+
+    Raises:
+        RuntimeError: inductor finds no C++ compiler.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler  # a second to import, and few ask for it
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        raise RuntimeError(
+            f"compiled=True wants a C++ compiler for parameters on a CPU ({error}): install g++ or clang++, name one "
+            "by the environment variable CXX, or leave compiled out: torch's fused kernels update then"
+        ) from error
+
+
 @functools.cache
-def compiled(loop: Loop, _threads: int) -> Callable[..., Any]:
-    """The loop for flat tensors of any one length; ``_threads``: of torch, whose number inductor asks for.
+def compiled(loop: Loop, threads: int) -> Callable[..., Any]:
+    """The loop for flat tensors of any one length on the CPU, by as many threads.
 
     Raises:
         RuntimeError: inductor could not compile it.
     """
-    scalars = torch.empty(8 if loop.kind == "adam" else 5)
-    examples: list[Any] = [scalars, *(torch.empty(_EXAMPLE, dtype=dtype) for _, dtype in loop.dtypes)]
-    try:
-        from torch._inductor import standalone_compile  # a second to import, and few ask for it
-        from torch.fx.experimental.proxy_tensor import make_fx
+    with CAPTURING, _disable_current_modes():  # those of the caller, which count operators, are not to be traced
+        try:
+            from torch._inductor import standalone_compile
+            from torch.fx.experimental.proxy_tensor import make_fx
 
-        graph = make_fx(loop, tracing_mode="symbolic")(*examples)
-        return cast(Callable[..., Any], standalone_compile(graph, examples, dynamic_shapes="from_graph"))
-    except Exception as error:
-        raise RuntimeError(
-            f"compiled=True: inductor could not compile the update of {dict(loop.dtypes)}: "
-            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}. It wants a C++ compiler (g++ or clang++, "
-            "or what the environment variable CXX names); without compiled=True torch's fused kernels update"
-        ) from error
+            count = 8 if loop.kind == "adam" else 5
+            dtypes = [dtype for _, dtype in loop.dtypes]
+            scalars = torch.ones(count, dtype=torch.float32, device="cpu")
+            examples: list[Any] = [scalars, *(torch.empty(_EXAMPLE, dtype=dtype, device="cpu") for dtype in dtypes)]
+            graph = make_fx(loop, tracing_mode="symbolic")(*examples)
+            # Inductor's cache on disk may hold a loop for other threads: before torch 2.13 only this is in its key.
+            options = {"config_patches": {"cpp.threads": threads, "freezing": False}}
+            run = standalone_compile(graph, examples, dynamic_shapes="from_graph", options=options)
+            run(scalars, *(torch.ones(_ODD, dtype=dtype, device="cpu") for dtype in dtypes))
+        except Exception as error:
+            raise RuntimeError(
+                f"compiled=True: inductor could not compile the update of {dict(loop.dtypes)}; leave it out, and "
+                f"torch's fused kernels update: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            ) from error
+    return cast(Callable[..., Any], run)
 
 
 def why_no_loop(param: Tensor, gradient: Tensor) -> str | None:
@@ -138,4 +167,6 @@ def why_no_loop(param: Tensor, gradient: Tensor) -> str | None:
         return "sparse gradient"
     if param.numel() < LEAST:
         return f"fewer than {LEAST} elements"
+    if type(param) not in (Tensor, Parameter) and is_traceable_wrapper_subclass(param):
+        return f"a {type(param).__name__}, which has no memory of its own"
     return None if is_dense(param) else "not dense in memory"

@@ -52,7 +52,7 @@ class CompiledUpdates:
         """Adam or AdamW, in place; arguments as for ``TorchUpdates.adam``.
 
         Raises:
-            RuntimeError: a loop cannot be compiled; nothing has changed.
+            RuntimeError: as ``_calls``; of this part nothing has changed.
         """
         if found_inf is not None and found_inf.item():
             return
@@ -95,18 +95,19 @@ def _adam_scalars(group: Mapping[str, Any], scale: float, step: float) -> Tensor
         group["eps"],
         lr / (1 - beta1**step),
     ]
-    return torch.tensor(numbers, dtype=torch.float32)
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 def _sgd_scalars(group: Mapping[str, Any], scale: float, first: bool) -> Tensor:
     share = 1.0 if first else 1 - group["dampening"]
     numbers = scale, group["weight_decay"], group["momentum"], share, group["lr"]
-    return torch.tensor([*map(float, numbers)], dtype=torch.float32)
+    return torch.tensor([*map(float, numbers)], dtype=torch.float32, device="cpu")
 
 
 def _scale(group: Mapping[str, Any], divisor: Tensor | None) -> float:
     """What gradients are multiplied by."""
-    return (-1.0 if group["maximize"] else 1.0) / (1.0 if divisor is None else divisor.item())
+    scale = 1.0 if divisor is None else divisor.reciprocal().item()  # of 0 it is inf, as for torch's kernels
+    return -scale if group["maximize"] else scale
 
 
 @contextlib.contextmanager
@@ -116,7 +117,11 @@ def _calls(
     copies: ShadowCopies,
     loop: Callable[..., Loop],
 ) -> Iterator[list[Callable[[Tensor], object]]]:
-    """A call for each parameter, which takes the scalars. All are compiled before the first runs."""
+    """A call for each parameter, which takes the scalars. All are compiled before the first runs.
+
+    Raises:
+        RuntimeError: a loop cannot be compiled, or a state lies elsewhere: loops go by addresses.
+    """
     threads = torch.get_num_threads()
     calls: list[Callable[[Tensor], object]] = []
     late: list[tuple[Tensor, Tensor]] = []
@@ -126,6 +131,11 @@ def _calls(
             tensors["shadow"] = shadow
         elif shadow is not None:
             late.append((shadow, lists["params"][i]))
+        if elsewhere := [f"{name} on {tensor.device}" for name, tensor in tensors.items() if not tensor.is_cpu]:
+            raise RuntimeError(
+                f"parameter of shape {tuple(lists['params'][i].shape)} on cpu, {', '.join(elsewhere)}: move the "
+                "optimizer's state with the model (load_state_dict of its own state_dict does)"
+            )
         run = compiled(loop(tuple((name, tensor.dtype) for name, tensor in tensors.items())), threads)
         calls.append(partial(_run, run, [*map(_flat, tensors.values())]))
     yield calls
@@ -138,6 +148,6 @@ def _run(run: Callable[..., object], tensors: list[Tensor], scalars: Tensor) -> 
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its elements as they lie in memory."""
-    tensor = tensor.detach()
+    """Its elements as they lie in memory, with a version of their own: shadow stores count on steps that bump none."""
+    tensor = tensor.data
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))

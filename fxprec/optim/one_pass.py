@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxprec.optim.compiled_loop import why_no_loop
+from fxprec.optim.compiled_loop import check_compiler, why_no_loop
 from fxprec.optim.compiled_update import CompiledUpdates
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients, end_low_gradients
@@ -61,8 +61,9 @@ class Step(NamedTuple):
     copies: ShadowCopies
 
     def on(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """``divisor`` and ``found_inf`` there, without waiting."""
-        there = [None if each is None else each.to(device, non_blocking=True) for each in self[:2]]
+        """``divisor`` and ``found_inf`` there; without waiting, but on the host, which would read them too early."""
+        waits = device.type == "cpu"
+        there = [None if each is None else each.to(device, non_blocking=not waits) for each in self[:2]]
         return there[0], there[1]
 
 
@@ -102,6 +103,8 @@ class OnePass(Optimizer):
         if max_norm is not None and not (isinstance(max_norm, Real) and max_norm > 0):
             raise ValueError(f"max_norm must be a number greater than 0, not {max_norm!r}; None: no clipping")
         self.max_norm = None if max_norm is None else float(max_norm)
+        if compiled and any(parameter.device.type == "cpu" for parameter in parameters_of(self)):
+            check_compiler()
         self.compiled = bool(compiled)
         self._plans, self._torch, self._loops = Plans(), TorchUpdates(), CompiledUpdates()
         self._low_gradients = checked_low_gradients(low_gradients)
@@ -119,7 +122,7 @@ class OnePass(Optimizer):
                 gradient = held if parameter.grad is None else local(parameter.grad)
                 reason = why_not(held, gradient, self._state_dtype(parameter, group))
                 kernel = "Triton, one pass" if reason is None else f"torch ({reason})"
-                if reason is not None and self.compiled:
+                if reason is not None and self.compiled and held.device.type == "cpu":
                     reason = why_no_loop(held, gradient)
                     kernel = "compiled, one pass" if reason is None else f"torch ({reason})"
                 found[kernel] += 1
