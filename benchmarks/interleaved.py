@@ -27,7 +27,10 @@ from typing import Final, Literal
 
 import torch
 
-__all__ = ["Ratio", "Samples", "Schedule", "device_times", "host_times", "keep_memory", "measure", "noise", "order"]
+__all__ = [
+    "Ratio", "Samples", "Schedule", "device_times", "give_memory_back", "host_times", "keep_memory", "measure", "noise",
+    "order",
+]  # fmt: skip
 
 Clock = Callable[[Callable[[], object], int], list[float]]
 Verdict = Literal["faster", "slower", "="]
@@ -159,8 +162,21 @@ def keep_memory() -> bool:
 
     Source: mallopt(3).
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    mallopt = _of_libc("mallopt")
     return mallopt is not None and all(mallopt(option, value) == 1 for option, value in _KEPT)
+
+
+def give_memory_back() -> None:
+    """All free pages, once, between models that have nothing to do with one another.
+
+    Source: malloc_trim(3).
+    """
+    if malloc_trim := _of_libc("malloc_trim"):
+        malloc_trim(0)
+
+
+def _of_libc(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def order(names: Sequence[str], number: int) -> list[str]:
@@ -170,8 +186,16 @@ def order(names: Sequence[str], number: int) -> list[str]:
     return turned if number % 2 == 0 else [turned[0], *reversed(turned[1:])]
 
 
-def measure(steps: Mapping[str, Callable[[], object]], schedule: Schedule, clock: Clock) -> dict[str, Samples]:
-    """Time all variants in turns. They are to be warm: ``schedule.warm_up`` is the caller's."""
+def measure(
+    steps: Mapping[str, Callable[[], object]],
+    schedule: Schedule,
+    clock: Clock,
+    rest: Callable[[str], object] = lambda name: None,
+) -> dict[str, Samples]:
+    """Time all variants in turns. They are to be warm: ``schedule.warm_up`` is the caller's.
+
+    ``rest``: called after each turn with the variant's name, untimed.
+    """
     names = [*steps]
     rounds: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     gc.collect()
@@ -183,6 +207,7 @@ def measure(steps: Mapping[str, Callable[[], object]], schedule: Schedule, clock
                 gc.disable()
                 clock(steps[name], schedule.settle)
                 rounds[name].append(tuple(clock(steps[name], schedule.steps)))
+                rest(name)
                 gc.enable()
     finally:
         gc.enable()

@@ -158,3 +158,34 @@ def test_memory_that_is_kept_is_not_faulted_in_again():
     if "not glibc" in done.stderr:
         pytest.skip("another C library")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory as Linux counts it")
+def test_memory_is_given_back_when_asked():
+    """Also from the middle of the heap, and though it is kept otherwise."""
+    program = """if True:
+        import sys, torch
+        from benchmarks.interleaved import give_memory_back, keep_memory
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+        if not keep_memory():
+            sys.exit("not glibc")
+        large, above = torch.ones(50 * 2**20), torch.ones(1000)
+        full = resident()
+        del large
+        assert resident() > full - 20
+        give_memory_back()
+        assert resident() < full - 180
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    if "not glibc" in done.stderr:
+        pytest.skip("another C library")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_variant_rests_after_each_turn():
+    log = []
+    steps = {name: lambda name=name: log.append(name) for name in ("a", "b")}
+    schedule = Schedule(warm_up=0, rounds=1, steps=2, settle=1)
+    measure(steps, schedule, host_times, lambda name: log.append(f"{name} rests"))
+    assert log == ["a", "a", "a", "a rests", "b", "b", "b", "b rests"]

@@ -223,6 +223,7 @@ def test_builds_are_new_models_in_another_order_and_their_rounds_are_pooled():
     ours = [isinstance(each.optimizer, fxprec.optim.AdamW) for each in made]
     assert ours == [False, False, True, False, False, True, True, False, False]  # as ``order`` has them
     assert len({id(each) for each in made}) == 9
+    assert all(param.grad is None for each in made[3:] for param in each.model.parameters())  # not counted after
     assert [len(row.samples.rounds) for row in found.rows] == [6, 6, 6]  # two of each build
     assert {len(row.losses) for row in found.rows} == {2} and "built 3 times" in report(found)
     assert found.as_dict()["builds"] == 3
