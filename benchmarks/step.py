@@ -167,10 +167,12 @@ def _rest(step: Step, setup: Setup) -> None:
 
 def _time(found: Comparison, steps: dict[str, Step], plan: Plan, number: int) -> None:
     """One build's share of the rounds; of the first one the loss at the end."""
-    if number == 0 and plan.seconds is not None:
-        each = sum(min(plan.clock(step, 2)) for step in steps.values())
-        found.schedule = plan.schedule.within(plan.seconds, 1e-3 * each)
-    share = replace(found.schedule, rounds=math.ceil(found.schedule.rounds / plan.builds))
+    if number == 0:
+        if plan.seconds is not None:
+            each = sum(min(plan.clock(step, 2)) for step in steps.values())
+            found.schedule = plan.schedule.within(plan.seconds, 1e-3 * each)
+        found.schedule = replace(found.schedule, rounds=plan.builds * math.ceil(found.schedule.rounds / plan.builds))
+    share = replace(found.schedule, rounds=found.schedule.rounds // plan.builds)
     samples = measure(steps, share, plan.clock, lambda name: _rest(steps[name], found.setup))
     for row in found.rows:
         if row.name in steps:

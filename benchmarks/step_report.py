@@ -193,9 +193,8 @@ class Comparison:
 
     def _caption(self) -> str:
         schedule, twins = self.schedule, self.twins()
-        rounds = max((len(row.samples.rounds) for row in self.rows if row.samples is not None), default=0)
         built = f", built {self.builds} times" if self.builds > 1 else ""
-        parts = [f"{rounds} rounds of {schedule.steps} steps{built}; above 1 the row is faster"]
+        parts = [f"{schedule.rounds} rounds of {schedule.steps} steps{built}; above 1 the row is faster"]
         if twins:
             pairs = ", ".join(f"{name} {ratio.value:.3f}" for name, ratio in twins.items())
             parts.append(f"noise {self.noise:.1%} ({pairs}): '=' is within it")

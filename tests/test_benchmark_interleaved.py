@@ -138,9 +138,16 @@ def test_nothing_within_the_noise_is_a_win():
     assert verdicts(0.0, float("inf")) == ["="] * 5
 
 
+def succeeds(program: str) -> None:
+    """In a process of its own: what is told to malloc stays so."""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    if "not glibc" in done.stderr:
+        pytest.skip("another C library")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="page faults as Linux counts them")
 def test_memory_that_is_kept_is_not_faulted_in_again():
-    """In a process of its own, since it stays so."""
     program = """if True:
         import resource, sys, torch
         from benchmarks.interleaved import keep_memory
@@ -154,10 +161,7 @@ def test_memory_that_is_kept_is_not_faulted_in_again():
         faults(200)  # room for the next ones, wherever small blocks fall
         assert max(faults() for _ in range(3)) < 100
     """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    if "not glibc" in done.stderr:
-        pytest.skip("another C library")
-    assert done.returncode == 0, done.stderr
+    succeeds(program)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory as Linux counts it")
@@ -177,10 +181,7 @@ def test_memory_is_given_back_when_asked():
         give_memory_back()
         assert resident() < full - 180
     """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    if "not glibc" in done.stderr:
-        pytest.skip("another C library")
-    assert done.returncode == 0, done.stderr
+    succeeds(program)
 
 
 def test_a_variant_rests_after_each_turn():

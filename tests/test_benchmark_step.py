@@ -226,7 +226,7 @@ def test_builds_are_new_models_in_another_order_and_their_rounds_are_pooled():
     assert all(param.grad is None for each in made[3:] for param in each.model.parameters())  # not counted after
     assert [len(row.samples.rounds) for row in found.rows] == [6, 6, 6]  # two of each build
     assert {len(row.losses) for row in found.rows} == {2} and "built 3 times" in report(found)
-    assert found.as_dict()["builds"] == 3
+    assert found.as_dict()["builds"] == 3 and found.schedule.rounds == 6
 
 
 def test_a_variant_that_fails_when_it_is_built_again_has_no_figures():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxprec.kernels.triton_support import HAS_TRITON
@@ -37,6 +38,16 @@ def test_any_length_at_any_offset_by_several_threads(threads: int):
         run(scalars, around[3:-4], gradients[3:-4])
         torch.testing.assert_close(around, expected, rtol=1e-6, atol=1e-7)
         assert torch.equal(around[:3], expected[:3]) and torch.equal(around[-4:], expected[-4:])
+
+
+def test_it_is_one_loop_that_goes_through_each_tensor_once():
+    """What the docstring's 28 bytes stand on, and that no store comes before a load of the same element."""
+    names = ("params", "grads", "exp_avg", "exp_avg_sq", "shadow")
+    low = {"grads", "shadow"}
+    dtypes = tuple((name, torch.bfloat16 if name in low else torch.float32) for name in names)
+    metrics.reset()
+    compiled.__wrapped__(Loop("adam", "decoupled", False, dtypes), torch.get_num_threads())
+    assert metrics.generated_kernel_count == 1
 
 
 def test_a_step_by_several_threads(threads: int):

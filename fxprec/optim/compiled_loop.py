@@ -72,9 +72,7 @@ def _adam(
     shadow: Tensor | None = None,
 ) -> None:
     scale, decay, share, beta2, share2, correction, eps, size = scalars
-    gradient = grads.float() * scale
-    if loop.decay == "l2":
-        gradient = gradient + params * decay
+    gradient = _gradient(loop, params, grads, scale, decay)
     param = params * decay if loop.decay == "decoupled" else params
     first = torch.lerp(exp_avg, gradient, share)
     second = exp_avg_sq * beta2 + gradient * share2 * gradient
@@ -95,14 +93,17 @@ def _sgd(
     shadow: Tensor | None = None,
 ) -> None:
     scale, decay, momentum, share, rate = scalars
-    gradient = grads.float() * scale
-    if loop.decay == "l2":
-        gradient = gradient + params * decay
+    gradient = _gradient(loop, params, grads, scale, decay)
     if momentum_buffer is not None:
         kept = momentum_buffer * momentum + gradient * share
         momentum_buffer.copy_(kept)
         gradient = gradient + kept * momentum if loop.nesterov else kept
     _write(params - gradient * rate, params, shadow)
+
+
+def _gradient(loop: Loop, params: Tensor, grads: Tensor, scale: Tensor, decay: Tensor) -> Tensor:
+    gradient = grads.float() * scale
+    return gradient + params * decay if loop.decay == "l2" else gradient
 
 
 def _write(values: Tensor, params: Tensor, shadow: Tensor | None) -> None:

@@ -37,10 +37,6 @@ class CompiledUpdates:
     def __init__(self) -> None:
         self._counters = Counters()
 
-    def __reduce__(self) -> tuple[type[CompiledUpdates], tuple[()]]:
-        """Copies and pickles are empty: what is kept are addresses."""
-        return CompiledUpdates, ()
-
     def adam(
         self,
         part: Part,

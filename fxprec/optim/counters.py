@@ -23,6 +23,10 @@ class Counters:
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[Tensor, list[int]]] = {}
 
+    def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
+        """Copies and pickles are empty: what is kept are addresses."""
+        return Counters, ()
+
     def of(self, key: Hashable, steps: list[Tensor]) -> list[Tensor]:
         """What to add to in place of ``steps``: one tensor [number of steps] in whose memory all of them lie, in order.
 

@@ -69,10 +69,6 @@ class TorchUpdates:
     def __init__(self) -> None:
         self._counters = Counters()
 
-    def __reduce__(self) -> tuple[type[TorchUpdates], tuple[()]]:
-        """Copies and pickles are empty: what is kept are addresses."""
-        return TorchUpdates, ()
-
     def adam(
         self,
         part: Part,
