@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.cost_files import processor_name
+from fxprec.errors import ServiceWarning
 from fxprec.passes.device_costs import Curve, DeviceCosts, Work
 
 __all__ = ["calibrate"]
@@ -79,6 +80,7 @@ def calibrate(
         warnings.warn(
             f"the machine was busy while {', '.join(disturbed)} were measured: these costs may be wrong. "
             "Run it again when nothing else runs",
+            category=ServiceWarning,
             stacklevel=2,
         )
     return DeviceCosts(

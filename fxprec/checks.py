@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from fxprec.errors import ConversionError
+from fxprec.errors import ConversionError, ServiceWarning
 from fxprec.module import is_converted
 from fxprec.passes.policy import Policy
 from fxprec.settings import Settings, why_no_kernels
@@ -90,7 +90,9 @@ def _refuse_no_kernels(settings: Settings) -> None:
             "fuse='aten' forms the regions and runs them op by op"
         )
         if not named:
-            warnings.warn(f"no fused kernels: {why_no_kernels(settings.device)}; torch's own serve", stacklevel=4)
+            warnings.warn(
+                f"no fused kernels: {why_no_kernels(settings.device)}; torch's own serve", ServiceWarning, stacklevel=4
+            )
     if named:
         raise ConversionError(f"fuse={settings.fuse!r}: {why}")
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.dynamic import DynamicGraphs
-from fxprec.errors import CaptureError, ConversionError, NotCapturedError
+from fxprec.errors import CaptureError, ConversionError, NotCapturedError, UnusedSettingWarning
 from fxprec.net import Net, inside_net
 from fxprec.outputs import has_low_input, restore_dtypes
 from fxprec.passes.canonicalize import every_graph
@@ -271,5 +271,6 @@ class Conversion:
         warnings.warn(
             f"the converted {self.name} was called under torch.autocast: its own graphs decide "
             "what is lowered and run with autocast off. Leave the autocast context away",
+            category=UnusedSettingWarning,
             stacklevel=7,  # the call of the module
         )

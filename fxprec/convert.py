@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from fxprec.checks import check_module_overrides, refuse_unfit, settled_device
 from fxprec.default_scaler import make_scaler
+from fxprec.errors import SlowDtypeWarning
 from fxprec.loss_scaler import LossScaler
 from fxprec.module import attach, put_back
 from fxprec.passes.ir import Rule
@@ -152,6 +153,7 @@ def _warn_slow_float16() -> None:
     warnings.warn(
         "float16 on a CPU without float16 units is hundreds of times slower than bfloat16: fine for tests, "
         "else leave dtype out",
+        category=SlowDtypeWarning,
         stacklevel=3,
     )
 

@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from fxprec.errors import ServiceWarning
 from fxprec.passes.device_costs import DeviceCosts
 from fxprec.shipped_costs import shipped
 
@@ -139,5 +140,6 @@ def _release(version: str) -> str:
 def _warn(path: Path, why: str, device: str) -> None:
     warnings.warn(
         f"{path} is not used: {why}. Shipped costs serve; measure again: python -m fxprec calibrate --device {device}",
+        category=ServiceWarning,
         stacklevel=2,
     )

@@ -1,7 +1,8 @@
-"""The errors fxprec raises: each says what is wrong, where, why, and what to do.
+"""The errors fxprec raises and the warnings it gives: each says what is wrong, where, why, and what to do.
 
-They derive from the built-in type that a caller would expect (ValueError, TypeError, RuntimeError), so that code which
-catches those keeps working.
+Errors derive from the built-in type that a caller would expect (ValueError, TypeError, RuntimeError), so that code
+which catches those keeps working. Warnings derive from ``FxprecWarning``, a ``UserWarning``; each kind has a class, to
+filter by: ``warnings.filterwarnings("error", category=fxprec.NotLoweredWarning)``.
 """
 
 __all__ = [
@@ -9,12 +10,19 @@ __all__ = [
     "ClosureError",
     "ConversionError",
     "FxprecError",
+    "FxprecWarning",
+    "GradientsWarning",
     "InvariantError",
     "LossScaleError",
     "LossScaleFloorError",
     "NoGradientsError",
     "NotCapturedError",
+    "NotLoweredWarning",
     "PolicyError",
+    "ServiceWarning",
+    "SlowDtypeWarning",
+    "UntestedTorchWarning",
+    "UnusedSettingWarning",
 ]
 
 
@@ -56,3 +64,31 @@ class NoGradientsError(FxprecError, AssertionError):
 
 class ClosureError(FxprecError, TypeError, RuntimeError):
     """A closure was given to a scaled step. (torch raises ``RuntimeError``.)"""
+
+
+class FxprecWarning(UserWarning):
+    """Base of every warning that fxprec gives."""
+
+
+class NotLoweredWarning(FxprecWarning):
+    """A part of the model runs in FP32 although it could be lowered: a method that was not named, a missing call."""
+
+
+class SlowDtypeWarning(FxprecWarning):
+    """The low dtype is slower than FP32 on this device."""
+
+
+class GradientsWarning(FxprecWarning):
+    """Gradients are not what they seem: float16 without a loss scale, low ones widened, a scale at its floor."""
+
+
+class ServiceWarning(FxprecWarning):
+    """Something slower than wished serves: no fused kernels, shipped costs in place of measured ones."""
+
+
+class UnusedSettingWarning(FxprecWarning):
+    """Something that the user set has no effect here: a registration after the fact, an autocast context around."""
+
+
+class UntestedTorchWarning(FxprecWarning):
+    """This torch is newer than those that fxprec was tested with."""

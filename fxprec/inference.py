@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from fxprec.errors import ConversionError
+from fxprec.errors import ConversionError, GradientsWarning
 from fxprec.low_gradients import widened
 from fxprec.module import conversion_of, graphs
 from fxprec.shadows import stores
@@ -42,6 +42,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
             f"fxprec.accumulate: the gradients of {len(changed)} parameters are FP32 from now on, since low-precision "
             "sums over micro-batches lose too much. low_gradients='accumulate' keeps them low; leave low_gradients out "
             "to have FP32 ones without this warning",
+            category=GradientsWarning,
             stacklevel=3,
         )
     with store.accumulating():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from fxprec.errors import LossScaleFloorError, NoGradientsError
+from fxprec.errors import GradientsWarning, LossScaleFloorError, NoGradientsError
 from fxprec.scaling import arguments
 from fxprec.scaling.device_step import can_skip_on_device, step_on_device
 from fxprec.scaling.gradient_checks import GradientChecks
@@ -247,7 +247,7 @@ class LossScaler(GradientChecks):
             )
             if self._on_floor == "raise":
                 raise LossScaleFloorError(message)
-            warnings.warn(message, stacklevel=3)
+            warnings.warn(message, GradientsWarning, stacklevel=3)
 
     def _before_replay(self, optimizer: Optimizer) -> None:
         """A captured iteration, with ``step`` and ``update``, is about to run."""

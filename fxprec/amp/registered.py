@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 
 from fxprec.amp.functions import decorated, is_decorated
 from fxprec.amp.state import Kind, Registration, state
+from fxprec.errors import UnusedSettingWarning
 from fxprec.passes.ir import Rule
 from fxprec.passes.op_names import canonical_op
 from fxprec.passes.op_table import rule_of
@@ -106,6 +107,7 @@ def _register(module: Any, name: str, kind: Kind) -> None:
         warnings.warn(
             f"amp.register_{kind}_function({name!r}) after amp.initialize: it takes effect at the next initialize. "
             "Register functions first",
+            category=UnusedSettingWarning,
             stacklevel=3,
         )
     state.registered.append(Registration(module, name, kind, op))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fxprec.errors import GradientsWarning
 from fxprec.low_gradients import mark, widened
 from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.shadows import stores
@@ -78,6 +79,7 @@ def _watch_other_optimizers() -> None:
             warnings.warn(
                 f"{type(optimizer).__name__} steps on {count} parameters whose gradients another optimizer keeps low "
                 "(low_gradients), which only fxprec.optim can read: they are FP32 from now on",
+                category=GradientsWarning,
                 stacklevel=3,
             )
 
