@@ -20,6 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fxprec.kernels.watchers import ANY_MODE, COMPILER, TRANSFORM, watcher
+
 __all__ = ["KernelOp", "eager_gradients"]
 
 _KERNELS: Final[dict[str, KernelOp]] = {}
@@ -62,7 +64,7 @@ class KernelOp:
     def __call__(self, *inputs: Any) -> Any:
         """Run the kernel. All inputs positionally, defaults included."""
         if _watched(inputs):
-            if self._transformed is not None and torch._C._are_functorch_transforms_active():
+            if self._transformed is not None and watcher(TRANSFORM):
                 return self._transformed.apply(*inputs)
             return self.op(*inputs)
         if self._function is not None and torch.is_grad_enabled() and any(map(_wants_gradient, inputs)):
@@ -114,11 +116,8 @@ def _by_name(name: str, module: str) -> KernelOp:
 
 def _watched(inputs: tuple[Any, ...]) -> bool:
     """Whether somebody must see the op: a tracer, a mode, a function transform, a tensor subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or any(isinstance(x, Tensor) and type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in inputs)
+    return watcher(COMPILER, ANY_MODE, TRANSFORM) is not None or any(
+        isinstance(x, Tensor) and type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in inputs
     )
 
 

@@ -8,7 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fxprec.kernels.torch_internals import is_traceable_wrapper_subclass
 
 __all__ = ["SUPPORTED", "check_operand", "check_scalar", "dense_like", "device_rate", "is_dense", "only_dtype"]
 

@@ -480,7 +480,7 @@ def test_rows_may_change_without_a_new_derivation(device: str) -> None:
 def test_function_transforms_see_the_ops(device: str) -> None:
     region, x = tools.region_of(lambda x: F.silu(x) * 2), torch.randn(4, 6, device=device)
     gradient = torch.func.grad(lambda x: region(x).sum())(x)
-    assert (region.path, region.reason) == ("aten", "a function transform sees the ops")
+    assert (region.path, region.reason) == ("aten", "a torch.func transform sees the ops")
     assert torch.allclose(gradient, torch.func.grad(lambda x: (F.silu(x) * 2).sum())(x))
     assert torch.func.vmap(region)(x).shape == x.shape
 
@@ -492,7 +492,7 @@ def test_forward_mode_and_jit_tracing_see_the_ops(device: str) -> None:
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         tangent = torch.autograd.forward_ad.unpack_dual(region(dual)).tangent
-    assert tangent is not None and region.reason == "forward-mode derivatives see the ops"
+    assert tangent is not None and region.reason == "forward-mode differentiation sees the ops"
     traced = torch.jit.trace(lambda x: region(x), x)
     assert torch.allclose(traced(x + 1), F.silu(x + 1) * 2)
     region(x)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.kernel_op import KernelOp
+from fxprec.kernels.torch_internals import keeps_graph, storage_owners
 from fxprec.kernels.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.watchers import ANY_MODE, COMPILER, TRANSFORM, watcher
 
 __all__ = ["scaled_gradient", "wants_gradients_now"]
 
@@ -86,18 +88,13 @@ def scaled_gradient(values: Tensor, factor: Tensor, denominator: Tensor | None, 
 def wants_gradients_now() -> bool:
     """Whether a forward should make gradients: neither a transform nor an export runs, whose backward is another."""
     return torch.is_grad_enabled() and (
-        not torch.compiler.is_exporting()
-        if torch.compiler.is_compiling()
-        else not torch._C._are_functorch_transforms_active()
+        not torch.compiler.is_exporting() if torch.compiler.is_compiling() else watcher(TRANSFORM) is None
     )
 
 
 def _last_look(values: Tensor) -> bool:
     """Whether this backward is the last to see what its graph has saved, alone, and nothing records what it does."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(values) is Tensor
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
-        and torch._C._storage_Use_Count(values.untyped_storage()._cdata) <= _OWNERS
-    )
+    if type(values) is not Tensor or watcher(COMPILER, ANY_MODE) is not None or keeps_graph():
+        return False
+    owners = storage_owners(values)
+    return owners is not None and owners <= _OWNERS

@@ -20,6 +20,7 @@ from fxprec.kernels.rows.kernel import Launch, prepare
 from fxprec.kernels.rows.layout import Layout, place
 from fxprec.kernels.rows.row_program import Backward, Program
 from fxprec.kernels.rows.spec import Spec
+from fxprec.kernels.watchers import ANY_MODE, watcher
 
 __all__ = ["Derived", "Plan"]
 
@@ -95,7 +96,7 @@ class Plan:
 
     def launch_forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
         """``forward``, as an op where a dispatch mode is to see it."""
-        if torch._C._len_torch_dispatch_stack() > 0:
+        if watcher(ANY_MODE) is not None:
             return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, keep, self.number)
         return self.forward(inputs, seeds, seed, keep)
 
@@ -103,7 +104,7 @@ class Plan:
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
     ) -> list[Tensor]:
         """``backward``, likewise."""
-        if torch._C._len_torch_dispatch_stack() > 0:
+        if watcher(ANY_MODE) is not None:
             return torch.ops.fxprec.region_backward(list(saved), list(cotangents), seeds, seed, self.number)
         return self.backward(saved, cotangents, seeds, seed)
 

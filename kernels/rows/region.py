@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 from torch.fx import GraphModule, Proxy
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fxprec.kernels.rows.finishing import eager_backward, finished, laid_out
 from fxprec.kernels.rows.structure import structure_of
 from fxprec.kernels.rows.terms import Declined
+from fxprec.kernels.torch_internals import FakeTensor, disable_current_modes
+from fxprec.kernels.watchers import COMPILER, DUAL, PROXY, SCRIPT, TRANSFORM, watcher
 
 if TYPE_CHECKING:
     from fxprec.kernels.rows.plan import Plan
@@ -117,7 +115,7 @@ class FusedRegion(nn.Module):
             raise Declined("a scalar on another device")
         known = _DERIVED.setdefault(structure_of(self.graph_module), {})
         specs = [Spec(tuple(x.shape), x.stride(), x.dtype, recording and x.requires_grad) for x in inputs]
-        with _disable_current_modes():  # shapes are found by running the graph on meta tensors: nobody's business
+        with disable_current_modes():  # shapes are found by running the graph on meta tensors: nobody's business
             plan = make_plan(self.name, self.graph_module, specs, device, known)
             plan.launches()  # made now, since they may be declined as well
         return plan
@@ -152,21 +150,14 @@ class FusedRegion(nn.Module):
 
 def _watcher(inputs: Sequence[Any]) -> str:
     """Who must see the ops themselves; "" for nobody. Fake tensors and other dispatch modes see the kernels as ops."""
-    if torch.compiler.is_compiling():
-        return "a compiler sees the ops"
-    if torch._C._are_functorch_transforms_active():
-        return "a function transform sees the ops"
-    if forward_ad._current_level >= 0:
-        return "forward-mode derivatives see the ops"
-    if torch._C._get_tracing_state() is not None:
-        return "torch.jit traces the ops"
+    seen_by = watcher(COMPILER, TRANSFORM, DUAL, SCRIPT, PROXY)
+    if seen_by is not None:
+        return f"{seen_by.name} sees the ops"
     for x in inputs:
         if type(x) not in _PLAIN and not isinstance(x, FakeTensor):
             return (
                 "torch.fx traces the ops" if isinstance(x, Proxy) else f"a {type(x).__name__} dispatches the ops itself"
             )
-    if torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None:
-        return "a tracer sees the ops"
     return ""
 
 

@@ -1,0 +1,118 @@
+"""Private names of torch that the kernels need, and nowhere else: each under a plain name, checked when imported.
+
+A name that a version of torch has moved is told by name. Without a needed one the import fails; without an optional one
+something is slower, and ``MISSING`` keeps what. ``tests/test_torch_internals.py`` finds private names in other files,
+and tests what is relied on of each of these.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.fx import _symbolic_trace
+
+__all__ = [
+    "MISSING",
+    "TESTED_TORCH",
+    "DispatchModeKey",
+    "FakeTensor",
+    "current_dispatch_mode",
+    "disable_current_modes",
+    "dispatch_modes",
+    "forward_ad_level",
+    "function_transform_level",
+    "is_fx_tracing",
+    "is_traceable_wrapper_subclass",
+    "jit_tracing_state",
+    "keeps_graph",
+    "needed",
+    "optional",
+    "storage_owners",
+]
+
+#: The releases of torch that the tests were run with.
+TESTED_TORCH: Final = ("2.10.0", "2.11.0", "2.13.0", "2.14.1")
+
+#: What this torch does not have, and what goes without it.
+MISSING: Final[dict[str, str]] = {}
+
+
+class _Needed:
+    """``with needed:`` around imports: says which torch moved a name, and what to do."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if isinstance(error, ImportError | AttributeError):
+            raise ImportError(
+                f"torch {torch.__version__} has moved a private name that fxprec needs: {error}. fxprec was tested "
+                f"with torch {', '.join(TESTED_TORCH)}: install one of these, or a newer fxprec"
+            ) from error
+
+
+needed: Final = _Needed()
+
+
+def optional(path: str, without: str) -> Any:
+    """The object at a dotted path, or None, which ``MISSING`` then explains.
+
+    :param path: ``package.module.name.name``.
+    :param without: what is not, or slower, without it.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        MISSING[f"{module}.{name}"] = without
+        return None
+    return found
+
+
+with needed:
+    from torch._C import _get_dispatch_mode as current_dispatch_mode  # of a key; None: not on
+    from torch._C import _get_tracing_state as jit_tracing_state  # None outside of torch.jit.trace
+    from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many are on
+    from torch._C import _TorchDispatchModeKey as DispatchModeKey  # FAKE, PROXY, FUNCTIONAL
+    from torch._C._functorch import maybe_current_level as function_transform_level  # None outside of torch.func's
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.autograd import forward_ad
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes  # a context
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    forward_ad._current_level  # noqa: B018
+    # torch 2.14 made the flag of the process one of the thread.
+    if not hasattr(_symbolic_trace, "_get_is_fx_tracing"):
+        _symbolic_trace._is_fx_tracing_flag  # noqa: B018
+
+_keeps_graph = optional(
+    "torch._C:_autograd._get_current_graph_task_keep_graph", "gradients made in a forward are copied in its backward"
+)
+_use_count = optional("torch._C:_storage_Use_Count", "gradients made in a forward are copied in its backward")
+_fx_tracing = getattr(_symbolic_trace, "_get_is_fx_tracing", None)
+
+
+def is_fx_tracing() -> bool:
+    """Whether torch.fx traces symbolically: in this thread, or before torch 2.14 in any."""
+    return _symbolic_trace._is_fx_tracing_flag if _fx_tracing is None else _fx_tracing()
+
+
+def forward_ad_level() -> int:
+    """Level of forward-mode differentiation; below 0 there is none."""
+    return forward_ad._current_level
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs was asked to retain its graph. True where torch does not say."""
+    return True if _keeps_graph is None else _keeps_graph()
+
+
+def storage_owners(tensor: Tensor) -> int | None:
+    """How many hold the memory of a tensor, counting the storage object made to ask. None where torch does not say."""
+    return None if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
