@@ -1,0 +1,286 @@
+"""Hostile cases: a case is a function that builds a model, converts it, calls it and changes things in between.
+
+It runs as it stands (FP32), in float64, under eager autocast, and converted, static and by dynamo. What it saw
+(outputs, inputs afterwards, gradients, the state of model and surroundings, random states) must be what the original
+saw: equal in every fact, and in numbers at most twice as far from float64 as eager autocast is. Products that autocast
+lowers are lowered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import fxprec
+from hostile.counting import counted
+from hostile.known import KNOWN
+from hostile.portrait import Leaf, error, portrait, size
+
+LOW = torch.bfloat16
+#: Beside twice autocast's error: an ulp of bfloat16 of the largest value, for both may round differently.
+EPS = 2.0**-8
+#: How far float64 and FP32 may be apart; further, the float64 run is no twin.
+TWIN = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One case and what is special about it; every ``no_...`` is the reason why a part does not apply.
+
+    Attributes:
+        run: the case itself.
+        no_dynamo: it runs static only.
+        no_twin: FP32 is the reference, the case cannot run in float64 (or draws other random numbers there).
+        no_autocast: eager autocast cannot run it, or is wrong.
+        not_lowered: products stay FP32 that autocast lowers; then a warning of fxprec must say so, unless the reason
+            starts with "asked": the user asked for it.
+    """
+
+    run: Callable[[Run], Any]
+    no_dynamo: str = ""
+    no_twin: str = ""
+    no_autocast: str = ""
+    not_lowered: str = ""
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+class Cases(list[Case]):
+    """The cases of one file; as a decorator it adds one."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.group = group
+
+    def __call__(self, run: Callable[[Run], Any] | None = None, **special: Any) -> Any:
+        if run is None:
+            return functools.partial(self, **special)
+        self.append(Case(run, **special))
+        return run
+
+
+class Run:
+    """What a case is given: it makes inputs, converts, calls and looks, in the way of the present variant."""
+
+    def __init__(self, variant: str) -> None:
+        self.variant = variant
+        self.ours = variant in ("auto", "dynamo")
+        self.seen: dict[str, Leaf] = {}
+        self._watched: dict[str, Any] = {}
+        self._calls = 0
+        self._undo = contextlib.ExitStack()
+
+    # -- making ------------------------------------------------------------------------------------------------------
+
+    def convert(self, model: Any, **settings: Any) -> Any:
+        """The model in this variant; its state and gradients are looked at in the end."""
+        if self.ours:
+            model = fxprec.convert(model, dtype=LOW, capture=self.variant, **settings).module
+        elif self.variant == "fp64" and isinstance(model, torch.nn.Module):
+            model = model.double()
+        if isinstance(model, torch.nn.Module):
+            self.watch(f"model{len(self._watched)}", model)
+        return model
+
+    def randn(self, *shape: int) -> Tensor:
+        return self.wide(torch.randn(*shape))
+
+    def wide(self, value: Any) -> Any:
+        """A tensor or module of the user's as the float64 twin needs it."""
+        return value.double() if self.variant == "fp64" else value
+
+    def patch(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute (or an item of a dict) until the case is over."""
+        patch = pytest.MonkeyPatch()
+        self.defer(patch.undo)
+        (patch.setitem if isinstance(owner, MutableMapping) else patch.setattr)(owner, name, value)
+
+    def defer(self, function: Callable[[], Any]) -> None:
+        self._undo.callback(function)
+
+    # -- calling and looking -----------------------------------------------------------------------------------------
+
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, or anything that calls it, and look at the result and at the inputs afterwards."""
+        output = self.quiet(function, *args, **kwargs)
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.see(f"call{self._calls}", {"in": inputs, "out": output})
+        self._calls += 1
+        return output
+
+    def quiet(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """As a call, but nothing is looked at: other threads, outputs that are no values."""
+        with self.casting():
+            return function(*args, **kwargs)
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", LOW) if self.variant == "autocast" else contextlib.nullcontext()
+
+    def raises(self, kind: type[BaseException], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(kind) as caught:
+            self.quiet(function, *args, **kwargs)
+        self.see(f"error{self._calls}", type(caught.value).__name__)
+
+    def backward(self, output: Any, **kwargs: Any) -> None:
+        """The gradients of a scalar of all float tensors in an output."""
+        floats = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        torch.stack([leaf.square().sum() for leaf in floats]).sum().backward(**kwargs)
+
+    def changes(self, model: torch.nn.Module, *changes: Callable[[Any], Any], **settings: Any) -> Any:
+        """Convert, call and train on 4 x 8 numbers, and again after each of the changes; gives the model."""
+        model, x = self.convert(model, **settings), self.randn(4, 8)
+        self.backward(self(model, x))
+        for change in changes:
+            change(model)
+            self.backward(self(model, x))
+        return model
+
+    def see(self, name: str, value: Any) -> None:
+        """Compare this value, as it is now, between the variants."""
+        while name in self.seen:
+            name += "'"
+        self.seen.update(portrait(value, name))
+
+    def watch(self, name: str, value: Any) -> None:
+        """Compare this object as it is in the end."""
+        self._watched[name] = value
+
+    def finish(self) -> None:
+        for name, value in self._watched.items():
+            self.see(f"state {name}", value)
+        numpys = [part.tobytes() if isinstance(part, numpy.ndarray) else part for part in numpy.random.get_state()]
+        self.see("random", [hash(random.getstate()), hash(tuple(numpys)), torch.get_rng_state()])
+        self.close()
+
+    def close(self) -> None:
+        self._undo.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    seen: dict[str, Leaf]
+    products: Counter[torch.dtype]
+    warned: list[str]
+
+
+def outcome(case: Case, variant: str, products: Counter[torch.dtype]) -> Outcome:
+    """Run a case in one of the variants, from the same random states."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    products.clear()
+    run = Run(variant)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            case.run(run)
+            run.finish()
+        finally:
+            run.close()
+    return Outcome(run.seen, Counter(products), [str(w.message) for w in caught if _is_ours(w.category)])
+
+
+def _is_ours(category: type[Warning]) -> bool:
+    return issubclass(category, fxprec.FxprecWarning)
+
+
+def check(case: Case, capture: str, products: Counter[torch.dtype]) -> None:
+    """Compare the converted run with the original's and with eager autocast's."""
+    plain = outcome(case, "fp32", products)
+    twin = plain if case.no_twin else outcome(case, "fp64", products)
+    cast = None if case.no_autocast else outcome(case, "autocast", products)
+    ours = outcome(case, capture, products)
+    wrong = [*_facts(plain, cast, ours), *_numbers(plain, twin, cast, ours), *_lowered(case, cast, ours)]
+    if wrong:
+        pytest.fail("\n".join(wrong[:12]), pytrace=False)
+
+
+def _facts(plain: Outcome, cast: Outcome | None, ours: Outcome) -> Iterator[str]:
+    """Everything but numbers is as in the original; the dtype of a state that was computed may be autocast's."""
+    for path in sorted(plain.seen.keys() ^ ours.seen.keys()):
+        yield f"{path}: {'missing' if path in plain.seen else 'not there in the original'}"
+    for path, expected in plain.seen.items():
+        got = ours.seen.get(path, expected)
+        if got.facts != expected.facts:
+            yield f"{path}: {got.facts}, expected {expected.facts}"
+        dtypes = [expected.dtype]
+        if cast is not None and path in cast.seen and path.startswith("state"):
+            dtypes.append(cast.seen[path].dtype)
+        if got.dtype not in dtypes:
+            yield f"{path}: {got.dtype}, expected {expected.dtype}"
+
+
+def _numbers(plain: Outcome, twin: Outcome, cast: Outcome | None, ours: Outcome) -> Iterator[str]:
+    """At most twice as far from float64 as autocast's; a number of Python that nothing low went into is equal."""
+    for path, leaf in plain.seen.items():
+        original, got = leaf.number, ours.seen.get(path, leaf).number
+        if original is None or got is None:
+            continue
+        exact = twin.seen[path].number if path in twin.seen else original
+        if exact is None or error(original, exact) > TWIN * max(size(exact), 1e-3):
+            yield f"{path}: the float64 run is no twin (say no_twin)"
+            continue
+        theirs = cast.seen[path].number if cast is not None and path in cast.seen else None
+        if leaf.dtype is None and theirs is not None and repr(theirs) == repr(original):
+            if repr(got) != repr(original):
+                yield f"{path}: {got.item()}, expected {original.item()}"
+            continue
+        allowed = EPS * size(exact) * (4 if theirs is None else 1)
+        allowed += 2 * error(theirs, exact) if theirs is not None else 0.0
+        if (apart := error(got, exact)) > allowed:
+            yield f"{path}: off by {apart:.3g}, allowed {allowed:.3g}, largest {size(exact):.3g}"
+
+
+def _lowered(case: Case, cast: Outcome | None, ours: Outcome) -> Iterator[str]:
+    if cast is None:
+        if not ours.products[LOW] and not case.not_lowered:
+            yield f"nothing was lowered: {dict(ours.products)}"
+        return
+    stays = ours.products[torch.float32] > cast.products[torch.float32]
+    nothing = cast.products[LOW] and not ours.products[LOW]
+    if not case.not_lowered and (stays or nothing):
+        yield f"products run in {dict(ours.products)}, under autocast in {dict(cast.products)}"
+    if case.not_lowered and not case.not_lowered.startswith("asked") and not ours.warned:
+        yield "products stay FP32 and no warning says so"
+
+
+def suite(cases: Cases) -> tuple[Any, Any]:
+    """``test_static, test_dynamo = suite(CASES)``."""
+
+    def made(capture: str, chosen: list[Case]) -> Any:
+        parameters = [
+            pytest.param(case, id=case.name, marks=_marks(f"{cases.group}-{case.name}-{capture}", case))
+            for case in chosen
+        ]
+
+        @pytest.mark.parametrize("case", parameters)
+        def test(case: Case) -> None:
+            torch._dynamo.reset()
+            with counted() as products:
+                check(case, capture, products)
+
+        return test
+
+    return made("auto", cases), made("dynamo", [case for case in cases if not case.no_dynamo])
+
+
+def _marks(identity: str, case: Case) -> list[Any]:
+    marks = [pytest.mark.slow] if case.slow else []
+    if identity in KNOWN:
+        marks.append(pytest.mark.xfail(strict=True, reason=KNOWN[identity]))
+    return marks
