@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from fxprec.passes.ir import Op, arg_nodes
 from fxprec.passes.op_table import rule_of
+from fxprec.passes.torch_internals import OpOverload, schema_of
 
 __all__ = ["alias_roots", "written_by", "written_roots"]
 
@@ -35,10 +35,10 @@ def written_by(node: Node) -> Iterator[Node]:
         yield from (source for port, source in arg_nodes(node) if port == 0)
     elif op.name in _MOVE_STATISTICS:
         yield from (source for port, source in arg_nodes(node) if port not in (0, "input"))
-    elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+    elif isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
         written = {
             key
-            for position, argument in enumerate(node.target._schema.arguments)
+            for position, argument in enumerate(schema_of(node.target).arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
             for key in (position, argument.name)
         }

@@ -25,7 +25,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 
-import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.kernels.rows.region import FusedRegion
@@ -35,6 +34,7 @@ from fxprec.passes.in_place import is_in_place, must_not_write, out_by_copy, wri
 from fxprec.passes.ir import Op, PassResult
 from fxprec.passes.op_names import canonical_op, cast_target
 from fxprec.passes.op_table import rule_of
+from fxprec.passes.torch_internals import enter_autocast, exit_autocast
 
 __all__ = ["body_of", "canonicalize", "every_graph", "subgraphs"]
 
@@ -97,15 +97,14 @@ def every_graph(gm: GraphModule) -> Iterator[GraphModule]:
 
 def _drop_autocast_regions(gm: GraphModule) -> bool:
     """Mark the nodes inside ``with autocast(enabled=False)``, and erase enter and exit: our graphs run without it."""
-    enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
     disabled: list[bool] = []
     erase: list[Node] = []
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target is enter:
+        if node.op == "call_function" and node.target is enter_autocast:
             enabled = node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)
             disabled.append(not enabled)
             erase.append(node)
-        elif node.op == "call_function" and node.target is leave:
+        elif node.op == "call_function" and node.target is exit_autocast:
             disabled.pop()
             erase.append(node)
         elif disabled and disabled[-1]:

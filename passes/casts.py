@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from fxprec.passes.torch_internals import tree_map
 
 __all__ = ["CASTS", "cast", "cast_each", "cast_if_float", "cast_saturating", "write_out"]
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from fxprec.passes.torch_internals import autocast_key, custom_op_autocast
+
 __all__ = ["is_registered", "registered_autocast"]
 
 
@@ -25,11 +27,11 @@ def registered_autocast(op_name: str, device: str | None = None) -> torch.dtype 
         return None
     kernels = getattr(getattr(packet, op_name.partition(".")[2] or "default", None), "py_kernels", {})
     for device_type in ("cuda", "cpu", "xpu") if device is None else (device,):
-        key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}", None)
+        key = autocast_key(device_type)
         kernel = _closure(kernels.get(key))
         if kernel.get("device_type", device_type) != device_type:  # torch < 2.13 keeps one kernel under both keys
             kernel = {}
-        dtype = _custom_op_dtype(op_name, device_type) or kernel.get("cast_inputs")
+        dtype = custom_op_autocast(op_name.partition(".")[0], device_type) or kernel.get("cast_inputs")
         if isinstance(dtype, torch.dtype):
             return dtype
     return None
@@ -40,15 +42,6 @@ def _packet(op_name: str) -> Any:
     if not (separator and namespace and name):
         return None
     return getattr(getattr(torch.ops, namespace), name.partition(".")[0], None)
-
-
-def _custom_op_dtype(op_name: str, device_type: str) -> torch.dtype | None:
-    from torch._library.custom_ops import OPDEFS
-
-    definition = OPDEFS.get(op_name.partition(".")[0])
-    by_device = getattr(definition, "_autocast_dtype", {})
-    older = getattr(definition, f"_autocast_{device_type}_dtype", None)  # as earlier versions of torch have it
-    return by_device.get(device_type) or older
 
 
 def _closure(function: Any) -> dict[str, object]:

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fxprec.kernels.torch_internals import FakeTensor
 from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo
+from fxprec.passes.torch_internals import FakeTensorMode, no_autocast
 
 __all__ = ["fake_result", "hint", "numel_of", "value_dtype"]
 
@@ -113,7 +114,7 @@ def _original(source: Node) -> Any:
 def _quietly(mode: FakeTensorMode) -> Iterator[None]:
     """Fake tensors, no autocast, no gradients, and no trace of the question in the guards of the capture."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(no_autocast())
         stack.enter_context(torch.no_grad())
         shape_env = mode.shape_env
         if shape_env is not None:

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph, subgraphs
@@ -43,6 +42,7 @@ from fxprec.passes.fusion.seeds import draw_seeds_like
 from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
 from fxprec.passes.fusion.wide_sums import accumulate_wide
 from fxprec.passes.ir import Op, PassResult, Precision, Rule, is_scalar
+from fxprec.passes.torch_internals import lazy_graph_module
 
 __all__ = ["fuse", "region_names"]
 
@@ -159,8 +159,7 @@ def _graph_module(name: str, region: Region, inputs: Sequence[Node], outputs: Se
         values[node].meta |= {"in_region": "stored" if node in outputs else "kept", "region": name}
     end = graph.output(tuple(values[node] for node in outputs))
     end.meta["precision"] = Precision(None, None, None, Rule.FOLLOW, "read by the graph around")
-    with _use_lazy_graph_module(True):  # where a kernel serves, nobody ever runs its code
-        inner = _make_graph_module(torch.nn.Module(), graph, class_name="Region")
+    inner = lazy_graph_module(graph, "Region")  # where a kernel serves, nobody ever runs its code
     inner.meta["region"] = name
     return inner
 

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.ir import CASTABLE, Rule
 from fxprec.passes.op_names import cast_target
 from fxprec.passes.sites import Site, carries_float, dtype_reference, is_metadata, leaves, original, site_of
+from fxprec.passes.torch_internals import HigherOrderOperator
 
 __all__ = ["GraphWalk"]
 

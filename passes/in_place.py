@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -26,6 +25,7 @@ from fxprec.passes.context import Context
 from fxprec.passes.ir import Op, Rule, module_path
 from fxprec.passes.op_table import rule_of
 from fxprec.passes.special_results import RESULT_FIELDS
+from fxprec.passes.torch_internals import OpOverload, op_name_of
 
 __all__ = ["is_in_place", "must_not_write", "out_by_copy", "write_by_copy"]
 
@@ -116,7 +116,7 @@ def _functional_form(gm: GraphModule, node: Node, op: Op) -> Node:
 def _functional(target: Any) -> Callable[..., Any] | None:
     """The out-of-place twin of an in-place function: torch.exp_ -> torch.exp; aten.exp_.default, operator.ipow."""
     if isinstance(target, OpOverload):  # the packet: pow_.Scalar is pow.Tensor_Scalar, not pow.Scalar
-        return getattr(getattr(torch.ops, target.namespace), target._opname.rstrip("_"), None)
+        return getattr(getattr(torch.ops, target.namespace), op_name_of(target).rstrip("_"), None)
     name = target.__name__
     if getattr(target, "__module__", None) == "_operator":
         return getattr(operator, name.removeprefix("i"))

@@ -18,16 +18,22 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from fxprec.passes.casts import CASTS
 from fxprec.passes.ir import Op
 from fxprec.passes.op_aliases import ALIASES
+from fxprec.passes.torch_internals import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    builtin_nn,
+    builtins_of_torch,
+    data_of,
+    packet_name,
+)
 
 __all__ = ["canonical_name", "canonical_op", "cast_target", "dtype_argument"]
-
-_CORE: Final[Any] = torch._C  # what is built in C++ has no stubs
 
 #: Functions that several names reach with different meanings, or whose own name says nothing.
 _EXPLICIT: Final[tuple[tuple[Any, str], ...]] = (
@@ -36,11 +42,11 @@ _EXPLICIT: Final[tuple[tuple[Any, str], ...]] = (
     (builtins.getattr, "getattr"),
     (operator.index, "item"),
     (torch.adaptive_max_pool1d, "adaptive_max_pool1d_with_indices"),
-    (_CORE._nn.adaptive_max_pool2d, "adaptive_max_pool2d_with_indices"),
-    (_CORE._nn.adaptive_max_pool3d, "adaptive_max_pool3d_with_indices"),
-    (_CORE._nn.fractional_max_pool2d, "fractional_max_pool2d_with_indices"),
-    (_CORE._nn.fractional_max_pool3d, "fractional_max_pool3d_with_indices"),
-    (getattr(_CORE._autograd, "_get_data_attr", None), "detach"),  # dynamo's x.data
+    (builtin_nn.adaptive_max_pool2d, "adaptive_max_pool2d_with_indices"),
+    (builtin_nn.adaptive_max_pool3d, "adaptive_max_pool3d_with_indices"),
+    (builtin_nn.fractional_max_pool2d, "fractional_max_pool2d_with_indices"),
+    (builtin_nn.fractional_max_pool3d, "fractional_max_pool3d_with_indices"),
+    (data_of, "detach"),  # dynamo's x.data
 )
 
 #: Operators that write their first argument: operator.iadd and x.__iadd__.
@@ -203,7 +209,7 @@ def _alias(name: str) -> str:
 
 @functools.cache
 def _library_op(target: OpOverload | OpOverloadPacket) -> Op:
-    qualified = target.name() if isinstance(target, OpOverload) else target._qualified_op_name
+    qualified = target.name() if isinstance(target, OpOverload) else packet_name(target)
     namespace, _, name = qualified.partition("::")
     name = name.partition(".")[0]
     if namespace in _OWN_NAMESPACES:
@@ -247,12 +253,12 @@ def _namespaces() -> Iterator[tuple[Callable[..., Any], Op]]:
     """Flat namespaces first: where a function is in several, torch.nn.functional's name for it wins."""
     for prefix, home in (
         ("", F),
-        ("", _CORE._nn),
+        ("", builtin_nn),
         ("linalg_", torch.linalg),
         ("fft_", torch.fft),
         ("", torch.special),
         ("", torch),
-        ("", _CORE._VariableFunctions),
+        ("", builtins_of_torch),
         ("", torch.Tensor),
     ):
         for name in dir(home):

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.aliases import written_by
@@ -29,6 +28,7 @@ from fxprec.passes.op_costs import Verdict
 from fxprec.passes.op_names import dtype_argument
 from fxprec.passes.pins import commutes_with_rounding, exp_chains, unsafe_number, written_classes
 from fxprec.passes.sites import Site, base_of, dtype_reference, original
+from fxprec.passes.torch_internals import HigherOrderOperator
 
 __all__ = ["CutWalk", "place_by_cut"]
 

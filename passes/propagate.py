@@ -32,7 +32,6 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
@@ -41,6 +40,7 @@ from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op, PassResult, Rul
 from fxprec.passes.op_table import rule_of
 from fxprec.passes.promotion import NUMBERS, RESULT_KINDS, Operands, first
 from fxprec.passes.special_results import SPECIAL, Facts
+from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, op_name_of, schema_of
 
 __all__ = ["propagate"]
 
@@ -267,9 +267,9 @@ def _is_float(value: object) -> bool:
 
 def _overload_kind(target: OpOverload, kind: str | tuple[str, ...]) -> str | tuple[str, ...]:
     """An aten overload may give more results than the function whose row it shares, or one where that gives several."""
-    results = len(target._schema.returns)
+    results = len(schema_of(target).returns)
     if results == 1:
         return kind[0] if isinstance(kind, tuple) else kind
     if isinstance(kind, str) and kind in RESULT_KINDS:
-        return _OVERLOAD_RESULTS.get(target._opname, (kind,) * results)
+        return _OVERLOAD_RESULTS.get(op_name_of(target), (kind,) * results)
     return kind

@@ -11,13 +11,13 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from fxprec.passes.fake_results import fake_result
 from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op
 from fxprec.passes.op_names import cast_target, dtype_argument
 from fxprec.passes.promotion import NUMBERS, Operands, first, promote
+from fxprec.passes.torch_internals import OpOverload, schema_of
 
 __all__ = ["RESULT_FIELDS", "SPECIAL", "Facts"]
 
@@ -117,7 +117,7 @@ def _extreme(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
         return promote(operands)
     value = first(operands)
     if isinstance(node.target, OpOverload):
-        return value if len(node.target._schema.returns) == 1 else (value, torch.int64)
+        return value if len(schema_of(node.target).returns) == 1 else (value, torch.int64)
     return (value, torch.int64) if len(node.args) > 1 or "dim" in node.kwargs else value
 
 

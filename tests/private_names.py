@@ -17,7 +17,7 @@ from typing import Final
 __all__ = ["FLOORS", "ROOT", "defined_names", "private_names", "sources"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-FLOORS: Final = ("kernels",)
+FLOORS: Final = ("kernels", "passes")
 BASES: Final = ("torch", "triton")
 
 #: nn.Module's own dicts and Tensor's counter of writes: as good as public, subclasses everywhere use them.

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch._library import custom_ops
 
+from fxprec.passes import torch_internals
 from fxprec.passes.custom_ops import is_registered, registered_autocast
 
 
@@ -48,6 +48,6 @@ def test_register_autocast_is_honoured(library):
 
 def test_older_versions_of_torch_keep_the_registration_elsewhere(library, monkeypatch):
     old = SimpleNamespace(_autocast_cpu_dtype=torch.float16, _autocast_cuda_dtype=None)
-    monkeypatch.setattr(custom_ops, "OPDEFS", {"fxtest::silent": old})
+    monkeypatch.setattr(torch_internals, "_definitions", {"fxtest::silent": old})
     assert registered_autocast("fxtest::silent", "cpu") is torch.float16
     assert registered_autocast("fxtest::silent", "cuda") is None

@@ -100,7 +100,7 @@ def sort(graph: Graph, order: Mapping[Node, Sequence[Node]], position: Mapping[N
             f"fuse: {len(waiting) - len(sorted_nodes)} nodes wait for each other: a region is not convex. "
             "This is a bug in fxprec: please report it, and convert with fuse=False meanwhile"
         )
-    last = graph._root
+    last = next(iter(graph.nodes)).prev  # before the first: the graph's own mark
     for node in sorted_nodes:
         last.append(node)
         last = node

@@ -25,9 +25,9 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 from torch.fx import Graph, Node
 
+from fxprec.kernels.watchers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.passes.aliases import alias_roots, written_roots
 from fxprec.passes.casts import cast
 from fxprec.passes.ir import Op, Precision, Rule
@@ -91,15 +91,12 @@ def _in_slices(logits: Any) -> bool:
     Not where somebody looks into the ops: vmap and forward mode have no rule for our own, a tracer would unroll them.
     """
     return (
-        not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
+        watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
         and logits.device.type == "cpu"
         and logits.dtype in _LOW
         and logits.numel() >= _MANY
         and logits.dim() <= 2
         and logits.shape[-1] >= _LONG
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
     )
 
 

@@ -1,0 +1,86 @@
+"""Private names of torch that the passes need, and nowhere else: each under a plain name, checked when imported.
+
+See ``kernels/torch_internals.py``, whose names are not repeated here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from fxprec.kernels.torch_internals import needed, optional
+
+__all__ = [
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "autocast_key",
+    "builtin_nn",
+    "builtins_of_torch",
+    "custom_op_autocast",
+    "data_of",
+    "enter_autocast",
+    "exit_autocast",
+    "lazy_graph_module",
+    "no_autocast",
+    "op_name_of",
+    "packet_name",
+    "schema_of",
+    "tree_map",
+]
+
+with needed:
+    from torch._C import _DisableAutocast as no_autocast  # a context: no op is cast by torch
+    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # what dynamo writes for torch.autocast
+    from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+    from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+    from torch.utils._pytree import tree_map
+
+    _CORE: Final[Any] = torch._C  # what is built in C++ has no stubs
+    builtin_nn: Final[Any] = _CORE._nn
+    builtins_of_torch: Final[Any] = _CORE._VariableFunctions
+
+#: What dynamo writes for ``x.data``; None where torch has no such function.
+data_of: Final[Any] = optional("torch._C:_autograd._get_data_attr", "x.data in a graph of dynamo is an unknown op")
+_definitions: Final[Any] = optional(
+    "torch._library.custom_ops:OPDEFS", "an autocast dtype registered for a torch.library.custom_op is not known"
+)
+
+
+def schema_of(op: OpOverload) -> Any:
+    """Its FunctionSchema: ``arguments``, ``returns``, ``is_mutable``."""
+    return op._schema
+
+
+def op_name_of(op: OpOverload) -> str:
+    """``add_``."""
+    return op._opname
+
+
+def packet_name(op: OpOverloadPacket) -> str:
+    """``aten::add``."""
+    return op._qualified_op_name
+
+
+def autocast_key(device_type: str) -> Any:
+    """The dispatch key of autocast on a device type; None where there is none."""
+    return getattr(_CORE.DispatchKey, f"Autocast{device_type.upper()}", None)
+
+
+def custom_op_autocast(op_name: str, device_type: str) -> torch.dtype | None:
+    """The dtype that ``register_autocast`` of a ``torch.library.custom_op`` was given, or None."""
+    definition = None if _definitions is None else _definitions.get(op_name)
+    by_device = getattr(definition, "_autocast_dtype", {})
+    older = getattr(definition, f"_autocast_{device_type}_dtype", None)  # as earlier versions of torch have it
+    return by_device.get(device_type) or older
+
+
+def lazy_graph_module(graph: Graph, class_name: str) -> GraphModule:
+    """A GraphModule that writes its source when it is called or printed."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(torch.nn.Module(), graph, class_name=class_name)
