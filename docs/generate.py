@@ -46,6 +46,15 @@ _TITLE: Final = {
     Rule.KEEP: "Kept as they were",
 }
 
+#: Which calls are squares, by ``OpRule.squares``.
+_SQUARES: Final = {
+    "always": "",
+    "factors": " of a value with itself",
+    "vectors": " of a vector with itself",
+    "dimensions": " of a value with itself over all its dimensions",
+    "subscripts": " of a value with itself by the same subscripts",
+}
+
 
 def page() -> str:
     """The whole text of docs/precision.md."""
@@ -81,6 +90,8 @@ def _notes(row: OpRule) -> str:
         notes.append(f"on {where} its kernel reads and writes low and computes in FP32 inside")
     if row.dtype_keyword:
         notes.append("reads low and accumulates in FP32 by `dtype=`")
+    if row.squares is not None and row.rule is not Rule.FULL:
+        notes.append(f"in float16 FULL{_SQUARES[row.squares]}: squares leave its range from 256 on")
     if row.autocast is not None:
         notes.append(f'{row.autocast.upper()} with `placement="autocast"`')
     return "".join(f". {note[0].upper()}{note[1:]}" for note in notes)

@@ -79,6 +79,10 @@ class Variables:
     def is_pinned(self, variable: int) -> bool:
         return variable in self._pins
 
+    def dtype_of(self, variable: int) -> torch.dtype | None:
+        """The dtype that a pinned variable stands for; None where the cut is to find it."""
+        return self._dtypes.get(variable)
+
     def hold(self, node: Node, variable: int, dtype: torch.dtype) -> None:
         """Pin a variable that several nodes share. FP32 beats low; what stands for a dtype keeps it."""
         have = self._dtypes.get(variable)

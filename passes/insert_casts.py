@@ -145,7 +145,8 @@ def _not_promoted(data: list[tuple[int | str, Node]], reads: torch.dtype, op: Op
         return dimensioned or data
     if any(actual_dtype(source) is torch.float32 for _, source in dimensioned):
         return []
-    return (dimensioned or data)[:1]
+    first = (dimensioned or data)[0][1]
+    return [(port, source) for port, source in data if source is first]
 
 
 class _Epochs:

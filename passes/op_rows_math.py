@@ -21,8 +21,9 @@ _SPECIAL: Final = "a series or recurrence: FP32 as torch computes it inside, and
 _INTEGERS: Final = "integers and bool only"
 
 BINARY: Final = table(
-    rows(Rule.PROMOTE, _WIDEST, "add sub rsub mul addcmul maximum minimum fmax fmin clamp clamp_min clamp_max",
+    rows(Rule.PROMOTE, _WIDEST, "add sub rsub maximum minimum fmax fmin clamp clamp_min clamp_max",
          native_promotion=True),
+    rows(Rule.PROMOTE, _WIDEST, "mul addcmul", native_promotion=True, squares="factors"),
     rows(Rule.PROMOTE, _WIDEST, "remainder floor_divide fmod where", native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "div addcdiv atan2 hypot copysign", result="float", native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "outer kron diff block_diag", result="tensors", native_promotion=True),
@@ -33,7 +34,10 @@ BINARY: Final = table(
          native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "eq ne lt le gt ge", result="bool", native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "logical_and logical_or logical_xor", result="bool", native_promotion=True),
-    rows(Rule.PROMOTE, _ONE_DTYPE, "lerp cross dot vdot inner tensordot heaviside", result="tensors"),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "lerp cross heaviside", result="tensors"),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "dot vdot", result="tensors", squares="factors"),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "inner", result="tensors", squares="vectors"),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "tensordot", result="tensors", squares="dimensions"),
     rows(Rule.PROMOTE, _ONE_DTYPE, "isclose", result="bool"),
     rows(Rule.PROMOTE, _ONE_DTYPE, "allclose", result="none"),
     rows(Rule.PROMOTE, _WIDEST, "equal", result="none", native_promotion=True),
@@ -44,10 +48,10 @@ BINARY: Final = table(
 
 UNARY: Final = table(
     rows(Rule.FOLLOW, "exact, or one rounding", "neg nan_to_num", result="first"),
-    rows(Rule.FOLLOW, "gives its input back", "positive", result="first", view=True),
+    rows(Rule.FOLLOW, "gives its input back", "positive", result="first", view=True, same=True),
     rows(Rule.FOLLOW, "exact, or one rounding", "abs", result="real"),
     rows(Rule.FOLLOW, "one rounding", "sqrt deg2rad rad2deg", result="float"),
-    rows(Rule.FOLLOW, "one rounding", "square", result="first"),
+    rows(Rule.FOLLOW, "one rounding", "square", result="first", squares="always"),
     rows(Rule.FOLLOW, "bounded slope: follows its input without widening", "erf erfc", result="float"),
     rows(Rule.FOLLOW, _SIGN, "sign sgn floor ceil trunc frac", result="first"),
     rows(Rule.FULL, "rounding to decimals multiplies first, and has no float16 kernel on CPU", "round", result="first"),
@@ -55,7 +59,7 @@ UNARY: Final = table(
     rows(Rule.FOLLOW, _SIGN, "frexp", result=("first", "int32")),
     rows(Rule.FULL, _RANGE, "exp exp2 expm1 log log2 log10 log1p logit reciprocal rsqrt", result="float"),
     rows(Rule.FULL, _RANGE, "cosh sinh erfinv", result="float"),
-    rows(Rule.FULL, _RANGE, "pow"),
+    rows(Rule.FULL, _RANGE, "pow", squares="power"),
     rows(Rule.FULL, _ANGLE, "sin cos tan asin acos atan asinh acosh atanh sinc", result="float")
 )  # fmt: skip
 

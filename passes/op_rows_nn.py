@@ -24,8 +24,10 @@ _DIFFERENCE: Final = "a difference of close values, squared and summed"
 _AVERAGE: Final = "a short average that the kernel accumulates in FP32"
 
 LOW: Final = table(
-    rows(Rule.LOW, _TENSOR_CORES, "linear matmul mm bmm addmm addbmm baddbmm einsum addmm_activation linalg_multi_dot "
-         "linalg_vecdot grouped_mm", result="tensors"),
+    rows(Rule.LOW, _TENSOR_CORES, "linear mm bmm addmm addbmm baddbmm addmm_activation grouped_mm", result="tensors"),
+    rows(Rule.LOW, _TENSOR_CORES, "matmul linalg_multi_dot", result="tensors", squares="vectors"),
+    rows(Rule.LOW, _TENSOR_CORES, "einsum", result="tensors", squares="subscripts"),
+    rows(Rule.LOW, _TENSOR_CORES, "linalg_vecdot", result="tensors", squares="factors"),
     rows(Rule.PROMOTE, "uses each element of the matrix once: casting it costs more than it saves (power iterations)",
          "mv addmv addr", result="tensors", autocast=Rule.LOW),
     rows(Rule.LOW, _CONVOLUTION, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from fxprec.passes.ir import Rule
-from fxprec.passes.op_rule import OpRule, rows, table
+from fxprec.passes.op_rule import OpRule, having, rows, table
 
 __all__ = ["TENSOR_ROWS"]
 
@@ -21,10 +21,12 @@ _NO_TENSOR: Final = "no tensor comes out"
 _SPARSE: Final = "sparse and foreign layouts have few low kernels"
 
 VIEWS: Final = table(
-    rows(Rule.FOLLOW, _VIEW, "view reshape flatten unflatten squeeze unsqueeze transpose permute movedim t T H mT mH "
-         "adjoint expand broadcast_to narrow select slice diagonal as_strided unfold ravel alias detach atleast_1d "
-         "atleast_2d atleast_3d contiguous resolve_conj resolve_neg slice_inverse as_subclass", result="first",
-         view=True),
+    having(
+        rows(Rule.FOLLOW, _VIEW, "view reshape flatten unflatten squeeze unsqueeze transpose permute movedim t T H mT "
+             "mH adjoint expand broadcast_to narrow select slice diagonal as_strided unfold ravel alias detach "
+             "atleast_1d atleast_2d atleast_3d contiguous resolve_conj resolve_neg slice_inverse as_subclass",
+             result="first", view=True),
+        "alias detach contiguous resolve_conj resolve_neg as_subclass", same=True),
     rows(Rule.FOLLOW, _VIEW, "view_as reshape_as expand_as", ports=_SELF, result="first", view=True),
     rows(Rule.FOLLOW, _VIEW, "chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind", result="first*",
            view=True),
@@ -37,8 +39,10 @@ VIEWS: Final = table(
 )  # fmt: skip
 
 COPIES: Final = table(
-    rows(Rule.FOLLOW, _COPY, "clone flip fliplr flipud roll rot90 repeat tile repeat_interleave tril triu diag "
-         "diag_embed diagflat combinations narrow_copy pin_memory lift_fresh", result="first"),
+    having(
+        rows(Rule.FOLLOW, _COPY, "clone flip fliplr flipud roll rot90 repeat tile repeat_interleave tril triu diag "
+             "diag_embed diagflat combinations narrow_copy pin_memory lift_fresh", result="first"),
+        "clone pin_memory lift_fresh", same=True),
     rows(Rule.FOLLOW, _COPY, "gather index_select take take_along_dim masked_select index", ports=_SELF,
            result="first"),
     rows(Rule.FOLLOW, "a number is written in the tensor's own dtype", "masked_fill index_fill fill fill_diagonal "
@@ -52,7 +56,7 @@ COPIES: Final = table(
            "share_memory delitem apply", result="first")
 )  # fmt: skip
 
-CASTS: Final = rows(Rule.KEEP, _CAST, "to", result="unknown", view=True)
+CASTS: Final = rows(Rule.KEEP, _CAST, "to", result="unknown", view=True, same=True)
 
 CREATION: Final = table(
     rows(Rule.FOLLOW, "constants in the dtype of their example", "zeros_like ones_like empty_like full_like new_zeros "

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from fxprec.passes.ir import Rule
 
-__all__ = ["OpRule", "rows", "table"]
+__all__ = ["OpRule", "Squares", "having", "rows", "table"]
+
+Squares: TypeAlias = Literal["always", "factors", "vectors", "dimensions", "subscripts", "power"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,18 @@ class OpRule:
         low_kernel: whether there is a kernel for low inputs at all, forward and backward: without one a FULL op stays
             FULL even where a level or a placement would have it run low.
         autocast: what torch.autocast's CUDA lists say where ``rule`` says something better; for placement="autocast".
+        same: the result holds the first argument's values, each in its place: a copy, a cast, a detached one.
+        squares: whether the op multiplies a value by itself, which leaves float16's range from 256 on: there such a
+            call is FULL. ``passes.squares`` asks:
+
+            ==============  ====================================================================================
+            "always"        it does
+            "factors"       where its last two tensors are one value
+            "vectors"       likewise, and it is a vector: else the result is a Gram matrix
+            "dimensions"    likewise, and ``dims`` names all its dimensions
+            "subscripts"    where two operands with equal subscripts are one value
+            "power"         where the exponent is above 1 (FULL as it is, but its result may be written elsewhere)
+            ==============  ====================================================================================
     """
 
     rule: Rule
@@ -63,12 +77,19 @@ class OpRule:
     view: bool = False
     low_kernel: bool = True
     autocast: Rule | None = None
+    same: bool = False
+    squares: Squares | None = None
 
 
 def rows(rule: Rule, why: str, names: str, **options: Any) -> dict[str, OpRule]:
     """One row for each of the blank-separated names, all alike."""
     row = OpRule(rule, why, **options)
     return dict.fromkeys(names.split(), row)
+
+
+def having(group: Mapping[str, OpRule], names: str, **options: Any) -> dict[str, OpRule]:
+    """The rows of a group, with further facts on those that are named."""
+    return {**group, **{name: replace(group[name], **options) for name in names.split()}}
 
 
 def table(*groups: Mapping[str, OpRule]) -> Mapping[str, OpRule]:

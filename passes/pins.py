@@ -6,6 +6,7 @@ Safety pins keep an op that would follow or promote in FP32::
     %b: float32 = add(%y, 1e-08)                         # nor this one: it would be zero in float16
     %c: float32 = add(%y, 1e-05)                         # sqrt(y + eps), x / (y + eps): eps would vanish beside y
     %d: float32 = mul(%exp, %scale)                      # between exp and the sum over it
+    %e: float32 = mul(%y, %y)                            # float16 only: squares leave its range from 256 on
 
 Written classes: a tensor, its views and its in-place users share memory, so that one of them in another dtype would be
 a copy that misses the writes. ``written_classes`` finds them; a class without a write falls apart into ordinary ops.
@@ -27,12 +28,21 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.aliases import written_by
+from fxprec.passes.context import Context
 from fxprec.passes.ir import Op, Rule, dtype_name
 from fxprec.passes.op_names import cast_target
 from fxprec.passes.op_table import rule_of
 from fxprec.passes.sites import Site, original
+from fxprec.passes.squares import is_square
 
-__all__ = ["commutes_with_rounding", "exp_chains", "overflows", "unsafe_number", "written_classes"]
+__all__ = [
+    "commutes_with_rounding",
+    "exp_chains",
+    "overflowing_square",
+    "overflows",
+    "unsafe_number",
+    "written_classes",
+]
 
 _ARITHMETIC: Final = frozenset(
     {"add", "sub", "rsub", "mul", "div", "clamp", "clamp_min", "clamp_max", "masked_fill", "index_fill", "fill",
@@ -108,6 +118,18 @@ def _guards(node: Node) -> bool:
         if op.name in _GUARDED_BY_EPS or (op.name == "div" and len(user.args) > 1 and user.args[1] is node):
             return True
     return False
+
+
+def overflowing_square(site: Site, context: Context) -> str | None:
+    """Why an op is FULL though the table says otherwise: it squares a value in float16.
+
+    None where it does not, where the policy says something of the op itself, and at O3, which lowers what is FULL.
+    """
+    if context.low is not torch.float16 or not site.data or context.policy.lowers_parameters:
+        return None
+    if site.row is None or site.why != site.row.why:
+        return None
+    return "squares leave the range of float16 from 256 on" if is_square(site.node) else None
 
 
 def exp_chains(graph: Graph) -> set[Node]:

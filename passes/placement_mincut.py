@@ -26,7 +26,7 @@ from fxprec.passes.ir import NON_TENSOR, Precision, Rule, dtype_name
 from fxprec.passes.mincut import solve
 from fxprec.passes.op_costs import Verdict
 from fxprec.passes.op_names import dtype_argument
-from fxprec.passes.pins import commutes_with_rounding, exp_chains, unsafe_number, written_classes
+from fxprec.passes.pins import commutes_with_rounding, exp_chains, overflowing_square, unsafe_number, written_classes
 from fxprec.passes.sites import Site, base_of, dtype_reference, original
 from fxprec.passes.torch_internals import HigherOrderOperator
 
@@ -69,6 +69,7 @@ class CutWalk(GraphWalk):
         self.roots: list[Node] = []  # LOW ops that make a written class
         self.classes: dict[Node, Node] = {}
         self.chains: set[Node] = set()
+        self.squares: set[Node] = set()  # what low memory cannot hold
 
     def enter(self, graph: Graph) -> None:
         if self.verdict.costs is not None:
@@ -122,6 +123,10 @@ class CutWalk(GraphWalk):
         if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
             self.view_of_written(site, floats)
         else:
+            square = overflowing_square(site, self.context)
+            if square is not None:
+                self.squares.add(site.node)
+                site = replace(site, rule=Rule.FULL, why=square)
             {Rule.KEEP: self.keep, Rule.LOW: self.low, Rule.FULL: self.full}.get(site.rule, self.follow)(site, floats)
 
     def write(self, site: Site, floats: bool) -> None:
@@ -136,14 +141,16 @@ class CutWalk(GraphWalk):
                 variables.hold(node, variable, original(site.base.meta["dtype"]))
             variables.use_original(others)
             return self.decide(node, Rule.KEEP, site.why)
+        square = overflowing_square(site, self.context)
+        why = square or self.unsafe(site)
+        if why or not self.squares.isdisjoint(others):
+            variables.hold(node, variable, torch.float32)
         if site.name == "copy":  # it converts
             return self.decide(node, Rule.FOLLOW, site.why)
-        why = self.unsafe(site)
-        if why:
-            variables.hold(node, variable, torch.float32)
         for source in () if site.promotes else others:
             variables.use(source, variable)
-        self.decide(node, site.rule, why or site.why, variable)
+        full = square is not None and variables.dtype_of(variable) is torch.float32
+        self.decide(node, Rule.FULL if full else site.rule, why or site.why, variable)
 
     def view_of_written(self, site: Site, floats: bool) -> None:
         """One variable with the memory that it shares."""

@@ -48,7 +48,7 @@ def between_products(op):
         (lambda y: y.roll(70000), "roll", BF16, FP16),
         (lambda y: F.pad(y, (1, -1), value=-1e9), "pad", BF16, FP32),
         (lambda y: F.dropout(y, 1e-9), "dropout", BF16, FP16),
-        (lambda y: y / ((y * y) + 1e-3), "add", FP32, FP16),
+        (lambda y: y / ((y * torch.relu(y)) + 1e-3), "add", FP32, FP16),
         (lambda y: y / torch.sqrt(y + 1e-5), "add", FP32, FP32),
         (lambda y: y + 1e-5, "add", BF16, FP32),
         (lambda y: y + 1e-4, "add", BF16, FP16),
