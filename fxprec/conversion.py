@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import warnings
 import weakref
@@ -13,18 +12,23 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import GraphModule, Proxy, _symbolic_trace
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fxprec.capture.declined import CaptureDeclined
-from fxprec.dynamic import DynamicGraphs
-from fxprec.errors import CaptureError, ConversionError, NotCapturedError, UnusedSettingWarning
+from fxprec import dynamo
+from fxprec.capture.call_key import Constants, call_key, default_key
+from fxprec.capture.collection import fewer_collections
+from fxprec.capture.trace import CaptureDeclined
+from fxprec.captured import Captured, rewrite
+from fxprec.dynamic import LeftToNet
+from fxprec.entry_point import EntryPoint
+from fxprec.errors import CaptureError, ConversionError, NotCapturedError, ServiceWarning, UnusedSettingWarning
+from fxprec.locks import CAPTURING
 from fxprec.net import Net, inside_net
 from fxprec.outputs import has_low_input, restore_dtypes
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.fuse import region_names
-from fxprec.passes.runner import run_passes
-from fxprec.program import Program, lift
 from fxprec.settings import Settings
-from fxprec.static import StaticGraphs
+from fxprec.static import StaticEntry
 from fxprec.weights import Weights
 
 __all__ = ["Conversion"]
@@ -34,7 +38,7 @@ class Conversion:
     """The state of one converted module. Never saved: a copied or loaded module is converted again from ``settings``.
 
     Attributes:
-        graphs, programs: the rewritten graphs in the order of their capture, and what runs for each.
+        captured: the rewritten graphs that calls can reach, in the order of their capture. Nobody else keeps a list.
         net: 'where' -> 'why' of what ran outside them, under torch.autocast.
         declined: why static capture was declined, per argument pattern.
         captures: how often a forward, or a piece of one, was captured.
@@ -50,27 +54,35 @@ class Conversion:
         self.module = weakref.ref(module)
         self.original_class = type(module)
         self.name = self.original_class.__name__
-        self.instance_forward: Callable[..., Any] | None = module.__dict__.pop("forward", None)
         self.weights = Weights(settings.dtype)
         self.store = self.weights.store
+        self.forward = EntryPoint(
+            settings, self.weights, "forward", type(module), module.__dict__.pop("forward", None), self.net_context
+        )
         self.bypassed = 0
         self.frozen = frozen
         self.settled = False
         self.converting = False
         self.undo: Callable[[], None] | None = None
-        self.start_over()
+        self._forget()
         self._warned_autocast = False
         self._policy_checked = not settings.policy.overrides and not settings.policy.rules and not settings.chooses
 
     def start_over(self) -> None:
-        """Forget every capture: nothing was, or the forward is another one now."""
-        self.graphs: list[GraphModule] = []
-        self.programs: list[Program] = []
+        """Forget every capture: the forward is another one now."""
+        self._forget()
+        self.forward.start_over()
+
+    def _forget(self) -> None:
+        self.captured: list[Captured] = []
         self.net: dict[str, str] = {}
         self.declined: list[str] = []
         self.captures = 0
-        self._static = StaticGraphs(self)
-        self._dynamic = DynamicGraphs(self)
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """That of the original forward, without self."""
+        return self.forward.signature
 
     # -- calling ---------------------------------------------------------------------------------------------------
 
@@ -102,23 +114,38 @@ class Conversion:
         return output
 
     def _run(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._static.allowed:
+        static = self.forward.static
+        if static.allowed:
             try:
-                return self._static.run(module, args, kwargs)
+                names, constants, tensors = call_key(self.signature, args, kwargs)
+                found = static.find(names, constants, tensors) or self._trace(module, names, constants, tensors)
             except CaptureDeclined as reason:
                 self._refuse_if_symbolic(reason)
-        return self._dynamic.run(module, args, kwargs)
+            else:
+                return found.run(self.weights, tensors)
+        return self._run_dynamic(module, args, kwargs)
+
+    def _run_dynamic(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dynamic = self.forward.dynamic
+        why = dynamo.why_not_now()
+        if why is not None:
+            return self.run_in_net(module, args, kwargs, why)
+        try:
+            output = dynamic.run(module, args, kwargs)
+        except LeftToNet as reason:
+            return self.run_in_net(module, args, kwargs, str(reason))
+        finally:
+            if dynamic.found or dynamic.net_notes:
+                self._take_found()
+        if not self.captured and not self.settled and not self.net:
+            self.in_net("the whole forward", "dynamo found nothing in it to capture")
+        if not self.captured and not self.settled:
+            self._warn_nothing_captured()
+        return self.restored(output, args, kwargs) if self.net else output
 
     def original_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The untouched forward of the module."""
-        return self.unbound_forward()(module, *args, **kwargs)
-
-    def unbound_forward(self) -> Callable[..., Any]:
-        """The untouched forward as a function whose first argument is the module."""
-        bound = self.instance_forward
-        if bound is None:
-            return self.original_class.forward
-        return lambda _, *args, **kwargs: bound(*args, **kwargs)
+        return self.forward.unbound(module, *args, **kwargs)
 
     # -- the net ---------------------------------------------------------------------------------------------------
 
@@ -147,27 +174,60 @@ class Conversion:
 
     # -- capture ---------------------------------------------------------------------------------------------------
 
-    def rewrite(self, gm: GraphModule) -> Program:
-        """Run the passes on a captured graph and make its program."""
-        run_passes(gm, self.settings.context(gradients=torch.is_grad_enabled()))
-        program = lift(gm, self.settings.dtype, self.settings.executor)
-        self.graphs.append(gm)
-        self.programs.append(program)
-        return program
+    def _trace(
+        self,
+        module: torch.nn.Module,
+        names: tuple[str, ...],
+        constants: Constants,
+        tensors: tuple[torch.Tensor, ...] | None,
+    ) -> StaticEntry:
+        """Capture statically for a call that no graph serves.
 
-    def forget(self, program: Program) -> None:
-        """Drop a graph that no call can reach any more."""
-        position = next((i for i, known in enumerate(self.programs) if known is program), None)
-        if position is not None:
-            del self.programs[position], self.graphs[position]
+        Raises:
+            CaptureDeclined: there can be no graph; nothing was run.
+        """
+        static = self.forward.static
+        with CAPTURING, _disable_current_modes(), fewer_collections():
+            if (found := static.find(names, constants, tensors)) is not None:  # another thread was at it
+                return found
+            try:
+                with self.twin(module) as twin:
+                    capture = static.trace(twin, names, constants, tensors)
+            except CaptureDeclined as reason:
+                self.declined.append(reason.reason)
+                self._drop(static.give_up())
+                raise
+            program = rewrite(capture.gm, self.settings)
+            captured = Captured(capture.gm, program, module.training, capture.guards)
+            entry = StaticEntry.of(capture, captured, tensors)
+            self._drop(static.add(names, constants, entry))
+            self.captured.append(captured)
+            self.captures += 1
+            return entry
+
+    def _take_found(self) -> None:
+        """Keep what a call under dynamo captured."""
+        with CAPTURING:
+            dynamic = self.forward.dynamic
+            found, notes = dynamic.found, dynamic.net_notes
+            dynamic.found, dynamic.net_notes = [], {}
+        self.captured += found
+        self.captures += len(found)
+        for where, why in notes.items():
+            self.in_net(where, why)
+
+    def _drop(self, dead: list[Captured]) -> None:
+        """Forget graphs that no call can reach any more."""
+        self.captured = [captured for captured in self.captured if captured not in dead]
 
     def capture_now(self, module: torch.nn.Module) -> bool:
-        """Capture statically for the default call pattern, if the model can be; False where it takes a call."""
-        if not self.graphs:
-            if not self._static.allowed or self.settings.pays:  # which waits for the sizes of a call
+        """Capture statically for the call that one expects, if the model can be; False where it takes a call."""
+        if not self.captured:
+            if not self.forward.static.allowed or self.settings.pays:  # which waits for the sizes of a call
                 return False
             try:
-                self._static.capture_default(module)
+                names, constants = default_key(self.signature)
+                self._trace(module, names, constants, None)
             except CaptureDeclined as reason:
                 self._refuse_if_symbolic(reason)
                 return False
@@ -182,7 +242,7 @@ class Conversion:
                 f"{self.name} is captured at its first call{why}: call it once, "
                 "or give convert(model, example_inputs=(...)), and look again"
             )
-        return self.graphs[-1]
+        return self.captured[-1].gm
 
     @contextlib.contextmanager
     def twin(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -190,7 +250,7 @@ class Conversion:
 
         The module itself stays as it is, since other threads may call it meanwhile.
         """
-        if self.instance_forward is not None:  # may be bound to the module
+        if self.forward.of_instance is not None:  # may be bound to the module
             with self.as_original(module):
                 yield module
         else:
@@ -204,8 +264,8 @@ class Conversion:
         swapped, attributes = module.__class__, module.__dict__
         kept = {name: attributes.pop(name) for name in ("forward", "_fxprec") if name in attributes}
         module.__class__ = self.original_class
-        if self.instance_forward is not None:
-            attributes["forward"] = self.instance_forward
+        if self.forward.of_instance is not None:
+            attributes["forward"] = self.forward.of_instance
         try:
             yield
         finally:
@@ -213,38 +273,23 @@ class Conversion:
             attributes.update(kept)
             module.__class__ = swapped
 
-    @functools.cached_property
-    def signature(self) -> inspect.Signature:
-        """That of the original forward, without self."""
-        if self.instance_forward is not None:
-            return inspect.signature(self.instance_forward)
-        signature = inspect.signature(self.original_class.forward)
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-    def tensor_names(self) -> dict[int, tuple[str, str]]:
-        """id of each parameter and buffer -> its name, and which of both it is."""
-        module = self.module()
-        assert module is not None
-        names = {id(value): (name, "parameter") for name, value in module.named_parameters()}
-        return names | {id(value): (name, "buffer") for name, value in module.named_buffers() if id(value) not in names}
-
     def lowered_weights(self, module: torch.nn.Module) -> list[str]:
         """Names of the parameters that every graph so far reads in the low dtype only."""
         tensors = dict(module.named_parameters(remove_duplicate=False))
-        low = {id(tensors.get(name)) for program in self.programs for name in program.low}
-        plain = {id(tensors.get(name)) for program in self.programs for name in program.plain}
+        low = {id(tensors.get(name)) for captured in self.captured for name in captured.program.low}
+        plain = {id(tensors.get(name)) for captured in self.captured for name in captured.program.plain}
         return [name for name, value in module.named_parameters() if id(value) in low - plain]
 
     # -- refusals --------------------------------------------------------------------------------------------------
 
     def check_policy(self, module: torch.nn.Module) -> None:
         """Once graphs exist: raise PolicyError if an override matched nothing in any of them."""
-        if self._policy_checked or not self.graphs:
+        if self._policy_checked or not self.captured:
             return
-        everything = [node for gm in self.graphs for graph in every_graph(gm) for node in graph.graph.nodes]
+        everything = [node for each in self.captured for graph in every_graph(each.gm) for node in graph.graph.nodes]
         ops = {node.meta["op"].name for node in everything if "op" in node.meta}
         self.settings.policy.check_matches(ops, dict(module.named_modules()), {node.name for node in everything})
-        self.settings.check_regions([name for gm in self.graphs for name in region_names(gm)])
+        self.settings.check_regions([name for each in self.captured for name in region_names(each.gm)])
         self._policy_checked = True
 
     def refuse_if_frozen(self, what: str) -> None:
@@ -272,5 +317,14 @@ class Conversion:
             f"the converted {self.name} was called under torch.autocast: its own graphs decide "
             "what is lowered and run with autocast off. Leave the autocast context away",
             category=UnusedSettingWarning,
+            stacklevel=7,  # the call of the module
+        )
+
+    def _warn_nothing_captured(self) -> None:
+        why = "; ".join(dict.fromkeys(self.net.values()))
+        warnings.warn(
+            f"no graph of {self.name} was captured: it runs under torch.autocast({self.settings.device!r}) as it "
+            f"stands. Why: {why}",
+            category=ServiceWarning,
             stacklevel=7,  # the call of the module
         )

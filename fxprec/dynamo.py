@@ -7,6 +7,7 @@ Every graph that dynamo finds in a forward is handed to a ``GraphReceiver``; wha
 from __future__ import annotations
 
 import inspect
+import threading
 import types
 import warnings
 import weakref
@@ -82,9 +83,10 @@ class DynamoCapture:
 
         backend = self._backend = _Backend(receiver)
         context = torch._dynamo.optimize(backend, nopython=fullgraph, **_isolated())
-        self._compiling = _Compiling(context.callback, backend)  # type: ignore[attr-defined]
+        twin = _own_code(function)
+        self._compiling = _Compiling(context.callback, backend, twin.__code__)  # type: ignore[attr-defined]
         context.callback = self._compiling  # type: ignore[attr-defined]
-        self._run = context(_own_code(function))
+        self._run = context(twin)
 
     @property
     def exhausted(self) -> bool:
@@ -94,6 +96,7 @@ class DynamoCapture:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, capturing what was not captured yet."""
         skipped = self._compiling.skipped
+        self._compiling.first.failed = False
         try:
             output = self._run(*args, **kwargs)
         except BaseException:
@@ -103,6 +106,14 @@ class DynamoCapture:
         if skipped:
             skipped.clear()
         return output
+
+    def failed_at_first(self, error: BaseException) -> bool:
+        """Whether an error of the latest call in this thread came from compiling its first frame: nothing ran yet."""
+        return failed_while_tracing(error) and self._compiling.first.failed
+
+
+class _FirstFrame(threading.local):
+    failed = False
 
 
 class _Backend:
@@ -155,11 +166,17 @@ class _Backend:
 
 
 class _Compiling:
-    """dynamo's compile callback, with our configuration around it, and an ear for functions that it skips."""
+    """dynamo's compile callback, with our configuration around it, and an ear for functions that it skips.
 
-    def __init__(self, inner: Any, backend: _Backend) -> None:
+    A frame that dynamo fails to compile after others ran is left to the interpreter, which is in the net: to run the
+    whole forward again would repeat what it wrote. ``first`` tells, in each thread, of a failure before anything ran.
+    """
+
+    def __init__(self, inner: Any, backend: _Backend, code: types.CodeType) -> None:
         self._inner = inner
         self._backend = backend
+        self._code = code
+        self.first = _FirstFrame()
         self._torchdynamo_orig_backend = inner  # dynamo's cache compares backends through this name
         self.skipped: list[types.CodeType] = []
 
@@ -168,7 +185,13 @@ class _Compiling:
             for message in _NOISE:
                 warnings.filterwarnings("ignore", message=message)
             self._backend.listen()
-            result = self._inner(frame, *args, **kwargs)
+            try:
+                result = self._inner(frame, *args, **kwargs)
+            except Exception as error:
+                if frame.f_code is self._code or not failed_while_tracing(error) or backend_error(error) is not None:
+                    self.first.failed = frame.f_code is self._code
+                    raise
+                result = _skip(error)
         reason, code = self._skip_reason(result), frame.f_code
         if reason and not any(harmless in reason for harmless in _HARMLESS) and "<" not in code.co_filename:
             self.skipped.append(code)
@@ -189,6 +212,13 @@ class _Compiling:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def _skip(error: Exception) -> Any:
+    """What tells dynamo to leave a frame to the interpreter."""
+    from torch._dynamo.types import ConvertFrameReturn
+
+    return ConvertFrameReturn(skip_reason=f"dynamo fails there: {str(error).splitlines()[0]}")
 
 
 def _isolated() -> dict[str, bool]:

@@ -74,8 +74,8 @@ def revert(module: torch.nn.Module) -> torch.nn.Module:
         )
     del module.__dict__[_STATE]
     module.__class__ = conversion.original_class
-    if conversion.instance_forward is not None:
-        module.__dict__.setdefault("forward", conversion.instance_forward)
+    if conversion.forward.of_instance is not None:
+        module.__dict__.setdefault("forward", conversion.forward.of_instance)
     conversion.store.clear()
     return module
 
@@ -120,10 +120,11 @@ def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
     """All rewritten graphs so far: one a set of flags (train and eval), argument pattern, or piece between breaks."""
     conversion = conversion_of(module)
     conversion.active(module)
-    for gm in conversion.graphs:
+    found = tuple(captured.gm for captured in conversion.captured)
+    for gm in found:
         state_dtypes(gm)
         with_code(gm)
-    return tuple(conversion.graphs)
+    return found
 
 
 class _Converted:
@@ -157,7 +158,7 @@ class _Converted:
     def __setstate__(self: Any, state: Any) -> None:
         if isinstance(state, dict) and _FORWARD in state:
             state = dict(state)
-            conversion_of(self).instance_forward = state.pop(_FORWARD)
+            conversion_of(self).forward.of_instance = state.pop(_FORWARD)
         super().__setstate__(state)  # type: ignore[misc]
 
     def __prepare_scriptable__(self: Any) -> NoReturn:
@@ -256,7 +257,7 @@ def _portable(value: Any, conversion: Conversion) -> Any:
     if not isinstance(value, dict) or _STATE not in value:
         return value
     kept = {name: part for name, part in value.items() if name != _STATE}
-    return kept if conversion.instance_forward is None else {**kept, _FORWARD: conversion.instance_forward}
+    return kept if conversion.forward.of_instance is None else {**kept, _FORWARD: conversion.forward.of_instance}
 
 
 def _rebuild(

@@ -1,25 +1,21 @@
-"""The statically captured graphs of one model: which of them serves a call, and when another one is traced."""
+"""The statically captured graphs of one method: which of them serves a call, and when another one is traced."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import getitem
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
-from torch.utils._python_dispatch import _disable_current_modes
 
-from fxprec.capture.collection import fewer_collections
-from fxprec.capture.trace import CaptureDeclined, StaticCapture, call_key, default_key, trace_static
-from fxprec.locks import CAPTURING
-from fxprec.program import Program
+from fxprec.capture.call_key import Constants
+from fxprec.capture.trace import CaptureDeclined, StaticCapture, trace_static
+from fxprec.captured import Captured
 from fxprec.shapes import propagate_shapes
-
-if TYPE_CHECKING:
-    from fxprec.conversion import Conversion
+from fxprec.weights import Weights
 
 __all__ = ["StaticEntry", "StaticGraphs"]
 
@@ -32,6 +28,9 @@ _ENOUGH: Final = 8
 #: With capture="symbolic", where dynamo may not: the oldest graph makes room.
 _MOST: Final = 64
 
+#: Where tensors are read from at each call: the dicts of their modules, and their names there.
+_Places = tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticEntry:
@@ -41,11 +40,17 @@ class StaticEntry:
     dtypes it was rewritten for; None: FP32 floats were assumed.
     """
 
-    capture: StaticCapture
-    program: Program
-    low: tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
-    plain: tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
+    captured: Captured
+    low: _Places
+    plain: _Places
     dtypes: tuple[torch.dtype, ...] | None
+
+    @classmethod
+    def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
+        """The entry of a trace and of what became of it; ``tensors`` as for ``StaticGraphs.trace``."""
+        dtypes = None if tensors is None else tuple(tensor.dtype for tensor in tensors)
+        program, owners = captured.program, capture.owners
+        return cls(captured, _places(owners, program.low), _places(owners, program.plain), dtypes)
 
     def serves(self, tensors: tuple[Tensor, ...] | None) -> bool:
         """Whether these inputs have the dtypes that the graph was rewritten for, and what tracing read still holds."""
@@ -56,116 +61,105 @@ class StaticEntry:
                         return False
             elif self.dtypes != tuple([tensor.dtype for tensor in tensors]):
                 return False
-        return self.capture.guards.failing() is None
+        return self.captured.guards.failing() is None  # type: ignore[union-attr]
+
+    def run(self, weights: Weights, tensors: tuple[Tensor, ...]) -> Any:
+        """Run the program on the weights as they are now."""
+        low = weights.read([*map(getitem, *self.low)])
+        return self.captured.program.function(*low, *map(getitem, *self.plain), *tensors)
 
 
 class StaticGraphs:
-    """Static capture for one conversion.
+    """The graphs of one method by argument pattern. It traces and chooses; who asked for a graph keeps it.
 
     Attributes:
         allowed: False once the model was found to be one that dynamo must take.
     """
 
-    def __init__(self, conversion: Conversion) -> None:
-        self._conversion = conversion
-        self._symbolic = conversion.settings.capture == "symbolic"
-        self.allowed = conversion.settings.capture != "dynamo"
-        self._entries: dict[tuple[str, ...], dict[Any, list[StaticEntry]]] = {}
+    def __init__(self, capture: str) -> None:
+        self._symbolic = capture == "symbolic"
+        self.allowed = capture != "dynamo"
+        self._entries: dict[tuple[str, ...], dict[Constants, list[StaticEntry]]] = {}
 
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the graph for this call.
-
-        Raises:
-            CaptureDeclined: there can be none; nothing was run.
-        """
-        conversion = self._conversion
-        names, constants, tensors = call_key(conversion.signature, args, kwargs)
-        entry = self._entry(module, names, constants, tensors)
-        low = conversion.weights.read([*map(getitem, *entry.low)])
-        device = conversion.settings.device
-        enabled = torch.is_autocast_enabled(device)
-        torch.set_autocast_enabled(device, False)
-        try:
-            return entry.program.function(*low, *map(getitem, *entry.plain), *tensors)
-        finally:
-            torch.set_autocast_enabled(device, enabled)
-
-    def capture_default(self, module: nn.Module) -> None:
-        """Capture for the call that one expects without having seen one.
-
-        Raises:
-            CaptureDeclined: it takes a call, or dynamo.
-        """
-        names, constants = default_key(self._conversion.signature)
-        self._entry(module, names, constants, None)
-
-    def _entry(
-        self, module: nn.Module, names: tuple[str, ...], constants: Any, tensors: tuple[Tensor, ...] | None
-    ) -> StaticEntry:
+    def find(
+        self, names: tuple[str, ...], constants: Constants, tensors: tuple[Tensor, ...] | None
+    ) -> StaticEntry | None:
+        """The graph that serves a call, if there is one."""
         of_names = self._entries.get(names)
         if of_names is not None:
             for entry in of_names.get(constants, ()):
                 if entry.serves(tensors):
                     return entry
-        with CAPTURING, _disable_current_modes(), fewer_collections():
-            return self._trace(module, names, constants, tensors)
+        return None
 
-    def _trace(
-        self, module: nn.Module, names: tuple[str, ...], constants: Any, tensors: tuple[Tensor, ...] | None
-    ) -> StaticEntry:
-        conversion = self._conversion
-        of_names = self._entries.setdefault(names, {})
-        known = [entry for entries in of_names.values() for entry in entries]
-        try:
-            if len(known) >= _ENOUGH and not self._symbolic:
-                raise CaptureDeclined(f"{len(known)} graphs, and again {_what_changed(of_names, names, constants)}")
-            get_overridable_functions()  # torch caches them for good: not while they are patched for a trace
-            with conversion.twin(module) as twin:
-                capture = trace_static(twin, names, dict(constants))
-        except CaptureDeclined as reason:
-            conversion.declined.append(reason.reason)
-            if not self._symbolic:
-                self._give_up()
-            raise
+    def trace(
+        self,
+        traced: nn.Module | Callable[..., Any],
+        names: tuple[str, ...],
+        constants: Constants,
+        tensors: tuple[Tensor, ...] | None,
+    ) -> StaticCapture:
+        """Trace for a call that no graph serves.
+
+        Args:
+            traced: the original module, or a function.
+            names: the arguments that are tensors.
+            constants: names and values of the others.
+            tensors: the tensors of the call; None where there is no call yet.
+
+        Raises:
+            CaptureDeclined: there can be no graph; nothing was run.
+        """
+        of_names = self._entries.get(names, {})
+        known = len(_all(of_names))
+        if known >= _ENOUGH and not self._symbolic:
+            raise CaptureDeclined(f"{known} graphs, and again {_what_changed(of_names, names, constants)}")
+        get_overridable_functions()  # torch caches them for good: not while they are patched for a trace
+        capture = trace_static(traced, names, dict(constants))
         if tensors is not None:
             propagate_shapes(capture.gm, tensors)
-        if len(known) >= _MOST:
-            self._forget(of_names, known[0])
-        program = conversion.rewrite(capture.gm)
-        conversion.captures += 1
-        dtypes = None if tensors is None else tuple(tensor.dtype for tensor in tensors)
-        low, plain = _places(capture.owners, program.low), _places(capture.owners, program.plain)
-        entry = StaticEntry(capture, program, low, plain, dtypes)
+        return capture
+
+    def add(self, names: tuple[str, ...], constants: Constants, entry: StaticEntry) -> list[Captured]:
+        """Serve such calls by this graph from now on. Returns the graphs that made room for it."""
+        of_names = self._entries.setdefault(names, {})
+        known = _all(of_names)
+        dropped = known[:1] if len(known) >= _MOST else []
+        for old in dropped:
+            self._forget(of_names, old)
         of_names.setdefault(constants, []).insert(0, entry)
-        return entry
+        return [old.captured for old in dropped]
 
-    def _give_up(self) -> None:
-        """From now on dynamo serves; graphs that no call reaches any more must not stay."""
+    def give_up(self) -> list[Captured]:
+        """From now on dynamo serves. Returns the graphs that no call reaches any more."""
+        if self._symbolic:
+            return []
+        dropped = [entry.captured for of_names in self._entries.values() for entry in _all(of_names)]
         self.allowed = False
-        for of_names in self._entries.values():
-            for entry in [entry for entries in of_names.values() for entry in entries]:
-                self._forget(of_names, entry)
+        self._entries.clear()
+        return dropped
 
-    def _forget(self, of_names: dict[Any, list[StaticEntry]], entry: StaticEntry) -> None:
+    def _forget(self, of_names: dict[Constants, list[StaticEntry]], entry: StaticEntry) -> None:
         for constants, entries in [*of_names.items()]:
             of_names[constants] = [other for other in entries if other is not entry]
             if not of_names[constants]:
                 del of_names[constants]
-        self._conversion.forget(entry.program)
 
 
-def _what_changed(of_names: dict[Any, list[StaticEntry]], names: tuple[str, ...], constants: Any) -> str:
+def _all(of_names: Mapping[Constants, list[StaticEntry]]) -> list[StaticEntry]:
+    return [entry for entries in of_names.values() for entry in entries]
+
+
+def _what_changed(of_names: Mapping[Constants, list[StaticEntry]], names: tuple[str, ...], constants: Constants) -> str:
     """What made a further trace necessary, for the report."""
     values = [dict(key) for key in (*of_names, constants)]
     changing = [name for name in values[0] if len({repr(value.get(name)) for value in values}) > _ENOUGH // 2]
     if changing:
         return f"another value of the argument '{changing[0]}'"
-    failing = [entry.capture.guards.failing() for entry in of_names.get(constants, ())]
+    failing = [entry.captured.guards.failing() for entry in of_names.get(constants, ())]  # type: ignore[union-attr]
     return next((why for why in failing if why), f"other dtypes of {', '.join(names)}")
 
 
-def _places(
-    owners: Mapping[str, Mapping[str, Any]], targets: tuple[str, ...]
-) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
+def _places(owners: Mapping[str, Mapping[str, Any]], targets: tuple[str, ...]) -> _Places:
     """For each target where it lives: the dict of its module, and its name there."""
     return tuple([owners[target] for target in targets]), tuple([target.rpartition(".")[2] for target in targets])

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 import fxprec
-import fxprec.conversion
+import fxprec.captured
 from fxprec.capture.collection import fewer_collections
 from fxprec.capture.lazy_code import holding, with_code, without_code
 from fxprec.module import conversion_of
@@ -54,12 +54,12 @@ def converted(request):
 
 class TestSource:
     def test_none_is_written_to_convert_and_run(self, converted):
-        (gm,) = conversion_of(converted).graphs
+        (gm,) = [captured.gm for captured in conversion_of(converted).captured]
         assert isinstance(gm, _LazyGraphModule) and "_code" not in vars(gm)
 
     @pytest.mark.parametrize("asked", [fxprec.graph_module, lambda module: fxprec.graphs(module)[0]])
     def test_who_asks_gets_a_plain_graph_module(self, converted, asked):
-        (made,) = conversion_of(converted).graphs
+        (made,) = [captured.gm for captured in conversion_of(converted).captured]
         name = type(made).__name__
         gm = asked(converted)
         assert gm is made and not isinstance(gm, _LazyGraphModule) and type(gm).__name__ == name
@@ -150,13 +150,13 @@ class TestCollection:
     @pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
     def test_it_is_seldom_while_a_graph_is_rewritten(self, monkeypatch, capture):
         found = []
-        run_passes = fxprec.conversion.run_passes
+        run_passes = fxprec.captured.run_passes
 
         def noted(*args):
             found.append(gc.get_threshold())
             return run_passes(*args)
 
-        monkeypatch.setattr(fxprec.conversion, "run_passes", noted)
+        monkeypatch.setattr(fxprec.captured, "run_passes", noted)
         fxprec.convert(net(), (X,), capture=capture)
         assert found == [(10_000, 1_000, 5)] and gc.get_threshold() == (700, 10, 5)
 

@@ -582,7 +582,7 @@ def test_a_dead_model_is_freed(kind, examples):
         model(torch.randn(3, 8))
     conversion = conversion_of(model)
     parameter = next(model.parameters())
-    dead = [weakref.ref(thing) for thing in (model, parameter, conversion, conversion.graphs[0], conversion.store)]
+    dead = [weakref.ref(thing) for thing in (model, parameter, conversion, conversion.captured[0].gm, conversion.store)]
     del model, parameter, conversion
     gc.collect()
     assert [reference() for reference in dead] == [None] * 5

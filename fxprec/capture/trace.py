@@ -23,12 +23,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -44,11 +43,9 @@ from fxprec.capture.lazy_code import holding
 from fxprec.capture.recorder import unfit
 from fxprec.capture.tracer import ForwardTracer
 from fxprec.capture.untouched import ModelState, RandomState
+from fxprec.locks import CAPTURING
 
 __all__ = ["CaptureDeclined", "StaticCapture", "call_key", "default_key", "trace_static"]
-
-#: Tracing patches nn.Module for the whole process: one trace at a time.
-_LOCK: Final = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ def trace_static(
     """
     is_module = isinstance(module_or_function, nn.Module)
     root = module_or_function if is_module else nn.Module()
-    with _LOCK, contextlib.ExitStack() as stack:
+    with CAPTURING, contextlib.ExitStack() as stack:
         if _symbolic_trace._is_fx_tracing_flag:
             raise CaptureDeclined("another torch.fx trace is running")
         stack.enter_context(_neutral())

@@ -57,8 +57,8 @@ class Fixed:
         self._numbers = self._numbers_now()
         # Tables of multi-tensor launches, which the optimizer may replace; graphs of the model, which it may drop.
         plans = getattr(self._optimizer, "_plans", None)
-        programs = [each.programs.copy() for each in self._conversions]
-        self._kept = held, None if plans is None else plans.kept(), programs
+        graphs = [each.captured.copy() for each in self._conversions]
+        self._kept = held, None if plans is None else plans.kept(), graphs
 
     def changed(self) -> str | None:
         """What is no longer so, in a few words; None: the graph can be replayed."""
