@@ -1,0 +1,91 @@
+"""Run one case in all its worlds and say what differs."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass
+
+from tests.fuzz.compare import different, stayed_wide
+from tests.fuzz.source import Case
+from tests.fuzz.unrounded import casts_that_do_not_round, no_dynamo
+from tests.fuzz.worlds import OF_ORIGINAL, World
+
+__all__ = ["KNOWN_FAULTS", "Wrong", "check"]
+
+#: Faults of the library that are known and not yet mended: what shows them is left out.
+KNOWN_FAULTS = frozenset({"A1", "A2", "A3", "A4", "A5", "A6", "A7", "A8", "A9", "N1", "N2"})
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What differed first.
+
+    Attributes:
+        statement: its index in the script.
+    """
+
+    statement: int
+    what: str
+
+
+def check(case: Case, *, thorough: bool = False) -> Wrong | None:
+    """Run the script in all worlds.
+
+    Args:
+        case: what to run.
+        thorough: compare all state after every statement, not only at the end: names the statement that is at fault.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if case.judged == "unrounded":
+            stack.enter_context(casts_that_do_not_round())
+        if case.capture == "static":
+            stack.enter_context(no_dynamo())
+        kinds = ("eager", "autocast", "ours") if case.judged == "rounded" else ("eager", "ours")
+        worlds = {}
+        for kind in kinds:
+            worlds[kind] = World(kind, case)
+            stack.callback(worlds[kind].close)
+        return _run(case, worlds, thorough)
+
+
+def _run(case: Case, worlds: dict[str, World], thorough: bool) -> Wrong | None:
+    eager, ours, autocast = worlds["eager"], worlds["ours"], worlds.get("autocast")
+    for index, statement in enumerate(case.script):
+        for world in worlds.values():
+            world.log.clear()
+            world.execute(index, statement.text)
+            if world.stopped is not None and world is not ours:
+                return None  # what eager cannot run is no program
+        if ours.stopped is not None:
+            return Wrong(index, f"raised {ours.stopped}")
+        why = _logs_differ(case, worlds)
+        if why is not None:
+            return Wrong(index, why)
+        if thorough or index == len(case.script) - 1:
+            why = different(
+                ours.snapshot(), eager.snapshot(), autocast.snapshot() if autocast else None, case.judged, False
+            )
+            if why is not None:
+                return Wrong(index, f"state afterwards: {why}")
+    return None
+
+
+def _logs_differ(case: Case, worlds: dict[str, World]) -> str | None:
+    eager, ours, autocast = worlds["eager"], worlds["ours"], worlds.get("autocast")
+    if [_plain(kind) for kind, _ in ours.log] != [_plain(kind) for kind, _ in eager.log]:
+        return f"{[kind for kind, _ in ours.log]}, expected {[kind for kind, _ in eager.log]}"
+    for i, ((kind, leaves), (_, expected)) in enumerate(zip(ours.log, eager.log, strict=True)):
+        other = autocast.log[i][1] if autocast is not None and i < len(autocast.log) else None
+        why = different(leaves, expected, other, case.judged, outputs=_plain(kind) == "output")
+        if why is None and kind == "output" and other is not None and stayed_wide(leaves, expected, other):
+            why = "exactly FP32's where autocast rounds: nothing was lowered"
+        if why is not None:
+            return f"{kind}: {why}"
+    return None
+
+
+def _plain(kind: str) -> str:
+    return kind.removesuffix(OF_ORIGINAL)
