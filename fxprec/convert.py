@@ -171,7 +171,7 @@ def _warn_slow_float16() -> None:
 def _warn_slow_bfloat16() -> None:
     """Once a process: the cache remembers."""
     warnings.warn(
-        "this CPU has no bfloat16 units (AVX512-BF16, AMX, Arm BF16): products in bfloat16 are slower here than in FP32, "
+        "this CPU has no bfloat16 units (AVX512-BF16, AMX, Arm BF16): products in bfloat16 are slower than in FP32, "
         "with AVX2 alone 44 to 499 times (pytorch#146508). Measure with `python -m fxprec calibrate`, then "
         'convert(model, example_inputs, lower="pays") lowers only what gains; without example inputs the first call '
         "tells the sizes",
