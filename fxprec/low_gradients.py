@@ -7,7 +7,6 @@ reads its gradient.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.errors import ConversionError
+from fxprec.torch_internals import ddp_runs
 
 __all__ = ["cast_with_low_gradient", "mark", "refuse_ddp", "wants_low_gradient", "widen", "widened"]
 
@@ -66,8 +66,7 @@ def widened(weights: Iterable[Tensor], how: tuple[str, ...] = ("step",)) -> list
 
 def refuse_ddp() -> None:
     """A ConversionError within DDP's forward: its reducer would fail in the backward, and say less."""
-    parallel = sys.modules.get("torch.nn.parallel.distributed")
-    if parallel is not None and parallel.DistributedDataParallel._active_ddp_module is not None:
+    if ddp_runs():
         raise ConversionError(
             "low_gradients=True under DistributedDataParallel, whose reducer takes gradients of the parameters' dtype "
             "only: leave low_gradients out"

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fxprec.shadows import ShadowStore, StaleShadowError
+from fxprec.shadows import plan as plans
+from fxprec.shadows import store as stores
 
 LOW = torch.bfloat16
 
@@ -687,7 +689,8 @@ def test_a_failed_copy_leaves_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> 
     net(torch.randn(2, 5))
     ema_swap(net)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(torch, "_foreach_copy_", fail)
+        patch.setattr(plans, "foreach_copy_", fail)
+        patch.setattr(stores, "foreach_copy_", fail)
         shadow(net)
     assert torch.equal(shadow(net), net.first.weight.to(LOW))
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.gradients import local, parameters_of
+from fxprec.torch_internals import sparse_values
 
 __all__ = ["OldGradients", "holds_any"]
 
@@ -133,7 +134,7 @@ def holds_any(gradient: Tensor) -> bool:
     """Whether anything in it is not 0. Reads the device."""
     held = local(gradient)
     if held.layout is torch.sparse_coo:
-        held = held._values()
+        held = sparse_values(held)
     elif held.layout is not torch.strided:
         held = held.values()
     return bool((held != 0).any())

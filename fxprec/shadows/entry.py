@@ -9,27 +9,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch._C import _get_dispatch_mode, _get_tracing_state, _len_torch_dispatch_stack, _TorchDispatchModeKey
-from torch._C._functorch import maybe_current_level
 
 from fxprec.errors import FxprecError
+from fxprec.kernels.watchers import SCRIPT, TRACING, TRANSFORM, watcher
 from fxprec.low_gradients import cast_with_low_gradient
+from fxprec.torch_internals import run_before
 
 __all__ = ["Entry", "StaleShadowError", "is_lasting", "is_traced"]
 
 #: The sequence number below that of AccumulateGrad, which is the highest.
 _AS_SOON_AS_READY: Final = 2**64 - 2
-
-#: Modes under which a persistent tensor would enter a trace as a constant, or be made fake.
-_TRACING_MODES: Final = (
-    _TorchDispatchModeKey.FAKE,
-    _TorchDispatchModeKey.PROXY,
-    _TorchDispatchModeKey.FUNCTIONAL,
-)
 
 
 class StaleShadowError(FxprecError, RuntimeError):
@@ -64,8 +57,7 @@ class Entry:
         if shadow.grad_fn is not None:
             # Backward runs what was made last first. This edge is older than every forward: the gradients of all
             # weights would come at the very end, too late for DDP to reduce the first while the others are computed.
-            edge: Any = shadow.grad_fn
-            edge._set_sequence_nr(_AS_SOON_AS_READY)
+            run_before(shadow.grad_fn, _AS_SOON_AS_READY)
         return cls(
             id(weight),
             weakref.ref(weight, dies),
@@ -106,8 +98,4 @@ def is_lasting(weight: Tensor) -> bool:
 
 def is_traced() -> bool:
     """Whether a functorch transform or a tracer is running: what is made or read now must not outlive it."""
-    return (
-        maybe_current_level() is not None
-        or _get_tracing_state() is not None
-        or (_len_torch_dispatch_stack() > 0 and any(_get_dispatch_mode(mode) is not None for mode in _TRACING_MODES))
-    )
+    return watcher(TRANSFORM, SCRIPT, TRACING) is not None

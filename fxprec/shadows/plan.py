@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxprec.torch_internals import foreach_copy_
+
 __all__ = ["Plan"]
 
 _version = operator.attrgetter("_version")
@@ -80,4 +82,4 @@ class Plan:
     def copy(self, weights: Sequence[Tensor], *, changed: bool) -> None:
         """Copy all weights to their shadows, under ``no_grad``: where they changed, so that autograd sees it."""
         targets: Any = self.shadows if changed else self.aliases
-        torch._foreach_copy_(targets, [*weights])  # pyright: ignore[reportPrivateImportUsage]
+        foreach_copy_(targets, [*weights])

@@ -34,6 +34,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fxprec.low_gradients import refuse_ddp, wants_low_gradient, widen
 from fxprec.shadows.entry import Entry, is_lasting, is_traced
 from fxprec.shadows.plan import Plan
+from fxprec.torch_internals import foreach_copy_
 
 __all__ = ["ShadowStore", "stores"]
 
@@ -290,7 +291,7 @@ class ShadowStore:
                 sources.append(weight)
         if not copies:
             return
-        self._copy(lambda: [torch._foreach_copy_(*lists) for lists in copies.values()])  # pyright: ignore
+        self._copy(lambda: [foreach_copy_(*lists) for lists in copies.values()])
 
     def _copy(self, copy: Callable[[], object]) -> None:
         try:
