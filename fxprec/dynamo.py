@@ -40,6 +40,7 @@ _CONFIG: Final = {
     "optimize_ddp": False,
     "allow_rnn": True,
     "allow_unspec_int_on_nn_module": True,  # a step counter: dynamic from its second value on
+    "invalidate_compile_context_weakrefs": True,  # to parameters: swap_tensors refuses those
     "record_runtime_overhead": False,  # two more calls at each call, for profiles
 }
 #: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.

@@ -38,7 +38,7 @@ class Weights:
             self._sharded, self.come_and_go = ids, _manages_part_of(module, sharded)
         if self.come_and_go and not came_and_went:
             self.store.clear()  # made before the model was sharded: they would keep the whole weights alive
-        self.store.begin()
+        self.store.begin(module)
 
     def read(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The low copies of ``weights``, in order."""
