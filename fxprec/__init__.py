@@ -24,7 +24,6 @@ from fxprec.errors import (
     PolicyError,
     ServiceWarning,
     SlowDtypeWarning,
-    StaleShadowError,
     UntestedTorchWarning,
     UnusedSettingWarning,
 )
@@ -62,7 +61,6 @@ __all__ = [
     "Rule",
     "ServiceWarning",
     "SlowDtypeWarning",
-    "StaleShadowError",
     "UntestedTorchWarning",
     "UnusedSettingWarning",
     "accumulate",

@@ -16,7 +16,6 @@ from fxprec.errors import ConversionError, ServiceWarning
 from fxprec.module import is_converted
 from fxprec.passes.policy import Policy
 from fxprec.settings import Settings, why_no_kernels
-from fxprec.torch_internals import is_compiled
 
 __all__ = ["check_module_overrides", "refuse_unfit", "settled_device"]
 
@@ -104,7 +103,7 @@ def _refuse_module(model: nn.Module) -> None:
         raise ConversionError(
             f"the model is wrapped in {name}: convert first, then wrap: {name}(fxprec.convert(model)[0])"
         )
-    if is_compiled(model):
+    if hasattr(model, "_orig_mod") and name == "OptimizedModule":
         raise ConversionError(
             "the model is a torch.compile'd module: convert the original (model._orig_mod), "
             "with executor='inductor' to have it compiled"

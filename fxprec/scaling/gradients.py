@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxprec.torch_internals import sparse_values
-
 __all__ = [
     "Grouped",
     "dtensor_type",
@@ -151,7 +149,7 @@ def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
     if gradient.layout is torch.sparse_coo:
         if not gradient.is_coalesced():
             parameter.grad = gradient = gradient.coalesce()
-        return sparse_values(gradient)
+        return gradient._values()
     if gradient.layout is not torch.strided:
         return gradient.values()
     return local(summed(parameter, gradient))

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from fxprec.torch_internals import tree_leaves
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["Batch"]
 

@@ -12,8 +12,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from fxprec.torch_internals import end_allocation
-
 __all__ = ["CudaRecorder", "Recorder", "Recording", "recorder_of"]
 
 _T = TypeVar("_T")
@@ -123,7 +121,7 @@ class CudaRecorder:
     def _clean_up(self) -> None:
         """What the end of a capture does not come to when CUDA declares it invalid."""
         with contextlib.suppress(RuntimeError):  # where it did come to it
-            end_allocation(self.device.index, self._pool)
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
         generator = torch.cuda.default_generators[self.device.index]
         try:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxprec.capture.untouched import ModelState, RandomState
-from fxprec.torch_internals import set_called, was_called
 from fxprec.whole_step.iteration import Iteration
 from fxprec.whole_step.scales import scaler_untouched
 
@@ -33,7 +32,7 @@ def put_back(iteration: Iteration, device: torch.device) -> Iterator[None]:
     values = _Values([*iteration.parameters, *buffers])
     gradients = [(p, p.grad) for p in iteration.parameters]
     state = _State(optimizer)
-    called = was_called(optimizer)
+    called = getattr(optimizer, "_opt_called", None)  # by which torch's schedulers tell that it has stepped
     random = RandomState()
     completed = False
     try:
@@ -48,7 +47,10 @@ def put_back(iteration: Iteration, device: torch.device) -> Iterator[None]:
         state.restore(keep=completed)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        set_called(optimizer, called)
+        if called is not None:
+            optimizer._opt_called = called
+        elif hasattr(optimizer, "_opt_called"):
+            del optimizer._opt_called
         random.restore()
 
 

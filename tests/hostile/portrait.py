@@ -11,7 +11,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 #: Attributes of a converted module that the original does not have, and what torch itself keeps per process.
@@ -34,6 +36,9 @@ def portrait(value: Any, path: str = "") -> dict[str, Leaf]:
 
 
 def _leaves(value: Any, path: str, seen: dict[int, tuple[str, Any]]) -> Iterator[tuple[str, Leaf]]:
+    if issubclass(type(value), torch.fx.Proxy):  # left behind by a trace; asking it anything raises
+        yield path, Leaf((_kind(value),))
+        return
     if isinstance(value, float):
         yield path, Leaf((_kind(value),), None, torch.tensor(value, dtype=torch.float64))
         return
@@ -46,7 +51,7 @@ def _leaves(value: Any, path: str, seen: dict[int, tuple[str, Any]]) -> Iterator
     seen[id(value)] = path, value  # kept alive: an id must not come again
     if isinstance(value, Tensor):
         yield from _tensor(value, path, seen)
-    elif isinstance(value, (random.Random, torch.Generator)) or hasattr(value, "bit_generator"):
+    elif isinstance(value, (random.Random, torch.Generator, numpy.random.Generator)):
         yield path, Leaf((_kind(value), _random_state(value)))
     elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)):
         yield path, Leaf((_kind(value), value.__name__))
@@ -70,7 +75,8 @@ def _tensor(value: Tensor, path: str, seen: dict[int, tuple[str, Any]]) -> Itera
     if value.layout is torch.strided and value.numel():
         owner = seen.setdefault(-value.untyped_storage().data_ptr(), (path, value))[0]
         facts += (f"memory of {owner}",)
-    dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+    plain = value.detach().as_subclass(Tensor)
+    dense = plain.to_dense() if value.layout is not torch.strided else plain
     if dense.dtype.is_floating_point or dense.dtype.is_complex:
         number = dense.to(torch.complex128 if dense.dtype.is_complex else torch.float64, copy=True)
         yield path, Leaf(facts, value.dtype, number)
