@@ -24,6 +24,7 @@ from fxprec.errors import (
     PolicyError,
     ServiceWarning,
     SlowDtypeWarning,
+    StaleShadowError,
     UntestedTorchWarning,
     UnusedSettingWarning,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "Rule",
     "ServiceWarning",
     "SlowDtypeWarning",
+    "StaleShadowError",
     "UntestedTorchWarning",
     "UnusedSettingWarning",
     "accumulate",

@@ -16,6 +16,7 @@ from fxprec.errors import ConversionError, ServiceWarning
 from fxprec.module import is_converted
 from fxprec.passes.policy import Policy
 from fxprec.settings import Settings, why_no_kernels
+from fxprec.torch_internals import is_compiled
 
 __all__ = ["check_module_overrides", "refuse_unfit", "settled_device"]
 
@@ -103,7 +104,7 @@ def _refuse_module(model: nn.Module) -> None:
         raise ConversionError(
             f"the model is wrapped in {name}: convert first, then wrap: {name}(fxprec.convert(model)[0])"
         )
-    if hasattr(model, "_orig_mod") and name == "OptimizedModule":
+    if is_compiled(model):
         raise ConversionError(
             "the model is a torch.compile'd module: convert the original (model._orig_mod), "
             "with executor='inductor' to have it compiled"

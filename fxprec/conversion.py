@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch.fx import GraphModule, Proxy, _symbolic_trace
+from torch.fx import GraphModule, Proxy
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fxprec import dynamo
 from fxprec.capture.call_key import Constants, call_key, default_key
@@ -22,6 +21,7 @@ from fxprec.captured import Captured, rewrite
 from fxprec.dynamic import LeftToNet
 from fxprec.entry_point import EntryPoint
 from fxprec.errors import CaptureError, ConversionError, NotCapturedError, ServiceWarning, UnusedSettingWarning
+from fxprec.kernels.torch_internals import disable_current_modes, is_fx_tracing
 from fxprec.locks import CAPTURING
 from fxprec.net import Net, inside_net
 from fxprec.outputs import has_low_input, restore_dtypes
@@ -91,7 +91,7 @@ class Conversion:
             return self.original_forward(module, *args, **kwargs)
         if torch.compiler.is_exporting():
             self._refuse_tracer("torch.export", "torch.export.export(fxprec.graph_module(model), inputs)")
-        if _symbolic_trace._is_fx_tracing_flag and any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
+        if is_fx_tracing() and any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
             self._refuse_tracer("torch.fx.symbolic_trace", "it is fxprec.graph_module(model)")
         if torch.is_autocast_enabled(self.settings.device) and not self._warned_autocast and not inside_net():
             self._warn_autocast()
@@ -187,7 +187,7 @@ class Conversion:
             CaptureDeclined: there can be no graph; nothing was run.
         """
         static = self.forward.static
-        with CAPTURING, _disable_current_modes(), fewer_collections():
+        with CAPTURING, disable_current_modes(), fewer_collections():
             if (found := static.find(names, constants, tensors)) is not None:  # another thread was at it
                 return found
             try:

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from fxprec.checks import check_module_overrides, refuse_unfit, settled_device
+from fxprec.cost_files import cpu_flags, has_bfloat16_units
 from fxprec.default_scaler import make_scaler
 from fxprec.errors import SlowDtypeWarning
 from fxprec.loss_scaler import LossScaler
@@ -110,8 +111,8 @@ def convert(
     )
     made = make_scaler(scaler, settings.dtype, policy.level, device)
     refuse_unfit(model, settings)
-    if settings.dtype is torch.float16 and device == "cpu":
-        _warn_slow_float16()
+    if device == "cpu":
+        _warn_if_slow(settings)
     module = _as_module(model, loss)
     check_module_overrides(policy, module)
     conversion = attach(module, settings)
@@ -147,6 +148,14 @@ def _policy(level: str | None, policy: Policy | None) -> Policy:
     return policy
 
 
+def _warn_if_slow(settings: Settings) -> None:
+    """Where the CPU has no units for the low dtype, unless costs decide what is lowered."""
+    if settings.dtype is torch.float16:
+        _warn_slow_float16()
+    elif settings.policy.level != "O0" and not settings.pays and cpu_flags() and not has_bfloat16_units():
+        _warn_slow_bfloat16()
+
+
 @functools.cache
 def _warn_slow_float16() -> None:
     """Once a process: the cache remembers."""
@@ -154,7 +163,20 @@ def _warn_slow_float16() -> None:
         "float16 on a CPU without float16 units is hundreds of times slower than bfloat16: fine for tests, "
         "else leave dtype out",
         category=SlowDtypeWarning,
-        stacklevel=3,
+        stacklevel=4,
+    )
+
+
+@functools.cache
+def _warn_slow_bfloat16() -> None:
+    """Once a process: the cache remembers."""
+    warnings.warn(
+        "this CPU has no bfloat16 units (AVX512-BF16, AMX, Arm BF16): products in bfloat16 are slower than in FP32, "
+        "with AVX2 alone 44 to 499 times (pytorch#146508). Measure with `python -m fxprec calibrate`, then "
+        'convert(model, example_inputs, lower="pays") lowers only what gains; without example inputs the first call '
+        "tells the sizes",
+        category=SlowDtypeWarning,
+        stacklevel=4,
     )
 
 

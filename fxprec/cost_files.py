@@ -17,7 +17,10 @@ from fxprec.errors import ServiceWarning
 from fxprec.passes.device_costs import DeviceCosts
 from fxprec.shipped_costs import shipped
 
-__all__ = ["costs_of", "has_bfloat16_units", "path_of", "processor_name", "read", "write"]
+__all__ = ["costs_of", "cpu_flags", "has_bfloat16_units", "path_of", "processor_name", "read", "write"]
+
+#: What /proc/cpuinfo and torch call the instructions: of x86, of Arm.
+_BFLOAT16_UNITS: Final = frozenset({"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "svebf16", "sve_bf16"})
 
 
 def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
@@ -105,9 +108,16 @@ def processor_name(device: str) -> str:
 
 
 @functools.cache
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets of the CPU, as /proc/cpuinfo and torch name them; empty where neither tells."""
+    told = getattr(torch.cpu, "get_capabilities", dict)()
+    named = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    return frozenset(named).union(name for name, there in told.items() if there is True)
+
+
 def has_bfloat16_units() -> bool:
-    """Whether the CPU multiplies bfloat16 itself; elsewhere torch converts, and gains little."""
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & {*(_cpuinfo("flags") or _cpuinfo("Features")).split()})
+    """Whether the CPU multiplies bfloat16 itself; elsewhere torch converts, and loses."""
+    return not _BFLOAT16_UNITS.isdisjoint(cpu_flags())
 
 
 def _cpuinfo(key: str) -> str:

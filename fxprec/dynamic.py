@@ -15,12 +15,13 @@ from operator import itemgetter
 from typing import Any
 
 from torch import nn
-from torch.fx import GraphModule, _symbolic_trace
+from torch.fx import GraphModule
 
 from fxprec import dynamo
 from fxprec.captured import Captured, rewrite
 from fxprec.dynamo_fsdp import frames_of_shards
 from fxprec.dynamo_graph import own_graph
+from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.locks import CAPTURING
 from fxprec.settings import Settings
 from fxprec.weights import Weights
@@ -111,7 +112,7 @@ class DynamicGraphs:
             raise ours
         if dynamo.met_a_trace(error):  # of another thread; it comes before anything has run
             with CAPTURING:
-                if not _symbolic_trace._is_fx_tracing_flag:  # else it is a trace of this thread's own
+                if not is_fx_tracing():  # else it is a trace of this thread's own
                     return self.run(module, args, kwargs)
         if not capture.failed_at_first(error):
             raise error  # A part of the forward ran, or all: it must not run again.

@@ -15,14 +15,20 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import torch
-from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
-from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
-from torch._C._dynamo.eval_frame import reset_code
-from torch._C._functorch import maybe_current_level
 from torch.fx import GraphModule
 
 from fxprec.capture.collection import fewer_collections
+from fxprec.kernels.watchers import ANY_MODE, SCRIPT, TRANSFORM, tracing_mode, watcher
 from fxprec.locks import CAPTURING
+from fxprec.torch_internals import (
+    FrameAction,
+    disabled_for_dynamo,
+    dispatch_mode_stack,
+    original_of_compiled,
+    reset_code,
+    skipped_frame,
+    torch_dynamo,
+)
 
 __all__ = ["DynamoCapture", "GraphReceiver", "why_not_now"]
 
@@ -34,6 +40,7 @@ _CONFIG: Final = {
     "optimize_ddp": False,
     "allow_rnn": True,
     "allow_unspec_int_on_nn_module": True,  # a step counter: dynamic from its second value on
+    "invalidate_compile_context_weakrefs": True,  # to parameters: swap_tensors refuses those
     "record_runtime_overhead": False,  # two more calls at each call, for profiles
 }
 #: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.
@@ -47,13 +54,6 @@ _NOISE: Final = (
     "The .grad attribute of a Tensor that is not a leaf",
     "Dynamo detected a call to a `functools.lru_cache`",
     "Dynamo does not know how to trace",
-)
-
-#: Modes of torch itself that dynamo would enter its code under: their tensors are no tensors to run on.
-_TRACING_MODES: Final = (
-    _TorchDispatchModeKey.FAKE,
-    _TorchDispatchModeKey.PROXY,
-    _TorchDispatchModeKey.FUNCTIONAL,
 )
 
 
@@ -79,10 +79,8 @@ class DynamoCapture:
     """
 
     def __init__(self, function: Callable[..., Any], receiver: GraphReceiver, *, fullgraph: bool = False) -> None:
-        import torch._dynamo
-
         backend = self._backend = _Backend(receiver)
-        context = torch._dynamo.optimize(backend, nopython=fullgraph, **_isolated())
+        context = torch_dynamo().optimize(backend, nopython=fullgraph, **_isolated())
         twin = _own_code(function)
         self._compiling = _Compiling(context.callback, backend, twin.__code__)  # type: ignore[attr-defined]
         context.callback = self._compiling  # type: ignore[attr-defined]
@@ -216,9 +214,7 @@ class _Compiling:
 
 def _skip(error: Exception) -> Any:
     """What tells dynamo to leave a frame to the interpreter."""
-    from torch._dynamo.types import ConvertFrameReturn
-
-    return ConvertFrameReturn(skip_reason=f"dynamo fails there: {str(error).splitlines()[0]}")
+    return skipped_frame(f"dynamo fails there: {str(error).splitlines()[0]}")
 
 
 def _isolated() -> dict[str, bool]:
@@ -227,13 +223,13 @@ def _isolated() -> dict[str, bool]:
 
 
 def _configured() -> Any:
-    config = torch._dynamo.config  # type: ignore[attr-defined]
+    config = torch_dynamo().config
     return config.patch({key: value for key, value in _CONFIG.items() if hasattr(config, key)})
 
 
 def _counted(category: str) -> dict[str, int]:
     """dynamo's own count of the constructs that it met and could not take, by reason."""
-    return torch._dynamo.utils.counters[category]  # type: ignore[attr-defined]
+    return torch_dynamo().utils.counters[category]
 
 
 def _latest(category: str, seen: dict[str, int]) -> str:
@@ -248,8 +244,8 @@ def _place(code: types.CodeType) -> str:
 
 def _own_code(function: Callable[..., Any]) -> types.FunctionType:
     """A twin of ``function`` with a code object of its own: dynamo counts recompilations per code object."""
-    if not getattr(function, "_torchdynamo_disable", False):
-        function = getattr(function, "_torchdynamo_orig_callable", function)  # decorated with torch.compile
+    if not disabled_for_dynamo(function):
+        function = original_of_compiled(function)
     if not isinstance(function, types.FunctionType):
         inner = function
 
@@ -275,29 +271,23 @@ def met_a_trace(error: BaseException) -> bool:
 
 def failed_while_tracing(error: BaseException) -> bool:
     """Whether an op failed on dynamo's fake tensors (nothing has run yet) rather than in a graph or in the net."""
-    return isinstance(error, torch._dynamo.exc.TorchDynamoException)  # type: ignore[attr-defined]
+    return isinstance(error, torch_dynamo().exc.TorchDynamoException)
 
 
 def backend_error(error: BaseException) -> BaseException | None:
     """The error of our own passes that dynamo wrapped, if it is one."""
-    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):  # type: ignore[attr-defined]
+    if isinstance(error, torch_dynamo().exc.BackendCompilerFailed):
         return error.__cause__ or getattr(error, "inner_exception", None)
     return None
 
 
 def why_not_now() -> str | None:
     """Why dynamo must not be entered now: it would skip the frame, for good. None where it may be."""
-    if torch._C._len_torch_dispatch_stack() > 0:
-        for key in _TRACING_MODES:
-            if (mode := _get_dispatch_mode(key)) is not None:
-                return f"under {type(mode).__name__}"
-        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-        for mode in _get_current_dispatch_mode_stack():
+    if watcher(ANY_MODE):
+        if (tracing := tracing_mode()) is not None:
+            return f"under {type(tracing).__name__}"
+        for mode in dispatch_mode_stack():
             if not getattr(type(mode), "ignore_compile_internals", lambda: False)():
                 return f"under the dispatch mode {type(mode).__name__}, in which dynamo runs no compiled code"
-    if maybe_current_level() is not None:
-        return "under a torch.func transform"
-    if torch._C._get_tracing_state() is not None:
-        return "under torch.jit.trace"
-    return None
+    seen_by = watcher(TRANSFORM, SCRIPT)
+    return None if seen_by is None else f"under {seen_by.name}"

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from fxprec.torch_internals import skipped_by_dynamo, wrap_inline
+
 __all__ = ["frames_of_shards"]
 
 
@@ -35,12 +37,8 @@ def _shards(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_skipped(part: nn.Module) -> bool:
-    from torch._dynamo import trace_rules
-
-    return bool(trace_rules.check(part.forward))
+    return skipped_by_dynamo(part.forward)
 
 
 def _framed(part: nn.Module) -> object:
-    from torch._dynamo.external_utils import wrap_inline
-
     return wrap_inline(part.forward)

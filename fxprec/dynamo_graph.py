@@ -63,6 +63,8 @@ def _name_weights(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str
     prefix = ""
     for position, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         known = names.get(id(value)) if isinstance(value, Tensor) else None
+        # dynamo's note of the argument refers weakly to the weight, which ``torch.utils.swap_tensors`` refuses.
+        note = node.meta.pop("grapharg", None)
         if isinstance(value, Tensor):
             node.meta["dtype"] = value.dtype
         if known is None:
@@ -70,7 +72,7 @@ def _name_weights(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str
             continue
         name, kind = known
         refuse_names([name])
-        prefix = prefix or _frame_prefix(node, name)
+        prefix = prefix or _frame_prefix(note, name)
         with gm.graph.inserting_before(node):
             weight = gm.graph.create_node("get_attr", name, name="p_" + name.replace(".", "_"))
         weight.meta = {**node.meta, "kind": kind, "ndim": value.dim()}
@@ -109,9 +111,9 @@ def _ask_sizes(gm: GraphModule, positions: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(left)
 
 
-def _frame_prefix(node: Node, name: str) -> str:
+def _frame_prefix(note: Any, name: str) -> str:
     """Where the module of an inner frame sits in the model, told from one of its weights' two names."""
-    source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", None)
+    source = getattr(getattr(note, "source", None), "name", None)
     text = source() if callable(source) else source
     if not isinstance(text, str):
         return ""

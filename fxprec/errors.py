@@ -21,6 +21,7 @@ __all__ = [
     "PolicyError",
     "ServiceWarning",
     "SlowDtypeWarning",
+    "StaleShadowError",
     "UntestedTorchWarning",
     "UnusedSettingWarning",
 ]
@@ -64,6 +65,10 @@ class NoGradientsError(FxprecError, AssertionError):
 
 class ClosureError(FxprecError, TypeError, RuntimeError):
     """A closure was given to a scaled step. (torch raises ``RuntimeError``.)"""
+
+
+class StaleShadowError(FxprecError, RuntimeError):
+    """A weight was written in a way that nothing shows, and the low copy that a graph reads is the old value's."""
 
 
 class FxprecWarning(UserWarning):

@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from fxprec.amp.fp16_optimizer import FP16_Optimizer
 from fxprec.amp.fp16_scaler import DynamicLossScaler, LossScaler
+from fxprec.torch_internals import BatchNorm, flatten_dense_tensors, unflatten_dense_tensors
 
 __all__ = [
     "BN_convert_float",
@@ -122,7 +121,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
             f"prep_param_lists: flat_master=True wants parameters of one dtype, these are {sorted(map(str, dtypes))}: "
             "use flat_master=False, or FP16_Optimizer"
         )
-    master = nn.Parameter(_flatten_dense_tensors([parameter.detach() for parameter in params]).float())
+    master = nn.Parameter(flatten_dense_tensors([parameter.detach() for parameter in params]).float())
     master.grad = torch.zeros_like(master)
     return params, [master]
 
@@ -134,7 +133,7 @@ def model_grads_to_master_grads(
     with torch.no_grad():
         if flat_master:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-            master_params[0].grad = _flatten_dense_tensors(gradients).float()
+            master_params[0].grad = flatten_dense_tensors(gradients).float()
             return
         for parameter, master in zip(model_params, master_params, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype, copy=True)
@@ -146,7 +145,7 @@ def master_params_to_model_params(
     """Copy the masters to the parameters, rounded. Arguments: as ``prep_param_lists`` gave them."""
     masters: Iterable[Tensor] = master_params
     if flat_master:
-        masters = _unflatten_dense_tensors(master_params[0].detach(), model_params)
+        masters = unflatten_dense_tensors(master_params[0].detach(), model_params)
     with torch.no_grad():
         for parameter, master in zip(model_params, masters, strict=True):
             parameter.copy_(master)
@@ -158,4 +157,4 @@ def to_python_float(value: Any) -> float:
 
 
 def _is_kept(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.affine
+    return isinstance(module, BatchNorm) and module.affine

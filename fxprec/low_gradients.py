@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,18 +18,37 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.errors import ConversionError
+from fxprec.torch_internals import ddp_runs
 
-__all__ = ["cast_with_low_gradient", "mark", "refuse_ddp", "wants_low_gradient", "widen", "widened"]
-
-
-def mark(weight: Tensor, how: str) -> None:
-    """From its next shadow on the gradient is low; ``how``: "step", or "accumulate" too."""
-    _marks()[weight] = how
+__all__ = ["Wish", "Wishes", "cast_with_low_gradient", "refuse_ddp", "widen", "widened", "wish_for"]
 
 
-def wants_low_gradient(weight: Tensor) -> bool:
-    """Whether it was marked, and has a gradient."""
-    return weight.requires_grad and weight in _marks()
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Wish:
+    """That the gradient of a weight be low; ``how``: "step", or "accumulate" too. Counts for as long as it is kept."""
+
+    how: str
+
+
+class Wishes:
+    """The wishes of one optimizer, which keeps them.
+
+    With them it keeps the weights, as it does anyway: a weak reference, which ``torch.utils.swap_tensors`` refuses, is
+    needed only once the optimizer is gone.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], how: str) -> None:
+        self._of = [(weight, Wish(how)) for weight in weights]
+        _wishes().update((id(weight), wish) for weight, wish in self._of)  # the last wish counts
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            _orphans().update((weight, wish) for weight, wish in self._of if _wishes().get(id(weight)) is wish)
+
+
+def wish_for(weight: Tensor) -> Wish | None:
+    """The wish for a weight that has a gradient, if there is one."""
+    return _wishes().get(id(weight)) if weight.requires_grad else None
 
 
 def cast_with_low_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,24 +71,23 @@ def cast_with_low_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def widen(weights: Iterable[Tensor]) -> None:
     """Marked ones without a shadow have gradients of their own dtype, until the next one is made."""
     for weight in weights:
-        if weight in _marks():
+        if id(weight) in _wishes():
             _set_grad_dtype(weight, weight.dtype)
 
 
 def widened(weights: Iterable[Tensor], how: tuple[str, ...] = ("step",)) -> list[Tensor]:
     """Give those that were marked so FP32 gradients again, for good, and return them: their shadows are to go."""
-    marks = _marks()
-    narrow = [weight for weight in weights if marks.get(weight) in how]
+    wishes = _wishes()
+    narrow = [weight for weight in weights if (wish := wishes.get(id(weight))) is not None and wish.how in how]
     for weight in narrow:
         _set_grad_dtype(weight, weight.dtype)
-        del marks[weight]
+        del wishes[id(weight)]
     return narrow
 
 
 def refuse_ddp() -> None:
     """A ConversionError within DDP's forward: its reducer would fail in the backward, and say less."""
-    parallel = sys.modules.get("torch.nn.parallel.distributed")
-    if parallel is not None and parallel.DistributedDataParallel._active_ddp_module is not None:
+    if ddp_runs():
         raise ConversionError(
             "low_gradients=True under DistributedDataParallel, whose reducer takes gradients of the parameters' dtype "
             "only: leave low_gradients out"
@@ -75,9 +95,15 @@ def refuse_ddp() -> None:
 
 
 @functools.cache
-def _marks() -> WeakTensorKeyDictionary:
-    """Weight -> "step", or "accumulate" too."""
+def _orphans() -> WeakTensorKeyDictionary:
+    """Keeps wishes whose optimizers are gone for as long as their weights."""
     return WeakTensorKeyDictionary()
+
+
+@functools.cache
+def _wishes() -> weakref.WeakValueDictionary[int, Wish]:
+    """id of a weight -> what it was marked with."""
+    return weakref.WeakValueDictionary()
 
 
 def _set_grad_dtype(weight: Any, dtype: torch.dtype) -> None:

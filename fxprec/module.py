@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch._C._dynamo import eval_frame
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.fx import Graph, GraphModule
 
 from fxprec.capture.lazy_code import with_code
@@ -22,10 +20,15 @@ from fxprec.conversion import Conversion
 from fxprec.errors import CaptureError, ConversionError, PolicyError
 from fxprec.settings import Settings
 from fxprec.shapes import state_dtypes
+from fxprec.torch_internals import hide_from_dynamo, set_eval_frame
 
 __all__ = ["attach", "conversion_of", "graph_module", "graphs", "is_converted", "original", "put_back", "revert"]
 
 _STATE = "_fxprec"
+#: What an outer ``torch.compile(fullgraph=True)`` says, which would break there, and a strict ``torch.export``.
+_NOT_TRACED = (
+    "a model converted by fxprec captures its own graphs; to export or compile one, use fxprec.graph_module(model)"
+)
 #: Where a forward of the instance travels in the state of a copy.
 _FORWARD = "_fxprec_forward"
 
@@ -173,7 +176,7 @@ def _converted_class(cls: type[torch.nn.Module], has_graph: bool) -> type[torch.
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _enter(self, args, kwargs)
 
-    _hide_from_dynamo(forward)
+    hide_from_dynamo(forward, _NOT_TRACED)
     namespace: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -214,21 +217,7 @@ def _enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         set_eval_frame(outer)
 
 
-def _hide_from_dynamo(function: Any) -> None:
-    """An outer torch.compile breaks here and keeps our graphs; a strict torch.export says what to do.
-
-    What torch._dynamo.disable does, without importing dynamo: a flag for its inliner, the frame itself skipped, and (in
-    _enter) its callback taken off while ours run.
-    """
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = (
-        "a model converted by fxprec captures its own graphs; to export or compile one, use fxprec.graph_module(model)"
-    )
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-    eval_frame.set_code_exec_strategy(function.__code__, skip)
-
-
-_hide_from_dynamo(_enter)
+hide_from_dynamo(_enter, _NOT_TRACED)  # and there dynamo's callback is taken off while ours run
 
 
 def _copied(module: torch.nn.Module, copied: Callable[[Any], Any]) -> Any:

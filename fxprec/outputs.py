@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, dtype
-from torch.utils import _pytree as pytree
+
+from fxprec.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["has_low_input", "restore_dtypes"]
 
@@ -24,7 +25,7 @@ def has_low_input(inputs: Any, low: dtype) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    for leaf in pytree.tree_leaves(value):
+    for leaf in tree_leaves(value):
         parts = _parts(leaf)
         if parts is None:
             yield leaf
@@ -40,13 +41,13 @@ def _restored(value: Any, low: dtype, done: dict[int, Tensor]) -> Any:
         if id(value) not in done:
             done[id(value)] = value.float()
         return done[id(value)]
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, spec = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return _restored_object(value, low, done)
     restored = [_restored(leaf, low, done) for leaf in leaves]
     if all(new is old for new, old in zip(restored, leaves, strict=True)):
         return value
-    return pytree.tree_unflatten(restored, spec)
+    return tree_unflatten(restored, spec)
 
 
 def _restored_object(value: Any, low: dtype, done: dict[int, Tensor]) -> Any:

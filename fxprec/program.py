@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 
 from fxprec.passes.casts import cast
 from fxprec.passes.new_node import new_node
+from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 
 __all__ = ["Executor", "Program", "lift"]
 
@@ -130,14 +131,8 @@ def _is_idle_dropout(node: Node) -> bool:
 
 def _run_checkpoints(graph: Graph) -> None:
     """dynamo's operator for activation checkpointing only tags nodes for a later compiler: run a real checkpoint."""
-    for node in graph.find_nodes(op="call_function", target=_tag_activation_checkpoint()):
+    for node in graph.find_nodes(op="call_function", target=tag_activation_checkpoint()):
         node.target = checkpointed
-
-
-def _tag_activation_checkpoint() -> Callable[..., Any]:
-    from torch._higher_order_ops.wrap import tag_activation_checkpoint
-
-    return tag_activation_checkpoint
 
 
 def checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -145,6 +140,6 @@ def checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import checkpoint
 
     options = {"preserve_rng_state": kwargs.get("preserve_rng_state", True)}
-    if "_checkpoint_context_fn" in body.meta:
-        options["context_fn"] = body.meta["_checkpoint_context_fn"]
+    if (context := checkpoint_context(body)) is not None:
+        options["context_fn"] = context
     return checkpoint(body.forward, *args, use_reentrant=False, **options)

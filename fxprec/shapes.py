@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxprec.passes.torch_internals import FakeTensorMode
+
 __all__ = ["propagate_shapes", "state_dtypes"]
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -23,7 +25,6 @@ def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
     Returns:
         whether shapes are known now.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)

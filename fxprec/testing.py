@@ -8,12 +8,16 @@
         model(x).sum().backward()
     assert casts.weights == 0
     fxprec.testing.assert_annotations_hold(model, x)
+    with fxprec.testing.check_shadows(model), torch.no_grad():
+        model(x)
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import textwrap
+from collections.abc import Iterator
 from typing import Final, Literal
 
 import torch
@@ -23,11 +27,20 @@ from torch.fx import GraphModule
 from fxprec.inspection.annotations import assert_annotations_hold
 from fxprec.inspection.cast_count import CastCount, count_casts
 from fxprec.inspection.nodes import Place, is_inserted, op_name, places, rewritten_graphs, select, source_line
+from fxprec.module import conversion_of
 from fxprec.passes import ir
 from fxprec.passes.ir import Precision, dtype_name
 from fxprec.passes.op_table import rule_of
 
-__all__ = ["CastCount", "assert_annotations_hold", "assert_graph", "assert_precision", "count_casts", "format_graph"]
+__all__ = [
+    "CastCount",
+    "assert_annotations_hold",
+    "assert_graph",
+    "assert_precision",
+    "check_shadows",
+    "count_casts",
+    "format_graph",
+]
 
 #: Move data and compute nothing: left out where a whole module is asserted to compute in a dtype. Views are, too.
 _MOVES: Final = frozenset({"to", "getitem", "getattr", "copy", "setitem", "cast"})
@@ -90,6 +103,25 @@ def _computing(place: Place, pattern: str) -> Precision | None:
     row = rule_of(op_name(node))
     moves = op_name(node) in _MOVES or (row is not None and row.view)
     return None if moves and not pattern.startswith(("op:", "node:")) and pattern != place.name else precision
+
+
+@contextlib.contextmanager
+def check_shadows(model: nn.Module) -> Iterator[None]:
+    """Within the block each forward of a converted module first compares the shadows that it would read as they are,
+    the low copies of weights, with the weights. It finds writes that nothing shows: under ``no_grad`` any; in training
+    forwards, which copy weights anyway, those after a step of ``fxprec.optim``, which wrote the shadows.
+
+    Costs a cast and a comparison of each weight a forward.
+
+    Raises:
+        StaleShadowError: in a forward; names the weights. ``fxprec.refresh(model)`` is missing after the write.
+    """
+    store = conversion_of(model).store
+    before, store.debug = store.debug, True
+    try:
+        yield
+    finally:
+        store.debug = before
 
 
 def format_graph(model: nn.Module) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.conversion import Conversion
 from fxprec.errors import FxprecError
+from fxprec.torch_internals import NormBase
 
 __all__ = ["warm_up"]
 
@@ -83,7 +83,7 @@ def _materialize(module: nn.Module, conversion: Conversion, args: tuple[Any, ...
     finally:
         conversion.bypassed -= 1
     for part in shapeless:
-        if isinstance(part, _NormBase):  # made, and written, by that call
+        if isinstance(part, NormBase):  # made, and written, by that call
             part.reset_running_stats()
 
 

@@ -7,13 +7,13 @@ miss the block's reduction of gradients.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fxprec.shadows import ShadowStore
+from fxprec.torch_internals import sharded_modules
 
 __all__ = ["Weights"]
 
@@ -33,29 +33,18 @@ class Weights:
 
     def begin(self, module: torch.nn.Module) -> None:
         """Note the start of a forward of ``module``, the whole model."""
-        came_and_went, sharded = self.come_and_go, _sharded_modules()
+        came_and_went, sharded = self.come_and_go, sharded_modules()
         if (ids := tuple(map(id, sharded))) != self._sharded:
             self._sharded, self.come_and_go = ids, _manages_part_of(module, sharded)
         if self.come_and_go and not came_and_went:
             self.store.clear()  # made before the model was sharded: they would keep the whole weights alive
-        self.store.begin()
+        self.store.begin(module)
 
     def read(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The low copies of ``weights``, in order."""
         if self.come_and_go:
             return [weight.to(self._dtype) for weight in weights]
         return self.store.read(weights)
-
-
-def _sharded_modules() -> list[torch.nn.Module]:
-    """Every living module that ``fully_shard`` was applied to."""
-    composable = sys.modules.get("torch.distributed._composable_state")
-    if composable is None or not composable._module_state_mapping:
-        return []
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (
-        [] if fsdp is None else [each for each in composable._module_state_mapping if isinstance(each, fsdp.FSDPModule)]
-    )
 
 
 def _manages_part_of(module: torch.nn.Module, sharded: list[torch.nn.Module]) -> bool:

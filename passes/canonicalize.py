@@ -17,7 +17,8 @@ After::
 
 ``f(..., out=y)`` becomes ``write_out(y, f(...))`` in the same way. In-place ops that follow or promote (``relu_``,
 ``add_``, ``x[i] = y``) stay: they run in whatever dtype their target has. Of views and in-place ops, ``f(input=x)``
-becomes ``f(x)``: who asks what shares memory looks at the first argument.
+becomes ``f(x)``: who asks what shares memory looks at the first argument. ``linear_cross_entropy`` becomes a product
+and a loss (head_losses).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.fx import GraphModule, Node
 from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.context import Context
 from fxprec.passes.fusion.rotary import recognize_rotary
+from fxprec.passes.head_losses import split_head_loss
 from fxprec.passes.in_place import is_in_place, must_not_write, out_by_copy, write_by_copy
 from fxprec.passes.ir import Op, PassResult
 from fxprec.passes.op_names import canonical_op, cast_target
@@ -63,6 +65,8 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
         elif node.kwargs.get("out") is not None:
             out_by_copy(gm, node, op)
             changed = True
+        elif op.name == "linear_cross_entropy":
+            changed |= split_head_loss(gm, node)
     if context.regions == "triton":
         changed |= recognize_rotary(gm.graph)
     return PassResult(gm, changed)

@@ -84,7 +84,7 @@ MODULE_OPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "LazyLinear": ("linear",),
         "LeakyReLU": ("leaky_relu",),
         "Linear": ("linear",),
-        "LinearCrossEntropyLoss": ("linear_cross_entropy",),
+        "LinearCrossEntropyLoss": ("linear", "cross_entropy", "linear_cross_entropy"),
         "LocalResponseNorm": ("local_response_norm",),
         "LogSigmoid": ("logsigmoid",),
         "LogSoftmax": ("log_softmax",),

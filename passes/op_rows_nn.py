@@ -75,7 +75,10 @@ LOSSES: Final = table(
     rows(Rule.FULL, _LOSS, "binary_cross_entropy_with_logits"),
     rows(Rule.FULL, "logarithms of probabilities near 0 and 1: torch.autocast refuses it, here it runs in FP32",
            "binary_cross_entropy"),
-    rows(Rule.FULL, "its logits never leave the kernel: the loss decides", "linear_cross_entropy")
+    rows(Rule.FOLLOW, "runs as a product and a loss (LOW, FULL); with `options=` its kernel takes the hidden states as "
+           "they arrive, as under autocast", "linear_cross_entropy", ports=_INPUT, result="first"),
+    rows(Rule.LOW, "a product, low as under autocast; its kernel sums the loss and the weight's gradient in FP32",
+           "fxprec::linear_cross_entropy", ports=(0, "hidden"), result="unknown", wide=True)
 )  # fmt: skip
 
 ACTIVATIONS: Final = table(

@@ -53,6 +53,7 @@ class OpRule:
         low_kernel: whether there is a kernel for low inputs at all, forward and backward: without one a FULL op stays
             FULL even where a level or a placement would have it run low.
         autocast: what torch.autocast's CUDA lists say where ``rule`` says something better; for placement="autocast".
+        wide: a LOW op whose kernel puts out FP32, whatever it reads.
         same: the result holds the first argument's values, each in its place: a copy, a cast, a detached one.
         squares: whether the op multiplies a value by itself, which leaves float16's range from 256 on: there such a
             call is FULL. ``passes.squares`` asks:
@@ -77,6 +78,7 @@ class OpRule:
     view: bool = False
     low_kernel: bool = True
     autocast: Rule | None = None
+    wide: bool = False
     same: bool = False
     squares: Squares | None = None
 

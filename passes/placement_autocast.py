@@ -37,7 +37,7 @@ AUTOCAST_FP32: Final = frozenset(
     cross_entropy nll_loss kl_div l1_loss mse_loss smooth_l1_loss huber_loss poisson_nll_loss gaussian_nll_loss
     cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss multi_margin_loss
     multilabel_margin_loss triplet_margin_loss triplet_margin_with_distance_loss binary_cross_entropy
-    binary_cross_entropy_with_logits linear_cross_entropy
+    binary_cross_entropy_with_logits
     interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d upsample_bilinear2d_aa
     upsample_bicubic2d_aa
     """.split()
@@ -111,7 +111,8 @@ class _Promotion(GraphWalk):
 
     def settle(self, site: Site, floats: bool, rule: Rule, reads: torch.dtype | None, source: bool = False) -> None:
         node = site.node
-        if floats and (reads is None or dtype_argument(node) is not None or dtype_reference(node) is not None):
+        wide = reads is None or (site.row is not None and site.row.wide)
+        if floats and (wide or dtype_argument(node) is not None or dtype_reference(node) is not None):
             self.make(site, original(node.meta["dtype"]), source)
         elif floats and reads is not None:
             self.dtypes[node] = reads

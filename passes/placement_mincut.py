@@ -183,7 +183,8 @@ class CutWalk(GraphWalk):
             site = replace(site, why=f"{site.why}; pays: {self.verdict.unpriced[node]}")
         read = variables.pin(site.dtype or self.context.low)
         variables.use_data(site, read)
-        if floats and (dtype_argument(node) is not None or dtype_reference(node) is not None):
+        named = dtype_argument(node) is not None or dtype_reference(node) is not None
+        if floats and (named or (site.row is not None and site.row.wide)):
             self.make(site, original(node.meta["dtype"]))  # O3: softmax(x, dtype=torch.float32)
             return self.decide(node, Rule.LOW, site.why, read)
         if floats:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-__all__ = ["FLOORS", "ROOT", "defined_names", "private_names", "sources"]
+__all__ = ["FLOORS", "ROOT", "contract", "contracts", "defined_names", "private_names", "sources"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-FLOORS: Final = ("kernels", "passes")
+FLOORS: Final = ("kernels", "passes", "fxprec")
 BASES: Final = ("torch", "triton")
 
 #: nn.Module's own dicts and Tensor's counter of writes: as good as public, subclasses everywhere use them.
@@ -30,6 +30,25 @@ OF_PYTHON: Final = frozenset({"_replace", "_fields", "_asdict", "_make", "_getfr
 
 _BY_NAME: Final = frozenset({"getattr", "setattr", "hasattr", "delattr", "attrgetter", "import_module"})
 _DOTTED: Final = re.compile(r"(torch|triton)(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*")
+
+
+Test = TypeVar("Test", bound=Callable[..., object])
+
+
+def contract(floor: str, *names: str) -> Callable[[Test], Test]:
+    """The test below is of what is relied on of these names of a floor's ``torch_internals``."""
+    return lambda test: test
+
+
+def contracts() -> dict[str, list[str]]:
+    """Floor -> the names that a test has ``contract`` of."""
+    found: dict[str, list[str]] = {floor: [] for floor in FLOORS}
+    for path in (ROOT / "tests").glob("test_torch_internals*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "contract":
+                floor, *names = (ast.literal_eval(argument) for argument in node.args)
+                found[floor] += names
+    return {floor: sorted(names) for floor, names in found.items()}
 
 
 def sources() -> Iterator[Path]:

@@ -109,6 +109,59 @@ def test_float16_on_a_cpu_warns_once_that_it_is_slow():
         fxprec.convert(nn.Linear(2, 2), dtype=torch.float16)
 
 
+@pytest.fixture
+def cpu(monkeypatch):
+    """``cpu(*flags)``: a CPU with these instruction sets, in a process that has warned of nothing."""
+    module = sys.modules["fxprec.convert"]
+    module._warn_slow_bfloat16.cache_clear()
+
+    def pretend(*flags):
+        for each in (module, sys.modules["fxprec.cost_files"]):
+            monkeypatch.setattr(each, "cpu_flags", lambda: frozenset(flags))
+
+    yield pretend
+    module._warn_slow_bfloat16.cache_clear()
+
+
+def test_bfloat16_on_a_cpu_without_units_warns_once_and_names_what_helps(cpu):
+    cpu("avx2", "fma")
+    with pytest.warns(fxprec.SlowDtypeWarning, match=r"no bfloat16 units") as caught:
+        fxprec.convert(nn.Linear(2, 2))
+    (warning,) = caught
+    assert 'lower="pays"' in str(warning.message)
+    assert "python -m fxprec calibrate" in str(warning.message)
+    assert warning.filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxprec.SlowDtypeWarning)
+        fxprec.convert(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        (["avx2", "avx512_bf16"], {}),
+        (["avx2", "amx_bf16"], {}),
+        (["asimd", "bf16"], {}),
+        (["sve", "svebf16"], {}),
+        ([], {}),  # nobody knows
+        (["avx2"], {"level": "O0"}),
+        (["avx2"], {"lower": "pays", "example_inputs": (torch.ones(1, 2),)}),
+    ],
+)
+def test_it_does_not_warn_where_there_are_units_or_nothing_is_lost(cpu, flags, settings):
+    cpu(*flags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxprec.SlowDtypeWarning)
+        fxprec.convert(nn.Linear(2, 2), dtype=torch.bfloat16, **settings)
+
+
+def test_what_a_cpu_can_is_asked_of_torch_and_of_the_system(monkeypatch):
+    files = sys.modules["fxprec.cost_files"]
+    monkeypatch.setattr(files, "_cpuinfo", {"Features": "fp asimd bf16", "flags": ""}.__getitem__)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"sve_bf16": True, "amx_bf16": False, "cores": 2})
+    assert files.cpu_flags.__wrapped__() == {"fp", "asimd", "bf16", "sve_bf16"}
+
+
 def test_a_function_gives_a_new_module(tools):
     def f(x, w, scale=2.0):
         return F.linear(x, w) * scale

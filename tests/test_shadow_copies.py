@@ -6,8 +6,8 @@ from torch import nn
 
 import fxprec
 from fxprec import optim
+from fxprec.errors import StaleShadowError
 from fxprec.module import conversion_of
-from fxprec.shadows import StaleShadowError
 
 
 def net():

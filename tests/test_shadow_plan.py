@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.shadows import ShadowStore
+from fxprec.shadows.entry import Entry
 from fxprec.shadows.plan import Plan
 
 
@@ -40,8 +41,7 @@ def forward(store: ShadowStore, weights: list[Tensor]) -> list[Tensor]:
 
 
 def plan_of(weights: list[Tensor]) -> Plan:
-    shadows = [weight.detach().bfloat16() for weight in weights]
-    return Plan.of(weights, shadows, [shadow.data for shadow in shadows], [weight._version for weight in weights])
+    return Plan.of(weights, [Entry.of(weight, torch.bfloat16, None, lambda _: None) for weight in weights])
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused: no version tells", "versions tell"])
@@ -161,4 +161,4 @@ def test_what_a_plan_sees(weights: list[Tensor]):
     assert plan.changed(weights) is True
     plan.note_versions(weights)
     assert plan.holds(weights)
-    assert Plan.of([weights[0], weights[0]], [], [], []).distinct == 1
+    assert plan_of([weights[0], weights[0]]).distinct == 1

@@ -17,7 +17,11 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fxprec.shadows import ShadowStore, StaleShadowError
+import fxprec
+from fxprec.errors import StaleShadowError
+from fxprec.shadows import ShadowStore
+from fxprec.shadows import plan as plans
+from fxprec.shadows import store as stores
 
 LOW = torch.bfloat16
 
@@ -47,7 +51,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.store is not None:
-            self.store.begin()
+            self.store.begin(self)
         hidden = self.hidden(x)
         self.middle()
         weight, bias = self.low(self.second.weight, self.second.bias)
@@ -687,7 +691,8 @@ def test_a_failed_copy_leaves_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> 
     net(torch.randn(2, 5))
     ema_swap(net)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(torch, "_foreach_copy_", fail)
+        patch.setattr(plans, "foreach_copy_", fail)
+        patch.setattr(stores, "foreach_copy_", fail)
         shadow(net)
     assert torch.equal(shadow(net), net.first.weight.to(LOW))
 
@@ -842,7 +847,7 @@ def test_debug_finds_a_stale_shadow() -> None:
             seen(net)
             net(x)
         net.first.weight.data.mul_(3)
-        with pytest.raises(StaleShadowError, match=r"weight of shape \(7, 5\) on cpu is stale.*refresh\(model\)"):
+        with pytest.raises(StaleShadowError, match=r"first.weight of shape \(7, 5\) on cpu.*refresh\(model\)"):
             net(x)
         store_of(net).refresh()
         net(x)
@@ -901,3 +906,96 @@ def test_threads_share_a_store() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+# -- steps that change nothing -----------------------------------------------------------------------------------------
+
+
+def skipped_step(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    """As a scaler that found inf steps a fused optimizer: its kernels run, and change nothing."""
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, float("inf"))
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.found_inf  # type: ignore[attr-defined]
+    optimizer.zero_grad()
+
+
+UNCHANGED: dict[str, Callable[[Net, torch.optim.Optimizer], Any]] = {
+    "no gradients": lambda net, optimizer: optimizer.step(),
+    "a closure without a backward": lambda net, optimizer: optimizer.step(lambda: torch.zeros(())),
+    "another model's optimizer": lambda net, optimizer: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0).step(),
+    "skipped on the device": skipped_step,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("step", UNCHANGED.values(), ids=UNCHANGED)
+def test_a_step_that_changes_nothing_lets_a_pending_backward_be(
+    step: Callable[[Net, torch.optim.Optimizer], Any], name: str
+) -> None:
+    net, reference = pair()
+    # A scaler does not step others at all when it skips.
+    optimizer = OPTIMIZERS["adamw_fused" if step is skipped_step else name](net.parameters())
+    x = torch.randn(2, 5)
+    loss = net(x).sum()
+    step(net, optimizer)
+    net(x)  # another forward refreshes the shadows in between
+    loss.backward()
+    reference(x).sum().backward()
+    assert_same(gradients(net), gradients(reference))
+
+
+@pytest.mark.parametrize("stepped", ["first", "second"])
+def test_a_step_on_some_weights_spoils_a_backward_through_those_only(stepped: str) -> None:
+    net, _ = pair()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    x = torch.randn(2, 5)
+    net(x)
+    weight, bias = net.low(net.second.weight, net.second.bias)
+    loss = nn.functional.linear(torch.randn(2, 7, dtype=LOW, requires_grad=True), weight, bias).sum()
+    changed = net.get_submodule(stepped).weight
+    changed.grad = torch.ones_like(changed)
+    optimizer.step()
+    net(x)
+    if stepped == "first":
+        return loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# -- weights in shared memory ------------------------------------------------------------------------------------------
+
+
+def written_elsewhere(weight: Tensor) -> None:
+    """As another process does it (Hogwild): the memory changes, and nothing of the tensor here."""
+    weight.detach().numpy()[...] *= 2
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, fxprec.optim.SGD])
+@pytest.mark.parametrize("recording", [True, False], ids=["training", "no_grad"])
+def test_weights_that_another_process_writes_are_read_anew(
+    optimizer: type[torch.optim.Optimizer], recording: bool
+) -> None:
+    model, _ = fxprec.convert(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    x = torch.randn(2, 5)
+    model(x).sum().backward()
+    model.share_memory()
+    model(x).sum().backward()
+    optimizer(model.parameters(), lr=0.1).step()
+    for _ in range(3):
+        written_elsewhere(model[0].weight)
+        with torch.set_grad_enabled(recording):
+            ours = model(x)
+        assert torch.equal(ours, copy.deepcopy(model)(x))
+
+
+def test_accumulation_holds_shared_weights_too() -> None:
+    model, _ = fxprec.convert(nn.Linear(5, 7))
+    model.share_memory()
+    x = torch.randn(2, 5)
+    with fxprec.accumulate(model):
+        before = model(x)
+        written_elsewhere(model.weight)
+        assert torch.equal(model(x), before)
+    assert not torch.equal(model(x), before)

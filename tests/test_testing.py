@@ -123,3 +123,59 @@ def test_assert_graph():
     assert_graph(model, "\n".join("        " + line for line in text.split("\n")))
     with pytest.raises(AssertionError, match=r"(?m)^-%exp: float64 = exp.*\n\+%exp: float32 = exp"):
         assert_graph(model, text.replace("%exp: float32", "%exp: float64"))
+
+
+# -- stale shadows -----------------------------------------------------------------------------------------------------
+
+
+def by_data(weight):
+    weight.data.mul_(2)
+
+
+def by_raw_kernel(weight):
+    torch._fused_sgd_(
+        [weight.detach()],
+        [torch.ones_like(weight)],
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.1,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    )
+
+
+def by_numpy(weight):
+    weight.detach().numpy()[...] *= 2
+
+
+@pytest.mark.parametrize("dynamo", [False, True], ids=["static", "dynamo"])
+@pytest.mark.parametrize("write", [by_data, by_raw_kernel, by_numpy])
+def test_check_shadows_names_a_weight_that_was_written_unseen(write, dynamo):
+    model, _ = fxprec.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), capture="dynamo" if dynamo else "auto")
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        before = model(x)
+        write(model[1].weight)
+        assert torch.equal(model(x), before)  # stale, which nothing says
+        with fxprec.testing.check_shadows(model):
+            with pytest.raises(fxprec.StaleShadowError, match=r"stale: 1\.weight of shape \(4, 4\).*fxprec\.refresh"):
+                model(x)
+            fxprec.refresh(model)
+            model(x)
+    with fxprec.testing.check_shadows(model):
+        write(model[1].weight)
+        model(x)  # a training forward copies anyway
+    assert not torch.equal(model(x), before)
+    with fxprec.testing.check_shadows(model):
+        pass
+    with torch.no_grad():
+        write(model[0].weight)
+        model(x)  # the block is left
+
+
+def test_check_shadows_wants_a_converted_model():
+    with pytest.raises(fxprec.ConversionError, match="is not converted"), fxprec.testing.check_shadows(nn.Linear(2, 2)):
+        pass

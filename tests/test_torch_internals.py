@@ -1,10 +1,9 @@
-"""Private names of torch stand in one file a floor, and each of them does what is relied on."""
+"""Private names of torch stand in one file a floor, each with a contract: those of the kernels are here."""
 
 from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -14,22 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec.kernels import torch_internals as of_kernels
 from fxprec.kernels import watchers
-from fxprec.passes import torch_internals as of_passes
-from private_names import FLOORS, ROOT, defined_names, private_names, sources
-
-CONTRACTS: dict[tuple[str, str], Callable[[], object]] = {}
-
-
-def contract(floor: str, *names: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """What follows is relied on of these names of a floor's ``torch_internals``."""
-
-    def add(check: Callable[[], object]) -> Callable[[], object]:
-        for name in names:
-            assert (floor, name) not in CONTRACTS, name
-            CONTRACTS[floor, name] = check
-        return check
-
-    return add
+from private_names import FLOORS, ROOT, contract, contracts, defined_names, private_names, sources
 
 
 def internals(floor: str) -> ModuleType:
@@ -89,6 +73,11 @@ def test_the_scan_lets_pass(line: str):
     assert private_names(line, {"_own"}) == []
 
 
+@pytest.mark.parametrize("floor", FLOORS)
+def test_each_name_has_a_contract(floor: str):
+    assert contracts()[floor] == sorted(internals(floor).__all__)
+
+
 # -- what is relied on -------------------------------------------------------------------------------------------------
 
 
@@ -103,7 +92,7 @@ def _raised_by(code: str) -> str:
 
 
 @contract("kernels", "needed", "TESTED_TORCH")
-def what_moved_is_told_by_name() -> None:
+def test_what_moved_is_told_by_name() -> None:
     for code in ("from torch._C import _not_there", "import torch; torch._C._not_there"):
         message = _raised_by(code)
         assert "_not_there" in message and torch.__version__ in message and of_kernels.TESTED_TORCH[-1] in message
@@ -112,7 +101,7 @@ def what_moved_is_told_by_name() -> None:
 
 
 @contract("kernels", "optional", "MISSING")
-def what_is_optional_is_noted() -> None:
+def test_what_is_optional_is_noted() -> None:
     assert of_kernels.optional("torch._C:_autograd", "unused") is torch._C._autograd
     try:
         assert of_kernels.optional("torch._C:_autograd._not_there", "slower") is None
@@ -123,7 +112,7 @@ def what_is_optional_is_noted() -> None:
 
 
 @contract("kernels", "DispatchModeKey", "current_dispatch_mode", "dispatch_modes")
-def modes_of_torchs_own_are_found_by_key() -> None:
+def test_modes_of_torchs_own_are_found_by_key() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     keys, current = of_kernels.DispatchModeKey, of_kernels.current_dispatch_mode
@@ -137,7 +126,7 @@ def modes_of_torchs_own_are_found_by_key() -> None:
 
 
 @contract("kernels", "disable_current_modes")
-def modes_are_off_within_a_block() -> None:
+def test_modes_are_off_within_a_block() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -147,7 +136,7 @@ def modes_are_off_within_a_block() -> None:
 
 
 @contract("kernels", "FakeTensor")
-def fake_tensors_are_known_by_their_class() -> None:
+def test_fake_tensors_are_known_by_their_class() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -155,21 +144,21 @@ def fake_tensors_are_known_by_their_class() -> None:
 
 
 @contract("kernels", "function_transform_level")
-def transforms_have_a_level_that_is_true() -> None:
+def test_transforms_have_a_level_that_is_true() -> None:
     levels: list[object] = []
     torch.func.vmap(lambda x: (levels.append(of_kernels.function_transform_level()), x)[1])(torch.ones(2))
     assert levels[0] and of_kernels.function_transform_level() is None
 
 
 @contract("kernels", "forward_ad_level")
-def forward_mode_has_a_level() -> None:
+def test_forward_mode_has_a_level() -> None:
     assert of_kernels.forward_ad_level() < 0
     with torch.autograd.forward_ad.dual_level():
         assert of_kernels.forward_ad_level() >= 0
 
 
 @contract("kernels", "jit_tracing_state")
-def a_jit_trace_has_a_state() -> None:
+def test_a_jit_trace_has_a_state() -> None:
     states: list[object] = []
     assert of_kernels.jit_tracing_state() is None
     torch.jit.trace(
@@ -179,7 +168,7 @@ def a_jit_trace_has_a_state() -> None:
 
 
 @contract("kernels", "is_fx_tracing")
-def a_symbolic_trace_is_told() -> None:
+def test_a_symbolic_trace_is_told() -> None:
     here: list[bool] = []
     there: list[bool] = []
 
@@ -196,7 +185,7 @@ def a_symbolic_trace_is_told() -> None:
 
 
 @contract("kernels", "is_traceable_wrapper_subclass")
-def wrappers_of_tensors_are_known() -> None:
+def test_wrappers_of_tensors_are_known() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     assert of_kernels.is_traceable_wrapper_subclass(TwoTensor(torch.ones(1), torch.ones(1)))
@@ -222,7 +211,7 @@ class _Asks(torch.autograd.Function):
 
 
 @contract("kernels", "keeps_graph", "storage_owners")
-def a_backward_knows_who_else_reads_what_it_saved() -> None:
+def test_a_backward_knows_who_else_reads_what_it_saved() -> None:
     from fxprec.kernels.nn.scaled_gradient import _OWNERS
 
     _Asks.seen = []
@@ -233,100 +222,6 @@ def a_backward_knows_who_else_reads_what_it_saved() -> None:
     loss.backward(retain_graph=True)
     loss.backward()
     assert _Asks.seen == [(True, _OWNERS + 1), (True, _OWNERS), (False, _OWNERS)]
-
-
-@contract("passes", "FakeTensorMode", "no_autocast")
-def fake_tensors_are_computed_with_autocast_off() -> None:
-    with torch.autocast("cpu", torch.bfloat16), of_passes.FakeTensorMode() as mode:
-        x = torch.ones(2, 2)
-        with of_passes.no_autocast():
-            assert (x @ x).dtype is torch.float32
-        assert isinstance(x, of_kernels.FakeTensor) and x.fake_mode is mode and (x @ x).dtype is torch.bfloat16
-        assert mode.shape_env is None
-
-
-@contract("passes", "OpOverload", "OpOverloadPacket", "HigherOrderOperator")
-def operators_are_known_by_their_class() -> None:
-    assert isinstance(torch.ops.aten.add.Tensor, of_passes.OpOverload)
-    assert isinstance(torch.ops.aten.add, of_passes.OpOverloadPacket)
-    assert isinstance(torch.ops.higher_order.cond, of_passes.HigherOrderOperator)
-
-
-@contract("passes", "schema_of", "op_name_of", "packet_name")
-def an_operator_tells_what_it_takes_and_writes() -> None:
-    add = torch.ops.aten.add_.Tensor
-    schema = of_passes.schema_of(add)
-    assert schema.is_mutable and not of_passes.schema_of(torch.ops.aten.add.Tensor).is_mutable
-    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
-    assert schema.arguments[0].alias_info.is_write and schema.arguments[1].alias_info is None
-    assert len(of_passes.schema_of(torch.ops.aten.max.dim).returns) == 2
-    assert of_passes.op_name_of(add) == "add_" and of_passes.packet_name(add.overloadpacket) == "aten::add_"
-
-
-@contract("passes", "autocast_key", "custom_op_autocast")
-def what_was_registered_for_autocast_is_found() -> None:
-    assert of_passes.autocast_key("cpu") == torch._C.DispatchKey.AutocastCPU
-    assert of_passes.autocast_key("nowhere") is None
-
-    @torch.library.custom_op("fxprec_tests::internals", mutates_args=())
-    def doubled(x: Tensor) -> Tensor:
-        return x * 2
-
-    assert of_passes.custom_op_autocast("fxprec_tests::internals", "cpu") is None
-    doubled.register_autocast("cpu", torch.bfloat16)
-    assert of_passes.custom_op_autocast("fxprec_tests::internals", "cpu") is torch.bfloat16
-    assert of_passes.custom_op_autocast("fxprec_tests::internals", "cuda") is None
-    assert of_passes.custom_op_autocast("fxprec_tests::none", "cpu") is None
-
-
-@contract("passes", "builtin_nn", "builtins_of_torch")
-def builtins_of_torch_are_the_functions_that_users_reach() -> None:
-    assert of_passes.builtins_of_torch.cat is torch.cat
-    for name in ("adaptive_max_pool2d", "adaptive_max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d"):
-        assert callable(getattr(of_passes.builtin_nn, name))
-    assert of_passes.builtin_nn.gelu is torch.nn.functional.gelu
-
-
-def _graph_of_dynamo(function: Callable[..., object]) -> torch.fx.Graph:
-    graphs: list[torch.fx.Graph] = []
-
-    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        graphs.append(gm.graph)
-        return gm.forward
-
-    torch.compile(function, backend=backend, fullgraph=True)(torch.ones(2))
-    return graphs[0]
-
-
-@contract("passes", "enter_autocast", "exit_autocast")
-def dynamo_writes_autocast_as_two_calls() -> None:
-    def function(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return x * 2
-
-    graph = _graph_of_dynamo(function)
-    (enter,) = graph.find_nodes(op="call_function", target=of_passes.enter_autocast)
-    (leave,) = graph.find_nodes(op="call_function", target=of_passes.exit_autocast)
-    enabled = enter.args[2] if len(enter.args) > 2 else enter.kwargs["enabled"]
-    assert enabled is False and leave.args == (enter,)
-
-
-@contract("passes", "data_of")
-def dynamo_writes_data_as_a_call() -> None:
-    graph = _graph_of_dynamo(lambda x: x.data * 2)
-    assert len(graph.find_nodes(op="call_function", target=of_passes.data_of)) == 1
-
-
-@contract("passes", "lazy_graph_module")
-def a_lazy_graph_module_compiles_when_it_is_called() -> None:
-    gm = of_passes.lazy_graph_module(torch.fx.symbolic_trace(lambda x: x + 1).graph, "Region")
-    assert type(gm).__name__ == "Region" and gm._needs_recompile()  # type: ignore[operator]
-    assert torch.equal(gm(torch.ones(1)), torch.full((1,), 2.0)) and "x + 1" in gm.code
-
-
-@contract("passes", "tree_map")
-def trees_are_mapped() -> None:
-    assert of_passes.tree_map(lambda x: x + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
 
 
 # -- who is watching ---------------------------------------------------------------------------------------------------
@@ -376,17 +271,3 @@ def test_the_first_that_watches_is_named():
         assert watchers.watcher(watchers.DUAL, watchers.ANY_MODE, watchers.TRACING) is watchers.ANY_MODE
         assert watchers.tracing_mode() is fake
     assert watchers.tracing_mode() is None
-
-
-# -- each of them ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("floor", FLOORS)
-def test_each_name_has_a_contract(floor: str):
-    assert {name for at, name in CONTRACTS if at == floor} == {*internals(floor).__all__}
-
-
-@pytest.mark.parametrize(("floor", "name"), CONTRACTS)
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_contract(floor: str, name: str):
-    CONTRACTS[floor, name]()

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from fxprec.torch_internals import tree_map_only
 
 __all__ = ["CastOutputs", "cast_arguments", "widest"]
 
@@ -41,7 +42,7 @@ class CastOutputs:
     dtype: torch.dtype
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        return pytree.tree_map_only(Tensor, self._cast, output)
+        return tree_map_only(Tensor, self._cast, output)
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.dtype) if value.is_floating_point() else value

@@ -14,6 +14,7 @@ from fxprec.amp.properties import Properties
 from fxprec.errors import NoGradientsError
 from fxprec.loss_scaler import LossScaler
 from fxprec.scaling.floor import SMALLEST_SCALE
+from fxprec.torch_internals import growth_tracker
 
 __all__ = ["AmpLossScaler", "checked_entry"]
 
@@ -63,7 +64,7 @@ class AmpLossScaler:
     @property
     def unskipped(self) -> int:
         """Good steps since the scale last moved."""
-        return int(self.scaler._get_growth_tracker()) if self.dynamic else self._static_unskipped
+        return int(growth_tracker(self.scaler)) if self.dynamic else self._static_unskipped
 
     def scaled(self, loss: Any, optimizers: Iterable[Optimizer], delay_unscale: bool) -> AbstractContextManager[Any]:
         """``LossScaler.scale_loss`` of the one loss."""

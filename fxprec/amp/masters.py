@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fxprec.torch_internals import foreach_copy_
+
 __all__ = ["MasterGroup", "copy_masters", "half_parameters", "saved_masters", "with_masters"]
-
-
-_copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
 class MasterGroup(NamedTuple):
@@ -62,7 +61,7 @@ def copy_masters(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     low, masters = [low for low, _ in pairs], [master for _, master in pairs]
     if low:
         with torch.no_grad():
-            _copy(low, masters)
+            foreach_copy_(low, masters)
 
 
 def half_parameters(groups: Iterable[Iterable[Tensor]]) -> list[Tensor]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxprec.amp.casting import CastOutputs
 from fxprec.amp.properties import Properties
@@ -21,6 +20,7 @@ from fxprec.module import conversion_of, is_converted, put_back
 from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
 from fxprec.settings import Settings
+from fxprec.torch_internals import BatchNorm
 
 __all__ = ["check_models", "convert_model", "device_of"]
 
@@ -91,9 +91,9 @@ def convert_model(
         undo.callback(model.register_forward_hook(CastOutputs(cast_outputs)).remove)
 
 
-def _batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+def _batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
     """Path -> batch norm, of those with parameters: as in apex, only these are kept."""
-    return {path: each for path, each in model.named_modules() if isinstance(each, _BatchNorm) and each.affine}
+    return {path: each for path, each in model.named_modules() if isinstance(each, BatchNorm) and each.affine}
 
 
 def _override(policy: Policy, norms: Iterable[str], rule: Rule) -> Policy:

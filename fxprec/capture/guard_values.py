@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from fxprec.passes.torch_internals import OpOverload, OpOverloadPacket
+
 __all__ = ["UNGUARDED", "guarded_copy", "plain_reads"]
 
 
@@ -40,8 +42,8 @@ _UNCHANGING: Final = (
     types.MethodType,
     types.ModuleType,
     functools.partial,
-    torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket,
+    OpOverload,
+    OpOverloadPacket,
 )
 _SEQUENCES: Final = frozenset({tuple, torch.Size, list, set, frozenset, deque})
 _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})

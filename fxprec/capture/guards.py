@@ -21,13 +21,13 @@ from operator import attrgetter, call, contains, itemgetter
 from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
+
+from fxprec.torch_internals import global_hooks
 
 __all__ = ["HOOKS", "Fact", "Guards", "Reads", "Slot"]
 
 #: Attributes of a module that hold hooks which run when it is called.
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS: Final = {f"_global{name}": getattr(nn_module, f"_global{name}") for name in HOOKS}
 
 
 class Slot(NamedTuple):
@@ -134,8 +134,8 @@ class _Classes:
 
 class _Hooks:
     def __init__(self, called: Sequence[Reads]) -> None:
-        self._labels = [*_GLOBAL_HOOKS, *(read.label(name) for read in called for name in HOOKS)]
-        self._hooks = [*_GLOBAL_HOOKS.values(), *(vars(read.module)[name] for read in called for name in HOOKS)]
+        self._labels = [*global_hooks, *(read.label(name) for read in called for name in HOOKS)]
+        self._hooks = [*global_hooks.values(), *(vars(read.module)[name] for read in called for name in HOOKS)]
 
     def holds(self) -> bool:
         return not any(self._hooks)

@@ -11,19 +11,19 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fxprec.errors import ConversionError
+from fxprec.torch_internals import LazyGraphModule
 
 __all__ = ["holding", "refuse_names", "with_code", "without_code"]
 
 #: Attributes that graph modules have beyond those of any module.
-_OF_GRAPHS: Final = frozenset(dir(_LazyGraphModule({}, Graph()))) - frozenset(dir(nn.Module()))
+_OF_GRAPHS: Final = frozenset(dir(LazyGraphModule({}, Graph()))) - frozenset(dir(nn.Module()))
 
 
 def without_code(root: nn.Module | dict[str, Any], graph: Graph, name: str = "GraphModule") -> GraphModule:
     """``GraphModule(root, graph, name)``, which writes its source when it is needed."""
-    return _LazyGraphModule(root, graph, name)
+    return LazyGraphModule(root, graph, name)
 
 
 def refuse_names(paths: Iterable[str]) -> None:
@@ -46,7 +46,7 @@ def holding(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModu
         ConversionError: a path begins with an attribute of graph modules.
     """
     refuse_names(tensors)
-    gm = _LazyGraphModule({}, Graph(), name)
+    gm = LazyGraphModule({}, Graph(), name)
     modules: dict[str, nn.Module] = {"": gm}
     for path, tensor in tensors.items():
         owner, _, leaf = path.rpartition(".")
@@ -70,7 +70,7 @@ def _made(modules: dict[str, nn.Module], path: str) -> nn.Module:
 
 def with_code(gm: GraphModule) -> None:
     """Make it a plain GraphModule in place, for its user: one whose ``recompile`` is none for later."""
-    if not isinstance(gm, _LazyGraphModule):
+    if not isinstance(gm, LazyGraphModule):
         return
     name = type(gm).__name__
     # fx gives each graph module a class of its own

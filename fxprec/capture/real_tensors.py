@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from fxprec.torch_internals import TorchDispatchMode, tree_leaves
 
 __all__ = ["RealTensorOps"]
 

@@ -31,19 +31,19 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx import _symbolic_trace
 from torch.fx import traceback as fx_traceback
-from torch.nn.modules import module as nn_module
 
 from fxprec.capture.call_key import call_key, default_key
 from fxprec.capture.constant_writes import spoiled_constant
 from fxprec.capture.declined import CaptureDeclined
-from fxprec.capture.guards import HOOKS, Guards
+from fxprec.capture.guards import Guards
 from fxprec.capture.lazy_code import holding
 from fxprec.capture.recorder import unfit
 from fxprec.capture.tracer import ForwardTracer
 from fxprec.capture.untouched import ModelState, RandomState
+from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.locks import CAPTURING
+from fxprec.torch_internals import forget_tracer, global_hooks, runs_code_of
 
 __all__ = ["CaptureDeclined", "StaticCapture", "call_key", "default_key", "trace_static"]
 
@@ -83,10 +83,10 @@ def trace_static(
     is_module = isinstance(module_or_function, nn.Module)
     root = module_or_function if is_module else nn.Module()
     with CAPTURING, contextlib.ExitStack() as stack:
-        if _symbolic_trace._is_fx_tracing_flag:
+        if is_fx_tracing():
             raise CaptureDeclined("another torch.fx trace is running")
         stack.enter_context(_neutral())
-        if any(getattr(nn_module, f"_global{name}") for name in HOOKS):
+        if any(global_hooks.values()):
             raise CaptureDeclined("hooks are registered for all modules")
         if (why := unfit(root)) is not None:
             raise CaptureDeclined(f"the model {why}")
@@ -95,7 +95,7 @@ def trace_static(
         tracer = ForwardTracer(root, _interpreted(root) or forward, arguments, tensor_arguments)
         graph = _trace(tracer, root, is_module)
         if not is_module and (code := getattr(forward, "__code__", None)) is not None:  # for stack traces
-            graph._co_fields = {name: getattr(code, name) for name in ("co_name", "co_filename", "co_firstlineno")}
+            runs_code_of(graph, code)
         _check_constants(tracer, graph)
         guards = tracer.recorder.guards()
         name = type(root).__name__ if is_module else getattr(forward, "__name__", "function")
@@ -154,7 +154,7 @@ def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
         reason = f"the forward draws random numbers in Python ({moved})"
     if reason or graph is None:
         raise CaptureDeclined(reason)
-    graph._tracer_cls = None  # a pickled graph is traced again by fx's own tracer
+    forget_tracer(graph)
     return graph
 
 

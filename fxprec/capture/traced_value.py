@@ -27,14 +27,13 @@ from torch.fx.proxy import Attribute, Proxy
 
 from fxprec.passes.op_names import canonical_op
 from fxprec.passes.op_table import rule_of
+from fxprec.torch_internals import for_fx, node_name_of
 
 if TYPE_CHECKING:
     from fxprec.capture.tracer import ForwardTracer
 
 __all__ = ["CheckedInput", "TracedAttribute", "TracedTensor", "TracedValue"]
 
-#: What fx has more to ask about before it records it.
-_FOR_FX: Final = (torch._C.ScriptMethod, torch._ops.HigherOrderOperator)
 _OWN: Final = frozenset({"tracer", "node", "root", "attr", "_node", "tensor", "rank", "channels"})
 _IN_PLACE: Final = (
     "add",
@@ -66,13 +65,13 @@ class TracedValue(Proxy):
         cls, orig_method: Any, types: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None
     ) -> Any:
         # As fx has it, but for a walk through all arguments in search of other tracers: create_arg meets them.
-        if not args or not issubclass(type(args[0]), TracedValue) or isinstance(orig_method, _FOR_FX):
+        if not args or not issubclass(type(args[0]), TracedValue) or isinstance(orig_method, for_fx):
             return super().__torch_function__(orig_method, types, args, kwargs)
         tracer, name = args[0].tracer, orig_method.__name__
         if tracer.is_method(orig_method):
             return tracer.create_proxy("call_method", name, args, kwargs or {})
         return tracer.create_proxy(
-            "call_function", orig_method, args, kwargs or {}, name=tracer.graph._target_to_str(name)
+            "call_function", orig_method, args, kwargs or {}, name=node_name_of(tracer.graph, name)
         )
 
     @property

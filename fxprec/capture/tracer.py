@@ -13,11 +13,9 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx import _symbolic_trace
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import has_side_effect
 from torch.fx.traceback import has_preserved_node_meta
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function, has_torch_function, is_tensor_method_or_property
 
 from fxprec.capture.declined import CaptureDeclined
@@ -27,19 +25,13 @@ from fxprec.capture.source import SourceLines
 from fxprec.capture.traced_value import CheckedInput, TracedTensor, TracedValue
 from fxprec.capture.tripwires import replaced, tripwires
 from fxprec.passes.new_node import new_node
+from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.torch_internals import BatchNorm, checks_of_input, input_check_of, wrapped_functions
 
 __all__ = ["ForwardTracer", "check_dim"]
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, type(...)})
 _DECLINED_METHODS: Final = {"numpy": "leaves torch for numpy", "backward": "runs a backward pass"}
-
-#: ``_check_input_dim`` of torch's batch norms: lowest and highest rank, and how torch names them.
-_RANKS: Final = {
-    nn.BatchNorm1d._check_input_dim: (2, 3, "2D or 3D"),
-    nn.BatchNorm2d._check_input_dim: (4, 4, "4D"),
-    nn.BatchNorm3d._check_input_dim: (5, 5, "5D"),
-    nn.SyncBatchNorm._check_input_dim: (2, 64, "at least 2D"),
-}
 
 
 def check_dim(dim: int, lowest: int, highest: int, expected: str) -> None:
@@ -110,10 +102,10 @@ class ForwardTracer(fx.Tracer):
 
     def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace, through functions given to ``torch.fx.wrap`` too: as leaves, what they compute would stay unseen."""
-        wrapped = _symbolic_trace._wrapped_fns_to_patch
+        owner, attribute, wrapped = wrapped_functions()
         leaves = {key: scope for key, scope in wrapped.items() if key[1] not in scope}  # builtins, such as len
         try:
-            with replaced([(_symbolic_trace, "_wrapped_fns_to_patch", leaves)]):
+            with replaced([(owner, attribute, leaves)]):
                 return super().trace(root, concrete_args)
         finally:
             self._ended = True
@@ -131,7 +123,7 @@ class ForwardTracer(fx.Tracer):
         patches = [*tripwires(self.decline), (nn.Module, "__getattribute__", self.recorder.getattribute())]
         with replaced(patches), self._real:
             forward = self._forward
-            if isinstance(self.root, _BatchNorm):
+            if isinstance(self.root, BatchNorm):
                 forward = self._with_recorded_check(self.root, forward)
             return self.create_arg(forward(*self._arguments.args, **self._arguments.kwargs))
 
@@ -158,7 +150,7 @@ class ForwardTracer(fx.Tracer):
             return forward(*args, **kwargs)
         self.recorder.called(m)
         forward = m.forward  # past Module.__call__, which runs hooks: there are none
-        if isinstance(m, _BatchNorm):
+        if isinstance(m, BatchNorm):
             forward = self._with_recorded_check(m, forward)
         path = self.path_of_module(m)
         calls = self.num_calls[path] = self.num_calls.get(path, -1) + 1
@@ -283,7 +275,7 @@ class ForwardTracer(fx.Tracer):
 
     def _accept(self, target: Any) -> None:
         name = getattr(target, "__name__", str(target))
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(target, HigherOrderOperator):
             self.decline(f"calls the higher-order operator {name}")
         if target in (torch.autograd.grad, torch.autograd.backward):
             self.decline("runs a backward pass")
@@ -291,10 +283,10 @@ class ForwardTracer(fx.Tracer):
             self.decline(f"calls {name}, which is no function of torch")
         self._accepted.add(target)
 
-    def _with_recorded_check(self, norm: _BatchNorm, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_recorded_check(self, norm: BatchNorm, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The norm's check of the input's rank becomes a node; while tracing, it sees a rank that passes."""
-        ranks = _RANKS.get(type(norm)._check_input_dim)
-        if ranks is None or type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        ranks = checks_of_input.get(input_check_of(norm))
+        if ranks is None or type(norm).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
             return forward
         if norm.training and norm.track_running_stats and norm.momentum is None:
             self.decline(f"'{self.path_of_module(norm)}' has momentum=None, an average over a count known at run time")

@@ -14,14 +14,15 @@ from typing import Any, Final
 
 import torch
 
+from fxprec.torch_internals import grad_modes
+
 __all__ = ["TRIPWIRES", "replaced", "tripwires"]
 
 _GRAD_MODE: Final = "sets or asks for the grad mode (no_grad, enable_grad, set_grad_enabled, inference_mode)"
 
 #: (owner, attribute, what the forward does that calls it).
 TRIPWIRES: Final[tuple[tuple[Any, str, str], ...]] = (
-    (torch._C, "_set_grad_enabled", _GRAD_MODE),
-    (torch._C, "_InferenceMode", _GRAD_MODE),
+    *((owner, name, _GRAD_MODE) for owner, name in grad_modes),
     (torch, "is_grad_enabled", _GRAD_MODE),
     (torch, "is_inference_mode_enabled", _GRAD_MODE),
     (torch, "set_autocast_enabled", "enters a torch.autocast region"),

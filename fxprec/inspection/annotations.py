@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.utils import _pytree as pytree
 
 from fxprec.module import is_converted
 from fxprec.passes.ir import CASTABLE, Precision, Rule, dtype_name
 from fxprec.program import Executor, Program, lift
+from fxprec.torch_internals import tree_leaves
 
 __all__ = ["assert_annotations_hold"]
 
@@ -92,7 +92,7 @@ def _check(name: str, node: Node, value: Any) -> None:
     precision: Precision | None = node.meta.get("precision")
     if not isinstance(value, Tensor) and precision is not None and precision.output is None:
         return  # results of several dtypes (of a body): each is stated where it is taken out
-    for leaf in pytree.tree_leaves(value):
+    for leaf in tree_leaves(value):
         if not isinstance(leaf, Tensor):
             continue
         if leaf.dtype in CASTABLE:

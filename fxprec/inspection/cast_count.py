@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxprec.torch_internals import TorchDispatchMode, aten_foreach_copy_, aten_to_copy, current_autograd_node, view_base
 
 __all__ = ["CastCount", "count_casts"]
 
@@ -66,7 +67,7 @@ class _Counting(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default:
+        if func is aten_to_copy:
             source, target = args[0], kwargs.get("dtype")
             if (
                 target is not None
@@ -75,19 +76,19 @@ class _Counting(TorchDispatchMode):
                 and source.is_floating_point()
             ):
                 self._count_cast(source)
-        elif func is torch.ops.aten._foreach_copy_.default:
+        elif func is aten_foreach_copy_:
             self.count.refreshes += any(a.dtype != b.dtype for a, b in zip(args[0], args[1], strict=True))
         return func(*args, **kwargs)
 
     def _count_cast(self, source: Tensor) -> None:
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         # A checkpoint recomputes its forward while a node of the backward runs, but with gradients enabled.
         if node is not None and (node.name().startswith("ToCopyBackward") or not torch.is_grad_enabled()):
             if _leads_to_parameter(node):
                 self.count.weight_gradients += 1
             else:
                 self.count.gradients += 1
-        elif isinstance(source, nn.Parameter) or isinstance(source._base, nn.Parameter):
+        elif isinstance(source, nn.Parameter) or isinstance(view_base(source), nn.Parameter):
             self.count.weights += 1
         else:
             self.count.activations += 1

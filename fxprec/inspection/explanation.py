@@ -19,6 +19,7 @@ from fxprec.inspection.nodes import (
     shown_dtype,
     source_line,
 )
+from fxprec.passes.casts import cast_if_float
 from fxprec.passes.ir import Precision, arg_nodes, dtype_name, module_path
 
 __all__ = ["Explanation", "explain"]
@@ -82,6 +83,8 @@ def _read(source: Node) -> str:
         if is_shadow(source):
             return f"{origin.target} as its {shown_dtype(source)} shadow"
         name = str(origin.target) if origin.op == "get_attr" else f"%{origin.name}"
+        if _asks(source):
+            return f"{name} as it comes, {shown_dtype(source)} if it is a float"
         return f"{name} cast from {shown_dtype(origin)} to {shown_dtype(source)}"
     name = str(source.target) if source.op == "get_attr" else f"%{source.name}"
     return f"{name}: {shown_dtype(source)}"
@@ -94,8 +97,14 @@ def _put_out(node: Node) -> str:
     parts = [f"to {_readers(direct)}"] if direct else []
     for cast in node.users:
         if is_inserted(cast):
-            parts.append(f"cast to {shown_dtype(cast)} for {_readers(list(cast.users))}")
+            to = f"{shown_dtype(cast)} if it is a float" if _asks(cast) else shown_dtype(cast)
+            parts.append(f"cast to {to} for {_readers(list(cast.users))}")
     return ", ".join([text, *parts])
+
+
+def _asks(cast: Node) -> bool:
+    """Whether the cast leaves what arrives as it is, but for a low float: nobody could know without inputs."""
+    return cast.target is cast_if_float and shown_dtype(cast) == shown_dtype(cast.all_input_nodes[0])
 
 
 def _readers(users: list[Node]) -> str:

@@ -18,10 +18,11 @@ from typing import Any, Final, Literal, cast
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from fxprec.kernels.tensor_lists import is_dense
+from fxprec.kernels.torch_internals import disable_current_modes, is_traceable_wrapper_subclass
 from fxprec.locks import CAPTURING
+from fxprec.torch_internals import compiled_standalone, cpp_compiler
 
 __all__ = ["LEAST", "Loop", "check_compiler", "compiled", "why_no_loop"]
 
@@ -118,10 +119,8 @@ def check_compiler() -> None:
     Raises:
         RuntimeError: inductor finds no C++ compiler.
     """
-    from torch._inductor.cpp_builder import get_cpp_compiler  # a second to import, and few ask for it
-
     try:
-        get_cpp_compiler()
+        cpp_compiler()
     except Exception as error:
         raise RuntimeError(
             f"compiled=True wants a C++ compiler for parameters on a CPU ({error}): install g++ or clang++, name one "
@@ -136,9 +135,8 @@ def compiled(loop: Loop, threads: int) -> Callable[..., Any]:
     Raises:
         RuntimeError: inductor could not compile it.
     """
-    with CAPTURING, _disable_current_modes():  # those of the caller, which count operators, are not to be traced
+    with CAPTURING, disable_current_modes():  # those of the caller, which count operators, are not to be traced
         try:
-            from torch._inductor import standalone_compile
             from torch.fx.experimental.proxy_tensor import make_fx
 
             count = 8 if loop.kind == "adam" else 5
@@ -148,7 +146,7 @@ def compiled(loop: Loop, threads: int) -> Callable[..., Any]:
             graph = make_fx(loop, tracing_mode="symbolic")(*examples)
             # Inductor's cache on disk may hold a loop for other threads: before torch 2.13 only this is in its key.
             options = {"config_patches": {"cpp.threads": threads, "freezing": False}}
-            run = standalone_compile(graph, examples, dynamic_shapes="from_graph", options=options)
+            run = compiled_standalone(graph, examples, dynamic_shapes="from_graph", options=options)
             run(scalars, *(torch.ones(_ODD, dtype=dtype, device="cpu") for dtype in dtypes))
         except Exception as error:
             raise RuntimeError(

@@ -27,6 +27,7 @@ from fxprec.optim.parts import Part
 from fxprec.optim.scalars import scalar
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import in_one_order
+from fxprec.torch_internals import foreach_add_
 
 __all__ = ["CompiledUpdates"]
 
@@ -55,7 +56,7 @@ class CompiledUpdates:
         scale, decay = _scale(group, divisor), scalar(group["weight_decay"])
         loop = partial(Loop, "adam", ("decoupled" if group["decoupled_weight_decay"] else "l2") if decay else "", False)
         with in_one_order(part.lists) as lists, _calls(lists, part.owners, copies, loop) as calls:
-            torch._foreach_add_(self._counters.of((id(group), *part.key), lists["step"]), 1)  # pyright: ignore
+            foreach_add_(self._counters.of((id(group), *part.key), lists["step"]), 1)
             scalars = functools.cache(partial(_adam_scalars, group, scale))
             for call, step in zip(calls, lists["step"], strict=True):
                 call(scalars(step.item()))

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from fxprec.optim.triton_update import Plans, norm_launch, serves, takes
 from fxprec.scaling.agreement import group_of_parameters, sum_over
 from fxprec.scaling.cuda_graphs import reading_waits
 from fxprec.scaling.gradients import dtensor_type, local, summed
+from fxprec.torch_internals import flatten_dense_tensors, foreach_norm
 
 __all__ = ["GradientCheck", "check"]
 
@@ -110,7 +110,7 @@ def _read(tensors: list[Tensor], norm: bool, scale: Tensor | None = None) -> tup
         small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
         if len(small) > 1:
             large = [tensor for tensor in tensors if tensor.numel() > _SMALL]
-            tensors = [_flatten_dense_tensors(small), *large]
+            tensors = [flatten_dense_tensors(small), *large]
         extremes = [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
         return (~torch.isfinite(torch.stack(extremes)).all()).float(), None
     wide = None if tensors[0].dtype is torch.float64 else torch.float32
@@ -125,7 +125,7 @@ def _read(tensors: list[Tensor], norm: bool, scale: Tensor | None = None) -> tup
 
 
 def _squares(tensors: list[Tensor], wide: torch.dtype | None, scale: Tensor | None) -> Tensor:
-    norms = torch.stack(torch._foreach_norm(tensors, 2, wide))  # pyright: ignore[reportPrivateImportUsage]
+    norms = torch.stack(foreach_norm(tensors, 2, wide))
     return (norms if scale is None else norms / scale).square().sum().float()
 
 

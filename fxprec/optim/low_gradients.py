@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxprec.errors import GradientsWarning
-from fxprec.low_gradients import mark, widened
+from fxprec.low_gradients import Wishes, widened
 from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.shadows import stores
 
@@ -39,8 +39,8 @@ def checked_low_gradients(argument: Any) -> str | None:
     return "accumulate" if argument == "accumulate" else "step"
 
 
-def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> None:
-    """From the next forward on, for those of ``parameters`` that have a shadow then.
+def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> Wishes:
+    """From the next forward on, for those of ``parameters`` that have a shadow then. The optimizer keeps the result.
 
     Raises:
         ValueError: DTensors, which have none.
@@ -53,10 +53,10 @@ def ask_for_low_gradients(parameters: Iterable[Tensor], how: str) -> None:
             "it out. With FSDP2, MixedPrecisionPolicy(reduce_dtype=...) halves the traffic of gradients"
         )
     _watch_other_optimizers()
-    for parameter in parameters:
-        mark(parameter, how)
+    wishes = Wishes(parameters, how)
     for store in stores():
         store.forget(parameters)
+    return wishes
 
 
 def end_low_gradients(parameters: Iterable[Tensor]) -> int:

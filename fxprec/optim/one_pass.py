@@ -109,7 +109,7 @@ class OnePass(Optimizer):
         self._plans, self._torch, self._loops = Plans(), TorchUpdates(), CompiledUpdates()
         self._low_gradients = checked_low_gradients(low_gradients)
         if self._low_gradients:
-            ask_for_low_gradients(parameters_of(self), self._low_gradients)
+            self._wishes = [ask_for_low_gradients(parameters_of(self), self._low_gradients)]
         else:  # the last optimizer of a parameter decides
             end_low_gradients(parameters_of(self))
 
@@ -146,7 +146,7 @@ class OnePass(Optimizer):
         self.__dict__.setdefault("_torch", TorchUpdates())  # of a pickle from before there was any
         self.__dict__.setdefault("_loops", CompiledUpdates())
         if asked := state.get("_low_gradients"):
-            ask_for_low_gradients(parameters_of(self), asked)
+            self._wishes = [ask_for_low_gradients(parameters_of(self), asked)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; low gradients for these parameters too."""
@@ -155,7 +155,7 @@ class OnePass(Optimizer):
         try:
             refuse_complex(self.param_groups[-1]["params"], type(self).__name__)
             if self._low_gradients:
-                ask_for_low_gradients(self.param_groups[-1]["params"], self._low_gradients)
+                self._wishes.append(ask_for_low_gradients(self.param_groups[-1]["params"], self._low_gradients))
         except BaseException:
             self.param_groups.pop()
             raise

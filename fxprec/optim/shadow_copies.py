@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxprec.shadows import ShadowStore, stores
+from fxprec.torch_internals import foreach_copy_
 
 __all__ = ["ShadowCopies"]
 
@@ -65,7 +66,7 @@ class ShadowCopies:
                 copies = [(s, p) for p, s in zip(owners, shadows, strict=True) if self._in_kernel.get(id(p)) is not s]
                 targets, sources = [s for s, _ in copies], [p for _, p in copies]
             if targets:
-                torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+                foreach_copy_(targets, sources)
             if written:  # a kernel bumps no version, and autograd reports by it a step between forward and backward
                 torch.autograd.graph.increment_version(written)
             store.note_written(owners)

@@ -15,8 +15,9 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
+
+from fxprec.torch_internals import foreach_copy_
 
 __all__ = ["slices"]
 
@@ -87,7 +88,7 @@ def _cast(gradients: list[Tensor], room: Tensor) -> list[Tensor]:
     else:
         places = room[: sum(sizes)].split(sizes)
         targets = [flat.as_strided(g.shape, g.stride()) for flat, g in zip(places, gradients, strict=True)]
-    torch._foreach_copy_(targets, gradients)  # pyright: ignore[reportPrivateImportUsage]
+    foreach_copy_(targets, gradients)
     return targets
 
 
@@ -95,4 +96,4 @@ def _write(shadows: list[Tensor | None], params: list[Tensor]) -> None:
     pairs = [(shadow, param) for shadow, param in zip(shadows, params, strict=True) if shadow is not None]
     if pairs:
         targets, sources = map(list, zip(*pairs, strict=True))
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        foreach_copy_(targets, sources)

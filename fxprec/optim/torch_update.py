@@ -21,6 +21,7 @@ from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import rate, scalar
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.slices import slices
+from fxprec.torch_internals import foreach_add_, foreach_copy_, foreach_sub_, fused_adam_, fused_adamw_, fused_sgd_
 
 __all__ = ["TorchUpdates"]
 
@@ -60,7 +61,7 @@ def in_fp32_on_a_cpu(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str,
     wide = {name: [tensor.float() for tensor in tensors] for name, tensors in lists.items()}
     yield wide
     for name in lists.keys() - {"grads"}:
-        torch._foreach_copy_(lists[name], wide[name])  # pyright: ignore[reportPrivateImportUsage]
+        foreach_copy_(lists[name], wide[name])
 
 
 class TorchUpdates:
@@ -93,10 +94,10 @@ class TorchUpdates:
         counters = self._counters.of((id(group), *part.key), part.lists["step"])
         shadows = partial(copies.for_kernel, part.owners) if rounding is None else list
         with in_one_order(part.lists) as lists:
-            torch._foreach_add_(counters, 1)  # pyright: ignore
+            foreach_add_(counters, 1)
             _adam(lists, group, divisor, found_inf, rounding, places, shadows)
         if found_inf is not None:  # the kernel did nothing: neither did this step
-            torch._foreach_sub_(counters, [found_inf] * len(counters))  # pyright: ignore
+            foreach_sub_(counters, [found_inf] * len(counters))
 
     def sgd(
         self,
@@ -115,7 +116,7 @@ class TorchUpdates:
         with in_one_order(part.lists) as lists, in_fp32_on_a_cpu(lists) as wide:
             for some in slices(wide, shadows):
                 buffers = some.get("momentum_buffer", [])
-                torch._fused_sgd_(some["params"], some["grads"], buffers, **settings)  # pyright: ignore
+                fused_sgd_(some["params"], some["grads"], buffers, **settings)
 
 
 def _adam(
@@ -140,7 +141,7 @@ def _adam(
     beta1, beta2 = map(scalar, group["betas"])
     settings: dict[str, Any] = {name: group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")}
     settings |= {"lr": rate(group["lr"]), "beta1": beta1, "beta2": beta2, "grad_scale": divisor, "found_inf": found_inf}
-    update = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_  # pyright: ignore
+    update = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
     for some in slices(wide, shadows):
         moments_of = some["exp_avg"], some["exp_avg_sq"], some.get("max_exp_avg_sq", [])
         update(some["params"], some["grads"], *moments_of, some["step"], **settings)

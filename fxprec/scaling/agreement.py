@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxprec.scaling.gradients import dtensor_type, parameters_of
+from fxprec.torch_internals import root_mesh
 
 __all__ = ["agree", "group_of", "group_of_parameters", "sum_over"]
 
@@ -39,7 +40,7 @@ def group_of_parameters(parameters: Iterable[Tensor]) -> Any:
     meshes: set[Any] = {p.device_mesh for p in parameters if isinstance(p, dtensor)}  # type: ignore[attr-defined]
     if not meshes:
         return None
-    roots = {mesh._get_root_mesh() for mesh in meshes}
+    roots = {root_mesh(mesh) for mesh in meshes}
     if len(set().union(*(root.mesh.flatten().tolist() for root in roots))) == dist.get_world_size():
         return dist.group.WORLD
     if len(roots) == 1 and (root := next(iter(roots))).ndim == 1:

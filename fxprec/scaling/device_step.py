@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.stages import CHECK
+from fxprec.torch_internals import is_wrapped_by_scheduler
 
 __all__ = ["can_skip_on_device", "is_plain_step", "makes_state", "step_on_device"]
 
@@ -34,7 +35,7 @@ def can_skip_on_device(optimizer: Optimizer) -> bool:
 def is_plain_step(optimizer: Optimizer) -> bool:
     """Whether ``step`` is that of its class, perhaps as torch's lr schedulers wrap it. (Others may copy their mark.)"""
     step: Any = optimizer.__dict__.get("step")
-    return step is None or (getattr(step, "_wrapped_by_lr_sched", False) and step.__wrapped__ is type(optimizer).step)
+    return step is None or (is_wrapped_by_scheduler(step) and step.__wrapped__ is type(optimizer).step)
 
 
 def step_on_device(

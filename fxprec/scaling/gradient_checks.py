@@ -21,10 +21,9 @@ from fxprec.scaling.refusals import claim, refuse_shared
 from fxprec.scaling.resume import resume
 from fxprec.scaling.scaler_state import ScalerState
 from fxprec.scaling.stages import BY_LOSS, CHECK, DELAYED, OPEN
+from fxprec.torch_internals import amp_unscale_
 
 __all__ = ["GradientChecks"]
-
-_unscale = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateImportUsage]
 
 
 class GradientChecks(ScalerState):
@@ -94,7 +93,7 @@ class GradientChecks(ScalerState):
             if device not in found:
                 inverses[device] = inv_scale.to(device, non_blocking=True)
                 found[device] = found_inf.to(device, non_blocking=True, copy=True)
-            _unscale(tensors, found[device], inverses[device])
+            amp_unscale_(tensors, found[device], inverses[device])
         claim(optimizer, self._claimed)
         self._agree(optimizer, found)
         return found

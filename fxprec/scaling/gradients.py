@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fxprec.torch_internals import sparse_values
+
 __all__ = [
     "Grouped",
     "dtensor_type",
@@ -149,7 +151,7 @@ def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
     if gradient.layout is torch.sparse_coo:
         if not gradient.is_coalesced():
             parameter.grad = gradient = gradient.coalesce()
-        return gradient._values()
+        return sparse_values(gradient)
     if gradient.layout is not torch.strided:
         return gradient.values()
     return local(summed(parameter, gradient))

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LossScale", "UpdateRule"]
+from fxprec.torch_internals import amp_update_scale_
 
-_move = torch._amp_update_scale_  # pyright: ignore[reportPrivateImportUsage]
+__all__ = ["LossScale", "UpdateRule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,9 @@ class LossScale:
         scale, growth_tracker, left = self.scale, self.growth_tracker, self.hysteresis_left
         assert scale is not None and growth_tracker is not None and left is not None, "updated before it was placed"
         before = scale.clone() if rule.hysteresis > 1 else None
-        _move(scale, growth_tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+        amp_update_scale_(
+            scale, growth_tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
+        )
         if before is not None:
             overflow = found_inf > 0
             # After a good step the tracker is 0 exactly when an interval is complete.

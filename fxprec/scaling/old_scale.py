@@ -22,35 +22,35 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.gradients import local, parameters_of
+from fxprec.torch_internals import sparse_values
 
 __all__ = ["OldGradients", "holds_any"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One gradient as it was; stands for all of its optimizer's."""
+    """The first gradient of an optimizer as it was; stands for all of its.
 
-    parameter: weakref.ref[Tensor]
-    gradient: weakref.ref[Tensor]
+    No weak reference to tensors, which ``torch.utils.swap_tensors`` refuses, but to the memory of the gradient.
+    """
+
+    memory: StorageWeakRef
     version: int
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> _Seen | None:
-        for parameter in parameters_of(optimizer):
-            gradient = parameter.grad
-            if gradient is not None:
-                return cls(weakref.ref(parameter), weakref.ref(gradient), gradient._version)
-        return None
+        gradient = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
+        if gradient is None:
+            return None
+        return cls(StorageWeakRef(_numbers(gradient).untyped_storage()), gradient._version)
 
-    def untouched(self) -> bool:
-        parameter, gradient = self.parameter(), self.gradient()
-        if parameter is None or gradient is None or parameter.grad is not gradient:
-            return False
-        return gradient._version == self.version
+    def untouched(self, optimizer: Optimizer) -> bool:
+        return not self.memory.expired() and _Seen.of(optimizer) == self
 
 
 class OldGradients:
@@ -80,7 +80,7 @@ class OldGradients:
                 seen = _Seen.of(optimizer)
                 if seen is not None:
                     self._settled[id_] = seen
-            elif (settled is None or not settled.untouched()) and (seen := _Seen.of(optimizer)) is not None:
+            elif (settled is None or not settled.untouched(optimizer)) and (seen := _Seen.of(optimizer)) is not None:
                 self._left.append((weakref.ref(optimizer), seen))
         if self._left or self._search:
             self._scale = scale.clone()
@@ -111,8 +111,8 @@ class OldGradients:
     def _look(self, outputs: Tensor | None, scale: Tensor) -> None:
         self._forget_zeros()
         left, search, self._left, self._search = self._left, self._search, [], False
-        owners = [(reference(), seen) for reference, seen in left if seen.untouched()]
-        kept = [p for owner, _ in owners if owner is not None for p in parameters_of(owner) if p.grad is not None]
+        owners = [owner for each, seen in left if (owner := each()) is not None and seen.untouched(owner)]
+        kept = [p for owner in owners for p in parameters_of(owner) if p.grad is not None]
         if search and outputs is not None:
             owned = {id(p) for reference in self._owners if (owner := reference()) for p in parameters_of(owner)}
             kept += [p for p in _leaves_below(outputs) if p.grad is not None and id(p) not in owned]
@@ -131,12 +131,15 @@ class OldGradients:
 
 def holds_any(gradient: Tensor) -> bool:
     """Whether anything in it is not 0. Reads the device."""
+    return bool((_numbers(gradient) != 0).any())
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """What is stored of it, here."""
     held = local(gradient)
     if held.layout is torch.sparse_coo:
-        held = held._values()
-    elif held.layout is not torch.strided:
-        held = held.values()
-    return bool((held != 0).any())
+        return sparse_values(held)
+    return held if held.layout is torch.strided else held.values()
 
 
 def _is(reference: weakref.ref[Tensor] | None, gradient: Tensor | None) -> bool:

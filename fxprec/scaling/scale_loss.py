@@ -20,6 +20,7 @@ from fxprec.scaling.gradient_checks import GradientChecks
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.refusals import claim
 from fxprec.scaling.stages import ASIDE, BLOCKS, DELAYED, OPEN
+from fxprec.torch_internals import foreach_add_, is_view
 
 __all__ = ["add_back", "scaled_loss"]
 
@@ -36,7 +37,7 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Tensor, gradient: Tensor) -> _Kept:
-        return cls(parameter, gradient, gradient.clone() if gradient._is_view() else gradient)
+        return cls(parameter, gradient, gradient.clone() if is_view(gradient) else gradient)
 
     def put_back(self) -> None:
         if self.values is not self.gradient:
@@ -106,7 +107,7 @@ def add_back(kept: list[_Kept]) -> None:
     plain = [k for k in plain if k.gradient.layout is torch.strided and k.parameter.grad is not k.gradient]
     if plain:
         news = [k.parameter.grad for k in plain]
-        torch._foreach_add_([k.gradient for k in plain], news)  # pyright: ignore
+        foreach_add_([k.gradient for k in plain], news)
         for k in plain:
             k.parameter.grad = k.gradient
     done = {id(k) for k in plain}

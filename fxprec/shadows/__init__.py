@@ -1,6 +1,5 @@
 """Low-precision copies of FP32 weights: a store of them for each converted model."""
 
-from fxprec.shadows.entry import StaleShadowError
 from fxprec.shadows.store import ShadowStore, stores
 
-__all__ = ["ShadowStore", "StaleShadowError", "stores"]
+__all__ = ["ShadowStore", "stores"]

@@ -6,47 +6,50 @@ AccumulateGrad, so that hooks and DDP see nothing new.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._C import _get_dispatch_mode, _get_tracing_state, _len_torch_dispatch_stack, _TorchDispatchModeKey
-from torch._C._functorch import maybe_current_level
 
-from fxprec.errors import FxprecError
-from fxprec.low_gradients import cast_with_low_gradient
+from fxprec.errors import StaleShadowError
+from fxprec.kernels.watchers import SCRIPT, TRACING, TRANSFORM, watcher
+from fxprec.low_gradients import Wish, cast_with_low_gradient
+from fxprec.torch_internals import run_before
 
-__all__ = ["Entry", "StaleShadowError", "is_lasting", "is_traced"]
+__all__ = ["Entry", "is_lasting", "is_traced", "stale"]
 
 #: The sequence number below that of AccumulateGrad, which is the highest.
 _AS_SOON_AS_READY: Final = 2**64 - 2
 
-#: Modes under which a persistent tensor would enter a trace as a constant, or be made fake.
-_TRACING_MODES: Final = (
-    _TorchDispatchModeKey.FAKE,
-    _TorchDispatchModeKey.PROXY,
-    _TorchDispatchModeKey.FUNCTIONAL,
-)
-
-
-class StaleShadowError(FxprecError, RuntimeError):
-    """A weight was written in a way that nothing shows: a forward under ``no_grad`` would have read the old value."""
+#: So many stale weights a message names.
+_NAMED: Final = 8
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
     """One shadow. ``alias`` shares its storage but not its version counter; the last three: its weight when copied.
 
-    ``stream``: the CUDA stream it was made on, where its edge is walked; None on a CPU.
+    No weak reference to a parameter: ``torch.utils.swap_tensors`` refuses tensors that have one.
+
+    Attributes:
+        weight: gives the weight; None: it is gone.
+        edge: where the shadow's gradient goes, the weight's AccumulateGrad; None: the weight is frozen.
+        wish: for a low gradient.
+        shared: whether another process may write the weight.
+        stream: the CUDA stream that it was made on, where its edge is walked; None on a CPU.
     """
 
     key: int
-    weight: weakref.ref[Tensor]
+    weight: Callable[[], Tensor | None]
     shadow: Tensor
     alias: Tensor
+    edge: Any
+    wish: Wish | None
+    shared: bool
     stream: torch.cuda.Stream | None
     device: torch.device
     requires_grad: bool
@@ -55,22 +58,28 @@ class Entry:
 
     @classmethod
     def of(
-        cls, weight: Tensor, dtype: torch.dtype, low_gradient: bool, dies: Callable[[weakref.ref[Tensor]], None]
+        cls, weight: Tensor, dtype: torch.dtype, wish: Wish | None, dies: Callable[[weakref.ref[Tensor]], None]
     ) -> Entry:
-        """Make the shadow of a weight; ``dies`` is called when the weight is collected."""
+        """Make the shadow of a weight, with a low gradient where there is a wish.
+
+        ``dies`` is called when a weight that is no parameter is collected.
+        """
         # Whatever mode is on now, the shadow outlives it: made under inference_mode or no_grad it would have no edge.
         with torch.inference_mode(False), torch.enable_grad():
-            shadow = cast_with_low_gradient(weight, dtype) if low_gradient else weight.to(dtype)
+            shadow = weight.to(dtype) if wish is None else cast_with_low_gradient(weight, dtype)
         if shadow.grad_fn is not None:
             # Backward runs what was made last first. This edge is older than every forward: the gradients of all
             # weights would come at the very end, too late for DDP to reduce the first while the others are computed.
-            edge: Any = shadow.grad_fn
-            edge._set_sequence_nr(_AS_SOON_AS_READY)
+            run_before(shadow.grad_fn, _AS_SOON_AS_READY)
+        edge = _accumulates(shadow)
         return cls(
             id(weight),
-            weakref.ref(weight, dies),
+            _reference(weight, edge, dies),
             shadow,
             shadow.data,
+            edge,
+            wish,
+            not weight.is_cuda and weight.is_shared(),  # of CUDA tensors torch says so whatever they are
             torch.cuda.current_stream(weight.device) if weight.is_cuda else None,
             weight.device,
             weight.requires_grad,
@@ -78,18 +87,48 @@ class Entry:
             weight.data_ptr(),
         )
 
-    def check(self, weight: Tensor) -> None:
-        """Raises StaleShadowError where the weight shows no change and is another than when it was copied."""
+    @property
+    def keeps_weight(self) -> bool:
+        """Whether the weight lives for as long as this."""
+        return not isinstance(self.weight, weakref.ref)
+
+    def fits(self, weight: Tensor) -> bool:
+        """Whether the weight lies where it lay, and is differentiated as it was."""
+        return weight.data_ptr() == self.pointer and weight.requires_grad is self.requires_grad
+
+    def is_stale(self, weight: Tensor) -> bool:
+        """Whether the weight shows no change and is another than when it was copied."""
         if weight._version != self.version or weight.data_ptr() != self.pointer:
-            return
-        dtype = self.alias.dtype
-        now = weight.detach().to(dtype)
-        if not torch.equal(now.view(torch.int16), self.alias.view(torch.int16)):  # as bits: NaN equals NaN
-            raise StaleShadowError(
-                f"the {dtype} shadow of a weight of shape {tuple(weight.shape)} on {weight.device} is "
-                "stale: the weight was written through .data (or by a kernel that bumps no version) since the "
-                "last forward that recorded gradients. Call fxprec.refresh(model) after such a write."
-            )
+            return False
+        now = weight.detach().to(self.alias.dtype)
+        return not torch.equal(now.view(torch.int16), self.alias.view(torch.int16))  # as bits: NaN equals NaN
+
+
+def _reference(weight: Tensor, edge: Any, dies: Callable[[weakref.ref[Tensor]], None]) -> Callable[[], Tensor | None]:
+    """What gives the weight: its edge, which keeps it alive anyway; of frozen parameters a strong reference."""
+    if edge is not None:
+        return functools.partial(getattr, edge, "variable")
+    if isinstance(weight, torch.nn.Parameter):
+        return lambda: weight
+    return weakref.ref(weight, dies)
+
+
+def _accumulates(shadow: Tensor) -> Any:
+    """The AccumulateGrad below the shadow's cast; None where nothing is differentiated."""
+    below = () if shadow.grad_fn is None else shadow.grad_fn.next_functions
+    return next((node for node, _ in below if node is not None), None)
+
+
+def stale(weights: Sequence[Tensor], low: torch.dtype, model: torch.nn.Module | None) -> StaleShadowError:
+    """The error for these weights; ``model``: where their names come from."""
+    names = {} if model is None else {id(weight): name for name, weight in model.named_parameters()}
+    which = [f"{names.get(id(w), 'a weight')} of shape {tuple(w.shape)} on {w.device}" for w in weights[:_NAMED]]
+    more = f" and {len(weights) - _NAMED} more" if len(weights) > _NAMED else ""
+    return StaleShadowError(
+        f"the {low} shadows of these weights are stale: {', '.join(which)}{more}. They were written in "
+        "a way that nothing shows: through .data or NumPy, by a raw kernel (torch._fused_sgd_) or by a CUDA graph. "
+        "Call fxprec.refresh(model) after such a write"
+    )
 
 
 def is_lasting(weight: Tensor) -> bool:
@@ -106,8 +145,4 @@ def is_lasting(weight: Tensor) -> bool:
 
 def is_traced() -> bool:
     """Whether a functorch transform or a tracer is running: what is made or read now must not outlive it."""
-    return (
-        maybe_current_level() is not None
-        or _get_tracing_state() is not None
-        or (_len_torch_dispatch_stack() > 0 and any(_get_dispatch_mode(mode) is not None for mode in _TRACING_MODES))
-    )
+    return watcher(TRANSFORM, SCRIPT, TRACING) is not None

@@ -9,16 +9,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fxprec.shadows.entry import Entry
+from fxprec.torch_internals import foreach_copy_
 
 __all__ = ["Plan"]
 
 _version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
 _shape = operator.attrgetter("shape")
+_variable = operator.attrgetter("variable")
 _pointer = Tensor.data_ptr
 
 
@@ -30,6 +35,7 @@ class Plan:
         shadows, aliases: of each weight; an alias shares the storage of the shadow but not its version counter.
         distinct: how many different weights.
         device: of all of them; None where there are several.
+        edges: of the shadows of weights that are differentiated.
     """
 
     shadows: list[Tensor]
@@ -40,19 +46,21 @@ class Plan:
     pointers: list[int]
     shapes: list[torch.Size]
     requires_grad: list[bool]
+    edges: list[Any]
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], shadows: list[Tensor], aliases: list[Tensor], versions: list[int]) -> Plan:
+    def of(cls, weights: Sequence[Tensor], entries: Sequence[Entry]) -> Plan:
         devices = {weight.device for weight in weights}
         return cls(
-            shadows,
-            aliases,
+            [entry.shadow for entry in entries],
+            [entry.alias for entry in entries],
             len({*map(id, weights)}),
             devices.pop() if len(devices) == 1 else None,
-            versions,
+            [entry.version for entry in entries],
             [*map(_pointer, weights)],
             [*map(_shape, weights)],
             [*map(_requires_grad, weights)],
+            [entry.edge for entry in entries if entry.edge is not None],
         )
 
     def holds(self, weights: Sequence[Tensor]) -> bool:
@@ -65,6 +73,7 @@ class Plan:
             [*map(_pointer, weights)] == self.pointers
             and [*map(_shape, weights)] == self.shapes
             and [*map(_requires_grad, weights)] == self.requires_grad
+            and all(map(operator.is_, map(_variable, self.edges), compress(weights, self.requires_grad)))
         )
 
     def changed(self, weights: Sequence[Tensor]) -> bool | None:
@@ -80,4 +89,4 @@ class Plan:
     def copy(self, weights: Sequence[Tensor], *, changed: bool) -> None:
         """Copy all weights to their shadows, under ``no_grad``: where they changed, so that autograd sees it."""
         targets: Any = self.shadows if changed else self.aliases
-        torch._foreach_copy_(targets, [*weights])  # pyright: ignore[reportPrivateImportUsage]
+        foreach_copy_(targets, [*weights])

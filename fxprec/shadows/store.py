@@ -26,19 +26,21 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fxprec.low_gradients import refuse_ddp, wants_low_gradient, widen
-from fxprec.shadows.entry import Entry, is_lasting, is_traced
+from fxprec.low_gradients import refuse_ddp, widen, wish_for
+from fxprec.shadows.entry import Entry, is_lasting, is_traced, stale
 from fxprec.shadows.plan import Plan
+from fxprec.torch_internals import foreach_copy_
 
 __all__ = ["ShadowStore", "stores"]
 
 #: Python references to a weight that only its own shadow keeps alive, as `_living` counts them: the list, the call of
-#: `getrefcount`, and the one that torch holds while C++ (here: AccumulateGrad) refers to the tensor.
+#: `getrefcount`, and the entry's, or the one that torch holds while C++ (here: AccumulateGrad) refers to the tensor.
 _HELD_BY_SHADOW_ONLY = 3
 
 
@@ -66,6 +68,7 @@ class ShadowStore:
         self._entered = False  # a forward began and no recording read has refreshed it yet
         self._stale = False
         self._low_gradients: set[int] = set()  # of these shadows
+        self._shared: set[int] = set()  # these weights another process may write, and nothing here would show it
         self._accumulating = 0
         self._held = False  # the first micro-batch was refreshed
         self._lock = threading.RLock()
@@ -75,13 +78,15 @@ class ShadowStore:
         """Copies and pickles are empty: shadows belong to the weights of this model in this process."""
         return ShadowStore, (self.dtype, self.debug)
 
-    def begin(self) -> None:
-        """Note the start of a forward of the whole model."""
+    def begin(self, model: torch.nn.Module | None = None) -> None:
+        """Note the start of a forward of the whole model; ``model`` names weights in errors."""
         self._entered = True
+        if self._shared and not self._held:
+            self._stale = True
         if self._low_gradients:
             refuse_ddp()
         if self.debug:
-            self._check(self._written if torch.is_grad_enabled() else self._entries)
+            self._check(self._written if torch.is_grad_enabled() else self._entries, model)
 
     def read(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The low copies of ``weights``, in order."""
@@ -149,8 +154,9 @@ class ShadowStore:
             for weight in weights:
                 if (entry := self._entries.get(id(weight))) is not None:
                     entry.version = weight._version
-                    self._written.add(entry.key)
-            self._stepped -= self._written
+                    if not entry.shared:
+                        self._written.add(entry.key)
+                    self._stepped.discard(entry.key)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -172,11 +178,15 @@ class ShadowStore:
         with self._lock:
             narrow = [entry for key in [*self._low_gradients] if (entry := self._entries.get(key)) is not None]
             widen(weight for entry in narrow if (weight := entry.weight()) is not None)
-            self._low_gradients.clear()
-            self._entries.clear()
-            self._plans.clear()
-            self._stepped.clear()
-            self._written.clear()
+            for known in (
+                self._low_gradients,
+                self._shared,
+                self._entries,
+                self._plans,
+                self._stepped,
+                self._written,
+            ):
+                known.clear()
             self._stale = False
 
     def _settle(self, weights: Sequence[Tensor], ids: tuple[int, ...]) -> list[Tensor]:
@@ -207,9 +217,8 @@ class ShadowStore:
                 # No plan: the id of a temporary may come back as that of a weight.
                 pairs = zip(weights, entries, strict=True)
                 return [weight.to(self.dtype) if entry is None else entry.shadow for weight, entry in pairs]
-            shadows, aliases = [entry.shadow for entry in lasting], [entry.alias for entry in lasting]
-            self._plans[ids] = Plan.of(weights, shadows, aliases, [entry.version for entry in lasting])
-            return shadows.copy()
+            plan = self._plans[ids] = Plan.of(weights, lasting)
+            return plan.shadows.copy()
 
     def _refreshed_by(self, plan: Plan, weights: Sequence[Tensor], ids: tuple[int, ...]) -> bool:
         """Refresh everything by one plan: the usual case, a step of the optimizer on all weights and no other change.
@@ -238,10 +247,12 @@ class ShadowStore:
         key = id(weight)
         if key in self._entries or not is_lasting(weight):
             return self._entries.get(key)
-        low_gradient = wants_low_gradient(weight)
-        entry = Entry.of(weight, self.dtype, low_gradient, functools.partial(_forget, weakref.ref(self), key))
-        if low_gradient:
+        wish = wish_for(weight)
+        entry = Entry.of(weight, self.dtype, wish, functools.partial(_forget, weakref.ref(self), key))
+        if wish is not None:
             self._low_gradients.add(key)
+        if entry.shared:
+            self._shared.add(key)
         self._entries[key] = entry
         return entry
 
@@ -253,15 +264,16 @@ class ShadowStore:
     def _living(self) -> list[tuple[Tensor, Entry]]:
         """Weights and their entries, after letting go of dead weights.
 
-        A frozen weight takes its entry along when it dies (`_forget`). The edge of a shadow keeps its weight alive,
-        though: one that nobody else refers to is dead.
+        A frozen weight that is no parameter takes its entry along when it dies (`_forget`). Others are kept alive, by
+        the edge of their shadow or by their entry: one that nobody else refers to is dead.
         """
         entries = [*self._entries.values()]
         weights = [entry.weight() for entry in entries]
         counts = [*map(sys.getrefcount, weights)]
         pairs: list[tuple[Tensor, Entry]] = []
         for entry, weight, count in zip(entries, weights, counts, strict=True):
-            if weight is None or (entry.requires_grad and count <= _HELD_BY_SHADOW_ONLY):
+            # An edge that leads to another tensor by now: swap_tensors gave the weight another inside.
+            if weight is None or id(weight) != entry.key or (entry.keeps_weight and count <= _HELD_BY_SHADOW_ONLY):
                 self._drop(entry.key)
             else:
                 pairs.append((weight, entry))
@@ -274,11 +286,7 @@ class ShadowStore:
         for weight, entry in pairs:
             version = weight._version
             changed = version != entry.version or entry.key in stepped
-            if (
-                weight.data_ptr() != entry.pointer
-                or weight.requires_grad is not entry.requires_grad
-                or (changed and weight.shape != entry.shadow.shape)
-            ):
+            if not entry.fits(weight) or (changed and weight.shape != entry.shadow.shape):
                 if entry.key in self._low_gradients:
                     widen([weight])  # it may have no shadow again: model.double()
                 self._drop(entry.key)
@@ -290,7 +298,7 @@ class ShadowStore:
                 sources.append(weight)
         if not copies:
             return
-        self._copy(lambda: [torch._foreach_copy_(*lists) for lists in copies.values()])  # pyright: ignore
+        self._copy(lambda: [foreach_copy_(*lists) for lists in copies.values()])
 
     def _copy(self, copy: Callable[[], object]) -> None:
         try:
@@ -304,27 +312,39 @@ class ShadowStore:
     def _drop(self, key: int) -> None:
         """Without the lock, since weakref callbacks come at any time: single dict operations only."""
         self._entries.pop(key, None)
-        self._written.discard(key)
-        self._low_gradients.discard(key)
+        for keys in (self._written, self._low_gradients, self._shared):
+            keys.discard(key)
         for ids in [*self._plans]:
             if key in ids:
                 self._plans.pop(ids, None)
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        # The optimizer's own weights changed (fused kernels do not bump `_version`), unless it told by itself which.
-        # Others may have: an EMA is updated after a step, a wrapper copies its masters back; they are copied, but
-        # count as unchanged.
+        # Its weights that have gradients changed (fused kernels do not bump `_version`), unless it told by itself
+        # which. Others may have: an EMA is updated after a step, a wrapper copies its masters back; they are copied,
+        # but count as unchanged, so that a backward that waits for them goes on.
         with self._lock:
-            for group in () if getattr(optimizer, "writes_shadows", False) else optimizer.param_groups:
-                self._stepped |= self._entries.keys() & {*map(id, group["params"])}
+            if not (getattr(optimizer, "writes_shadows", False) or _was_skipped(optimizer)):
+                groups = (group["params"] for group in optimizer.param_groups)
+                changed = {id(weight) for weight in chain.from_iterable(groups) if weight.grad is not None}
+                self._stepped |= self._entries.keys() & changed
             self._stale = True
 
-    def _check(self, keys: Container[int]) -> None:
+    def _check(self, keys: Container[int], model: torch.nn.Module | None) -> None:
         with self._lock:
-            for weight, entry in self._living():
-                if (self._stale and entry.key not in self._written) or entry.key not in keys:
-                    continue
-                entry.check(weight)
+            pairs = [(weight, entry) for weight, entry in self._living() if entry.key in keys]
+            found = [
+                (weight, entry)
+                for weight, entry in pairs
+                if not (self._stale and entry.key not in self._written) and entry.is_stale(weight)
+            ]
+        if found:
+            raise stale([weight for weight, _ in found], self.dtype, model)
+
+
+def _was_skipped(optimizer: Optimizer) -> bool:
+    """Whether a scaler told a fused optimizer, whose step runs all the same, to change nothing. CPUs are asked."""
+    found: Tensor | None = getattr(optimizer, "found_inf", None)
+    return found is not None and found.device.type == "cpu" and bool(found)
 
 
 def stores() -> list[ShadowStore]:

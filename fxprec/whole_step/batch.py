@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from fxprec.torch_internals import tree_leaves
 
 __all__ = ["Batch"]
 

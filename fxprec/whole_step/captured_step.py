@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fxprec.capture.untouched import RandomState
 from fxprec.errors import CaptureError
 from fxprec.loss_scaler import LossScaler
+from fxprec.torch_internals import set_called
 from fxprec.whole_step import cuda
 from fxprec.whole_step.batch import Batch
 from fxprec.whole_step.failure import explained
@@ -106,7 +107,7 @@ class CapturedStep:
         graph.replays += 1
         # What Python would have done in an eager step.
         graph.shadows.after()
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # of which torch's lr schedulers make sure
+        set_called(optimizer, True)  # of which torch's lr schedulers make sure
         report = graph.report.clone()
         if ours is not None:
             ours._after_replay(optimizer, report[1])

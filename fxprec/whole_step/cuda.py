@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from fxprec.torch_internals import end_allocation
+
 __all__ = ["CudaRecorder", "Recorder", "Recording", "recorder_of"]
 
 _T = TypeVar("_T")
@@ -121,7 +123,7 @@ class CudaRecorder:
     def _clean_up(self) -> None:
         """What the end of a capture does not come to when CUDA declares it invalid."""
         with contextlib.suppress(RuntimeError):  # where it did come to it
-            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            end_allocation(self.device.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
         generator = torch.cuda.default_generators[self.device.index]
         try:

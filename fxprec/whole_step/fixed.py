@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxprec.torch_internals import backward_hooks_of, late_hooks_of, step_hooks
 from fxprec.whole_step.iteration import Iteration
 from fxprec.whole_step.rates import Rates
 from fxprec.whole_step.scales import scale_rule, scale_tensors
@@ -26,8 +27,6 @@ __all__ = ["Fixed", "attributes_of"]
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _SEQUENCES: Final = (list, set, deque)
 _wants_gradient = operator.attrgetter("requires_grad")
-_hooks = operator.attrgetter("_backward_hooks")
-_late_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class Fixed:
@@ -85,9 +84,11 @@ class Fixed:
 
     def _hooks_now(self) -> list[Any]:
         """Those of the parameters' gradients, and of the optimizer's step."""
-        optimizer: Any = self._optimizer
-        own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        found = (*map(_hooks, self._parameters), *map(_late_hooks, self._parameters), *own)
+        found = (
+            *map(backward_hooks_of, self._parameters),
+            *map(late_hooks_of, self._parameters),
+            *step_hooks(self._optimizer),
+        )
         return [*chain.from_iterable(map(dict.values, filter(None, found)))]
 
     def _numbers_now(self) -> dict[str, Any]:

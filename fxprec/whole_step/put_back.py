@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxprec.capture.untouched import ModelState, RandomState
+from fxprec.torch_internals import set_called, was_called
 from fxprec.whole_step.iteration import Iteration
 from fxprec.whole_step.scales import scaler_untouched
 
@@ -32,7 +33,7 @@ def put_back(iteration: Iteration, device: torch.device) -> Iterator[None]:
     values = _Values([*iteration.parameters, *buffers])
     gradients = [(p, p.grad) for p in iteration.parameters]
     state = _State(optimizer)
-    called = getattr(optimizer, "_opt_called", None)  # by which torch's schedulers tell that it has stepped
+    called = was_called(optimizer)
     random = RandomState()
     completed = False
     try:
@@ -47,10 +48,7 @@ def put_back(iteration: Iteration, device: torch.device) -> Iterator[None]:
         state.restore(keep=completed)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        if called is not None:
-            optimizer._opt_called = called
-        elif hasattr(optimizer, "_opt_called"):
-            del optimizer._opt_called
+        set_called(optimizer, called)
         random.restore()
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import GradScaler, OptState
 
 from fxprec.loss_scaler import LossScaler
+from fxprec.torch_internals import fresh_states, place_scale, scale_names, scaler_states
 
 __all__ = ["forget_iteration", "refuse_open_iteration", "scale_rule", "scale_tensors", "scaler_untouched"]
 
@@ -19,13 +19,10 @@ __all__ = ["forget_iteration", "refuse_open_iteration", "scale_rule", "scale_ten
 def scale_tensors(scaler: GradScaler) -> list[Tensor]:
     """Scale and trackers, where they were placed."""
     losses: Any = scaler._losses if isinstance(scaler, LossScaler) else [scaler]
-    names = ("scale", "growth_tracker", "hysteresis_left") if isinstance(scaler, LossScaler) else _TORCHS
+    names = ("scale", "growth_tracker", "hysteresis_left") if isinstance(scaler, LossScaler) else scale_names
     if not scaler.is_enabled():
         return []
     return [tensor for loss in losses for name in names if (tensor := getattr(loss, name)) is not None]
-
-
-_TORCHS = ("_scale", "_growth_tracker")
 
 
 def scale_rule(scaler: GradScaler) -> tuple[float, ...] | None:
@@ -42,7 +39,7 @@ def refuse_open_iteration(scaler: GradScaler) -> None:
     """
     if not scaler.is_enabled():
         return
-    open_ = any(state["stage"] is not OptState.READY for state in scaler._per_optimizer_states.values())
+    open_ = any(state["stage"] is not OptState.READY for state in scaler_states(scaler).values())
     if open_ or getattr(scaler, "_scaled_since_update", False):
         raise RuntimeError(
             "the scaler has begun an iteration (scale, unscale_ or step was called since its last update), and a "
@@ -59,7 +56,7 @@ def forget_iteration(scaler: GradScaler) -> None:
         scaler._forget_iteration()
         scaler._skips.begin()
     else:
-        scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        scaler.__dict__.update(fresh_states())
 
 
 @contextmanager
@@ -71,11 +68,10 @@ def scaler_untouched(scaler: GradScaler, device: torch.device) -> Iterator[None]
     if not scaler.is_enabled():
         yield
         return
-    if scaler._scale is None:
-        scaler._lazy_init_scale_growth_tracker(device)
+    place_scale(scaler, device)
     tensors = scale_tensors(scaler)
     values = [tensor.clone() for tensor in tensors]
-    aside: dict[str, Any] = {"_per_optimizer_states": defaultdict(_refresh_per_optimizer_state)}
+    aside = fresh_states()
     if isinstance(scaler, LossScaler):
         aside |= scaler._fresh_notes()
     kept = {name: scaler.__dict__[name] for name in aside}

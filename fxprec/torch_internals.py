@@ -1,0 +1,394 @@
+"""Private names of torch that the top floor needs, and nowhere else: each under a plain name, checked when imported.
+
+See ``kernels/torch_internals.py`` and ``passes/torch_internals.py``, whose names are not repeated here. What belongs to
+dynamo, inductor and distributed is looked up when it is first used: importing fxprec imports none of them.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.fx import Graph
+from torch.nn.modules import module as nn_module
+from torch.optim import Optimizer
+
+from fxprec.kernels.torch_internals import needed, optional
+
+__all__ = [
+    "BatchNorm",
+    "FrameAction",
+    "LazyGraphModule",
+    "NormBase",
+    "TorchDispatchMode",
+    "amp_unscale_",
+    "amp_update_scale_",
+    "aten_foreach_copy_",
+    "aten_to_copy",
+    "backward_hooks_of",
+    "checkpoint_context",
+    "checks_of_input",
+    "compiled_standalone",
+    "cpp_compiler",
+    "current_autograd_node",
+    "ddp_runs",
+    "disabled_for_dynamo",
+    "dispatch_mode_stack",
+    "end_allocation",
+    "flatten_dense_tensors",
+    "for_fx",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_norm",
+    "foreach_sub_",
+    "forget_tracer",
+    "fresh_states",
+    "fused_adam_",
+    "fused_adamw_",
+    "fused_sgd_",
+    "global_hooks",
+    "grad_modes",
+    "growth_tracker",
+    "hide_from_dynamo",
+    "input_check_of",
+    "is_compiled",
+    "is_view",
+    "is_wrapped_by_scheduler",
+    "late_hooks_of",
+    "node_name_of",
+    "original_of_compiled",
+    "place_scale",
+    "reset_code",
+    "root_mesh",
+    "run_before",
+    "runs_code_of",
+    "scale_names",
+    "scaler_states",
+    "set_called",
+    "set_eval_frame",
+    "sharded_modules",
+    "skipped_by_dynamo",
+    "skipped_frame",
+    "sparse_values",
+    "step_hooks",
+    "tag_activation_checkpoint",
+    "torch_dynamo",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+    "unflatten_dense_tensors",
+    "view_base",
+    "was_called",
+    "wrap_inline",
+    "wrapped_functions",
+]
+
+with needed:
+    from torch._C import _current_autograd_node as current_autograd_node  # the node that a backward runs; else None
+    from torch._C._dynamo import eval_frame
+    from torch._C._dynamo.eval_frame import _FrameAction as FrameAction  # .SKIP
+    from torch._C._dynamo.eval_frame import (
+        reset_code,  # dynamo looks at a code object anew
+        set_eval_frame,  # dynamo's callback: sets one, gives the one before
+    )
+    from torch._utils import _flatten_dense_tensors as flatten_dense_tensors
+    from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
+    from torch.amp.grad_scaler import _refresh_per_optimizer_state
+    from torch.fx import _symbolic_trace
+    from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # writes its source when it is needed
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+    _TORCH: Final[Any] = torch  # its stubs leave these out
+    amp_unscale_ = _TORCH._amp_foreach_non_finite_check_and_unscale_  # in place: gradients, found_inf, 1 / scale
+    amp_update_scale_ = _TORCH._amp_update_scale_
+    foreach_add_, foreach_sub_, foreach_copy_ = _TORCH._foreach_add_, _TORCH._foreach_sub_, _TORCH._foreach_copy_
+    foreach_norm = _TORCH._foreach_norm
+    fused_adam_, fused_adamw_, fused_sgd_ = _TORCH._fused_adam_, _TORCH._fused_adamw_, _TORCH._fused_sgd_
+    aten_to_copy, aten_foreach_copy_ = torch.ops.aten._to_copy.default, torch.ops.aten._foreach_copy_.default
+
+    #: The hooks that run at the call of any module, by the name of torch's dict of them.
+    global_hooks: Final[Mapping[str, dict[int, Any]]] = {
+        name: getattr(nn_module, name)
+        for name in (
+            "_global_forward_hooks",
+            "_global_forward_pre_hooks",
+            "_global_backward_hooks",
+            "_global_backward_pre_hooks",
+        )
+    }
+    #: What a forward calls to set its grad mode, as (owner, attribute).
+    grad_modes: Final = ((torch._C, "_set_grad_enabled"), (torch._C, "_InferenceMode"))
+    for _owner, _name in grad_modes:
+        getattr(_owner, _name)
+    #: What a batch norm checks its input with, and the ranks that it lets pass: lowest, highest, torch's words.
+    checks_of_input: Final[Mapping[Any, tuple[int, int, str]]] = {
+        nn.BatchNorm1d._check_input_dim: (2, 3, "2D or 3D"),
+        nn.BatchNorm2d._check_input_dim: (4, 4, "4D"),
+        nn.BatchNorm3d._check_input_dim: (5, 5, "5D"),
+        nn.SyncBatchNorm._check_input_dim: (2, 64, "at least 2D"),
+    }
+    #: What torch.fx has more to ask about before it records a call of it.
+    for_fx: Final[tuple[Any, ...]] = (_TORCH._C.ScriptMethod, _TORCH._ops.HigherOrderOperator)
+    #: A class's own marks of these are looked up by name: there they are.
+    for _owner, _name in (
+        (_symbolic_trace, "_wrapped_fns_to_patch"),
+        (eval_frame, "_FrameExecStrategy"),
+        (eval_frame, "set_code_exec_strategy"),
+        (Graph, "_target_to_str"),
+        (Tensor, "_base"),
+        (Tensor, "_is_view"),
+        (Tensor, "_values"),
+        (Tensor, "_backward_hooks"),
+        (Tensor, "_post_accumulate_grad_hooks"),
+        (GradScaler, "_lazy_init_scale_growth_tracker"),
+    ):
+        getattr(_owner, _name)
+
+#: The hooks on a parameter's gradient: before, and after it was accumulated. None, or a dict.
+backward_hooks_of: Final = operator.attrgetter("_backward_hooks")
+late_hooks_of: Final = operator.attrgetter("_post_accumulate_grad_hooks")
+
+_end_allocation: Final[Any] = (
+    optional("torch._C:_cuda_endAllocateToPool", "a captured step that failed keeps its memory")
+    if torch.version.cuda
+    else None
+)
+
+
+# -- tensors and autograd ----------------------------------------------------------------------------------------------
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, as autograd knows it."""
+    return tensor._base
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows it as a view of another tensor."""
+    return tensor._is_view()
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """The values of a sparse COO tensor, coalesced or not; writing to them writes to it."""
+    return tensor._values()
+
+
+def run_before(edge: Any, number: int) -> None:
+    """Give a node of the backward this sequence number: the highest of those that are ready runs first."""
+    edge._set_sequence_nr(number)
+
+
+# -- torch.fx ----------------------------------------------------------------------------------------------------------
+
+
+def wrapped_functions() -> tuple[Any, str, dict[Any, Any]]:
+    """Where torch.fx keeps what ``torch.fx.wrap`` was given: owner, attribute, and (scope id, name) -> scope."""
+    return _symbolic_trace, "_wrapped_fns_to_patch", _symbolic_trace._wrapped_fns_to_patch
+
+
+def node_name_of(graph: Graph, name: str) -> str:
+    """What a node that calls a function of this name is called after."""
+    return graph._target_to_str(name)
+
+
+def runs_code_of(graph: Graph, code: CodeType) -> None:
+    """The Python code of the graph says in stack traces that it is the function with this code."""
+    fields = ("co_name", "co_filename", "co_firstlineno")
+    graph._co_fields = {name: getattr(code, name) for name in fields}
+
+
+def forget_tracer(graph: Graph) -> None:
+    """A pickled graph is traced again, and that by torch.fx's own tracer."""
+    graph._tracer_cls = None
+
+
+def input_check_of(norm: BatchNorm) -> Any:
+    """A key of ``checks_of_input``, or a check of the user's own."""
+    return type(norm)._check_input_dim
+
+
+# -- dynamo and inductor -----------------------------------------------------------------------------------------------
+
+
+def torch_dynamo() -> Any:
+    """The package ``torch._dynamo``, which takes seconds to import."""
+    with needed:
+        import torch._dynamo
+
+        return torch._dynamo
+
+
+def hide_from_dynamo(function: Any, why: str) -> None:
+    """What ``torch._dynamo.disable`` does, without importing dynamo: a flag for its inliner, the frame itself skipped.
+
+    Args:
+        why: what an outer ``fullgraph=True`` says.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = why
+    skip = eval_frame._FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+def disabled_for_dynamo(function: Callable[..., Any]) -> bool:
+    """Whether it went through ``torch._dynamo.disable`` (``torch.compiler.disable``)."""
+    return getattr(function, "_torchdynamo_disable", False)
+
+
+def original_of_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``torch.compile`` was applied to, or the function itself."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(model)`` gives. (Without dynamo there is none.)"""
+    eval_frame_of_dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame_of_dynamo is not None and isinstance(module, eval_frame_of_dynamo.OptimizedModule)
+
+
+def skipped_frame(why: str) -> Any:
+    """What a compile callback of dynamo's gives for a frame that is left to the interpreter."""
+    with needed:
+        from torch._dynamo.types import ConvertFrameReturn
+    return ConvertFrameReturn(skip_reason=why)
+
+
+def skipped_by_dynamo(function: Callable[..., Any]) -> bool:
+    """Whether dynamo leaves its frame to the interpreter unless it is called within a graph: torch's own code."""
+    with needed:
+        from torch._dynamo.trace_rules import check
+    return bool(check(function))
+
+
+def wrap_inline(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A frame around a function of torch's own in which dynamo captures it."""
+    with needed:
+        from torch._dynamo import external_utils
+    return external_utils.wrap_inline(function)
+
+
+def tag_activation_checkpoint() -> Any:
+    """dynamo's operator for activation checkpointing."""
+    with needed:
+        from torch._higher_order_ops.wrap import tag_activation_checkpoint as operator_of_dynamo
+    return operator_of_dynamo
+
+
+def checkpoint_context(body: Any) -> Callable[[], Any] | None:
+    """The ``context_fn`` of a checkpointed region of dynamo's."""
+    return body.meta.get("_checkpoint_context_fn")
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that inductor finds.
+
+    Raises:
+        Exception: it finds none.
+    """
+    with needed:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+    return get_cpp_compiler()
+
+
+def compiled_standalone(*args: Any, **kwargs: Any) -> Any:
+    """``torch._inductor.standalone_compile``: a graph of aten ops as one compiled function."""
+    with needed:
+        from torch._inductor import standalone_compile
+    return standalone_compile(*args, **kwargs)
+
+
+# -- optimizers and scalers --------------------------------------------------------------------------------------------
+
+
+def is_wrapped_by_scheduler(step: Any) -> bool:
+    """Whether a learning rate scheduler of torch's counts the calls of this ``step``."""
+    return getattr(step, "_wrapped_by_lr_sched", False)
+
+
+def was_called(optimizer: Optimizer) -> bool | None:
+    """By which torch's schedulers tell that an optimizer has stepped. None: no scheduler has asked yet."""
+    return getattr(optimizer, "_opt_called", None)
+
+
+def set_called(optimizer: Any, called: bool | None) -> None:
+    """Set what ``was_called`` gives."""
+    if called is not None:
+        optimizer._opt_called = called
+    elif hasattr(optimizer, "_opt_called"):
+        del optimizer._opt_called
+
+
+def step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Hooks of this one optimizer: before a step, and after it."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def place_scale(scaler: GradScaler, device: torch.device) -> None:
+    """Make the tensors of a scaler's scale and growth tracker on a device, unless there are some."""
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+
+
+#: The attributes of torch's scaler that hold them.
+scale_names: Final = ("_scale", "_growth_tracker")
+
+
+def growth_tracker(scaler: GradScaler) -> Tensor | int:
+    """Good steps since the scale last moved."""
+    return scaler._get_growth_tracker()
+
+
+def scaler_states(scaler: GradScaler) -> dict[int, dict[str, Any]]:
+    """What a scaler knows of each optimizer since its last update."""
+    return scaler._per_optimizer_states
+
+
+def fresh_states() -> dict[str, Any]:
+    """The attribute that ``scaler_states`` reads, as it is after an update."""
+    return {"_per_optimizer_states": defaultdict(_refresh_per_optimizer_state)}
+
+
+# -- devices and ranks -------------------------------------------------------------------------------------------------
+
+
+def end_allocation(device: int, pool: Any) -> None:
+    """End the allocation of a CUDA graph's memory, which a capture that failed leaves open."""
+    if _end_allocation is not None:
+        _end_allocation(device, pool)
+
+
+def ddp_runs() -> bool:
+    """Whether the forward of a DistributedDataParallel runs."""
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    return parallel is not None and parallel.DistributedDataParallel._active_ddp_module is not None
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The device mesh that this one is a part of, or itself."""
+    return mesh._get_root_mesh()
+
+
+def sharded_modules() -> list[nn.Module]:
+    """Every living module that ``fully_shard`` was applied to.
+
+    Raises:
+        ImportError: torch keeps them elsewhere.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    with needed:
+        from torch.distributed._composable_state import _module_state_mapping as states
+    return [each for each in states if isinstance(each, fsdp.FSDPModule)] if states else []

@@ -1,0 +1,151 @@
+"""What is relied on of dynamo and inductor, a test a name."""
+
+from __future__ import annotations
+
+import shutil
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxprec import torch_internals as of_fxprec
+from private_names import contract
+
+
+def _plus_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@contract("fxprec", "torch_dynamo")
+def test_dynamo_has_what_a_capture_is_made_of() -> None:
+    package = of_fxprec.torch_dynamo()
+    graphs: list[object] = []
+    frames: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(gm)
+        return gm.forward
+
+    context = package.optimize(backend, nopython=False)
+    inner = context.callback
+
+    def callback(frame: Any, *rest: object) -> object:
+        frames.append(frame.f_code.co_name)
+        return inner(frame, *rest)
+
+    callback._torchdynamo_orig_backend = inner  # type: ignore[attr-defined]
+    context.callback = callback
+    with package.config.patch(recompile_limit=3):
+        assert context(types.FunctionType(_plus_one.__code__.replace(), globals()))(torch.ones(1)).item() == 2
+    assert len(graphs) == 1 and "_plus_one" in frames
+    before = dict(package.utils.counters["graph_break"])
+    torch.compile(lambda x: (x + 1, torch._dynamo.graph_break(), x * 2), backend=backend)(torch.ones(1))
+    assert package.utils.counters["graph_break"] != before
+    assert issubclass(package.exc.BackendCompilerFailed, package.exc.TorchDynamoException)
+
+
+@contract("fxprec", "hide_from_dynamo", "disabled_for_dynamo", "original_of_compiled")
+def test_a_hidden_function_is_left_to_the_interpreter() -> None:
+    def hidden(x: Tensor) -> Tensor:
+        return x + 1
+
+    assert not of_fxprec.disabled_for_dynamo(hidden) and of_fxprec.disabled_for_dynamo(
+        torch.compiler.disable(_plus_one)
+    )
+    of_fxprec.hide_from_dynamo(hidden, "since it is hidden")
+    assert of_fxprec.disabled_for_dynamo(hidden)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(gm)
+        return gm.forward
+
+    compiled = torch.compile(lambda x: hidden(x * 2) * 3, backend=backend)
+    assert compiled(torch.ones(1)).item() == 9 and len(graphs) == 2
+    with pytest.raises(Exception, match="since it is hidden"):
+        torch.compile(lambda x: hidden(x * 2), backend=backend, fullgraph=True)(torch.ones(1))
+    plain = torch.compile(_plus_one, backend=backend)
+    assert of_fxprec.original_of_compiled(plain) is _plus_one is of_fxprec.original_of_compiled(_plus_one)
+
+
+@contract("fxprec", "set_eval_frame", "reset_code", "FrameAction", "skipped_frame")
+def test_frames_are_skipped_and_looked_at_again() -> None:
+    assert of_fxprec.set_eval_frame(None) is None
+    seen: list[str] = []
+
+    def callback(frame: Any, *_: object) -> object:
+        seen.append(frame.f_code.co_name)
+        return of_fxprec.skipped_frame("for a test")
+
+    function = types.FunctionType(_plus_one.__code__.replace(), globals())
+    context = of_fxprec.torch_dynamo().optimize("eager")
+    callback._torchdynamo_orig_backend = None  # type: ignore[attr-defined]
+    context.callback = callback
+    run = context(function)
+    for _ in range(2):
+        assert run(torch.ones(1)).item() == 2
+    assert seen.count("_plus_one") == 1  # skipped for good
+    of_fxprec.reset_code(function.__code__)
+    run(torch.ones(1))
+    assert seen.count("_plus_one") == 2
+    skipped = of_fxprec.skipped_frame("for a test")
+    assert skipped.guarded_code is None
+    assert of_fxprec.FrameAction.SKIP != of_fxprec.FrameAction.DEFAULT
+
+
+@contract("fxprec", "is_compiled")
+def test_a_compiled_module_is_told() -> None:
+    model = nn.Linear(1, 1)
+    assert of_fxprec.is_compiled(torch.compile(model, backend="eager")) and not of_fxprec.is_compiled(model)
+
+
+@contract("fxprec", "skipped_by_dynamo", "wrap_inline")
+def test_torchs_own_code_is_skipped_unless_it_is_wrapped() -> None:
+    graphs: list[object] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(gm)
+        return gm.forward
+
+    linear = nn.Linear(1, 1)
+    assert of_fxprec.skipped_by_dynamo(linear.forward) and not of_fxprec.skipped_by_dynamo(_plus_one)
+    of_fxprec.torch_dynamo().optimize(backend)(of_fxprec.wrap_inline(linear.forward))(torch.ones(1, 1))
+    assert len(graphs) == 1
+
+
+@contract("fxprec", "tag_activation_checkpoint", "checkpoint_context")
+def test_dynamo_tags_a_checkpointed_region() -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def contexts() -> object:
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
+    for given, expected in (({}, None), ({"context_fn": contexts}, contexts)):
+        graphs: list[torch.fx.GraphModule] = []
+
+        def backend(gm: torch.fx.GraphModule, _: object, graphs=graphs) -> Callable[..., object]:
+            graphs.append(gm)
+            return gm.forward
+
+        def function(x: Tensor, given=given) -> Tensor:
+            return checkpoint(torch.sin, x, use_reentrant=False, **given)
+
+        torch.compile(function, backend=backend, fullgraph=True)(torch.ones(1, requires_grad=True))
+        (node,) = graphs[0].graph.find_nodes(op="call_function", target=of_fxprec.tag_activation_checkpoint())
+        body = graphs[0].get_submodule(str(node.args[0].target))
+        assert of_fxprec.checkpoint_context(body) is expected
+
+
+@contract("fxprec", "cpp_compiler", "compiled_standalone")
+def test_inductor_compiles_a_graph_by_itself() -> None:
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("there is no C++ compiler")
+    assert of_fxprec.cpp_compiler()
+    x = torch.ones(8)
+    graph = make_fx(lambda x: (x + 1,), tracing_mode="symbolic")(x)
+    run = of_fxprec.compiled_standalone(graph, [x], dynamic_shapes="from_graph", options={})
+    assert [y.tolist() for y in run(x)] == [[2.0] * 8]

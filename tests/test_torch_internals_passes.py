@@ -1,0 +1,106 @@
+"""What the passes rely on of private names of torch, a test a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels import torch_internals as of_kernels
+from fxprec.passes import torch_internals as of_passes
+from private_names import contract
+
+
+@contract("passes", "FakeTensorMode", "no_autocast")
+def test_fake_tensors_are_computed_with_autocast_off() -> None:
+    with torch.autocast("cpu", torch.bfloat16), of_passes.FakeTensorMode() as mode:
+        x = torch.ones(2, 2)
+        with of_passes.no_autocast():
+            assert (x @ x).dtype is torch.float32
+        assert isinstance(x, of_kernels.FakeTensor) and x.fake_mode is mode and (x @ x).dtype is torch.bfloat16
+        assert mode.shape_env is None
+
+
+@contract("passes", "OpOverload", "OpOverloadPacket", "HigherOrderOperator")
+def test_operators_are_known_by_their_class() -> None:
+    assert isinstance(torch.ops.aten.add.Tensor, of_passes.OpOverload)
+    assert isinstance(torch.ops.aten.add, of_passes.OpOverloadPacket)
+    assert isinstance(torch.ops.higher_order.cond, of_passes.HigherOrderOperator)
+
+
+@contract("passes", "schema_of", "op_name_of", "packet_name")
+def test_an_operator_tells_what_it_takes_and_writes() -> None:
+    add = torch.ops.aten.add_.Tensor
+    schema = of_passes.schema_of(add)
+    assert schema.is_mutable and not of_passes.schema_of(torch.ops.aten.add.Tensor).is_mutable
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert schema.arguments[0].alias_info.is_write and schema.arguments[1].alias_info is None
+    assert len(of_passes.schema_of(torch.ops.aten.max.dim).returns) == 2
+    assert of_passes.op_name_of(add) == "add_" and of_passes.packet_name(add.overloadpacket) == "aten::add_"
+
+
+@contract("passes", "autocast_key", "custom_op_autocast")
+def test_what_was_registered_for_autocast_is_found() -> None:
+    assert of_passes.autocast_key("cpu") == torch._C.DispatchKey.AutocastCPU
+    assert of_passes.autocast_key("nowhere") is None
+
+    @torch.library.custom_op("fxprec_tests::internals", mutates_args=())
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert of_passes.custom_op_autocast("fxprec_tests::internals", "cpu") is None
+    doubled.register_autocast("cpu", torch.bfloat16)
+    assert of_passes.custom_op_autocast("fxprec_tests::internals", "cpu") is torch.bfloat16
+    assert of_passes.custom_op_autocast("fxprec_tests::internals", "cuda") is None
+    assert of_passes.custom_op_autocast("fxprec_tests::none", "cpu") is None
+
+
+@contract("passes", "builtin_nn", "builtins_of_torch")
+def test_builtins_of_torch_are_the_functions_that_users_reach() -> None:
+    assert of_passes.builtins_of_torch.cat is torch.cat
+    for name in ("adaptive_max_pool2d", "adaptive_max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d"):
+        assert callable(getattr(of_passes.builtin_nn, name))
+    assert of_passes.builtin_nn.gelu is torch.nn.functional.gelu
+
+
+def _graph_of_dynamo(function: Callable[..., object]) -> torch.fx.Graph:
+    graphs: list[torch.fx.Graph] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch.compile(function, backend=backend, fullgraph=True)(torch.ones(2))
+    return graphs[0]
+
+
+@contract("passes", "enter_autocast", "exit_autocast")
+def test_dynamo_writes_autocast_as_two_calls() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x * 2
+
+    graph = _graph_of_dynamo(function)
+    (enter,) = graph.find_nodes(op="call_function", target=of_passes.enter_autocast)
+    (leave,) = graph.find_nodes(op="call_function", target=of_passes.exit_autocast)
+    enabled = enter.args[2] if len(enter.args) > 2 else enter.kwargs["enabled"]
+    assert enabled is False and leave.args == (enter,)
+
+
+@contract("passes", "data_of")
+def test_dynamo_writes_data_as_a_call() -> None:
+    graph = _graph_of_dynamo(lambda x: x.data * 2)
+    assert len(graph.find_nodes(op="call_function", target=of_passes.data_of)) == 1
+
+
+@contract("passes", "lazy_graph_module")
+def test_a_lazy_graph_module_compiles_when_it_is_called() -> None:
+    gm = of_passes.lazy_graph_module(torch.fx.symbolic_trace(lambda x: x + 1).graph, "Region")
+    assert type(gm).__name__ == "Region" and gm._needs_recompile()  # type: ignore[operator]
+    assert torch.equal(gm(torch.ones(1)), torch.full((1,), 2.0)) and "x + 1" in gm.code
+
+
+@contract("passes", "tree_map")
+def test_trees_are_mapped() -> None:
+    assert of_passes.tree_map(lambda x: x + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
