@@ -236,7 +236,7 @@ def test_nobody_watches_plain_code():
     assert _watching() == set()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_each_watcher_is_seen_where_it_watches():
     found: list[set[str]] = []
 

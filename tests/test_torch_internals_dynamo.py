@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxprec import dynamo
 from fxprec import torch_internals as of_fxprec
 from private_names import contract
 
@@ -149,3 +152,90 @@ def test_inductor_compiles_a_graph_by_itself() -> None:
     graph = make_fx(lambda x: (x + 1,), tracing_mode="symbolic")(x)
     run = of_fxprec.compiled_standalone(graph, [x], dynamic_shapes="from_graph", options={})
     assert [y.tolist() for y in run(x)] == [[2.0] * 8]
+
+
+# -- what dynamo says, by which it is understood -----------------------------------------------------------------------
+
+
+class _Notes:
+    """Receives the graphs of a capture as they are, and notes what is outside of them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.outside: list[str] = []
+
+    def rewritten(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        return gm.forward
+
+    def in_net(self, where: str, why: str) -> None:
+        self.outside.append(why)
+
+
+def test_a_frame_beyond_the_limit_is_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dynamo._CONFIG, "recompile_limit", 2)  # type: ignore[arg-type]
+    notes = _Notes()
+
+    def function(x: Tensor, kind: str) -> Tensor:
+        return x + len(kind) if kind < "b" else x * 2
+
+    capture = dynamo.DynamoCapture(function, notes)
+    for kind in ("a", "ab", "b", "c", "d"):
+        capture.call(torch.ones(1), kind)
+    assert capture.exhausted and notes.graphs == 2
+    assert notes.outside == ["beyond dynamo's limit of 2 captures of one function"]
+
+
+def test_a_frame_without_tensors_is_no_loss() -> None:
+    notes = _Notes()
+
+    def number() -> int:
+        return 3
+
+    def function(x: Tensor) -> Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * number()
+
+    assert dynamo.DynamoCapture(function, notes).call(torch.ones(1)).item() == 6
+    assert notes.graphs == 2 and [why.partition(":")[0] for why in notes.outside] == ["graph break"]
+
+
+def test_a_break_in_a_loop_is_named() -> None:
+    notes = _Notes()
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + 1
+            if x.sum() > 0:
+                x = x * 2
+        return x
+
+    assert dynamo.DynamoCapture(function, notes).call(torch.ones(1)).item() == 10
+    assert notes.outside == ["dynamo skips it: graph break in loop"]
+
+
+def test_what_dynamo_does_by_itself_is_no_warning() -> None:
+    cached = functools.lru_cache(lambda factor: torch.full((1,), factor))
+    notes = _Notes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dynamo.DynamoCapture(lambda x: x * cached(2.0), notes).call(torch.ones(1))
+    with pytest.warns(UserWarning) as told:
+        torch.compile(lambda x: x * cached(2.0), backend="eager")(torch.ones(1))
+    assert all(any(str(each.message).startswith(noise) for noise in dynamo._NOISE) for each in told)
+
+
+def test_a_trace_that_is_in_dynamos_way_is_known_by_its_error() -> None:
+    errors: list[BaseException] = []
+    compiled = torch.compile(_plus_one, backend="eager")
+
+    def traced(x: Tensor) -> Tensor:
+        try:
+            compiled(torch.ones(1))
+        except RuntimeError as error:
+            errors.append(error)
+        return x + 1
+
+    torch.fx.symbolic_trace(traced)
+    assert len(errors) == 1 and dynamo.met_a_trace(errors[0])
