@@ -7,7 +7,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,15 @@ from fxprec.warm_up import warm_up
 __all__ = ["Converted", "convert"]
 
 
-class Converted(NamedTuple):
+#: The class of the model, which an editor goes on to know.
+_Model = TypeVar("_Model", bound=nn.Module)
+_Module = TypeVar("_Module", bound=nn.Module, covariant=True)
+
+
+class Converted(NamedTuple, Generic[_Module]):
     """What ``convert`` returns: ``model, scaler = fxprec.convert(model)``."""
 
-    module: nn.Module
+    module: _Module
     scaler: LossScaler
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -40,6 +45,50 @@ class Converted(NamedTuple):
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("convert returns two things: model, scaler = fxprec.convert(model)")
+
+
+class _Options(TypedDict, total=False):
+    """The other arguments of ``convert``, for type checkers."""
+
+    level: str | None
+    dtype: torch.dtype | None
+    policy: Policy | None
+    placement: Placement
+    lower: Lower
+    fuse: Fuse
+    capture: Capture
+    executor: Executor
+    keep_output_dtype: bool
+    scaler: LossScaler | float | Literal[False] | None
+
+
+_Inputs = Sequence[Any] | Mapping[str, Any] | None
+
+
+@overload
+def convert(
+    model: GraphModule | ExportedProgram,
+    example_inputs: _Inputs = None,
+    *,
+    loss: None = None,
+    **options: Unpack[_Options],
+) -> Converted[GraphModule]: ...
+
+
+@overload
+def convert(
+    model: _Model, example_inputs: _Inputs = None, *, loss: None = None, **options: Unpack[_Options]
+) -> Converted[_Model]: ...
+
+
+@overload
+def convert(
+    model: nn.Module | GraphModule | ExportedProgram | Callable[..., Any],
+    example_inputs: _Inputs = None,
+    *,
+    loss: nn.Module | Callable[..., Any] | None = None,
+    **options: Unpack[_Options],
+) -> Converted[nn.Module]: ...
 
 
 def convert(
@@ -57,7 +106,7 @@ def convert(
     keep_output_dtype: bool = True,
     loss: nn.Module | Callable[..., Any] | None = None,
     scaler: LossScaler | float | Literal[False] | None = None,
-) -> Converted:
+) -> Converted[Any]:
     """Rewrite a model to mixed precision; returns ``(module, scaler)``.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from fxprec.module import conversion_of, graphs
 from fxprec.shadows import stores
 
 __all__ = ["accumulate", "freeze", "refresh"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 def refresh(model: nn.Module) -> None:
@@ -49,7 +52,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def freeze(model: nn.Module) -> nn.Module:
+def freeze(model: _Model) -> _Model:
     """Drop the FP32 masters of the lowered weights, for deployment: half the memory. Returns the model, in eval mode.
 
     A weight that every graph reads in the low dtype becomes low itself; one that some graph reads in FP32 stays.

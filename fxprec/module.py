@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -23,6 +23,8 @@ from fxprec.shapes import state_dtypes
 from fxprec.torch_internals import hide_from_dynamo, set_eval_frame
 
 __all__ = ["attach", "conversion_of", "graph_module", "graphs", "is_converted", "original", "put_back", "revert"]
+
+_Module = TypeVar("_Module", bound=torch.nn.Module)
 
 _STATE = "_fxprec"
 #: What an outer ``torch.compile(fullgraph=True)`` says, which would break there, and a strict ``torch.export``.
@@ -67,7 +69,7 @@ def attach(module: torch.nn.Module, settings: Settings, frozen: frozenset[str] |
     return conversion
 
 
-def revert(module: torch.nn.Module) -> torch.nn.Module:
+def revert(module: _Module) -> _Module:
     """Undo ``convert``: the class and forward of the original. Parameters stay (at O3: low). Returns the module."""
     conversion = conversion_of(module)
     if _is_wrapped(module):
@@ -76,7 +78,7 @@ def revert(module: torch.nn.Module) -> torch.nn.Module:
             "revert before wrapping"
         )
     del module.__dict__[_STATE]
-    module.__class__ = conversion.original_class
+    module.__class__ = conversion.original_class  # pyright: ignore[reportAttributeAccessIssue]
     if conversion.forward.of_instance is not None:
         module.__dict__.setdefault("forward", conversion.forward.of_instance)
     conversion.store.clear()
@@ -97,7 +99,7 @@ def put_back(module: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def original(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def original(module: _Module) -> Iterator[_Module]:
     """Within the block the module runs its untouched forward, in its own dtypes."""
     conversion = conversion_of(module)
     conversion.bypassed += 1
