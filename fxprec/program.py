@@ -26,7 +26,7 @@ from fxprec.passes.casts import cast
 from fxprec.passes.new_node import new_node
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 
-__all__ = ["Executor", "Program", "lift"]
+__all__ = ["Executor", "Program", "is_weight_cast", "lift"]
 
 Executor = Literal["eager", "inductor"]
 
@@ -40,12 +40,17 @@ class Program:
         low: get_attr targets whose low-precision shadows come first, in order.
         plain: get_attr targets of the parameters and buffers that come next, as they are.
         gm: the lifted graph.
+        writes: it writes to inputs, parameters or buffers: it is right for those alone that share memory with each
+            other as they did when it was captured.
+        writes_weights: it writes to parameters: afterwards their shadows are stale.
     """
 
     function: Callable[..., Any]
     low: tuple[str, ...]
     plain: tuple[str, ...]
     gm: GraphModule
+    writes: bool = False
+    writes_weights: bool = False
 
 
 #: What cannot be part of a Python name.
@@ -54,7 +59,7 @@ _NO_NAME = re.compile(r"\W")
 
 def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device: str = "cpu") -> Program:
     """Make the program of a rewritten, self-contained graph. Constants and subgraphs stay attributes."""
-    shadows = {node: node.args[0] for node in gm.graph.nodes if _is_weight_cast(node, low)}
+    shadows = {node: node.args[0] for node in gm.graph.nodes if is_weight_cast(node, low)}
     weights = [node for node in gm.graph.find_nodes(op="get_attr") if node.meta.get("kind") in ("parameter", "buffer")]
     read = {node: None for node in weights if any(user not in shadows for user in node.users)}
     graph = Graph()
@@ -84,7 +89,10 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     lifted = GraphModule(gm, graph, class_name="Program")
     function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")
     named = {kind: tuple(target for k, target in slots if k == kind) for kind in ("low", "plain")}
-    return Program(_without_autocast(function, device), named["low"], named["plain"], lifted)
+    written = [node for node in gm.graph.nodes if node.meta.get("written")]
+    writes_weights = any(node.meta.get("kind") == "parameter" for node in written)
+    function = _without_autocast(function, device)
+    return Program(function, named["low"], named["plain"], lifted, bool(written), writes_weights)
 
 
 def _without_autocast(function: Callable[..., Any], device: str) -> Callable[..., Any]:
@@ -114,11 +122,14 @@ def _argument(path: str, taken: set[str]) -> str:
     return name
 
 
-def _is_weight_cast(node: Node, low: torch.dtype) -> bool:
+def is_weight_cast(node: Node, low: torch.dtype) -> bool:
+    """Whether a shadow can stand in the place of this node: not of a weight that the graph itself writes to."""
     if node.target is not cast or node.args[1] is not low:
         return False
     source = node.args[0]
-    return isinstance(source, Node) and source.op == "get_attr" and source.meta.get("kind") == "parameter"
+    if not isinstance(source, Node) or source.op != "get_attr":
+        return False
+    return source.meta.get("kind") == "parameter" and not source.meta.get("written")
 
 
 def _is_idle_dropout(node: Node) -> bool:

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from torch.fx import GraphModule, Node
 
 from fxprec.kernels.rows.region import FusedRegion
+from fxprec.passes.aliases import outside_writes
 from fxprec.passes.context import Context
 from fxprec.passes.fusion.rotary import recognize_rotary
 from fxprec.passes.head_losses import split_head_loss
@@ -69,6 +70,8 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
             changed |= split_head_loss(gm, node)
     if context.regions == "triton":
         changed |= recognize_rotary(gm.graph)
+    for node in outside_writes(gm):
+        node.meta["written"] = True
     return PassResult(gm, changed)
 
 

@@ -5,6 +5,8 @@ Annotations live in ``node.meta``, one key a fact, each written by one pass:
 =============  ==============  ==================================================================================
 key            written by      value
 =============  ==============  ==================================================================================
+``memory``     capture         equal for inputs, parameters and buffers that share memory; absent where nothing does
+``written``    canonicalize    the graph writes to the memory of this input, parameter or buffer; absent where not
 ``op``         canonicalize    ``Op(name, in_place)``: the canonical op; absent on placeholder, get_attr, output
 ``dtype``      propagate       dtype of the node's value in the *original* FP32 program: a ``torch.dtype``,
                                ``UNKNOWN`` (nobody can tell without inputs), ``NON_TENSOR``, or a tuple of these

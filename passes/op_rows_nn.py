@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from fxprec.passes.ir import Rule
-from fxprec.passes.op_rule import OpRule, rows, table
+from fxprec.passes.op_rule import OpRule, Writes, rows, table
 
 __all__ = ["NN_ROWS"]
 
 _INPUT: Final = (0, "input")
+#: Running statistics, in torch.nn.functional's order of arguments and in aten's.
+_STATISTICS: Final = (1, 2, 3, 4, "running_mean", "running_var")
 _TENSOR_CORES: Final = "matrix units multiply low inputs and accumulate in FP32"
 _CONVOLUTION: Final = "a convolution is a matrix product: low inputs, FP32 accumulation"
 _RECURRENT: Final = "matrix products dominate; the fused kernels accumulate in FP32"
@@ -44,8 +46,10 @@ LOW: Final = table(
 
 NORMS: Final = table(
     rows(Rule.FULL, _NORM, "layer_norm group_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu"})),
-    rows(Rule.FULL, _NORM, "instance_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu"})),
-    rows(Rule.FULL, _NORM, "batch_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu", "cuda"})),
+    rows(Rule.FULL, _NORM, "instance_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu"}),
+         writes=Writes(_STATISTICS, (5, "use_input_stats", True))),
+    rows(Rule.FULL, _NORM, "batch_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu", "cuda"}),
+         writes=Writes(_STATISTICS, (5, "training", False))),
     # not mixed: a weight of another dtype makes rms_norm warn and fall back to separate kernels
     rows(Rule.FULL, _NORM, "rms_norm", ports=_INPUT, result="first"),
     rows(Rule.FULL, "sums squares over channels; its pooling has no low kernel on CPU", "local_response_norm",
@@ -131,8 +135,18 @@ ROTARY: Final = table(
 )  # fmt: skip
 
 LOOKUP: Final = table(
-    rows(Rule.FOLLOW, "a lookup: takes its weight's dtype", "embedding"),
-    rows(Rule.PROMOTE, "its kernel wants weight and per-sample weights in one dtype", "embedding_bag"),
+    rows(
+        Rule.FOLLOW,
+        "a lookup: takes its weight's dtype",
+        "embedding",
+        writes=Writes((1, "weight"), (3, "max_norm", False)),
+    ),
+    rows(
+        Rule.PROMOTE,
+        "its kernel wants weight and per-sample weights in one dtype",
+        "embedding_bag",
+        writes=Writes((1, "weight"), (4, "max_norm", False)),
+    ),
     rows(Rule.KEEP, "rescales the weight itself", "embedding_renorm", result="first"),
     rows(Rule.KEEP, "integers", "one_hot", result="int64"),
     rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins, as under autocast", "bilinear"),

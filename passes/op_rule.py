@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fxprec.passes.ir import Rule
 
-__all__ = ["OpRule", "Squares", "having", "rows", "table"]
+__all__ = ["OpRule", "Squares", "Writes", "having", "rows", "table"]
 
 Squares: TypeAlias = Literal["always", "factors", "vectors", "dimensions", "subscripts", "power"]
+
+
+class Writes(NamedTuple):
+    """Ports that are written to unless a flag (its position, its name, what it is where it is left out) says no."""
+
+    ports: tuple[int | str, ...]
+    flag: tuple[int, str, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class OpRule:
         low_kernel: whether there is a kernel for low inputs at all, forward and backward: without one a FULL op stays
             FULL even where a level or a placement would have it run low.
         autocast: what torch.autocast's CUDA lists say where ``rule`` says something better; for placement="autocast".
+        writes: what a call writes to although its name does not say so, and when.
         wide: a LOW op whose kernel puts out FP32, whatever it reads.
         same: the result holds the first argument's values, each in its place: a copy, a cast, a detached one.
         squares: whether the op multiplies a value by itself, which leaves float16's range from 256 on: there such a
@@ -78,6 +86,7 @@ class OpRule:
     view: bool = False
     low_kernel: bool = True
     autocast: Rule | None = None
+    writes: Writes | None = None
     wide: bool = False
     same: bool = False
     squares: Squares | None = None

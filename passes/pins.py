@@ -22,12 +22,13 @@ out) is cast right after it is made, and only the cast is used from then on::
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Final
 
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.passes.aliases import written_by
+from fxprec.passes.aliases import alias_roots, shared_sources, written_roots
 from fxprec.passes.context import Context
 from fxprec.passes.ir import Op, Rule, dtype_name
 from fxprec.passes.op_names import cast_target
@@ -158,35 +159,24 @@ def _floats(node: Node) -> bool:
 
 def written_classes(graph: Graph) -> dict[Node, Node]:
     """Member -> root of every class of nodes that share memory which is written in place."""
-    root: dict[Node, Node] = {}
-    written: set[Node] = set()
-    for node in graph.nodes:
-        base = _shares_memory_of(node)
-        if base is not None:
-            root[node] = root.get(base, base)
-        written.update(root.get(target, target) for target in written_by(node))
-    members = {node: base for node, base in root.items() if base in written}
-    return members | {base: base for base in written}
+    root = alias_roots(graph, _shares_memory_of)
+    written = written_roots(graph, root)
+    return {node: base for node, base in root.items() if base in written}
 
 
-def _shares_memory_of(node: Node) -> Node | None:
+def _shares_memory_of(node: Node) -> Iterator[Node]:
+    """As ``aliases.shared_sources``, without what converts or copies."""
     op: Op | None = node.meta.get("op")
-    if op is None or not node.args or not isinstance(node.args[0], Node):
-        return None
-    base = node.args[0]
-    if op.in_place:
-        return base
-    row = rule_of(op.name)
-    if row is None or not row.view:
-        return None
-    if op.name == "to":  # a cast to the dtype that the tensor has already gives the tensor itself
-        target = cast_target(node)
-        return base if target is None or target == original(base.meta.get("dtype")) else None
-    if op.name == "getattr" and node.args[1] not in ("data", "T", "mT", "H", "mH", "real"):
-        return None
-    if op.name == "getitem" and _picks_by_tensor(node.args[1]):
-        return None
-    return base
+    if op is not None and not op.in_place:
+        if op.name == "to":  # a cast to the dtype that the tensor has already gives the tensor itself
+            target = cast_target(node)
+            if target is not None and target != original(node.all_input_nodes[0].meta.get("dtype")):
+                return
+        if op.name == "getattr" and node.args[1] not in ("data", "T", "mT", "H", "mH", "real"):
+            return
+        if op.name == "getitem" and _picks_by_tensor(node.args[1]):
+            return
+    yield from shared_sources(node)
 
 
 def _picks_by_tensor(index: object) -> bool:

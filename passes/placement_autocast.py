@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxprec.passes.aliases import written_by
 from fxprec.passes.context import Context
 from fxprec.passes.graph_walk import GraphWalk
 from fxprec.passes.ir import Precision, Rule, is_scalar
@@ -88,7 +89,7 @@ class _Promotion(GraphWalk):
         node.meta.pop("root_dtype", None)
 
     def compute(self, site: Site, floats: bool) -> None:
-        rule = self.listed(site)
+        rule = self.listed(site) if set(site.data).isdisjoint(written_by(site.node)) else Rule.KEEP
         if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
             self.tie(site.node, site.base)  # a view of memory that is written: a cast would miss the writes
             return self.decide(site.node, Rule.FOLLOW, site.why)

@@ -122,6 +122,8 @@ class CutWalk(GraphWalk):
     def compute(self, site: Site, floats: bool) -> None:
         if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
             self.view_of_written(site, floats)
+        elif not set(site.data).isdisjoint(written_by(site.node)):
+            self.keep(site, floats)
         else:
             square = overflowing_square(site, self.context)
             if square is not None:
@@ -167,12 +169,14 @@ class CutWalk(GraphWalk):
 
     def keep(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
-        variables.use_original((*site.data, *site.kept))
-        for target in written_by(node):  # a custom op that says so in its schema: a cast of it would miss the write
-            if self.has(target):
-                variables.hold(node, variables.value[target], original(target.meta["dtype"]))
+        sources = (*site.data, *site.kept)
+        variables.use_original(sources)
+        written = [target for target in written_by(node) if self.has(target)]
+        for target in written:  # a custom op that says so in its schema: a cast of it would miss the write
+            variables.hold(node, variables.value[target], original(target.meta["dtype"]))
         if floats:
-            self.make(site, original(node.meta["dtype"]), source=not (site.data or site.kept))
+            source = all(each in variables.unpromoting for each in sources)  # a lookup that rescales its weight
+            self.make(site, original(node.meta["dtype"]), source=source and bool(written or not sources))
         self.decide(node, Rule.KEEP, site.why)
 
     def low(self, site: Site, floats: bool) -> None:

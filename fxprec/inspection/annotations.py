@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -113,7 +114,7 @@ def _checking_lift(ran: list[str]) -> Callable[..., Program]:
         shadow = Precision(None, None, low, Rule.KEEP, "the shadow of a weight")
         for node in program.gm.graph.find_nodes(op="placeholder")[: len(program.low)]:
             node.meta["precision"] = shadow  # the annotation copied over is that of the FP32 weight
-        return Program(_Checking(program.gm, "", ran).run, program.low, program.plain, program.gm)
+        return replace(program, function=_Checking(program.gm, "", ran).run)
 
     return cast("Callable[..., Program]", checking)
 

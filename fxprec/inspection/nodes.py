@@ -19,9 +19,10 @@ from torch.fx import GraphModule, Node
 
 from fxprec.module import graphs, is_converted
 from fxprec.passes.canonicalize import body_of
-from fxprec.passes.casts import CASTS, cast
+from fxprec.passes.casts import CASTS
 from fxprec.passes.ir import Op, Precision, dtype_name, module_path
 from fxprec.passes.policy_terms import did_you_mean
+from fxprec.program import is_weight_cast
 
 __all__ = [
     "Place",
@@ -132,10 +133,7 @@ def is_inserted(node: Node) -> bool:
 
 def is_shadow(node: Node) -> bool:
     """Whether this is a cast of ours of a parameter to a low dtype: at run time a shadow stands in its place."""
-    if node.target is not cast or node.args[1] not in (torch.float16, torch.bfloat16):
-        return False
-    source = node.args[0]
-    return isinstance(source, Node) and source.meta.get("kind") == "parameter"
+    return any(is_weight_cast(node, low) for low in (torch.float16, torch.bfloat16))
 
 
 def op_name(node: Node) -> str:
