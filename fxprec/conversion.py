@@ -29,6 +29,7 @@ from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.fuse import region_names
 from fxprec.settings import Settings
 from fxprec.static import StaticEntry
+from fxprec.user_line import user_level
 from fxprec.weights import Weights
 
 __all__ = ["Conversion"]
@@ -233,9 +234,19 @@ class Conversion:
                 return False
         return True
 
+    @property
+    def ran_in_net(self) -> bool:
+        """Whether there were calls, and no graph for any of them."""
+        return self.settled and not self.captured and bool(self.net)
+
     def active(self, module: torch.nn.Module) -> GraphModule:
         """The graph captured last, capturing statically if nothing was yet."""
         if not self.capture_now(module):
+            if self.ran_in_net:
+                where, why = next(iter(self.net.items()))
+                raise NotCapturedError(
+                    f"{self.name} has no graph: it {self._served()}. {where}: {why}"
+                )
             waits = ["lower='pays' asks for sizes"] if self.settings.pays else []
             why = "".join(f" ({reason})" for reason in (self.declined or waits)[-1:])
             raise NotCapturedError(
@@ -317,14 +328,18 @@ class Conversion:
             f"the converted {self.name} was called under torch.autocast: its own graphs decide "
             "what is lowered and run with autocast off. Leave the autocast context away",
             category=UnusedSettingWarning,
-            stacklevel=7,  # the call of the module
+            stacklevel=user_level(),
         )
+
+    def _served(self) -> str:
+        """How it runs where there is no graph."""
+        under = "" if self.settings.policy.level == "O0" else f" under torch.autocast({self.settings.device!r})"
+        return f"runs{under} as it stands"
 
     def _warn_nothing_captured(self) -> None:
         why = "; ".join(dict.fromkeys(self.net.values()))
         warnings.warn(
-            f"no graph of {self.name} was captured: it runs under torch.autocast({self.settings.device!r}) as it "
-            f"stands. Why: {why}",
+            f"no graph of {self.name} was captured: it {self._served()}. Why: {why}",
             category=ServiceWarning,
-            stacklevel=7,  # the call of the module
+            stacklevel=user_level(),
         )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from fxprec.conversion import Conversion
+from fxprec.errors import NotCapturedError
 from fxprec.inspection.explanation import Explanation, explain
 from fxprec.inspection.figures import Activations, Weights, activations, count, weights
 from fxprec.inspection.nodes import (
@@ -180,7 +182,13 @@ def report(model: nn.Module) -> Report:
         NotCapturedError: the model is captured at its first call, which did not happen yet.
         ConversionError: it is not converted.
     """
-    graphs = rewritten_graphs(model)
+    conversion = conversion_of(model) if is_converted(model) else None
+    try:
+        graphs = rewritten_graphs(model)
+    except NotCapturedError:
+        if conversion is None or not conversion.ran_in_net:
+            raise
+        graphs = ()  # what there is to say is why
     sections = []
     found: list[Place] = []
     for number, gm in enumerate(graphs):
@@ -190,15 +198,18 @@ def report(model: nn.Module) -> Report:
         rows = tuple(_row(place) for place in own if place.node.op not in ("get_attr", "output"))
         declined = tuple(short_paths(text) for text in gm.meta.get("declined", ()))
         sections.append(GraphReport(inputs, rows, activations(place.node for place in own), declined, regions_of(gm)))
-    return Report(_headline(model, graphs, found, sections), tuple(sections))
+    return Report(_headline(model, conversion, graphs, found, sections), tuple(sections))
 
 
 def _headline(
-    model: nn.Module, graphs: tuple[GraphModule, ...], found: list[Place], sections: list[GraphReport]
+    model: nn.Module,
+    conversion: Conversion | None,
+    graphs: tuple[GraphModule, ...],
+    found: list[Place],
+    sections: list[GraphReport],
 ) -> Headline:
     rows = [row for section in sections for row in section.rows]
     kinds = Counter(row.kind for row in rows)
-    conversion = conversion_of(model) if is_converted(model) else None
     settings = conversion.settings if conversion else None
     net = {short_paths(where): short_paths(why) for where, why in (conversion.net if conversion else {}).items()}
     return Headline(
