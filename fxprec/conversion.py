@@ -29,6 +29,7 @@ from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.fuse import region_names
 from fxprec.settings import Settings
 from fxprec.static import StaticEntry
+from fxprec.stepwise import is_stepwise, stepwise
 from fxprec.user_line import user_level
 from fxprec.weights import Weights
 
@@ -116,6 +117,13 @@ class Conversion:
 
     def _run(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         static = self.forward.static
+        if self.forward.steps is not None:
+            reason = CaptureDeclined(f"the forward is {self.forward.steps}, which runs after the call")
+            self._refuse_if_symbolic(reason)
+            output = self.run_in_net(module, args, kwargs, reason.reason)
+            if not self.settled:
+                self._warn_nothing_captured()
+            return output
         if static.allowed:
             try:
                 names, constants, tensors = call_key(self.signature, args, kwargs)
@@ -142,6 +150,8 @@ class Conversion:
             self.in_net("the whole forward", "dynamo found nothing in it to capture")
         if not self.captured and not self.settled:
             self._warn_nothing_captured()
+        if is_stepwise(output):
+            self.in_net("what the forward returns", f"a {type(output).__name__}, which runs after the call")
         return self.restored(output, args, kwargs) if self.net else output
 
     def original_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -168,10 +178,16 @@ class Conversion:
         return Net(self.settings.device, self.settings.dtype)
 
     def restored(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Low outputs as FP32, unless the caller passed low inputs, or wants them as they come."""
-        if not self.settings.keep_output_dtype or has_low_input((args, kwargs), self.settings.dtype):
-            return output
-        return restore_dtypes(output, self.settings.dtype)
+        """Low outputs as FP32, unless the caller passed low inputs, or wants them as they come.
+
+        Of outputs that run later, step by step, each step is in the net, and what it gives is restored.
+        """
+        as_it_comes = not self.settings.keep_output_dtype or has_low_input((args, kwargs), self.settings.dtype)
+
+        def restore(value: Any) -> Any:
+            return value if as_it_comes else restore_dtypes(value, self.settings.dtype)
+
+        return stepwise(restore(output), self.net_context, restore)
 
     # -- capture ---------------------------------------------------------------------------------------------------
 
@@ -224,7 +240,9 @@ class Conversion:
     def capture_now(self, module: torch.nn.Module) -> bool:
         """Capture statically for the call that one expects, if the model can be; False where it takes a call."""
         if not self.captured:
-            if not self.forward.static.allowed or self.settings.pays:  # which waits for the sizes of a call
+            if (
+                not self.forward.static.allowed or self.forward.steps or self.settings.pays
+            ):  # which waits for the sizes of a call
                 return False
             try:
                 names, constants = default_key(self.signature)
@@ -244,9 +262,7 @@ class Conversion:
         if not self.capture_now(module):
             if self.ran_in_net:
                 where, why = next(iter(self.net.items()))
-                raise NotCapturedError(
-                    f"{self.name} has no graph: it {self._served()}. {where}: {why}"
-                )
+                raise NotCapturedError(f"{self.name} has no graph: it {self._served()}. {where}: {why}")
             waits = ["lower='pays' asks for sizes"] if self.settings.pays else []
             why = "".join(f" ({reason})" for reason in (self.declined or waits)[-1:])
             raise NotCapturedError(

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxprec.capture.collection import fewer_collections
+from fxprec.dynamo_strict import strict
 from fxprec.kernels.watchers import ANY_MODE, SCRIPT, TRANSFORM, tracing_mode, watcher
 from fxprec.locks import CAPTURING
 from fxprec.torch_internals import (
@@ -179,7 +180,7 @@ class _Compiling:
         self.skipped: list[types.CodeType] = []
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with CAPTURING, _configured(), fewer_collections(), warnings.catch_warnings():
+        with CAPTURING, _configured(), strict(), fewer_collections(), warnings.catch_warnings():
             for message in _NOISE:
                 warnings.filterwarnings("ignore", message=message)
             self._backend.listen()

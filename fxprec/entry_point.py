@@ -13,6 +13,7 @@ import torch
 from fxprec.dynamic import DynamicGraphs
 from fxprec.settings import Settings
 from fxprec.static import StaticGraphs
+from fxprec.stepwise import steps_of
 from fxprec.weights import Weights
 
 __all__ = ["EntryPoint"]
@@ -49,6 +50,7 @@ class EntryPoint:
         self.static = StaticGraphs(self._settings.capture)
         self.dynamic = DynamicGraphs(self._settings, self._weights, self._net, lambda: self.unbound)
         self.__dict__.pop("signature", None)
+        self.__dict__.pop("steps", None)
 
     @property
     def unbound(self) -> Callable[..., Any]:
@@ -65,3 +67,8 @@ class EntryPoint:
             return inspect.signature(self.of_instance)
         signature = inspect.signature(self.unbound)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    @functools.cached_property
+    def steps(self) -> str | None:
+        """What a call makes in place of running the method, such as a generator; None: it runs it."""
+        return steps_of(self.unbound if self.of_instance is None else self.of_instance)

@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import CodeType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ __all__ = [
     "ddp_runs",
     "disabled_for_dynamo",
     "dispatch_mode_stack",
+    "dynamo_classes",
     "end_allocation",
     "flatten_dense_tensors",
     "for_fx",
@@ -263,6 +264,27 @@ def skipped_frame(why: str) -> Any:
     with needed:
         from torch._dynamo.types import ConvertFrameReturn
     return ConvertFrameReturn(skip_reason=why)
+
+
+class DynamoClasses(NamedTuple):
+    """Classes of dynamo's that decide what it takes, and what it looks at before it uses a graph again."""
+
+    cached_function: Any  #: a call of a ``functools.lru_cache``: ``call_function``, ``wrapper_obj``
+    frame: Any  #: what traces a frame: ``replace_tos_if_return_is_generator``
+    generator: Any  #: a generator that a frame gives away: ``reconstruct``
+    random: Any  #: a ``random.Random``: ``is_supported_random_obj``
+    graph_break: Any  #: the error that breaks a graph
+
+
+def dynamo_classes() -> DynamoClasses:
+    """They are imported with dynamo."""
+    with needed:
+        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+        from torch._dynamo.variables.functions import LocalGeneratorObjectVariable, WrapperUserFunctionVariable
+        from torch._dynamo.variables.misc import RandomVariable
+    generator = LocalGeneratorObjectVariable
+    return DynamoClasses(WrapperUserFunctionVariable, InstructionTranslator, generator, RandomVariable, Unsupported)
 
 
 def skipped_by_dynamo(function: Callable[..., Any]) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 import shutil
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import dynamo
 from fxprec import torch_internals as of_fxprec
+from fxprec.dynamo_strict import strict
 from private_names import contract
 
 
@@ -49,6 +51,34 @@ def test_dynamo_has_what_a_capture_is_made_of() -> None:
     torch.compile(lambda x: (x + 1, torch._dynamo.graph_break(), x * 2), backend=backend)(torch.ones(1))
     assert package.utils.counters["graph_break"] != before
     assert issubclass(package.exc.BackendCompilerFailed, package.exc.TorchDynamoException)
+
+
+@contract("fxprec", "dynamo_classes")
+def test_what_dynamo_takes_liberties_with_can_be_refused() -> None:
+    """Each of them is met, so that what dynamo_strict puts in its place is called."""
+    kept, drawn = functools.cache(_plus_one), random.Random(0)
+
+    def cached(x: Tensor) -> Tensor:
+        return kept(x) * 2
+
+    def random_number(x: Tensor) -> Tensor:
+        return x * drawn.random()
+
+    def generator(x: Tensor) -> Iterator[Tensor]:
+        return (part + 1 for part in (x, x))
+
+    classes = of_fxprec.dynamo_classes()
+    assert issubclass(classes.graph_break, _errors().TorchDynamoException)
+    for function in (cached, random_number, generator):
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+        compiled(torch.ones(1))
+        torch._dynamo.reset()
+        with strict(), pytest.raises(_errors().TorchDynamoException):
+            compiled(torch.ones(1))
+
+
+def _errors() -> Any:
+    return of_fxprec.torch_dynamo().exc
 
 
 @contract("fxprec", "hide_from_dynamo", "disabled_for_dynamo", "original_of_compiled")

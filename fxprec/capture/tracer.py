@@ -26,6 +26,7 @@ from fxprec.capture.traced_value import CheckedInput, TracedTensor, TracedValue
 from fxprec.capture.tripwires import replaced, tripwires
 from fxprec.passes.new_node import new_node
 from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.stepwise import close_steps, is_stepwise
 from fxprec.torch_internals import BatchNorm, checks_of_input, input_check_of, wrapped_functions
 
 __all__ = ["ForwardTracer", "check_dim"]
@@ -228,6 +229,9 @@ class ForwardTracer(fx.Tracer):
         if _is_plain_dataclass(kind):
             values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(kind)}  # type: ignore[arg-type]
             return self.create_node("call_function", kind, (), values)
+        if is_stepwise(a):
+            close_steps(a)
+            self.decline(f"returns a {kind.__name__}, which runs after the call")
         if isinstance(a, tuple | list | dict | nn.Module):
             self.decline(f"passes on or returns an object ({kind.__name__})")
         return super().create_arg(a)

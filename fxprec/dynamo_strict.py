@@ -1,0 +1,52 @@
+"""dynamo, for the time of a compilation, held to what the interpreter does where it takes liberties.
+
+Left to the interpreter, with a graph break whose reason the report has:
+
+- calls of ``functools.lru_cache`` and ``cache``, through which dynamo traces as though nothing had been kept;
+- numbers drawn from a ``random.Random`` of the user's, whose state dynamo bakes in;
+- generators that a function returns, which dynamo runs to their end and gives as an iterator over the values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fxprec.capture.tripwires import replaced
+from fxprec.torch_internals import dynamo_classes
+
+__all__ = ["strict"]
+
+
+@contextlib.contextmanager
+def strict() -> Iterator[None]:
+    """Within the block what dynamo compiles keeps to the interpreter. Under the lock of captures."""
+    classes = dynamo_classes()
+    breaks = classes.graph_break
+
+    def call_of_cached(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
+            cached = variable.wrapper_obj
+            if hasattr(cached, "cache_info") and not _is_of_torch(cached):
+                raise breaks(f"a call of {cached.__qualname__}, which keeps its results (functools.lru_cache)")
+            return original(variable, *args, **kwargs)
+
+        return call_function
+
+    def no_generator(variable: Any, codegen: Any) -> None:
+        raise breaks(f"the generator {variable.get_name()}, which runs later")
+
+    with replaced(
+        [
+            (classes.cached_function, "call_function", call_of_cached(classes.cached_function.call_function)),
+            (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
+            (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
+            (classes.generator, "reconstruct", no_generator),
+        ]
+    ):
+        yield
+
+
+def _is_of_torch(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
