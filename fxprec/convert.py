@@ -7,6 +7,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -23,6 +24,7 @@ from fxprec.module import attach, put_back
 from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
 from fxprec.program import Executor
+from fxprec.scaling.unscaled import scales
 from fxprec.settings import Capture, Fuse, Lower, Placement, Settings
 from fxprec.warm_up import warm_up
 
@@ -132,6 +134,7 @@ def convert(
         loss: a loss module or function: a new module ``(*inputs, target) -> loss`` around model and loss comes back,
             converted as one graph; ``model`` itself stays as it is.
         scaler: None: dynamic for float16, disabled for bfloat16; False: disabled; a number: static; or a LossScaler.
+            The first step on float16 gradients of a loss that no scaler has scaled warns, unless it is False or 1.
 
     Raises:
         TypeError: model, example inputs or scaler of a type that cannot serve.
@@ -159,6 +162,7 @@ def convert(
         keep_output_dtype=keep_output_dtype,
     )
     made = make_scaler(scaler, settings.dtype, policy.level, device)
+    settings = replace(settings, scales=scales(made))
     refuse_unfit(model, settings)
     if device == "cpu":
         _warn_if_slow(settings)

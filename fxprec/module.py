@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule
 from fxprec.capture.lazy_code import with_code
 from fxprec.conversion import Conversion
 from fxprec.errors import CaptureError, ConversionError, PolicyError
+from fxprec.scaling.unscaled import expect_scaling, stop_expecting
 from fxprec.settings import Settings
 from fxprec.shapes import state_dtypes
 from fxprec.torch_internals import hide_from_dynamo, set_eval_frame
@@ -66,6 +67,8 @@ def attach(module: torch.nn.Module, settings: Settings, frozen: frozenset[str] |
     conversion = Conversion(settings, module, frozen)
     module.__class__ = converted
     module.__dict__[_STATE] = conversion
+    if settings.scales and settings.dtype is torch.float16:
+        expect_scaling(conversion)
     return conversion
 
 
@@ -82,6 +85,7 @@ def revert(module: _Module) -> _Module:
     if conversion.forward.of_instance is not None:
         module.__dict__.setdefault("forward", conversion.forward.of_instance)
     conversion.store.clear()
+    stop_expecting(conversion)
     return module
 
 

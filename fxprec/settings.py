@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
@@ -46,6 +46,8 @@ class Settings:
     capture: Capture = "auto"
     executor: Executor = "eager"
     keep_output_dtype: bool = True
+    #: Whether the scaler that was handed back, if it is used, makes the gradients others. No part of what is compared.
+    scales: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         one_of("placement", self.placement, get_args(Placement))

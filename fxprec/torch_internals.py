@@ -57,6 +57,7 @@ __all__ = [
     "global_hooks",
     "grad_modes",
     "growth_tracker",
+    "has_scaled",
     "hide_from_dynamo",
     "input_check_of",
     "is_compiled",
@@ -361,6 +362,11 @@ def place_scale(scaler: GradScaler, device: torch.device) -> None:
     """Make the tensors of a scaler's scale and growth tracker on a device, unless there are some."""
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(device)
+
+
+def has_scaled(scaler: GradScaler) -> bool:
+    """Whether a scaler scaled something so far: its scale is a tensor from then on."""
+    return scaler._scale is not None
 
 
 #: The attributes of torch's scaler that hold them.

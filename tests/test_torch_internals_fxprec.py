@@ -268,10 +268,14 @@ def test_hooks_of_an_optimizer_are_seen() -> None:
     assert [[*hooks.values()] for hooks in of_fxprec.step_hooks(optimizer)] == [[print], [repr]]
 
 
-@contract("fxprec", "place_scale", "scale_names", "growth_tracker", "scaler_states", "fresh_states")
+@contract("fxprec", "has_scaled", "place_scale", "scale_names", "growth_tracker", "scaler_states", "fresh_states")
 def test_a_scaler_keeps_its_scale_and_what_it_knows_of_optimizers() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert not of_fxprec.has_scaled(scaler)
+    scaler.scale(torch.ones(()))
+    assert of_fxprec.has_scaled(scaler)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     of_fxprec.place_scale(scaler, torch.device("cpu"))
     scale, tracker = (getattr(scaler, name) for name in of_fxprec.scale_names)

@@ -24,7 +24,7 @@ def test_the_blocks_run_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[s
     loader = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
     space: dict[str, Any] = {"torch": torch, "F": F, "fxprec": fxprec, "model": model, "loader": loader}
     space["path"] = tmp_path / "checkpoint.pt"
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     for block in BLOCKS:
         exec(compile(block, "docs/training.md", "exec"), space)
     assert space["scaler"].get_scale(1) == 65536
@@ -38,3 +38,10 @@ def test_the_table_of_arguments_is_that_of_the_constructor():
     first = [row.split("|")[1] for row in table.splitlines()]
     documented = {name for cell in first for name in re.findall(r"`(\w+)", cell)}
     assert documented | {"device", "self"} == set(inspect.signature(fxprec.LossScaler.__init__).parameters)
+
+
+def test_the_table_of_warnings_has_every_class():
+    (table,) = re.findall(r"^\| class \| what it says \|\n(.*?)\n\n", PAGE, re.DOTALL | re.MULTILINE)
+    classes = {name for name in fxprec.__all__ if name.endswith("Warning")} - {"FxprecWarning"}
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == classes
+    assert all(issubclass(getattr(fxprec, name), fxprec.FxprecWarning) for name in classes)

@@ -94,7 +94,7 @@ def initialize(
         if properties.has_functions:
             patch_registered(undo)
         for model in all_models:
-            convert_model(model, properties, cast_model_outputs, undo)
+            convert_model(model, properties, cast_model_outputs, scalers[0].scaler, undo)
         if properties.level == "O3":
             for optimizer in all_optimizers:
                 _recast(optimizer, undo)

@@ -16,6 +16,7 @@ from fxprec.amp.registered import with_registered
 from fxprec.checks import settled_device
 from fxprec.convert import convert
 from fxprec.errors import ConversionError
+from fxprec.loss_scaler import LossScaler
 from fxprec.module import conversion_of, is_converted, put_back
 from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
@@ -64,9 +65,10 @@ def convert_model(
     model: nn.Module,
     properties: Properties,
     cast_outputs: torch.dtype | None,
+    scaler: LossScaler,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Convert in place; ``undo`` gets what puts the model back.
+    """Convert in place; ``undo`` gets what puts the model back. ``scaler``: of its first loss.
 
     Raises:
         ConversionError: (a RuntimeError) as ``fxprec.convert``; or it is converted already, in another way.
@@ -83,7 +85,7 @@ def convert_model(
         _check_same(model, Settings(policy=policy, dtype=properties.dtype, device=conversion_of(model).settings.device))
         conversion_of(model).start_over()  # decorated functions may be others now
     else:
-        convert(model, policy=policy, dtype=properties.dtype, scaler=False)
+        convert(model, policy=policy, dtype=properties.dtype, scaler=scaler)
         undo.callback(put_back, model)
         if properties.level == "O3":
             undo.callback(model.register_state_dict_post_hook(_state_in_fp32).remove)
