@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from tests.fuzz.kinds import Kind
 from tests.fuzz.source import Case, Judged, Part, Statement, case_of
 from tests.fuzz.worlds import World
 
-ARGUMENTS = "other=x(2, 1), ids=i(2, 2), factor=2.0, option='none', bag=[1]"
+ARGUMENTS = {"other": "other=x(2, 1)", "ids": "ids=i(2, 2)", "bag": "bag=[1]"}
 
 
 @pytest.mark.parametrize("first", range(0, 150, 50))
@@ -186,11 +187,9 @@ def test_every_feature_runs_by_itself() -> None:
     """Eager takes it: a feature that always fails tests nothing."""
     failing = []
     for feature in FEATURES:
-        alone = case_of(0, "static", (), ())
-        part = Part(1, 1, feature)
-        alone = replace(alone, classes=((part,),), script=(Statement(f"run(m, x(2, 0), {ARGUMENTS})"),), judged="exact")
-        world = World("eager", alone)
-        world.execute(0, alone.script[0].text)
+        world = World("eager", replace(case_of(0, "static"), classes=((Part(1, 1, feature),),)))
+        arguments = [ARGUMENTS[name] for name in signature(world.scope["Root"].forward).parameters if name in ARGUMENTS]
+        world.execute(0, f"run(m, x(2, 0), {', '.join(arguments)})")
         if world.stopped is not None or [kind for kind, _ in world.log if kind.startswith("raised")]:
             failing.append((feature.name, world.stopped))
         world.close()

@@ -50,7 +50,7 @@ class Kind:
         return self._case(seed).listing()
 
     def _case(self, seed: int) -> Case:
-        return case_of(seed, self.capture, () if self.known else stateful.KNOWN_FAULTS, self.only)
+        return case_of(seed, self.capture, () if self.known else stateful.KNOWN_FAULTS[self.capture], self.only)
 
     def smallest(self, seed: int, say: Callable[[str], None]) -> str | None:
         """As ``wrong``, with what is not needed left out."""

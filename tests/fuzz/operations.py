@@ -45,5 +45,13 @@ GENERIC = (
     Generic("m.to(torch.float32)", 0.5),
     Generic("m.to(torch.bfloat16); m.to(torch.float32)", 0.5),
     Generic("y = run(m, x(2, $i), $rest); m.zero_grad(); backward(y)"),
+    Generic("y = run(m, x(2, $i), $rest); step(m); backward(y)"),
+    Generic("with torch.no_grad(): double(run(m, x(2, $i), $rest))", 2),
+    Generic("m.double(); run(m, x(2, $i).double(), $rest); m.float()", 1, "A8"),
+    Generic("m.double()", 0.2, "A8"),
+    Generic("m.float()", 0.2, "A8"),
+    Generic("with every_module_hooked(): run(m, x(2, $i), $rest)", 1, "A7"),
+    Generic("m.forward = lambda *a, m=m, **k: tripled(Root.forward(m, *a, **k))", 1, "B2"),
+    Generic("vars(m).pop('forward', None)", 1, "B2"),
     Generic("y = run(m, x(2, $i), $rest); z = run(m, x(3, $i), $rest)", 0.2),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import random
 import types
 from collections import deque
@@ -44,7 +45,10 @@ class _Walk:
     def visit(self, path: str, value: Any) -> None:
         kind = type(value)
         if kind in _PLAIN:
-            self.leaves.append((path, value))
+            self.leaves.append((path, value.replace(self._namespace, "") if kind is str else value))
+            return
+        if issubclass(kind, torch.fx.Proxy):  # which says of itself that it is a tensor
+            self.leaves.append((path, "a stand-in that a trace left behind"))
             return
         if isinstance(value, Tensor):
             self.leaves.append((path, value.detach().clone()))
@@ -102,7 +106,7 @@ class _Walk:
             self._attributes(path, getattr(value, "__dict__", {}))
             for name in getattr(kind, "__slots__", ()):
                 self.visit(f"{path}.{name}", getattr(value, name, "unset"))
-        elif kind.__module__ == "itertools":
+        elif kind is itertools.count:
             self.leaves.append((path, repr(value)))
 
     def _items(self, path: str, value: dict[Any, Any]) -> None:

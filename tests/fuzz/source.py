@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from tests.fuzz.feature import Feature, fill
-from tests.fuzz.features import FEATURES
+from tests.fuzz.features import FEATURES, RARELY_TRACED
 from tests.fuzz.operations import FIRST, GENERIC
 
 __all__ = ["Case", "Judged", "Part", "Statement", "case_of"]
@@ -19,13 +19,17 @@ __all__ = ["Case", "Judged", "Part", "Statement", "case_of"]
 #: rounding. rounded: O1 as it is, against eager autocast.
 Judged = Literal["exact", "unrounded", "rounded"]
 
+#: How much rarer features are that static capture declines, in most cases that test it.
+_DECLINING = 0.03
+
 _HEADER = """\
 import collections, contextvars, copy, dataclasses, enum, functools, itertools, math, os, random, types
 import numpy as np
 import torch, torch.nn.functional as F
 from torch import nn
 """
-_ARGUMENTS = 'self, x, other=None, ids=None, factor=1.0, option="none", bag=None'
+#: name -> what the forward's argument is without a default, and with one
+_ARGUMENTS = {"other": "None", "ids": "None", "factor": "1.0", "option": '"none"', "bag": "None"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Case:
             lines = "\n".join(
                 [first, *(["outs = []"] if outs else []), forward, f"return {'h, outs' if outs else 'h'}"]
             )
-            lines = f"def forward({_ARGUMENTS}):\n{_indent(lines)}"
+            lines = f"def forward({_signature(forward)}):\n{_indent(lines)}"
         text = "\n\n".join(filter(None, [body, f"def __init__(self):\n{_indent(init)}", lines]))
         return f"class {name}(nn.Module):\n{_indent(text)}\n"
 
@@ -98,6 +102,14 @@ class Case:
         """Everything as one readable file."""
         head = f"# seed {self.seed}, capture={self.capture!r}, judged {self.judged}, level {self.level}"
         return "\n".join([head, self.source, "m = old = Root()", *(statement.text for statement in self.script)])
+
+
+def _signature(forward: str) -> str:
+    """x, and the arguments that the lines use; a default where they can do without."""
+    used = [name for name in _ARGUMENTS if name in forward]
+    required = [name for name in used if f"{name} is" not in forward and name in ("other", "ids")]
+    optional = [f"{name}={_ARGUMENTS[name]}" for name in used if name not in required]
+    return ", ".join(["self", "x", *required, *optional])
 
 
 def _indent(text: str) -> str:
@@ -108,9 +120,10 @@ def case_of(seed: int, capture: str, known: Collection[str] = (), only: Collecti
     """The case of a seed, without what shows one of the ``known`` faults; with ``only``, of these features."""
     choose = random.Random(f"stateful {seed}")
     features = [f for f in FEATURES if f.fault not in known]
+    rare = _DECLINING if capture == "static" and choose.random() < 0.8 else 1.0
     judged: Judged = choose.choices(("exact", "unrounded", "rounded"), (3, 4, 3))[0]
     level = "O0" if judged == "exact" else "O1" if judged == "rounded" else choice_of_level(choose)
-    classes = tuple(_classes(choose, features, only))
+    classes = tuple(_classes(choose, features, rare, only))
     script = tuple(_script(choose, classes, known))
     return Case(seed, capture, judged, level, classes, script, choose.random() < 0.5)
 
@@ -119,14 +132,16 @@ def choice_of_level(choose: random.Random) -> str:
     return choose.choice(("O1", "O1", "O2"))
 
 
-def _classes(choose: random.Random, features: Sequence[Feature], only: Collection[str]) -> Iterator[tuple[Part, ...]]:
+def _classes(
+    choose: random.Random, features: Sequence[Feature], rare: float, only: Collection[str]
+) -> Iterator[tuple[Part, ...]]:
     number = 0
     amount = choose.choice((1, 1, 2, 2, 3))
     linear = next(f for f in features if f.name == "linear")
     for index in range(amount):
         pool = [f for f in features if index == 0 or not f.root]
         wanted = [f for f in pool if f.name in only]
-        chosen = choose.choices(pool, [f.weight for f in pool], k=choose.randint(1, 4 if amount == 1 else 3))
+        chosen = choose.choices(pool, [_weight(f, rare) for f in pool], k=choose.randint(1, 4 if amount == 1 else 3))
         if wanted:
             chosen[0] = choose.choice(wanted)
         if choose.random() < 0.7:
@@ -143,12 +158,16 @@ def _classes(choose: random.Random, features: Sequence[Feature], only: Collectio
         yield tuple(numbered)
 
 
+def _weight(feature: Feature, rare: float) -> float:
+    return feature.weight * (rare if feature.name in RARELY_TRACED else 1.0)
+
+
 def _script(
     choose: random.Random, classes: tuple[tuple[Part, ...], ...], known: Collection[str]
 ) -> Iterator[Statement]:
     owned = list(_ops(choose, classes, known))
     generic = [op for op in GENERIC if op.fault not in known]
-    calls = _Calls(choose, "\n".join(part.text("forward", "") for part in classes[0]))
+    calls = _Calls(choose, classes)
     if choose.random() < 0.2:
         yield from calls.some()
     if owned and choose.random() < 0.2:
@@ -173,7 +192,7 @@ def _ops(choose: random.Random, classes: tuple[tuple[Part, ...], ...], known: Co
         for part in parts:
             if part.feature is None:
                 paths.setdefault(part.child, f"{paths[index]}.child{part.number}")
-    calls = _Calls(choose, "\n".join(part.text("forward", "") for part in classes[0]))
+    calls = _Calls(choose, classes)
     for index, parts in enumerate(classes):
         cls = "Root" if index == 0 else f"Block{index}"
         for part in parts:
@@ -193,15 +212,23 @@ def _ops(choose: random.Random, classes: tuple[tuple[Part, ...], ...], known: Co
 class _Calls:
     """Statements that call the model with what its forward wants."""
 
-    def __init__(self, choose: random.Random, forward: str) -> None:
-        self._choose, self._forward = choose, forward
+    def __init__(self, choose: random.Random, classes: tuple[tuple[Part, ...], ...]) -> None:
+        self._choose = choose
+        self._forward = "\n".join(part.text("forward", "") for part in classes[0])
+        inits = [part.text("init", "") for parts in classes for part in parts]
+        self._no_weights = not any("nn." in init or "torch." in init for init in inits)
 
     def some(self) -> Iterator[Statement]:
         choose = self._choose
         rows, gradients = choose.choice((2, 2, 2, 3, 4)), choose.random() < 0.4
         wants = ", grad=True" if gradients and choose.random() < 0.6 else ""
         seed = choose.randrange(100)
-        call = f"run(m, x({rows}, {seed}{wants}), {self.rest(rows)})"
+        argument = f"x({rows}, {seed}{wants})"
+        if not wants and choose.random() < 0.1:
+            argument = f"x({2 * rows}, {seed})[::2]"
+        elif self._no_weights and choose.random() < 0.15:
+            argument += ".double()"
+        call = f"run(m, {argument}, {self.rest(rows)})"
         if "other" in self._forward and choose.random() < 0.6:
             yield Statement(f"a = x({rows + 1}, {seed}{wants})")
             first, second = choose.choice(
@@ -229,7 +256,7 @@ class _Calls:
         if other and "other" in self._forward and ("other is None" not in self._forward or choose.random() < 0.5):
             given.append(f"other=x({rows}, {seed + 1})")
         if "ids" in self._forward and ("ids is None" not in self._forward or choose.random() < 0.5):
-            given.append(f"ids=i({rows}, {seed})")
+            given.append(f"ids=i({rows}, {seed})" + choose.choice(("", "", "", ".int()")))
         if "factor" in self._forward:
             given.append(f"factor={choose.choice(('2', '2.0', '0.5', 'True'))}")
         if "option" in self._forward:

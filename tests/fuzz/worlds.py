@@ -108,6 +108,7 @@ class World:
         names += ("functional", "counting_hook")
         tools = {name: getattr(self, f"_{name}") for name in names}
         tools |= {"scaled": _scaled, "scale_weights": _scale_weights, "default_dtype": _default_dtype}
+        tools |= {"double": _double, "tripled": _tripled, "every_module_hooked": _every_module_hooked}
         return tools | {"Stop": Stop, "hooks": [], "copy": copy, "saved": None}
 
     def _seed(self, index: int) -> None:
@@ -207,6 +208,29 @@ def _scale_weights(module: nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters(recurse=False):
             parameter.mul_(0.5)
+
+
+def _double(output: Any) -> None:
+    """What a caller may do with what it got."""
+    for tensor in pytree.tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            tensor.mul_(2)
+
+
+def _tripled(output: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor * 3, output)
+
+
+@contextlib.contextmanager
+def _every_module_hooked() -> Iterator[None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 2 if isinstance(output, Tensor) else None
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager

@@ -225,7 +225,6 @@ ATTRIBUTES = (
         ),
         init="self.box$n = Box$n($v)",
         ops=("$m.box$n.k = $v", "$m.box$n = Box$n($v)", Op("Box$n.apply = lambda self, h: h * $v", "A7")),
-        fault="A2",
     ),
     Feature(
         "slots",
@@ -233,7 +232,6 @@ ATTRIBUTES = (
         module="class Box$n:\n    __slots__ = ('k',)\n",
         init="self.box$n = Box$n()\nself.box$n.k = $v",
         ops=("$m.box$n.k = $v",),
-        fault="A2",
     ),
     Feature(
         "callable_object",
@@ -241,7 +239,6 @@ ATTRIBUTES = (
         module="class Box$n:\n    k = $v\n    def __call__(self, h):\n        return h * self.k\n",
         init="self.box$n = Box$n()",
         ops=("$m.box$n.k = $v", "Box$n.k = $v"),
-        fault="A2",
     ),
     Feature(
         "bound_method",
@@ -257,7 +254,6 @@ ATTRIBUTES = (
         body="def scaled$n(self, h):\n    return h * self.k$n",
         init="self.k$n = $v\nself.pre$n = self.scaled$n",
         ops=("$m.k$n = $v",),
-        fault="A2",
     ),
     Feature(
         "partial",
@@ -331,6 +327,7 @@ ATTRIBUTES = (
         "h = h * float(self.a$n[0])",
         init="self.a$n = np.array([$v])",
         ops=("$m.a$n[0] = $v", "$m.a$n = np.array([$v])"),
+        fault="N6",
     ),
     Feature(
         "child_attribute",

@@ -14,11 +14,11 @@ LAYERS = (
         ops=("$m.mlp$n[1] = nn.Tanh()", "del $m.mlp$n[1]", "$m.mlp$n.append(nn.Tanh())"),
     ),
     Feature("matmul", "h = h @ self.w$n", init="self.w$n = nn.Parameter(torch.randn(4, 4) / 2)"),
-    Feature("layer_norm", "h = self.norm$n(h)", init="self.norm$n = nn.LayerNorm(4)"),
+    Feature("layer_norm", "h = self.norm$n(h)", init="self.norm$n = nn.LayerNorm(4, eps=0.1)"),
     Feature(
         "batch_norm",
         "h = self.bn$n(h)",
-        init="self.bn$n = nn.BatchNorm1d(4)",
+        init="self.bn$n = nn.BatchNorm1d(4, eps=0.1)",
         ops=("$m.bn$n.eval()", "$m.bn$n.momentum = 0.5", "$m.bn$n.reset_running_stats()", "$m.bn$n.eps = 0.5"),
     ),
     Feature(

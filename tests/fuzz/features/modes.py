@@ -19,11 +19,15 @@ MODES = (
     ),
     Feature("grad_enabled", "h = h * 2 if torch.is_grad_enabled() else h - 1"),
     Feature(
-        "no_grad_region", "with torch.no_grad():\n    a = self.l$n(h)\nh = h + a", init="self.l$n = nn.Linear(4, 4)"
+        "no_grad_region",
+        "with torch.no_grad():\n    a = self.l$n(h)\nh = self.l$n(h) + a",
+        fault="N3",
+        init="self.l$n = nn.Linear(4, 4)",
     ),
     Feature(
         "set_grad_region",
         "with torch.set_grad_enabled(self.on$n):\n    a = self.l$n(h)\nh = h + a",
+        fault="N3",
         init="self.l$n = nn.Linear(4, 4)\nself.on$n = $v",
         values=("True", "False"),
         ops=("$m.on$n = $v",),
@@ -92,7 +96,7 @@ MODES = (
         init="self.l$n = nn.Linear(4, 4)",
         weight=0.3,
     ),
-    Feature("parameters", "h = h * sum(1 for p in self.parameters() if p.requires_grad)", weight=0.5),
+    Feature("parameters", "h = h * sum(1 for p in self.parameters() if p.requires_grad)", weight=0.5, fault="N5"),
     Feature(
         "grad_is_none",
         "h = h * 2 if self.w$n.grad is None else h @ self.w$n",

@@ -184,10 +184,10 @@ OUTSIDE = (
         "numpy_generator",
         "h = h * float(self.r$n.integers(1, 4))",
         init="self.r$n = np.random.default_rng($i)",
-        fault="A1",
+        fault="N6",
     ),
     Feature("python_random", "h = h * random.choice([0.5, 1.0, 2.0])"),
-    Feature("numpy_random", "h = h * float(np.random.choice([0.5, 1.0, 2.0]))"),
+    Feature("numpy_random", "h = h * float(np.random.choice([0.5, 1.0, 2.0]))", fault="N6"),
     Feature("torch_random", "h = h + torch.rand(4)"),
     Feature("torch_random_like", "h = h + torch.rand_like(h)"),
     Feature(
@@ -214,7 +214,6 @@ OUTSIDE = (
         "h = h @ G$n[0]",
         module="G$n = [torch.eye(4) * 2]",
         ops=("G$n[0].mul_($v)", "G$n[0] = torch.eye(4) * $v"),
-        fault="A1",
     ),
     Feature(
         "global_object",

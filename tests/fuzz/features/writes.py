@@ -91,7 +91,7 @@ WRITES = (
         module="def counted$n(h):\n    counted$n.n += 1\n    return h * (1 + counted$n.n % 3)\ncounted$n.n = 0\n",
         fault="A4",
     ),
-    Feature("itertools", "h = h * next(self.it$n)", init="self.it$n = itertools.cycle([0.5, 1.0, 2.0])", fault="A4"),
+    Feature("itertools", "h = h * next(self.it$n)", init="self.it$n = itertools.cycle([0.5, 1.0, 2.0])"),
     Feature("global_count", "h = h * (1 + next(IT$n) % 3)", module="IT$n = itertools.count()", fault="A4"),
     Feature(
         "object_counter",
@@ -106,7 +106,6 @@ WRITES = (
         ),
         init="self.box$n = Box$n()",
         ops=("$m.box$n.n = 0",),
-        fault="A4",
     ),
     Feature(
         "defaultdict",
@@ -130,7 +129,6 @@ WRITES = (
         "self.st$n.n += 1",
         module="@dataclasses.dataclass\nclass State$n:\n    n: int = 0\n",
         init="self.st$n = State$n()",
-        fault="A4",
     ),
     Feature(
         "buffer_count",
@@ -168,6 +166,18 @@ WRITES = (
     Feature(
         "parameter_write",
         "with torch.no_grad():\n    self.w$n.mul_(0.5)\nh = h @ self.w$n",
+        init="self.w$n = nn.Parameter(torch.eye(4) * 4)",
+        fault="N4",
+    ),
+    Feature(
+        "parameter_detached_write",
+        "self.w$n.detach().mul_(0.5)\nh = h @ self.w$n",
+        init="self.w$n = nn.Parameter(torch.eye(4) * 4)",
+        fault="N4",
+    ),
+    Feature(
+        "parameter_written_after",
+        "h = h @ self.w$n\nself.w$n.detach().mul_(0.5)",
         init="self.w$n = nn.Parameter(torch.eye(4) * 4)",
     ),
     Feature(
