@@ -51,6 +51,7 @@ __all__ = [
     "foreach_sub_",
     "forget_tracer",
     "fresh_states",
+    "fx_tracer_file",
     "fused_adam_",
     "fused_adamw_",
     "fused_sgd_",
@@ -141,6 +142,8 @@ with needed:
         nn.BatchNorm3d._check_input_dim: (5, 5, "5D"),
         nn.SyncBatchNorm._check_input_dim: (2, 64, "at least 2D"),
     }
+    #: The file of the functions that torch.fx puts in the places of others while it traces.
+    fx_tracer_file: Final = str(_symbolic_trace.__file__)
     #: What torch.fx has more to ask about before it records a call of it.
     for_fx: Final[tuple[Any, ...]] = (_TORCH._C.ScriptMethod, _TORCH._ops.HigherOrderOperator)
     #: A class's own marks of these are looked up by name: there they are.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -195,13 +194,13 @@ def test_class_attribute_changed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_global_changed_in_a_function_that_the_forward_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     guards = captured(Model())
     monkeypatch.setitem(scaled.__globals__, "FACTOR", 5.0)
-    assert guards.failing() == "global.FACTOR changed from 2.0 to 5.0"
+    assert guards.failing() == "the global FACTOR changed from 2.0 to 5.0"
 
 
 def test_global_changed_in_a_property(monkeypatch: pytest.MonkeyPatch) -> None:
     guards = captured(Model())
     monkeypatch.setitem(scaled.__globals__, "HALF", 1.0)
-    assert guards.failing() == "global.HALF changed from 0.5 to 1.0"
+    assert guards.failing() == "the global HALF changed from 0.5 to 1.0"
 
 
 def test_forward_set_on_the_model_itself_is_the_callers_business() -> None:
@@ -221,7 +220,7 @@ def test_closure_variable_changed() -> None:
     guards = trace_static(f, ["x"], {}).guards
     assert guards.failing() is None
     factor = 3.0
-    assert guards.failing() == "closure.factor changed from 2.0 to 3.0"
+    assert guards.failing() == "the closure variable factor changed from 2.0 to 3.0"
 
 
 def test_device_of_weights_asked_for() -> None:
@@ -237,14 +236,15 @@ def test_device_of_weights_asked_for() -> None:
     assert "float32" in (guards.failing() or "")
 
 
-def test_functions_of_other_packages_are_not_searched() -> None:
+def test_functions_reached_through_a_module_of_the_users_are_searched() -> None:
     module = types.ModuleType("torch_like")
     exec("LEVEL = 1\ndef helper(x):\n    return x * LEVEL", vars(module))
-    sys.modules.pop("torch_like", None)
-    assert trace_static(module.helper, ["x"], {}).guards.failing() is None
     guards = trace_static(lambda x: module.helper(x), ["x"], {}).guards
-    module.LEVEL = 2  # reached through an attribute of a module, which is not followed: documented
     assert guards.failing() is None
+    module.LEVEL = 2
+    assert guards.failing() == "the global LEVEL changed from 1 to 2"
+    module.LEVEL, module.helper = 1, lambda x: x
+    assert (guards.failing() or "").startswith("the closure variable module.helper changed")
 
 
 def test_a_comparison_that_raises_is_a_change() -> None:

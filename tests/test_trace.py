@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxprec.capture.containers import Contents
 from fxprec.capture.lazy_code import with_code
 from fxprec.capture.trace import CaptureDeclined, StaticCapture, default_key, trace_static
 from fxprec.passes.ir import module_path
@@ -324,7 +325,19 @@ class TestTorchFunctions:
             (n.op, n.name, n.target, str(n.args), str(n.kwargs)) for n in theirs.nodes
         ]
 
-    def test_a_traced_value_that_an_earlier_trace_left_behind(self) -> None:
+    def test_a_traced_value_that_is_left_outside_is_taken_back(self) -> None:
+        left: list[Tensor] = []
+
+        class Keeping(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                left.append(x.cos())
+                return torch.mul(x, left[0]) if self.training else torch.mul(left[0], x)
+
+        with pytest.raises(CaptureDeclined, match="the forward writes the closure variable left"):
+            trace_static(Keeping(), ("x",), {})
+        assert left == []
+
+    def test_a_traced_value_that_an_earlier_trace_left_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
         left: list[Tensor] = []
 
         class Keeping(nn.Module):
@@ -333,6 +346,7 @@ class TestTorchFunctions:
                 return torch.mul(x, left[0]) if self.training else torch.mul(left[0], x)
 
         model = Keeping()
+        monkeypatch.setattr(Contents, "restore", lambda self: None)
         graph = trace_static(model, ("x",), {}).gm.graph
         nodes = len(graph.nodes)
         for mode in (True, False):
@@ -411,7 +425,8 @@ class TestArguments:
                 return x * 3
 
         x = torch.randn(3)
-        assert torch.equal(capture(Scaler().apply).gm(x), x * 3)
+        with pytest.raises(CaptureDeclined, match=r"calls an object \(Scaler\) that may change inside"):
+            capture(Scaler().apply)
         assert torch.equal(capture(lambda x: math.sqrt(4.0) * x).gm(x), 2 * x)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 from torch.utils.checkpoint import checkpoint
 
+from fxprec.capture.recorder import Recorder
 from fxprec.capture.trace import CaptureDeclined, trace_static
 from fxprec.capture.tripwires import TRIPWIRES
 
@@ -338,9 +339,9 @@ class TestRandomness:
     @pytest.mark.parametrize(
         ("draw", "expected"),
         [
-            (random.random, r"the forward draws random numbers in Python \(random\)"),
-            (np.random.rand, r"the forward draws random numbers in Python \(numpy.random\)"),
-            (lambda: torch.manual_seed(3), r"the forward draws random numbers in Python \(torch\)"),
+            (random.random, "reads draw: Random.random, which looks at more than its arguments, at test_tracer.py"),
+            (np.random.rand, "reads draw: an object .*, at test_tracer.py"),
+            (lambda: torch.manual_seed(3), "reads torch.manual_seed: .*, at test_tracer.py"),
             (lambda: torch.rand(1), "draws random numbers while tracing .aten.rand.default., at test_tracer.py"),
             (lambda: torch.empty(1).normal_(), "draws random numbers while tracing"),
             (lambda: F.dropout(torch.ones(3)), "draws random numbers while tracing"),
@@ -385,7 +386,6 @@ class TestWrites:
     def test_undone_after_a_failure_and_an_interrupt(self) -> None:
         def body(self: Model, x: Tensor) -> Tensor:
             self.steps, self.last = 5, x
-            random.random()
             raise self.error
 
         model = Model(body)
@@ -440,22 +440,24 @@ def test_trace_within_a_trace() -> None:
     assert reason(Model(body)) == "another torch.fx trace is running"
 
 
-def test_other_threads_go_on() -> None:
+def test_other_threads_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even with the very module that is being traced."""
     seen: list[Any] = []
+    called = Recorder.called
 
     def work(model: Model) -> None:
         with torch.no_grad():
             seen.append(model.fc(torch.ones(1, 4)) * model.config.scale * model.count)
 
-    def body(self: Model, x: Tensor) -> Tensor:
-        thread = threading.Thread(target=work, args=(self,))
+    def called_meanwhile(recorder: Recorder, module: nn.Module) -> None:
+        thread = threading.Thread(target=work, args=(model,))
         thread.start()
         thread.join()
-        return self.fc(x)
+        called(recorder, module)
 
-    model = Model(body)
+    model = Model(lambda self, x: self.fc(x))
     model.config = Config()
     model.count += 1
+    monkeypatch.setattr(Recorder, "called", called_meanwhile)
     trace_static(model, ["x"], {})
     assert torch.equal(seen[0], model.fc(torch.ones(1, 4)) * 2) and not seen[0].requires_grad

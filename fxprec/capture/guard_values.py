@@ -1,121 +1,97 @@
-"""Which values a guard can hold, and which globals a traced function reads."""
+"""Which values a guard can hold, and whether a later value is the same: by type and value, never by ``==`` alone."""
 
 from __future__ import annotations
 
 import enum
-import functools
-import sys
-import types
+import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
-from dataclasses import is_dataclass
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-from torch import nn
 
-from fxprec.passes.torch_internals import OpOverload, OpOverloadPacket
+__all__ = ["CONTAINERS", "PLAIN", "contents", "is_plain", "same", "snapshot"]
 
-__all__ = ["UNGUARDED", "guarded_copy", "plain_reads"]
-
-
-class _Unguarded(enum.Enum):
-    UNGUARDED = "unguarded"
-
-
-#: For an object whose inside can change without anybody noticing, such as a config object.
-UNGUARDED: Final = _Unguarded.UNGUARDED
-
-_NUMBERS_AND_NAMES: Final = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format}
+#: Values that cannot change: what they are can be compared at any time.
+PLAIN: Final = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        range,
+        slice,
+        type(...),
+        type(NotImplemented),
+        object,  # a sentinel
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        torch.Size,
+    }
 )
-_UNCHANGING: Final = (
-    *_NUMBERS_AND_NAMES,
-    enum.Enum,
-    range,
-    slice,
-    type,
-    type(...),
-    nn.Module,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.ModuleType,
-    functools.partial,
-    OpOverload,
-    OpOverloadPacket,
-)
-_SEQUENCES: Final = frozenset({tuple, torch.Size, list, set, frozenset, deque})
+_SEQUENCES: Final = frozenset({tuple, list, set, frozenset, deque})
 _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})
+CONTAINERS: Final = _SEQUENCES | _MAPPINGS
 
 
-def guarded_copy(value: Any) -> Any:
-    """What a later value is compared with: the value itself, a copy of a container, or UNGUARDED."""
+def is_plain(value: Any) -> bool:
+    """Whether it is a plain value, or a tuple of such."""
     kind = type(value)
-    if kind in _NUMBERS_AND_NAMES or isinstance(value, _UNCHANGING):
-        return value
-    if kind in _SEQUENCES:
-        copies = [guarded_copy(element) for element in value]
-        return UNGUARDED if UNGUARDED in _identities(copies) else (tuple if kind is torch.Size else kind)(copies)
+    if kind is tuple:
+        return all(map(is_plain, value))
+    return kind in PLAIN or isinstance(value, enum.Enum)
+
+
+def snapshot(value: Any) -> Any:
+    """The value itself, or a copy of a container and of the containers in it: what a later value is compared with."""
+    kind = type(value)
     if kind in _MAPPINGS:
-        copied = {key: guarded_copy(element) for key, element in value.items()}
-        return UNGUARDED if UNGUARDED in _identities(copied.values()) else copied
+        copied = value.copy()
+        copied.update({key: snapshot(element) for key, element in value.items()})
+        return copied
+    if kind in _SEQUENCES and not is_plain(value):
+        return kind(map(snapshot, value)) if kind not in (set, frozenset) else kind(value)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        copies = [guarded_copy(element) for element in value]
-        return UNGUARDED if UNGUARDED in _identities(copies) else kind(*copies)
-    if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        return value
-    return UNGUARDED
+        return tuple.__new__(kind, map(snapshot, value))  # type: ignore[arg-type]  # past a constructor of its own
+    return value
 
 
-def _identities(values: Iterable[Any]) -> list[Any]:
-    """Only the sentinels: ``in`` would compare everything else by value."""
-    return [value for value in values if value is UNGUARDED]
+def same(now: Any, then: Any) -> bool:
+    """Whether ``now`` is what ``then``, a snapshot, was taken of, or cannot be told from it by a program.
 
-
-def plain_reads(functions: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Numbers, strings and None that these functions read from globals and closures.
-
-    Their code is searched, and that of the functions they name, without torch's and the standard library's. Attributes
-    of other modules and mutable globals are not found.
-
-    Returns:
-        (globals, names and values) for each namespace, (cell, {name: value}) for each closure variable.
+    Numbers are compared with their types and the sign of a zero, containers with all that is in them; any other
+    object must be the very same.
     """
-    namespaces: dict[int, tuple[Any, dict[str, Any]]] = {}
-    seen: set[int] = set()
-    stack = [function for function in functions if isinstance(function, types.FunctionType)]
-    while stack:
-        function = stack.pop()
-        if id(function) in seen or _is_library(function):
-            continue
-        seen.add(id(function))
-        scope = function.__globals__
-        for name in _names(function.__code__):
-            if name not in scope:
-                continue
-            value = scope[name]
-            if type(value) in _NUMBERS_AND_NAMES:
-                namespaces.setdefault(id(scope), (scope, {}))[1][name] = value
-            elif isinstance(value, types.FunctionType):
-                stack.append(value)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            value = getattr(cell, "cell_contents", None)
-            if isinstance(value, types.FunctionType):
-                stack.append(value)
-            elif type(value) in _NUMBERS_AND_NAMES:
-                namespaces[id(cell)] = (cell, {name: value})
-    return list(namespaces.values())
+    if now is then:
+        return type(now) not in CONTAINERS or is_plain(now)
+    kind, was = type(now), type(then)
+    if kind is was and kind in _MAPPINGS:
+        return len(now) == len(then) and all(
+            same(key, other) and same(value, expected)
+            for (key, value), (other, expected) in zip(now.items(), then.items(), strict=True)
+        )
+    if kind is not was:
+        return False
+    if kind is float:
+        return (now == then and math.copysign(1, now) == math.copysign(1, then)) or (now != now and then != then)
+    if kind is complex:
+        return same(now.real, then.real) and same(now.imag, then.imag)
+    if kind in (set, frozenset):
+        return {(type(each), each) for each in now} == {(type(each), each) for each in then}
+    if kind in (tuple, list, deque, torch.Size) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        return len(now) == len(then) and all(map(same, now, then))
+    return kind in PLAIN and kind is not object and now == then
 
 
-def _names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return names
-
-
-def _is_library(function: types.FunctionType) -> bool:
-    package = str(function.__globals__.get("__name__", "")).partition(".")[0]
-    return package == "torch" or package in sys.stdlib_module_names
+def contents(container: Any) -> Iterator[Any]:
+    """Keys and values, or elements."""
+    if type(container) in _MAPPINGS:
+        yield from container
+        yield from container.values()
+    else:
+        yield from container

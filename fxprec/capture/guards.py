@@ -2,27 +2,31 @@
 
 The check runs at every call, so it is a handful of C loops over flat lists: about 0.3 us a module. Compared are
 
-- attributes that are no tensors (``training``, ``eps``, ``scale``) by value, lists and dicts with a copy; equal numbers
-  of different types count as the same;
+- attributes that are no tensors (``training``, ``eps``, ``scale``), globals, closure variables, attributes of classes:
+  the very same object, or one of the same type that no program can tell from it; containers with all that is in them;
 - children, and which tensor slots hold a parameter, a tensor or None (not which tensor: those are read at each call);
 - classes and their ``forward``, methods overridden on an instance, attributes that were asked for and missing;
 - hooks, global ones too; tied weights, still tied; shape or device of parameters, where they were asked for;
-- globals and closure variables of the traced functions that are numbers, strings or None.
+- the code of the functions that were traced, and torch's default dtype.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
-from operator import attrgetter, call, contains, itemgetter
+from operator import attrgetter, call, contains, is_, itemgetter
+from types import FunctionType
 from typing import Any, Final, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fxprec.torch_internals import global_hooks
+
+from fxprec.capture.guard_values import CONTAINERS, is_plain, same
+from fxprec.capture.surroundings import Expected
 
 __all__ = ["HOOKS", "Fact", "Guards", "Reads", "Slot"]
 
@@ -41,13 +45,15 @@ class Slot(NamedTuple):
         return self.owner.get(self.name)
 
 
+_code_of = attrgetter("__code__")
+
 #: Something that was asked of the tensor in a slot, and the answer.
 Fact = tuple[Slot, Callable[[Tensor], Any], Any]
 
 
 @dataclass(eq=False)
 class Reads:
-    """What was read of one module: ``values`` and ``tensors`` of the instance, ``on_class`` of its class.
+    """What was read of one module: ``values`` and ``tensors`` of the instance.
 
     ``missing``: names found on the class that the instance must not override. ``absent``: names found nowhere.
     """
@@ -57,7 +63,6 @@ class Reads:
     called: bool = False
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    on_class: dict[str, Any] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     absent: set[str] = field(default_factory=set)
 
@@ -72,7 +77,8 @@ class Guards:
         self,
         root: nn.Module,
         reads: Sequence[Reads],
-        plain: Sequence[tuple[Any, dict[str, Any]]] = (),
+        expected: Sequence[Expected] = (),
+        functions: Sequence[FunctionType] = (),
         ties: Sequence[tuple[Slot, Slot]] = (),
         facts: Sequence[Fact] = (),
     ) -> None:
@@ -83,8 +89,9 @@ class Guards:
             _Classes(inner),
             _Hooks([read for read in inner if read.called]),
             _Missing(reads),
-            _Values([*_values_of(reads, root), *_plain_values(plain)]),
+            _Values([*_values_of(reads, root), *expected]),
             _Slots(reads),
+            _Code(functions),
         ]
         identical = [
             (Slot(vars(read.module), name, read.label(name)), tensor)
@@ -165,26 +172,90 @@ class _Missing:
 
 
 class _Values:
-    """(where, scope, expected): one ``itemgetter`` call and one tuple comparison, identity first, a scope."""
+    """One ``itemgetter`` call a scope, one comparison of all values, identity first.
 
-    def __init__(self, expected: Sequence[tuple[str, Mapping[str, Any], dict[str, Any]]]) -> None:
-        expected = [entry for entry in expected if entry[2]]
-        self._where = [where for where, _, _ in expected]
-        self._scopes = [scope for _, scope, _ in expected]
-        self._names = [tuple(values) for _, _, values in expected]
-        # the first name twice: of a single name itemgetter would give no tuple
-        self._getters = [itemgetter(names[0], *names) for names in self._names]
-        self._values = [(next(iter(values.values())), *values.values()) for _, _, values in expected]
+    ``==`` takes 1 for True and -0.0 for 0.0. So numbers and tuples must also be the very same objects; a new object is
+    compared by its type and value, and is the one to be there from then on.
+    """
+
+    def __init__(self, expected: Sequence[Expected]) -> None:
+        self._expected = [each for each in expected if not _holds_containers(each)]
+        self._containers = [each for each in expected if _holds_containers(each)]
+        by_scope: dict[int, list[Expected]] = {}
+        for each in self._expected:
+            by_scope.setdefault(id(each.scope), []).append(each)
+        self._expected = [each for group in by_scope.values() for each in group]
+        self._scopes = [group[0].scope for group in by_scope.values()]
+        self._getters = [_getter([each.name for each in group]) for group in by_scope.values()]
+        self._values = tuple([each.value for each in self._expected])
+        self._numbers = [
+            i
+            for i, each in enumerate(self._expected)
+            if isinstance(each.value, int | float | complex | tuple) and each.name != "training"
+        ]
+        self._pick = _getter(self._numbers)
+        self._picked = [self._values[i] for i in self._numbers]
+
+    def _now(self) -> tuple[Any, ...]:
+        return tuple(chain.from_iterable(map(call, self._getters, self._scopes)))  # type: ignore[arg-type]
 
     def holds(self) -> bool:
-        return [*map(call, self._getters, self._scopes)] == self._values  # type: ignore[arg-type]
+        now = self._now()
+        if now != self._values:
+            return False
+        numbers = self._pick(now)
+        if not all(map(is_, numbers, self._picked)):
+            if not all(map(same, numbers, self._picked)):
+                return False
+            self._picked = [*numbers]
+        return all([same(scope[name], value) for _, scope, name, value in self._containers])
 
     def change(self) -> str:
-        for where, scope, names, (_, *values) in zip(self._where, self._scopes, self._names, self._values, strict=True):
-            for name, value in zip(names, values, strict=True):
-                if (text := _difference(f"{where}.{name}" if where else name, scope, name, value)) is not None:
-                    return text
+        for each in (*self._expected, *self._containers):
+            if (text := _difference(each)) is not None:
+                return text
         return "an attribute changed"
+
+
+def _holds_containers(each: Expected) -> bool:
+    """Whether it may change inside; a dict of hooks must be the same one, whose inside has a check of its own."""
+    value = each.value
+    return (type(value) in CONTAINERS or isinstance(value, tuple)) and not is_plain(value) and each.name not in HOOKS
+
+
+def _getter(names: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """``itemgetter``, but for none or one name a tuple too."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda scope: tuple([scope[name] for name in names])
+
+
+class _Code:
+    """The code of functions, which some tools replace in place, their defaults, and the default dtype."""
+
+    def __init__(self, functions: Sequence[FunctionType]) -> None:
+        self._functions = functions
+        self._codes = [function.__code__ for function in functions]
+        self._defaults = [
+            (f, f.__defaults__, f.__kwdefaults__) for f in functions if f.__defaults__ or f.__kwdefaults__
+        ]
+        self._dtype = torch.get_default_dtype()
+
+    def holds(self) -> bool:
+        return (
+            [*map(_code_of, self._functions)] == self._codes
+            and torch.get_default_dtype() is self._dtype
+            and all([f.__defaults__ is one and f.__kwdefaults__ is two for f, one, two in self._defaults])
+        )
+
+    def change(self) -> str:
+        for function, code in zip(self._functions, self._codes, strict=True):
+            if function.__code__ is not code:
+                return f"the code of {function.__qualname__} was replaced"
+        for function, one, two in self._defaults:
+            if function.__defaults__ is not one or function.__kwdefaults__ is not two:
+                return f"the defaults of {function.__qualname__} were replaced"
+        return f"torch's default dtype changed from {self._dtype} to {torch.get_default_dtype()}"
 
 
 class _Slots:
@@ -249,63 +320,35 @@ class _Tensors:
         raise AssertionError("nothing changed")
 
 
-def _values_of(reads: Iterable[Reads], root: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any]]]:
+def _values_of(reads: Iterable[Reads], root: nn.Module) -> Iterator[Expected]:
     for read in reads:
         scope = vars(read.module)
+        where = f"{read.path}." if read.path else ""
         # Identical dicts compare as equal without a look inside, so a replaced dict of hooks shows, if it holds any.
         hooks = {name: scope[name] for name in HOOKS} if read.called and read.module is not root else {}
-        children = {"_modules": dict(scope["_modules"])} if scope["_modules"] else {}
-        yield read.path, scope, {**read.values, **hooks, **children}
-        if read.on_class:
-            yield type(read.module).__name__, _Lookup(partial(getattr, type(read.module))), read.on_class
+        children = {"_modules": _Children(scope["_modules"])} if scope["_modules"] else {}
+        for name, value in {**read.values, **hooks, **children}.items():
+            yield Expected(where + name, scope, name, value)
 
 
-def _plain_values(
-    plain: Iterable[tuple[Any, dict[str, Any]]],
-) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any]]]:
-    for owner, values in plain:
-        if isinstance(owner, dict):
-            yield "global", owner, values
-        else:
-            yield "closure", _Lookup(lambda _, cell=owner: cell.cell_contents), values
+class _Children(dict[str, Any]):
+    """A copy of a module's ``_modules``: compared as a dict, not looked into."""
 
 
-class _Lookup(Mapping[str, Any]):
-    """The attributes of a class or the content of a closure cell, looked up as in a dict."""
-
-    def __init__(self, get: Callable[[str], Any]) -> None:
-        self._get = get
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._get(name)
-        except (AttributeError, ValueError):  # deleted; an emptied cell
-            raise KeyError(name) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-
-def _difference(label: str, scope: Mapping[str, Any], name: str, value: Any) -> str | None:
-    if name not in scope:
+def _difference(each: Expected) -> str | None:
+    label, scope, name, value = each
+    try:
+        now = scope[name]
+    except KeyError:
         return f"{label} was deleted"
-    now = scope[name]
-    if now is value:
-        return None
     if name == "_modules":
         children = [child for child in {**value, **now} if value.get(child) is not now.get(child)]
         prefix = label.removesuffix("_modules")
         return f"the submodule {prefix}{children[0]} was replaced, added or removed" if children else None
-    try:
-        if now == value:
-            return None
-    except Exception:  # for instance a tensor: reported as changed
-        pass
     if name in HOOKS:
-        return f"{label} got a hook"
+        return None if now == value else f"{label} got a hook"
+    if same(now, value):
+        return None
     return f"{label} changed from {_shown(value)} to {_shown(now)}"
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxprec.capture.guard_values import UNGUARDED, guarded_copy, plain_reads
+from fxprec.capture.guard_values import snapshot
 from fxprec.capture.guards import HOOKS, Fact, Guards, Reads, Slot
+from fxprec.capture.opaque_code import OpaqueCode
+from fxprec.capture.surroundings import Surroundings
+from fxprec.capture.trusted import is_trusted
 
 __all__ = ["Recorder", "unfit"]
 
@@ -28,7 +32,7 @@ _INTERNAL: Final = frozenset(dir(nn.Module())) - {"training", *_PARTS}
 _METHODS: Final = _INTERNAL - _STANDARD
 _SHAPE: Final = attrgetter("shape")
 _FACTS: Final = attrgetter("shape", "dtype", "device", "requires_grad")
-_CALLABLES: Final = (FunctionType, MethodType, BuiltinFunctionType, type)
+_MISSING: Final = object()
 
 #: Classes of torch, by name (most are imported only when used), and why static capture leaves them to dynamo.
 _UNFIT: Final = {
@@ -61,6 +65,8 @@ def _unfit_class(cls: type[nn.Module]) -> str | None:
             return f"is {_UNFIT[base.__name__]}"
     if cls.__call__ is not nn.Module.__call__ and not issubclass(cls, torch.fx.GraphModule):
         return "has a __call__ of its own"
+    if cls.__getattribute__ is not nn.Module.__getattribute__:
+        return "has a __getattribute__ of its own"
     return "has a __torch_function__" if hasattr(cls, "__torch_function__") else None
 
 
@@ -88,6 +94,8 @@ class Recorder:
 
     Attributes:
         slots: kind ("parameter" or "buffer") and place of every tensor, by its id; of tied ones, the first.
+        surroundings: what was read outside of the modules.
+        opaque: stops the trace before it executes what no graph can hold.
     """
 
     def __init__(self, root: nn.Module, decline: Callable[[str], Any]) -> None:
@@ -96,7 +104,8 @@ class Recorder:
         self._paths: dict[int, str] = {}
         self._reads: dict[int, Reads] = {}
         self._seen: set[tuple[int, str]] = set()
-        self._functions: list[Any] = []
+        self.opaque = OpaqueCode(decline)
+        self.surroundings = Surroundings(self.opaque.stop_at)
         self._fit_classes: set[type[nn.Module]] = set()
         self._facts: dict[tuple[str, Any], Fact] = {}
         self.slots: dict[int, tuple[str, Slot]] = {}
@@ -123,6 +132,9 @@ class Recorder:
             if name in _INTERNAL or thread() != tracing:
                 return get(module, name)
             reads = all_reads.get(id(module)) or self._first_read(module)
+            if (id(module), name) in seen:
+                return get(module, name)
+            self._about_to_read(reads, name)
             try:
                 value = get(module, name)
             except AttributeError:
@@ -131,9 +143,8 @@ class Recorder:
                 if name not in weights and name not in buffers and name not in modules:
                     reads.absent.add(name)
                 raise
-            if (id(module), name) not in seen:
-                seen.add((id(module), name))
-                self._read(reads, name, value)
+            seen.add((id(module), name))
+            self._read(reads, name, value)
             return value
 
         return __getattribute__
@@ -150,8 +161,16 @@ class Recorder:
             self.traces(attributes.get("forward", type(module).forward))
 
     def traces(self, function: Any) -> None:
-        """A function whose code is traced: its globals are guarded."""
-        self._functions.append(getattr(function, "__func__", function))
+        """A function whose code will be traced: what it reads is guarded."""
+        if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module):
+            function = function.__func__
+        if isinstance(function, FunctionType | MethodType) and (why := self.surroundings.look_at(function)) is not None:
+            self._decline(f"calls {why}")
+
+    def traces_method(self, module: nn.Module, name: str) -> None:
+        """A method of a class: its code will be traced, and the class must keep it."""
+        if (why := self.surroundings.attribute(type(module), name)) is not None:
+            self._decline(f"reads {why}")
 
     def asks_shape(self, tensor: Tensor) -> None:
         """The forward used the shape of this parameter or buffer as a constant."""
@@ -163,8 +182,17 @@ class Recorder:
 
     def guards(self) -> Guards:
         """The guards of everything read so far."""
+        found = self.surroundings
+        for read in self._reads.values() if found.asks_types else ():
+            if (why := found.reach(type(read.module))) is not None:
+                self._decline(f"asks for types, and may read {why}")
         return Guards(
-            self._root, [*self._reads.values()], plain_reads(self._functions), self._ties, [*self._facts.values()]
+            self._root,
+            [*self._reads.values()],
+            found.expected,
+            found.functions,
+            self._ties,
+            [*self._facts.values()],
         )
 
     def _first_read(self, module: nn.Module) -> Reads:
@@ -172,6 +200,8 @@ class Recorder:
         reads = self._reads[id(module)] = Reads(path, module)
         if (why := self._unfit(module)) is not None:
             self._decline(f"submodule '{path}' {why}" if module is not self._root else f"the model {why}")
+        if type(module).__getattr__ is not nn.Module.__getattr__:
+            self.traces_method(module, "__getattr__")
         attributes = _attributes(module)
         if not _METHODS.isdisjoint(attributes):
             for name in _METHODS.intersection(attributes):
@@ -190,6 +220,14 @@ class Recorder:
             self._fit_classes.add(cls)
         return _unfit_object(_attributes(module))
 
+    def _about_to_read(self, reads: Reads, name: str) -> None:
+        """Reading may run code, of a property or another descriptor: it is looked through before."""
+        raw = _raw(type(reads.module), name)
+        if isinstance(raw, property | cached_property):
+            self.traces_method(reads.module, name)
+        elif hasattr(raw, "__get__") and name not in _attributes(reads.module) and not is_trusted(type(raw)):
+            self._decline(f"the forward reads {reads.label(name)} through a descriptor ({type(raw).__name__})")
+
     def _read(self, reads: Reads, name: str, value: Any) -> None:
         attributes = _attributes(reads.module)
         if name in ("_parameters", "_buffers"):
@@ -203,24 +241,22 @@ class Recorder:
             if isinstance(value, Tensor):
                 reads.tensors[name] = value
             elif value is attributes[name]:
-                reads.values[name] = self._copy(reads, name, value)
+                self._look_at(reads, name, value)
+                reads.values[name] = snapshot(value)
             return
         if name == "_wrapped_call" and isinstance(reads.module, torch.fx.GraphModule):
             return
-        raw = next((vars(base)[name] for base in type(reads.module).__mro__ if name in vars(base)), None)
-        if isinstance(raw, property):
-            self.traces(raw.fget)
-        elif isinstance(value, _CALLABLES):
-            self.traces(value)
+        if _raw(type(reads.module), name) is not _MISSING:
             reads.missing.add(name)
-        elif raw is value:
-            reads.on_class[name] = self._copy(reads, name, value)
-            reads.missing.add(name)
+            self.traces_method(reads.module, name)
 
-    def _copy(self, reads: Reads, name: str, value: Any) -> Any:
-        copy = guarded_copy(value)
-        if copy is UNGUARDED:
-            self._decline(
-                f"the forward reads {reads.label(name)}, an object ({type(value).__name__}) that may change inside"
-            )
-        return copy
+    def _look_at(self, reads: Reads, name: str, value: Any) -> None:
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            value = value.__func__
+        if (why := self.surroundings.look_at(value)) is not None:
+            self._decline(f"the forward reads {reads.label(name)}, {why}")
+
+
+def _raw(cls: type, name: str) -> Any:
+    """What a class has under this name, before a descriptor binds it."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)

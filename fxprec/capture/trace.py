@@ -15,8 +15,8 @@ whatever the forward wrote is undone, and declines the capture, since the graph 
 dynamo, each with a reason that names module or line: control flow on values, hooks on submodules, activation
 checkpointing, regions of autocast or of a grad mode, autograd functions, recurrent layers, randomness drawn in Python.
 
-Globals and closure variables are guarded only where they are numbers, strings or None, and side effects outside of the
-model (prints, lists elsewhere) happen once, at the trace.
+What it read outside of the model is guarded too, or declines the capture (see ``surroundings``): globals, closures,
+defaults, classes, and whatever is reached from them. What it wrote there is undone, and declines.
 """
 
 from __future__ import annotations
@@ -145,11 +145,13 @@ def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
         reason = f"tracing failed with {type(error).__name__}: {message}" + (f", at {where}" if where else "")
         _leave_contexts(error)
     finally:
-        moved, written = random.restore(), model.restore()
+        moved, written, outside = random.restore(), model.restore(), tracer.recorder.surroundings.contents.restore()
     if tracer.declined is not None:
         reason = tracer.declined.reason
     elif written is not None and not reason:
         reason = f"the forward writes {written} of the model"
+    elif outside is not None and not reason:
+        reason = f"the forward writes {outside}"
     elif moved is not None and not reason:
         reason = f"the forward draws random numbers in Python ({moved})"
     if reason or graph is None:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Final, NoReturn
 
 import torch
@@ -68,7 +68,6 @@ class ForwardTracer(fx.Tracer):
         super().__init__()
         self.lines = SourceLines(ForwardTracer._run_forward.__code__)
         self.recorder = Recorder(root, self.decline)
-        self.recorder.traces(forward)
         self.attributes: dict[str, Any] = {}
         self.made: set[str] = set()
         self.declined: CaptureDeclined | None = None
@@ -122,11 +121,21 @@ class ForwardTracer(fx.Tracer):
 
     def _run_forward(self) -> Any:
         patches = [*tripwires(self.decline), (nn.Module, "__getattribute__", self.recorder.getattribute())]
-        with replaced(patches), self._real:
+        with replaced(patches), self._real, self.recorder.opaque:
             forward = self._forward
+            self._look_through(forward)
             if isinstance(self.root, BatchNorm):
                 forward = self._with_recorded_check(self.root, forward)
             return self.create_arg(forward(*self._arguments.args, **self._arguments.kwargs))
+
+    def _look_through(self, forward: Callable[..., Any]) -> None:
+        """Before it runs: what the forward's code reads is guarded, and the class must keep that forward."""
+        self.recorder.traces(forward)
+        if isinstance(forward, MethodType) and forward.__self__ is self.root:
+            self.recorder.traces_method(self.root, forward.__name__)
+        for node in self.root.graph.nodes if isinstance(self.root, fx.GraphModule) else ():
+            if node.op == "call_function":
+                self.recorder.traces(node.target)
 
     def is_method(self, function: Any) -> bool:
         """Whether it is recorded as a call of a tensor's method; torch turns warnings off and on to answer."""

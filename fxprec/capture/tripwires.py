@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import torch
 
-from fxprec.torch_internals import grad_modes
+from fxprec.torch_internals import fx_tracer_file, grad_modes
 
-__all__ = ["TRIPWIRES", "replaced", "tripwires"]
+__all__ = ["TRIPWIRES", "replaced", "tripwires", "unpatched"]
 
 _GRAD_MODE: Final = "sets or asks for the grad mode (no_grad, enable_grad, set_grad_enabled, inference_mode)"
 
@@ -59,6 +59,14 @@ def tripwires(decline: Callable[[str], Any]) -> list[tuple[Any, str, Any]]:
                 decline(what)
             return function(*args, **kwargs)
 
+        tripped.__wrapped__ = function  # type: ignore[attr-defined]
         return classmethod(tripped) if isinstance(original, classmethod) else tripped
 
     return [(owner, name, wire(vars(owner)[name], what)) for owner, name, what in TRIPWIRES]
+
+
+def unpatched(value: Any) -> Any:
+    """What stands for a value when nothing is traced: the function that one of ours, or of fx's, takes the place of."""
+    if isinstance(value, FunctionType) and value.__code__.co_filename in (__file__, fx_tracer_file):
+        return getattr(value, "__wrapped__", value)
+    return value

@@ -8,55 +8,63 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container
-from operator import is_
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from fxprec.capture.containers import Contents, refill, unchanged
+from fxprec.capture.guard_values import CONTAINERS, is_plain
+
 __all__ = ["ModelState", "RandomState"]
 
-_CONTAINERS: Final = frozenset({list, dict, set, OrderedDict, defaultdict, deque})
 #: The dicts that nn.Module keeps its parts in: a write there is named by the part alone.
 _PARTS: Final = frozenset({"_parameters", "_buffers", "_modules"})
+_STANDARD: Final = frozenset(vars(nn.Module()))
 
 
 class ModelState:
-    """A shallow copy of every module's attributes, and of the lists, dicts and sets among them."""
+    """A shallow copy of every module's attributes, and of the containers in them, however deep."""
 
     def __init__(self, root: nn.Module) -> None:
         self._modules: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._filled: list[tuple[str, str, Any, Any]] = []
         self._empty: list[tuple[str, str, Any]] = []
+        self._nested = Contents()
         for path, module in root.named_modules():
             attributes = module.__dict__
             self._modules.append((path, attributes, attributes.copy()))
             for name, value in attributes.items():
-                if type(value) in _CONTAINERS:
-                    if value:
-                        self._filled.append((path, name, value, value.copy()))
-                    else:
-                        self._empty.append((path, name, value))
+                if type(value) not in CONTAINERS:
+                    continue
+                if name not in _STANDARD:
+                    if not is_plain(value):
+                        self._nested.add_nested(value, f"the contents of {_joined(path, name)}")
+                elif value:
+                    self._filled.append((path, name, value, value.copy()))
+                else:
+                    self._empty.append((path, name, value))
         self._contents = [value for _, _, value in self._empty]
 
     def restore(self) -> str | None:
         """Undo every write; the name of the first thing written, or None if nothing was."""
         written: list[str] = []
         for path, attributes, saved in self._modules:
-            if not _same(attributes, saved):
+            if not unchanged(attributes, saved):
                 written.append(_joined(path, _first_difference(attributes, saved)))
-                _refill(attributes, saved)
+                refill(attributes, saved)
         for path, name, value, saved in self._filled:
-            if not _same(value, saved):
+            if not unchanged(value, saved):
                 written.append(_described(path, name, value, saved))
-                _refill(value, saved)
+                refill(value, saved)
         if any(self._contents):
             for path, name, value in self._empty:
                 if value:
                     written.append(_described(path, name, value, {}))
                     value.clear()
+        if (nested := self._nested.restore()) is not None:
+            written.append(nested)
         return written[0] if written else None
 
 
@@ -74,20 +82,6 @@ def _first_difference(now: dict[str, Any], saved: dict[str, Any]) -> str:
     return next(
         name for name in {**saved, **now} if name not in now or name not in saved or now[name] is not saved[name]
     )
-
-
-def _same(now: Any, saved: Any) -> bool:
-    if isinstance(now, dict):
-        return list(now) == list(saved) and all(map(is_, now.values(), saved.values()))
-    return now == saved if isinstance(now, set) else len(now) == len(saved) and all(map(is_, now, saved))
-
-
-def _refill(value: Any, saved: Any) -> None:
-    value.clear()
-    if isinstance(value, dict | set):
-        value.update(saved)
-    else:
-        value.extend(saved)
 
 
 class RandomState:

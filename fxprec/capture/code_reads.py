@@ -1,0 +1,143 @@
+"""What a function's bytecode reads and writes outside of its own locals: found once a code object.
+
+::
+
+    def forward(self, x):                 CodeReads(
+        if DEBUG:                             reads=(Read("global", "DEBUG", (), 4),
+            log.info("called")                       Read("global", "log", ("info",), 18),
+        return x / config.scale                      Read("global", "config", ("scale",), 52)),
+                                              names={"info", "scale"}, nested=())
+
+A read is a name and the attributes, or elements with a constant key, that directly follow it (``config.scale``,
+``TABLE["a"]``); what happens to the value afterwards (it is passed on, kept, called) is not followed. The offsets tell
+whether a read was executed.
+"""
+
+from __future__ import annotations
+
+import dis
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
+from typing import Any, Final, Literal
+
+__all__ = ["CodeReads", "Key", "Read", "Write", "code_reads"]
+
+_GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_CLOSURES: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
+_ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_SUPER: Final = frozenset({"LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "LOAD_ZERO_SUPER_ATTR", "LOAD_ZERO_SUPER_METHOD"})
+_CONSTANTS: Final = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
+_WRITES: Final = {
+    "STORE_GLOBAL": "global",
+    "DELETE_GLOBAL": "global",
+    "STORE_DEREF": "closure",
+    "DELETE_DEREF": "closure",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The constant in ``[...]``."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return f"[{self.value!r}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """``name.attribute[key]``, at these offsets of the bytecode.
+
+    ``kind``: where the name is looked up. An "import" within the function names a module, and what is imported from it.
+    """
+
+    kind: Literal["global", "closure", "import"]
+    name: str
+    chain: tuple[str | Key, ...]
+    offsets: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return self.name + "".join(str(link) if isinstance(link, Key) else f".{link}" for link in self.chain)
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """``global name`` or ``nonlocal name`` that is bound or deleted at these offsets."""
+
+    kind: str
+    name: str
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CodeReads:
+    """See the module's docstring.
+
+    Attributes:
+        reads, writes: in the order of the code.
+        names: every attribute that is read of anything, with the offsets where.
+        nested: code objects of the functions, lambdas, comprehensions and classes within.
+    """
+
+    reads: tuple[Read, ...]
+    writes: tuple[Write, ...]
+    names: dict[str, tuple[int, ...]]
+    nested: tuple[CodeType, ...]
+
+
+@lru_cache(maxsize=4096)
+def code_reads(code: CodeType) -> CodeReads:
+    """Search one code object (not those nested in it)."""
+    reads: list[Read] = []
+    writes: list[Write] = []
+    names: dict[str, tuple[int, ...]] = {}
+    free = frozenset(code.co_freevars)
+    prefix: tuple[int, ...] = ()  # offsets of EXTENDED_ARG before an instruction: tracing may stop at either
+    chain: Read | None = None  # the read that the next attribute belongs to
+    constant: tuple[Any, tuple[int, ...]] | None = None  # loaded after it: perhaps a key
+    for instruction in dis.get_instructions(code):
+        kind, argument = instruction.opname, instruction.argval
+        offsets = (*prefix, instruction.offset)
+        prefix = offsets if kind == "EXTENDED_ARG" else ()
+        if kind in ("EXTENDED_ARG", "CACHE", "PUSH_NULL"):
+            continue
+        if constant is None and (kind in _ATTRIBUTES or kind in _SUPER or kind == "IMPORT_FROM"):
+            names[argument] = names.get(argument, ()) + offsets
+            if chain is not None and kind not in _SUPER:
+                chain = Read(chain.kind, chain.name, (*chain.chain, argument), chain.offsets + offsets)
+                if kind == "IMPORT_FROM":  # others may follow, of the same module
+                    reads.append(chain)
+                    chain = Read(chain.kind, chain.name, chain.chain[:-1], chain.offsets)
+            continue
+        if chain is not None and constant is None and kind in _CONSTANTS:
+            constant = argument, offsets
+            continue
+        if chain is not None and constant is not None and _is_subscript(instruction):
+            key, more = constant
+            chain = Read(chain.kind, chain.name, (*chain.chain, Key(key)), chain.offsets + more + offsets)
+            constant = None
+            continue
+        constant = None
+        if chain is not None and kind != "STORE_FAST":
+            if not (chain.kind == "import" and reads and reads[-1].name == chain.name and reads[-1].chain):
+                reads.append(chain)
+            chain = None
+        if kind in _GLOBALS:
+            chain = Read("global", argument, (), offsets)
+        elif kind in _CLOSURES and argument in free:
+            chain = Read("closure", argument, (), offsets)
+        elif kind == "IMPORT_NAME":
+            chain = Read("import", argument, (), offsets)
+        elif kind in _WRITES:
+            if _WRITES[kind] == "global" or argument in free:
+                writes.append(Write(_WRITES[kind], argument, offsets))
+    if chain is not None:
+        reads.append(chain)
+    nested = tuple(constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return CodeReads(tuple(reads), tuple(writes), names, nested)
+
+
+def _is_subscript(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "BINARY_SUBSCR" or (instruction.opname == "BINARY_OP" and instruction.argrepr == "[]")

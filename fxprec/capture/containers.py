@@ -1,0 +1,77 @@
+"""Containers, and namespaces of classes, as they were: what a trace wrote there is found, and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fxprec.capture.guard_values import CONTAINERS, contents
+
+__all__ = ["Contents", "refill", "unchanged"]
+
+
+class Contents:
+    """Shallow copies of containers; of what is in them, too, once it is added."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Any, Any, str]] = {}
+
+    def add(self, container: Any, label: str = "") -> None:
+        """Note what a list, dict, set or deque holds now, or a class, and what the containers in it do."""
+        if id(container) in self._kept or isinstance(container, tuple | frozenset):
+            return
+        if isinstance(container, type):
+            self._kept[id(container)] = container, dict(vars(container)), label or container.__qualname__
+        else:
+            self._kept[id(container)] = container, container.copy(), label or f"a {type(container).__name__}"
+
+    def add_nested(self, container: Any, label: str) -> None:
+        """``add``, with every container in it."""
+        if id(container) in self._kept:
+            return
+        self.add(container, label)
+        for element in contents(container):
+            if type(element) in CONTAINERS:
+                self.add_nested(element, label)
+
+    def restore(self) -> str | None:
+        """Undo what was written; the name of the first thing written, or None."""
+        written: str | None = None
+        for container, saved, label in self._kept.values():
+            if isinstance(container, type):
+                if not unchanged(dict(vars(container)), saved):
+                    written = written or label
+                    _refill_class(container, saved)
+            elif not unchanged(container, saved):
+                written = written or label
+                refill(container, saved)
+        return written
+
+
+def unchanged(now: Any, saved: Any) -> bool:
+    """Whether a container holds the very same things in the same order."""
+    if len(now) != len(saved):
+        return False
+    if isinstance(now, set):
+        return now == saved
+    if isinstance(now, Mapping):
+        return all(a is b and now[a] is saved[b] for a, b in zip(now, saved, strict=True))
+    return all(a is b for a, b in zip(now, saved, strict=True))
+
+
+def refill(container: Any, saved: Any) -> None:
+    """Make a container hold what it held."""
+    container.clear()
+    if isinstance(container, dict | set):
+        container.update(saved)
+    else:
+        container.extend(saved)
+
+
+def _refill_class(cls: type, saved: Mapping[str, Any]) -> None:
+    for name in {**vars(cls)}:
+        if name not in saved:
+            delattr(cls, name)
+    for name, value in saved.items():
+        if name not in vars(cls) or vars(cls)[name] is not value:
+            setattr(cls, name, value)
