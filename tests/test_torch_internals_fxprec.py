@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,16 @@ def test_hooks_on_gradients_are_seen() -> None:
     x.register_hook(print)
     x.register_post_accumulate_grad_hook(print)
     assert [*of_fxprec.backward_hooks_of(x).values()] == [*of_fxprec.late_hooks_of(x).values()] == [print]
+
+
+@contract("fxprec", "fx_tracer_file")
+def test_the_functions_that_fx_puts_in_the_places_of_others_are_from_its_file_and_name_them() -> None:
+    import math
+
+    seen: list[Any] = []
+    torch.fx.symbolic_trace(lambda x: (seen.append(math.sqrt), x)[1])
+    assert seen[0].__code__.co_filename == of_fxprec.fx_tracer_file
+    assert seen[0].__wrapped__ is math.sqrt
 
 
 @contract("fxprec", "global_hooks")

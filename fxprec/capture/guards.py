@@ -23,10 +23,9 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fxprec.torch_internals import global_hooks
-
 from fxprec.capture.guard_values import CONTAINERS, is_plain, same
 from fxprec.capture.surroundings import Expected
+from fxprec.torch_internals import global_hooks
 
 __all__ = ["HOOKS", "Fact", "Guards", "Reads", "Slot"]
 
