@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node, Tracer, symbolic_trace
 
 import fxprec
-import fxprec.conversion
+import fxprec.captured
 from fxprec.capture.collection import fewer_collections
 from fxprec.capture.trace import trace_static
 from fxprec.kernels.rows.derive import make_plan
@@ -253,7 +253,7 @@ def _passes_timed() -> Iterator[list[tuple[int, float]]]:
         spent.append((nodes, time.process_time() - started))
         return result
 
-    with mock.patch.object(fxprec.conversion, "run_passes", timed):
+    with mock.patch.object(fxprec.captured, "run_passes", timed):
         yield spent
 
 

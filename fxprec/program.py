@@ -91,11 +91,11 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     named = {kind: tuple(target for k, target in slots if k == kind) for kind in ("low", "plain")}
     written = [node for node in gm.graph.nodes if node.meta.get("written")]
     writes_weights = any(node.meta.get("kind") == "parameter" for node in written)
-    function = _without_autocast(function, device)
+    function = without_autocast(function, device)
     return Program(function, named["low"], named["plain"], lifted, bool(written), writes_weights)
 
 
-def _without_autocast(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+def without_autocast(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     """The one place where autocast goes off: not ``torch.autocast(enabled=False)``, which costs ten times as much."""
     is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-import fxprec.conversion
+import fxprec.captured
 from benchmarks import convert, convert_costs
 from benchmarks.convert_costs import (
     ALL,
@@ -106,9 +106,9 @@ def test_what_would_take_too_long_is_left_out(monkeypatch):
 
 @pytest.mark.slow
 def test_a_tiny_run_of_stacks():
-    before = fxprec.conversion.run_passes
+    before = fxprec.captured.run_passes
     [found] = stacks([2], limit=100.0, groups=QUICK)
-    assert fxprec.conversion.run_passes is before
+    assert fxprec.captured.run_passes is before
     assert [*found.seconds] == [way for group in QUICK for way in group]
     assert [*found.passes] == ["convert", "convert, dynamo"]
     assert all(0 < spent < min(found.seconds[way]) for way, spent in found.passes.items())

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fxprec.module import is_converted
 from fxprec.passes.ir import CASTABLE, Precision, Rule, dtype_name
-from fxprec.program import Executor, Program, lift
+from fxprec.program import Executor, Program, lift, without_autocast
 from fxprec.torch_internals import tree_leaves
 
 __all__ = ["assert_annotations_hold"]
@@ -36,7 +36,7 @@ def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None
 
     ran: list[str] = []
     if is_converted(model):
-        with torch.random.fork_rng(), mock.patch("fxprec.conversion.lift", _checking_lift(ran)):
+        with torch.random.fork_rng(), mock.patch("fxprec.captured.lift", _checking_lift(ran)):
             copy.deepcopy(model)(*args, **kwargs)
     elif isinstance(model, GraphModule) and any("precision" in node.meta for node in model.graph.nodes):
         with torch.random.fork_rng(), _buffers_kept(model):
@@ -109,12 +109,12 @@ def _check(name: str, node: Node, value: Any) -> None:
 
 
 def _checking_lift(ran: list[str]) -> Callable[..., Program]:
-    def checking(gm: GraphModule, low: torch.dtype, executor: Executor = "eager") -> Program:
-        program = lift(gm, low, "eager")
+    def checking(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device: str = "cpu") -> Program:
+        program = lift(gm, low, "eager", device)
         shadow = Precision(None, None, low, Rule.KEEP, "the shadow of a weight")
         for node in program.gm.graph.find_nodes(op="placeholder")[: len(program.low)]:
             node.meta["precision"] = shadow  # the annotation copied over is that of the FP32 weight
-        return replace(program, function=_Checking(program.gm, "", ran).run)
+        return replace(program, function=without_autocast(_Checking(program.gm, "", ran).run, device))
 
     return cast("Callable[..., Program]", checking)
 
