@@ -133,7 +133,6 @@ def test_misses(name: str) -> None:
         lambda m: setattr(m, "new", 3),
         lambda m: m.unused.eval(),
         lambda m: setattr(m, "scale", float("2.0")),
-        lambda m: setattr(m, "shape", [1, [2, 3]]),
         lambda m: m.load_state_dict(Model().state_dict()),
         lambda m: setattr(m.child.fc, "weight", nn.Parameter(torch.ones(4, 4))),
         lambda m: m.double(),
@@ -275,3 +274,12 @@ def test_a_tensor_asked_for_that_is_gone() -> None:
     parameters = model.fc._parameters
     parameters["renamed"] = parameters.pop("weight")  # as many of the same types
     assert guards.failing() == "fc.weight is no tensor any more"
+
+
+def test_a_list_replaced_by_an_equal_one_is_another() -> None:
+    model = Model()
+    guards = captured(model)
+    before, model.shape = model.shape, [1, [2, 3]]
+    assert guards.failing() == "shape was replaced by an equal one"
+    model.shape = before
+    assert guards.failing() is None

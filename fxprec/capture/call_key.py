@@ -24,7 +24,7 @@ _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSIT
 
 
 class _Typed(tuple[str, Hashable]):
-    """A pair that tells True, 1 and 1.0 apart, which are equal and hash alike."""
+    """A pair that tells True, 1 and 1.0 apart, and 0.0 and -0.0, which are equal and hash alike."""
 
     __slots__ = ()
 
@@ -39,7 +39,11 @@ class _Typed(tuple[str, Hashable]):
 
 
 def _types(value: object) -> Hashable:
-    return tuple(map(_types, value)) if isinstance(value, tuple) else type(value)
+    if isinstance(value, tuple):
+        return tuple(map(_types, value))
+    if value == 0 and isinstance(value, float | complex):
+        return repr(value)
+    return type(value)
 
 
 def call_key(

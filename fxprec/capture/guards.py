@@ -23,8 +23,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fxprec.capture.guard_values import CONTAINERS, is_plain, same
-from fxprec.capture.surroundings import Expected
+from fxprec.capture.guard_values import same
+from fxprec.capture.surroundings import Expected, Held
 from fxprec.torch_internals import global_hooks
 
 __all__ = ["HOOKS", "Fact", "Guards", "Reads", "Slot"]
@@ -78,6 +78,7 @@ class Guards:
         reads: Sequence[Reads],
         expected: Sequence[Expected] = (),
         functions: Sequence[FunctionType] = (),
+        absent: Iterable[tuple[dict[str, Any], set[str]]] = (),
         ties: Sequence[tuple[Slot, Slot]] = (),
         facts: Sequence[Fact] = (),
     ) -> None:
@@ -90,7 +91,7 @@ class Guards:
             _Missing(reads),
             _Values([*_values_of(reads, root), *expected]),
             _Slots(reads),
-            _Code(functions),
+            _Code(functions, absent),
         ]
         identical = [
             (Slot(vars(read.module), name, read.label(name)), tensor)
@@ -178,21 +179,21 @@ class _Values:
     """
 
     def __init__(self, expected: Sequence[Expected]) -> None:
-        self._expected = [each for each in expected if not _holds_containers(each)]
-        self._containers = [each for each in expected if _holds_containers(each)]
+        self._containers = [each for each in expected if isinstance(each.value, Held)]
         by_scope: dict[int, list[Expected]] = {}
-        for each in self._expected:
-            by_scope.setdefault(id(each.scope), []).append(each)
+        for each in expected:
+            if not isinstance(each.value, Held):
+                by_scope.setdefault(id(each.scope), []).append(each)
         self._expected = [each for group in by_scope.values() for each in group]
         self._scopes = [group[0].scope for group in by_scope.values()]
-        self._getters = [_getter([each.name for each in group]) for group in by_scope.values()]
+        self._getters = [_getter(group[0].scope, [each.name for each in group]) for group in by_scope.values()]
         self._values = tuple([each.value for each in self._expected])
         self._numbers = [
             i
             for i, each in enumerate(self._expected)
             if isinstance(each.value, int | float | complex | tuple) and each.name != "training"
         ]
-        self._pick = _getter(self._numbers)
+        self._pick = _getter((), self._numbers)
         self._picked = [self._values[i] for i in self._numbers]
 
     def _now(self) -> tuple[Any, ...]:
@@ -207,7 +208,7 @@ class _Values:
             if not all(map(same, numbers, self._picked)):
                 return False
             self._picked = [*numbers]
-        return all([same(scope[name], value) for _, scope, name, value in self._containers])
+        return all([_holds(each.now(), each.value) for each in self._containers])
 
     def change(self) -> str:
         for each in (*self._expected, *self._containers):
@@ -216,23 +217,27 @@ class _Values:
         return "an attribute changed"
 
 
-def _holds_containers(each: Expected) -> bool:
-    """Whether it may change inside; a dict of hooks must be the same one, whose inside has a check of its own."""
-    value = each.value
-    return (type(value) in CONTAINERS or isinstance(value, tuple)) and not is_plain(value) and each.name not in HOOKS
+def _holds(now: Any, then: Held) -> bool:
+    return now is then.container and same(now, then.snapshot)
 
 
-def _getter(names: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """``itemgetter``, but for none or one name a tuple too."""
+def _getter(scope: Any, names: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """``itemgetter``, of a class ``attrgetter``, but for none or one name a tuple too."""
+    get = attrgetter if isinstance(scope, type) else itemgetter
     if len(names) > 1:
-        return itemgetter(*names)
-    return lambda scope: tuple([scope[name] for name in names])
+        return get(*names)
+    single = get(*names) if names else None
+    return (lambda scope: (single(scope),)) if single else lambda _: ()
 
 
 class _Code:
-    """The code of functions, which some tools replace in place, their defaults, and the default dtype."""
+    """The code of functions, which some tools replace in place, their defaults, builtins that no global hides.
 
-    def __init__(self, functions: Sequence[FunctionType]) -> None:
+    And torch's default dtype.
+    """
+
+    def __init__(self, functions: Sequence[FunctionType], absent: Iterable[tuple[dict[str, Any], set[str]]]) -> None:
+        self._absent = [(scope.keys(), frozenset(names)) for scope, names in absent]
         self._functions = functions
         self._codes = [function.__code__ for function in functions]
         self._defaults = [
@@ -244,6 +249,7 @@ class _Code:
         return (
             [*map(_code_of, self._functions)] == self._codes
             and torch.get_default_dtype() is self._dtype
+            and all([names.isdisjoint(hiding) for names, hiding in self._absent])
             and all([f.__defaults__ is one and f.__kwdefaults__ is two for f, one, two in self._defaults])
         )
 
@@ -254,6 +260,9 @@ class _Code:
         for function, one, two in self._defaults:
             if function.__defaults__ is not one or function.__kwdefaults__ is not two:
                 return f"the defaults of {function.__qualname__} were replaced"
+        for names, hiding in self._absent:
+            if found := names & hiding:
+                return f"the global {min(found)} was set"
         return f"torch's default dtype changed from {self._dtype} to {torch.get_default_dtype()}"
 
 
@@ -335,11 +344,15 @@ class _Children(dict[str, Any]):
 
 
 def _difference(each: Expected) -> str | None:
-    label, scope, name, value = each
+    label, _, name, value = each
     try:
-        now = scope[name]
-    except KeyError:
+        now = each.now()
+    except (LookupError, AttributeError):
         return f"{label} was deleted"
+    if isinstance(value, Held):
+        if same(now, value.snapshot):
+            return None if now is value.container else f"{label} was replaced by an equal one"
+        return f"{label} changed from {_shown(value.snapshot)} to {_shown(now)}"
     if name == "_modules":
         children = [child for child in {**value, **now} if value.get(child) is not now.get(child)]
         prefix = label.removesuffix("_modules")

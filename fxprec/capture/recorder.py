@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxprec.capture.guard_values import snapshot
+from fxprec.capture.guard_values import CONTAINERS, is_plain, snapshot
 from fxprec.capture.guards import HOOKS, Fact, Guards, Reads, Slot
 from fxprec.capture.opaque_code import OpaqueCode
-from fxprec.capture.surroundings import Surroundings
+from fxprec.capture.surroundings import Held, Surroundings
 from fxprec.capture.trusted import is_trusted
 
 __all__ = ["Recorder", "unfit"]
@@ -191,6 +191,7 @@ class Recorder:
             [*self._reads.values()],
             found.expected,
             found.functions,
+            found.absent.values(),
             self._ties,
             [*self._facts.values()],
         )
@@ -242,7 +243,8 @@ class Recorder:
                 reads.tensors[name] = value
             elif value is attributes[name]:
                 self._look_at(reads, name, value)
-                reads.values[name] = snapshot(value)
+                held = type(value) in CONTAINERS and not is_plain(value)
+                reads.values[name] = Held(value, snapshot(value)) if held else value
             return
         if name == "_wrapped_call" and isinstance(reads.module, torch.fx.GraphModule):
             return
@@ -253,7 +255,7 @@ class Recorder:
     def _look_at(self, reads: Reads, name: str, value: Any) -> None:
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
             value = value.__func__
-        if (why := self.surroundings.look_at(value)) is not None:
+        if (why := self.surroundings.look_at(value, reads.label(name))) is not None:
             self._decline(f"the forward reads {reads.label(name)}, {why}")
 
 

@@ -38,7 +38,7 @@ from fxprec.capture.guard_values import CONTAINERS, contents, is_plain, snapshot
 from fxprec.capture.tripwires import unpatched
 from fxprec.capture.trusted import is_stdlib, is_torchs, is_trusted
 
-__all__ = ["Expected", "Surroundings"]
+__all__ = ["Expected", "Held", "Surroundings"]
 
 #: Attributes that hand out what an object holds, past everything that watches.
 _INSIDE: Final = frozenset(
@@ -79,12 +79,23 @@ _IMPURE: Final = "which looks at more than its arguments"
 
 
 class Expected(NamedTuple):
-    """A value that must still be there: ``scope[name]``, by a name for people."""
+    """A value that must still be there: ``scope[name]``, of a class its attribute; ``label`` for people."""
 
     label: str
     scope: Any
     name: Any
     value: Any
+
+    def now(self) -> Any:
+        """What is there; LookupError or AttributeError if nothing is."""
+        return getattr(self.scope, self.name) if isinstance(self.scope, type) else self.scope[self.name]
+
+
+class Held(NamedTuple):
+    """A container that must be the same one, and hold what it held."""
+
+    container: Any
+    snapshot: Any
 
 
 class _CellScope(Mapping[str, Any]):
@@ -128,6 +139,7 @@ class Surroundings:
 
     Attributes:
         functions: those whose code was looked through.
+        absent: names that are builtins, by the globals that must not have them.
         contents: what containers held before the trace.
         asks_types: a function asks for the class of something.
     """
@@ -138,7 +150,7 @@ class Surroundings:
         self._looked_at: dict[int, tuple[Any, str | None]] = {}  # with the object, so that its id stays its own
         self._codes: set[tuple[int, int, tuple[int, ...]]] = set()
         self._classes: set[type] = set()
-        self._scopes: dict[type, Mapping[str, Any]] = {}
+        self.absent: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._names: set[str] = set()
         self.functions: list[types.FunctionType] = []
         self.contents = Contents()
@@ -172,9 +184,9 @@ class Surroundings:
         if isinstance(value, type):
             return self.reach(value)
         if isinstance(value, types.MethodType):
-            return self._first((value.__func__, value.__self__))
+            return self._held((value.__func__, value.__self__), label)
         if isinstance(value, functools.partial):
-            return self._first((value.func, value.args, value.keywords))
+            return self._held((value.func, *value.args, value.keywords), label)
         if isinstance(value, staticmethod | classmethod):
             return self.look_at(value.__func__)
         if isinstance(value, property):
@@ -186,7 +198,10 @@ class Surroundings:
         if isinstance(value, _BUILTINS):
             return self._builtin(value)
         if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            return self._first((kind, *(getattr(value, field.name, None) for field in fields(kind))))
+            attributes = getattr(value, "__dict__", {})
+            for name in attributes:  # a frozen one can be forced
+                self._expect(attributes, f"{label}.{name}", attributes, name, attributes[name])
+            return self._held((kind, *(getattr(value, field.name, None) for field in fields(kind))), label)
         if isinstance(value, _UNCHANGING) or (is_torchs(kind) and not isinstance(value, torch.Generator)):
             return None
         if kind.__module__ == "numpy" and not hasattr(value, "__setitem__"):  # a dtype, a scalar, a ufunc
@@ -197,10 +212,18 @@ class Surroundings:
         """The first reason; all are looked at."""
         return next((why for why in [self.look_at(value) for value in values] if why is not None), None)
 
+    def _held(self, values: Iterable[Any], label: str) -> str | None:
+        """What an object holds for good: containers among it may change inside."""
+        values = [*values]
+        for value in values:
+            if type(value) in CONTAINERS and not is_plain(value):
+                self._expect(value, f"what {label} holds", {label: value}, label, value)
+        return self._first(values)
+
     def _builtin(self, value: Any) -> str | None:
         owner = getattr(value, "__self__", None)
         if type(owner) in CONTAINERS:  # a bound method, such as cache.append
-            return self.look_at(owner)
+            return self._held([owner], getattr(value, "__qualname__", ""))
         return (
             None
             if is_trusted(value)
@@ -223,13 +246,11 @@ class Surroundings:
         self.functions.append(function)
         if vars(function):
             self.contents.add(vars(function))
-        code = function.__code__
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            if (why := self.look_at(default)) is not None:
-                self._stop_at(code, (), f"has a default that is {why}")
-            elif not is_plain(default):
-                label = f"a default of {function.__qualname__}"
-                self._expect(default, label, {label: default}, label, default)
+        code, keywords = function.__code__, function.__kwdefaults__ or {}
+        if (why := self._held((*(function.__defaults__ or ()), *keywords.values()), function.__qualname__)) is not None:
+            self._stop_at(code, (), f"has a default that is {why}")
+        for name, default in keywords.items():
+            self._expect(keywords, f"the default {name} of {function.__qualname__}", keywords, name, default)
         names = _Names.of(function)
         self._code(code, names, names.cells)
 
@@ -270,6 +291,8 @@ class Surroundings:
         for name in _INSIDE.intersection(found.names):
             self._stop_at(code, found.names[name], f"reads {name}, past all that is watched")
         self.asks_types = self.asks_types or "__class__" in found.names
+        if "__class__" in outer and (why := self.look_at(_CellScope(outer["__class__"]).get(""))) is not None:
+            self._stop_at(code, (), f"uses super(), and may read {why}")
         new = found.names.keys() - self._names
         self._names |= new
         for cls in [*self._classes] if new else ():
@@ -292,9 +315,13 @@ class Surroundings:
             return self._root(cell, f"the closure variable {read.name}", scope, read)
         if read.name in names.globals:
             return self._root(names.globals, f"the global {read.name}", names.globals, read)
+        self.absent.setdefault(id(names.globals), (names.globals, set()))[1].add(read.name)
         value = vars(builtins).get(read.name, _MISSING)
+        if value is _MISSING:
+            return None
         self.asks_types = self.asks_types or value is type
-        return None if value is _MISSING else self._chain(read.name, value, read.chain)
+        self._expect(vars(builtins), f"the builtin {read.name}", vars(builtins), read.name, value)
+        return self._chain(read.name, value, read.chain)
 
     def _root(self, owner: Any, label: str, scope: Mapping[str, Any], read: Read) -> str | None:
         value = scope.get(read.name, _MISSING)
@@ -330,7 +357,9 @@ class Surroundings:
                 break
             if isinstance(value, type) and issubclass(value, enum.Enum):
                 return None
-            scope = self._namespace(value, name)
+            if isinstance(value, type) and not is_trusted(type(value)):
+                return f"an attribute of {value.__qualname__}, whose metaclass {type(value).__qualname__} may run code"
+            scope = _namespace(value, name)
             if scope is None:
                 if isinstance(value, types.ModuleType) and is_trusted(value):
                     return None  # such as torch._VF, made when it is asked for
@@ -342,30 +371,22 @@ class Surroundings:
             elif isinstance(value, type) and isinstance(found, classmethod):
                 self.reach(value)
             if _may_be_patched(value):
-                steps.append((scope, label, name))
+                steps.append((value if isinstance(value, type) else scope, label, name))
             value = found
         why = self.look_at(value, label)
         for scope, label, name in steps if why is None else ():
-            self._expect(scope, label, scope, name, scope[name])
+            expected = Expected(label, scope, name, None)
+            if not isinstance(scope, type) or _plainly_read(scope, name):
+                self._expect(scope, label, scope, name, expected.now())
         return why
-
-    def _namespace(self, value: Any, name: str) -> Mapping[str, Any] | None:
-        """The dict that an attribute is found in; None where code would run, or there is no such attribute."""
-        if isinstance(value, type):
-            if not is_trusted(type(value)):  # a metaclass of the user's
-                return None
-            return next((self._class_scope(base) for base in value.__mro__ if name in vars(base)), None)
-        if not isinstance(type(value).__getattribute__, types.WrapperDescriptorType):  # one in Python
-            return None
-        if any(hasattr(vars(base).get(name), "__set__") for base in type(value).__mro__):
-            return None  # a property
-        attributes = getattr(value, "__dict__", {})
-        return attributes if name in attributes else None
 
     def _expect(self, owner: Any, label: str, scope: Any, name: Any, value: Any) -> None:
         key = id(owner), name
         if key not in self._expected:
-            self._expected[key] = Expected(label, scope, name, snapshot(unpatched(value)))
+            value = unpatched(value)
+            if type(value) in CONTAINERS and not is_plain(value):
+                value = Held(value, snapshot(value))
+            self._expected[key] = Expected(label, scope, name, value)
 
     # -- classes ---------------------------------------------------------------------------------------------------
 
@@ -377,38 +398,62 @@ class Surroundings:
         if any(map(is_stdlib, own)):
             return f"the class {cls.__qualname__}, {_IMPURE}"
         reasons = []
+        if not is_trusted(type(cls)) and (own_code := self._names & vars(type(cls)).keys() - _OF_CLASSES):
+            return f"{cls.__qualname__}.{min(own_code)}, of its metaclass"
         for base in own:
             if base not in self._classes:
                 self._classes.add(base)
                 self.contents.add(base)
                 named = self._names if issubclass(base, nn.Module | enum.Enum) else vars(base).keys()
                 reasons.append(self._attributes(base, named))
+                for name in self._names & vars(base).keys() - _OF_CLASSES if base is not cls else ():
+                    self._expect_attribute(cls, name)  # no class before it has it either
         return next(filter(None, reasons), None)
 
     def attribute(self, cls: type, name: str) -> str | None:
         """``name``, read of an object of this class: what the class has there. Why it is opaque, or None."""
         base = next((base for base in cls.__mro__ if name in vars(base)), None)
-        if base is None or is_torchs(base):
-            return None if base is None else self.look_at(vars(base)[name])
-        why = self._attributes(base, {name})
-        return why or self.look_at(vars(base)[name])
-
-    def _class_scope(self, cls: type) -> Mapping[str, Any]:
-        """``vars(cls)``, the same object each time."""
-        return self._scopes.setdefault(cls, vars(cls))
+        if base is None:
+            return None
+        raw = vars(base)[name]
+        if isinstance(raw, classmethod):
+            self.reach(cls)
+        if (why := self.look_at(raw, f"{cls.__qualname__}.{name}")) is None and not is_torchs(base):
+            self._expect_attribute(cls, name)
+        return why
 
     def _attributes(self, cls: type, names: Collection[str]) -> str | None:
         """Guard these attributes of a class. Why one that traced code may read cannot be."""
         reasons = []
         for name in sorted(set(names) & vars(cls).keys() - _OF_CLASSES):
-            raw = vars(cls)[name]
-            why = self.look_at(raw)
+            why = self.look_at(vars(cls)[name], f"{cls.__qualname__}.{name}")
             if why is None:
-                scope = self._class_scope(cls)
-                self._expect(scope, f"{cls.__qualname__}.{name}", scope, name, raw)
+                self._expect_attribute(cls, name)
             elif name in self._names:
                 reasons.append(f"{cls.__qualname__}.{name}: {why}")
         return reasons[0] if reasons else None
+
+    def _expect_attribute(self, cls: type, name: str) -> None:
+        if _plainly_read(cls, name):
+            self._expect(cls, f"{cls.__qualname__}.{name}", cls, name, getattr(cls, name))
+
+
+def _namespace(value: Any, name: str) -> Mapping[str, Any] | None:
+    """The dict that an attribute is found in; None where code would run, or there is no such attribute."""
+    if isinstance(value, type):
+        return next((vars(base) for base in value.__mro__ if name in vars(base)), None)
+    if not isinstance(type(value).__getattribute__, types.WrapperDescriptorType):  # one in Python
+        return None
+    if any(hasattr(vars(base).get(name), "__set__") for base in type(value).__mro__):
+        return None  # a property
+    attributes = getattr(value, "__dict__", {})
+    return attributes if name in attributes else None
+
+
+def _plainly_read(cls: type, name: str) -> bool:
+    """Whether to read it of the class runs no code of the user's."""
+    raw = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    return not hasattr(raw, "__get__") or is_trusted(type(raw))
 
 
 def _has(container: Any, key: Any) -> bool:
@@ -420,7 +465,9 @@ def _has(container: Any, key: Any) -> bool:
 
 
 def _may_be_patched(owner: Any) -> bool:
-    """Whether its attributes are worth a guard: a user's module or object, or a module of torch."""
+    """Whether its attributes are worth a guard: not those of torch's own objects and classes."""
     if isinstance(owner, types.ModuleType):
-        return is_torchs(owner) or not is_trusted(owner)
-    return not is_trusted(owner if isinstance(owner, type) else type(owner))
+        return True
+    if isinstance(owner, type | types.FunctionType):
+        return not is_trusted(owner)
+    return not is_torchs(type(owner))

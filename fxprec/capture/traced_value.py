@@ -50,6 +50,8 @@ _IN_PLACE: Final = (
     "lshift",
     "rshift",
 )
+#: What autograd keeps beside a tensor's values: there, or None, as calls before left it.
+_OF_AUTOGRAD: Final = frozenset({"grad", "grad_fn", "_grad", "_grad_fn", "_base", "_version", "names"})
 _NUMBER_METHODS: Final = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "item"})
 #: torch's own Python code that asks what a value is on the user's behalf.
 _ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, type(nn.Parameter).__instancecheck__.__code__})
@@ -91,6 +93,8 @@ class TracedValue(Proxy):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or (self.node.op == "placeholder" and not hasattr(Tensor, name)):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        if name in _OF_AUTOGRAD:
+            self.tracer.decline(f"reads .{name} of a tensor")
         return TracedAttribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -199,6 +203,8 @@ class TracedTensor(TracedValue):
             if name in vars(self.tensor):
                 self.tracer.decline(f"reads the attribute '{name}' that somebody set on a parameter or buffer")
             raise AttributeError(f"'{type(self.tensor).__name__}' object has no attribute '{name}'")
+        if name in _OF_AUTOGRAD:
+            self.tracer.decline(f"reads .{name} of a tensor")
         return TracedAttribute(self, name)
 
 
