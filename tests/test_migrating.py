@@ -54,7 +54,7 @@ def run(*numbers: int) -> dict[str, Any]:
 
 def test_all_blocks_run_in_order():
     space = run(*range(len(BLOCKS)))
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 11
     assert space["scaler"].is_enabled() is False  # the last one: torch.amp's loop, converted, in bfloat16
     assert type(space["model"]).__name__ == "Model" and space["loss"].isfinite()
 
@@ -79,7 +79,7 @@ def test_the_line_of_an_overflow_is_the_one_that_is_printed(capsys):
 
 
 def test_a_scale_goes_on_in_a_scaler():
-    space = run(0, 1, 2, 4, 5)
+    space = run(0, 1, 2, 5, 6)
     assert space["scaler"].get_scale() == 65536.0
     assert set(space["checkpoint"]["amp"]) == {"loss_scaler0"}
 

@@ -71,7 +71,7 @@ def initialize(
         return models if optimizers is None else (models, optimizers)
     all_optimizers = _list_of(optimizers, Optimizer, "optimizers must be either a single optimizer or a list of them")
     all_models = _list_of(models, nn.Module, "models must be either a single model or a list of them")
-    check_models(all_models)
+    check_models(all_models, low=state.allow_incoming_model_not_fp32)
     _check_outputs(cast_model_outputs)
     device = device_of(all_models)
     properties = properties_of(
@@ -100,6 +100,7 @@ def initialize(
                 _recast(optimizer, undo)
         undo.pop_all()
     state.opt_properties, state.loss_scalers, state.verbosity = properties, scalers, verbosity
+    state.min_loss_scale, state.max_loss_scale = min_loss_scale, max_loss_scale
     state.models.update(all_models)
     for optimizer in all_optimizers:
         guard_step(optimizer, properties)

@@ -34,8 +34,8 @@ def device_of(models: Iterable[nn.Module]) -> str:
     return "cuda" if "cuda" in devices else (devices or ["cpu"])[0]
 
 
-def check_models(models: Iterable[nn.Module]) -> None:
-    """Refuse what apex refuses, before anything changes.
+def check_models(models: Iterable[nn.Module], low: bool = False) -> None:
+    """Refuse what apex refuses, before anything changes. ``low``: low-precision parameters are meant.
 
     Raises:
         RuntimeError: a model in a parallel wrapper, or with low-precision parameters or buffers.
@@ -48,7 +48,7 @@ def check_models(models: Iterable[nn.Module]) -> None:
                     "wrappers should only be applied to the model(s) AFTER the model(s) have been returned from "
                     "amp.initialize"
                 )
-        if is_converted(model):
+        if low or is_converted(model):
             continue  # at O3 its parameters are low; ``convert_model`` compares what it was converted to
         for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in tensors:

@@ -14,8 +14,9 @@ accepted types and the types of the refusals are those of NVIDIA apex (``apex.am
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -58,8 +59,14 @@ class Properties:
     low: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
-        shown = [field.name for field in fields(self) if field.name != "low"]
-        return "\n".join(f"{name:22} : {getattr(self, name)}" for name in shown)
+        return "\n".join(f"{name:22} : {value}" for name, value in self.options.items())
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """They as apex keeps them, to read."""
+        return MappingProxyType(
+            {field.name: getattr(self, field.name) for field in fields(self) if field.name != "low"}
+        )
 
     @property
     def dynamic(self) -> bool:

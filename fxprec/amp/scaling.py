@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -23,19 +24,40 @@ __all__ = ["guard_step", "load_state_dict", "master_params", "scale_loss", "stat
 STASH = "_amp_stash"
 
 
-@dataclass
+@dataclass(slots=True, weakref_slot=True)
 class Stash:
-    """What amp knows of an optimizer.
+    """What amp knows of an optimizer. Scripts read apex's own: there all parameters are FP32 ones without masters.
 
     Attributes:
+        owner: gives the optimizer.
         skip: the loss whose overflow makes the next step be skipped, and its scaler.
         delayed: the loss whose gradients are there, still scaled.
         open: the loss whose ``scale_loss`` block is open.
+        lazy_init_called: nothing is initialized later here; scripts set it before they load a checkpoint.
     """
 
+    owner: weakref.ref[Optimizer]
     skip: tuple[int, AmpLossScaler] | None = None
     delayed: int | None = None
     open: int | None = None
+    lazy_init_called: bool = True
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        return self.delayed is not None
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        return []
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        return []
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        optimizer = self.owner()
+        return [] if optimizer is None else [*master_params(optimizer)]
 
 
 @contextlib.contextmanager
@@ -132,8 +154,14 @@ def guard_step(optimizer: Optimizer, properties: Properties) -> None:
         )
         return None
 
-    setattr(optimizer, STASH, Stash())
+    setattr(optimizer, STASH, Stash(weakref.ref(optimizer)))
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    for name in ("_amp_lazy_init", "_lazy_init_maybe_master_weights"):
+        setattr(optimizer, name, _nothing_to_initialize)
+
+
+def _nothing_to_initialize() -> None:
+    """Scripts call it before they load an optimizer's checkpoint: apex makes its masters there. Here there are none."""
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -6,8 +6,8 @@ All of it is in ``state``, and nowhere else. It is what ``apex.amp._amp_state`` 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from fxprec.amp.properties import Properties
 if TYPE_CHECKING:
     from fxprec.amp.loss_scale import AmpLossScaler
 
-__all__ = ["AmpState", "Kind", "Registration", "say", "state"]
+__all__ = ["AmpState", "Handle", "Kind", "Registration", "say", "state"]
 
 #: What a decorated or registered function computes in: the low dtype, FP32, or the widest of its arguments.
 Kind = Literal["half", "float", "promote"]
@@ -33,13 +33,42 @@ class Registration:
     op: str | None = None
 
 
+@dataclass(frozen=True)
+class Handle:
+    """apex's ``_amp_state.handle``, as far as there is something to handle here: no function of torch is patched."""
+
+    _owner: AmpState
+
+    def is_active(self) -> bool:
+        """Whether decorated and registered functions cast now."""
+        return self._owner.low is not None and not self._owner.disabled
+
+    @property
+    def has_cache(self) -> bool:
+        return False
+
+    def _clear_cache(self) -> None:
+        """Nothing: no cast outlives a forward but the shadows of weights, which are kept up to date."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"fxprec.amp's handle has no {name!r}: the API before amp.initialize is not there. amp.scale_loss and "
+            "amp.disable_casts take its place"
+        )
+
+
+@dataclass(eq=False)
 class AmpState:
     """The state of ``fxprec.amp`` in this process.
+
+    What scripts set or read of apex's is here too. Anything else cannot be set, for nothing would come of it.
 
     Attributes:
         opt_properties: those of the last ``initialize``; None before the first.
         loss_scalers: one a loss; the last ``initialize`` made them.
         verbosity: 0: nothing is printed.
+        allow_incoming_model_not_fp32: set by scripts: ``initialize`` takes models with low parameters.
+        min_loss_scale, max_loss_scale: what the last ``initialize`` was told.
         models: every model that went through ``initialize``.
         device: device type of the last models.
         low: what decorated functions lower to; None: they do nothing.
@@ -47,15 +76,30 @@ class AmpState:
         registered: the functions named by ``register_*``, in order.
     """
 
-    def __init__(self) -> None:
-        self.opt_properties: Properties | None = None
-        self.loss_scalers: list[AmpLossScaler] = []
-        self.verbosity = 1
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.device = "cpu"
-        self.low: torch.dtype | None = None
-        self.disabled = 0
-        self.registered: list[Registration] = []
+    opt_properties: Properties | None = None
+    loss_scalers: list[AmpLossScaler] = field(default_factory=list)
+    verbosity: int = 1
+    allow_incoming_model_not_fp32: bool = False
+    min_loss_scale: float | None = None
+    max_loss_scale: float | None = None
+    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    device: str = "cpu"
+    low: torch.dtype | None = None
+    disabled: int = 0
+    registered: list[Registration] = field(default_factory=list)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(
+                f"fxprec.amp._amp_state has no {name!r}, so setting it would do nothing. There are "
+                f"{', '.join(self.__dataclass_fields__)}; what else there is to set is an argument of amp.initialize"
+            )
+        object.__setattr__(self, name, value)
+
+    @property
+    def handle(self) -> Handle:
+        """For scripts that ask apex's."""
+        return Handle(self)
 
     def properties(self, call: str) -> Properties:
         """Those of the last ``initialize``.
