@@ -1,5 +1,6 @@
 # make demo: set up and run the main example.  make test: set up, lint, type-check and test.
 # Everything lives in .venv; a stamp there makes a second run start at once.
+# make matrix: the tests on each version of torch in TORCH, in environments of their own under .venvs.
 
 PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
 VENV := .venv
@@ -13,13 +14,18 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 # A file of tests stays in one process, where what its tests share is made once.
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: demo test lint install clean
+TORCH ?= 2.10.0 2.11.0 2.13.0 2.14.1
+
+.PHONY: demo test matrix lint install clean
 
 demo: install
 	$(BIN)/python examples/digits_cnn.py
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+matrix:
+	HF_HUB_OFFLINE=1 $(PYTHON) tests/matrix.py $(TORCH) -- $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .
@@ -35,4 +41,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

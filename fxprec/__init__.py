@@ -7,6 +7,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch
+
 from fxprec.convert import Converted, convert
 from fxprec.errors import (
     CaptureError,
@@ -30,10 +32,12 @@ from fxprec.errors import (
 )
 from fxprec.inference import accumulate, freeze, refresh
 from fxprec.inspection.report import explain, report
+from fxprec.kernels.torch_internals import MISSING
 from fxprec.loss_scaler import LossScaler
 from fxprec.module import graph_module, graphs, original, revert
 from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
+from fxprec.tested_torch import warn_if_untested
 from fxprec.whole_step import CapturedStep, capture_step
 
 if TYPE_CHECKING:
@@ -85,6 +89,9 @@ __all__ = [
 
 
 _ON_USE = ("amp", "fp16_utils", "optim", "parallel", "testing")
+
+
+warn_if_untested(torch.__version__, MISSING)
 
 
 def __getattr__(name: str) -> ModuleType:

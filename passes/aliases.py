@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.ir import Op, Rule, arg_nodes
 from fxprec.passes.op_table import rule_of
+from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 
 __all__ = ["alias_roots", "outside_writes", "shared_sources", "written_by", "written_roots"]
 
@@ -81,10 +81,10 @@ def written_by(node: Node) -> Iterator[Node]:
         flag = node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
         if flag is not None and flag is not False:
             yield from (source for port, source in arg_nodes(node) if port in row.writes.ports)
-    elif (overload := _overload(node.target)) is not None and overload._schema.is_mutable:
+    elif (overload := _overload(node.target)) is not None and schema_of(overload).is_mutable:
         written = {
             key
-            for position, argument in enumerate(overload._schema.arguments)
+            for position, argument in enumerate(schema_of(overload).arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
             for key in (position, argument.name)
         }

@@ -25,6 +25,8 @@ _FIXED: Final[Mapping[str, DTypeInfo]] = MappingProxyType(
         "bool": torch.bool,
         "int64": torch.int64,
         "int32": torch.int32,
+        "uint64": torch.uint64,
+        "float32": torch.float32,
         "none": NON_TENSOR,
     }
 )
@@ -125,6 +127,11 @@ def _float_real(operands: Operands) -> DTypeInfo:
     return info.to_real() if isinstance(info, torch.dtype) else info
 
 
+def _wide(operands: Operands) -> DTypeInfo:
+    info = first(operands)
+    return torch.promote_types(info, torch.float32) if isinstance(info, torch.dtype) else info
+
+
 def _float64(operands: Operands) -> DTypeInfo:
     info = first(operands)
     return torch.complex128 if isinstance(info, torch.dtype) and info.is_complex else torch.float64
@@ -149,6 +156,7 @@ RESULT_KINDS: Final[Mapping[str, Callable[[Operands], DTypeInfo]]] = MappingProx
         "accumulate": _accumulate,
         "real": _real,
         "float_real": _float_real,
+        "wide": _wide,
         "float64": _float64,
         "complex": _complex,
         "default": _default,

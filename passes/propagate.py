@@ -40,7 +40,7 @@ from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op, PassResult, Rul
 from fxprec.passes.op_table import rule_of
 from fxprec.passes.promotion import NUMBERS, RESULT_KINDS, Operands, first
 from fxprec.passes.special_results import SPECIAL, Facts
-from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, op_name_of, schema_of
+from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name_of, schema_of
 
 __all__ = ["propagate"]
 
@@ -53,8 +53,15 @@ _OVERLOAD_RESULTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "adaptive_max_pool3d": ("first", "int64"),
         "fractional_max_pool2d": ("first", "int64"),
         "fractional_max_pool3d": ("first", "int64"),
+        # with the logsumexp of each row, seeds, and for the flash and cuDNN kernels lengths
+        "_scaled_dot_product_flash_attention_for_cpu": ("first", "wide"),
+        "_scaled_dot_product_efficient_attention": ("first", "float32", "int64", "int64"),
+        "_scaled_dot_product_flash_attention":
+            ("first", "float32", "none", "none", "none", "none", "uint64", "uint64", "first"),
+        "_scaled_dot_product_cudnn_attention":
+            ("first", "float32", "none", "none", "none", "none", "int64", "int64", "none"),
     }
-)
+)  # fmt: skip
 
 #: Higher-order ops whose bodies compute something else than the result.
 _OPAQUE: Final = frozenset({"flex_attention", "flex_attention_backward"})
@@ -148,8 +155,8 @@ class _Walk:
         if row is None or row.result == "unknown":
             return fake_result(node, self.facts.low)
         kind: str | tuple[str, ...] = row.result
-        if isinstance(node.target, OpOverload):
-            kind = _overload_kind(node.target, kind)
+        if (overload := _overload(node.target)) is not None:
+            kind = _overload_kind(overload, kind)
         operands = operands._replace(equal=row.rule is Rule.LOW)
         if isinstance(kind, tuple):
             return tuple(RESULT_KINDS[each](operands) for each in kind)
@@ -263,6 +270,14 @@ def _structure(argument: Any) -> DTypeInfo:
 
 def _is_float(value: object) -> bool:
     return isinstance(value, float | torch.SymFloat)
+
+
+def _overload(target: Any) -> OpOverload | None:
+    """Of aten: the overload that is called, or one of a packet whose overloads all give as many results."""
+    if not isinstance(target, OpOverloadPacket):
+        return target if isinstance(target, OpOverload) else None
+    overloads = [getattr(target, name) for name in target.overloads()]
+    return overloads[0] if len({len(schema_of(each).returns) for each in overloads}) == 1 else None
 
 
 def _overload_kind(target: OpOverload, kind: str | tuple[str, ...]) -> str | tuple[str, ...]:

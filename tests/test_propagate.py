@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node, Tracer, symbolic_trace
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map
 
+import fxprec
 from fxprec.passes.canonicalize import canonicalize
 from fxprec.passes.context import Context
 from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, format_graph
@@ -399,3 +400,45 @@ def test_running_twice_changes_nothing() -> None:
     before = format_graph(gm)
     assert propagate(gm, CONTEXT).changed is False
     assert format_graph(gm) == before
+
+
+@pytest.mark.parametrize("name", ["native_layer_norm", "var_mean", "max_pool2d_with_indices"])
+def test_a_packet_gives_as_many_results_as_its_overloads(name: str) -> None:
+    packet, x = getattr(torch.ops.aten, name), torch.ones(1, 3, 4)
+    more = {"native_layer_norm": ([4], None, None, 1e-5), "max_pool2d_with_indices": ([2],)}.get(name, ())
+    for target in (packet, packet.default):
+        node = one_call(target, "call_function", (x, *more), {})
+        propagate(GraphModule({}, node.graph), CONTEXT)
+        assert node.meta["dtype"] == dtypes_of(target(x, *more))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("kernel", ["flash_attention_for_cpu", "flash_attention", "efficient_attention",
+                                    "cudnn_attention", "attention_math"])  # fmt: skip
+def test_kernels_of_attention_give_their_statistics_too(kernel: str, dtype: torch.dtype) -> None:
+    packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")
+    x = torch.ones(1, 2, 64, 8, dtype=dtype, device="cpu" if kernel.endswith(("cpu", "math")) else "meta")
+    args = (x, x, x, None, True) if kernel in ("efficient_attention", "cudnn_attention") else (x, x, x)
+    for target in (packet, packet.default):
+        node = one_call(target, "call_function", args, {})
+        propagate(GraphModule({}, node.graph), CONTEXT)
+        assert node.meta["dtype"] == dtypes_of(target(*args))
+
+
+def test_the_statistics_of_a_lowered_attention_are_as_wide_as_ever() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.project(x).reshape(1, 2, 4, 8)
+            out, statistics = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(y, y, y)
+            return out, statistics, statistics * 2, out.sum() + statistics.sum()
+
+    model, x = Attention(), torch.randn(8, 8)
+    want = model(x)
+    got = fxprec.convert(model, dtype=torch.bfloat16)[0](x)
+    assert dtypes_of(got) == dtypes_of(want)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.02)

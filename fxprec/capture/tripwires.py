@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+from types import ClassMethodDescriptorType, FunctionType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -52,15 +52,18 @@ def tripwires(decline: Callable[[str], Any]) -> list[tuple[Any, str, Any]]:
     tracing = threading.get_ident()
 
     def wire(original: Any, what: str) -> Any:
-        function = original.__func__ if isinstance(original, classmethod) else original
+        of_class = isinstance(original, classmethod | ClassMethodDescriptorType)  # the latter is written in C
 
         def tripped(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == tracing:
                 decline(what)
-            return function(*args, **kwargs)
+            if not of_class:
+                return original(*args, **kwargs)
+            cls, *rest = args
+            return original.__get__(None, cls)(*rest, **kwargs)
 
-        tripped.__wrapped__ = function  # type: ignore[attr-defined]
-        return classmethod(tripped) if isinstance(original, classmethod) else tripped
+        tripped.__wrapped__ = getattr(original, "__func__", original)  # type: ignore[attr-defined]
+        return classmethod(tripped) if of_class else tripped
 
     return [(owner, name, wire(vars(owner)[name], what)) for owner, name, what in TRIPWIRES]
 
