@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -20,9 +19,11 @@ from torch.fx import GraphModule
 from fxprec import dynamo
 from fxprec.captured import Captured, rewrite
 from fxprec.dynamo_fsdp import frames_of_shards
-from fxprec.dynamo_graph import own_graph
+from fxprec.dynamo_graph import own_copy, own_graph
+from fxprec.dynamo_programs import ArgumentProgram, ProgramsByMemory
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.locks import CAPTURING
+from fxprec.memory import mark_all_shared, mark_shared
 from fxprec.settings import Settings
 from fxprec.weights import Weights
 
@@ -60,6 +61,7 @@ class DynamicGraphs:
         self._module: weakref.ref[nn.Module] | None = None
         self.found: list[Captured] = []
         self.net_notes: dict[str, str] = {}
+        self._by_memory: list[ProgramsByMemory] = []
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the graphs for this call, capturing them if need be.
@@ -84,20 +86,32 @@ class DynamicGraphs:
 
     def rewritten(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
+        program = self._argument_program(gm, inputs, any_memory=False)
+        # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
+        weights = weakref.ref(self._weights)
+        if program.memory is None:
+            return lambda *arguments: program.run(weights(), arguments)  # type: ignore[arg-type]
+        self._by_memory.append(ProgramsByMemory(own_copy(gm), self._argument_program, program))
+        programs = weakref.ref(self._by_memory[-1])
+
+        def run(*arguments: Any) -> Any:
+            return programs().serving(arguments).run(weights(), arguments)  # type: ignore[union-attr, arg-type]
+
+        return run
+
+    def _argument_program(self, gm: GraphModule, inputs: Sequence[Any], any_memory: bool) -> ArgumentProgram:
+        """Rewrite one graph for these arguments; ``any_memory``: for any, however they share memory."""
         module = self._module and self._module()
         assert module is not None  # it runs this very call
         gm, arguments = own_graph(gm, inputs, _tensor_names(module))
+        if any_memory:
+            mark_all_shared(gm)
+        else:
+            placeholders = gm.graph.find_nodes(op="placeholder")
+            mark_shared(gm, dict(zip(placeholders, [inputs[i] for i in arguments.inputs], strict=True)))
         program = rewrite(gm, self._settings)
         self.found.append(Captured(gm, program, module.training))
-        low = _picker([arguments.weights[name] for name in program.low])
-        rest = _picker([*(arguments.weights[name] for name in program.plain), *arguments.inputs])
-        # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
-        weights, function = weakref.ref(self._weights), program.function
-
-        def run(*arguments: Any) -> Any:
-            return function(*weights().read(low(arguments)), *rest(arguments))  # type: ignore[union-attr]
-
-        return run
+        return ArgumentProgram.of(program, arguments, inputs, any_memory)
 
     def in_net(self, where: str, why: str) -> None:
         """Code outside our graphs, and the reason."""
@@ -139,10 +153,3 @@ def _tensor_names(module: nn.Module) -> dict[int, tuple[str, str]]:
     """id of each parameter and buffer -> its name, and which of both it is."""
     names = {id(value): (name, "parameter") for name, value in module.named_parameters()}
     return names | {id(value): (name, "buffer") for name, value in module.named_buffers() if id(value) not in names}
-
-
-def _picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """``itemgetter``, but for none or one position a tuple too."""
-    if len(positions) > 1:
-        return itemgetter(*positions)
-    return lambda arguments: tuple([arguments[position] for position in positions])

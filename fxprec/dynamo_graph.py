@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxprec.capture.lazy_code import refuse_names, without_code
+from fxprec.passes.canonicalize import body_of
 from fxprec.passes.ir import clean_path
 
-__all__ = ["Arguments", "own_graph"]
+__all__ = ["Arguments", "own_copy", "own_graph"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,9 @@ class Arguments:
     inputs: tuple[int, ...]
 
 
-def own_graph(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str, str]]) -> tuple[GraphModule, Arguments]:
+def own_graph(
+    gm: GraphModule, inputs: Sequence[Any], names: dict[int, tuple[str, str]]
+) -> tuple[GraphModule, Arguments]:
     """A copy to rewrite: dynamo still reads the placeholders of the graph that it handed over.
 
     Args:
@@ -40,23 +44,37 @@ def own_graph(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str, st
         inputs: example inputs, one a placeholder.
         names: id of a tensor -> (dotted name, "parameter" or "buffer").
     """
-    copied = _copied(gm)
+    copied = own_copy(gm)
     arguments, prefix = _name_weights(copied, inputs, names)
     arguments = Arguments(arguments.weights, _ask_sizes(copied, arguments.inputs))
     _relocate(copied, prefix)
     return copied, arguments
 
 
-def _copied(gm: GraphModule) -> GraphModule:
+def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None) -> GraphModule:
+    """The graph and the bodies that it calls, to be changed; they hold the very same tensors.
+
+    Args:
+        made: bodies that were copied already: one that is called by two names stays one.
+    """
+    made = {} if made is None else made
+    if gm in made:
+        return made[gm]
     graph = Graph()
     values: dict[Node, Node] = {}
     graph.graph_copy(gm.graph, values)
     output = gm.graph.output_node()
-    graph.output(map_arg(output.args[0], lambda node: values[node]))
-    return without_code(gm, graph)
+    graph.output(map_arg(output.args[0], lambda node: values[node])).meta.update(output.meta)
+    copied = made[gm] = without_code(gm, graph)
+    copied.meta.update(gm.meta)
+    for node in graph.find_nodes(op="get_attr", sort=False):
+        body = body_of(gm, node)
+        if body is not None:
+            setattr(copied, str(node.target), own_copy(body, made))
+    return copied
 
 
-def _name_weights(gm: GraphModule, inputs: list[Any], names: dict[int, tuple[str, str]]) -> tuple[Arguments, str]:
+def _name_weights(gm: GraphModule, inputs: Sequence[Any], names: dict[int, tuple[str, str]]) -> tuple[Arguments, str]:
     """Turn the placeholders of weights back into get_attr nodes; also where in the model the captured frame sits."""
     weights: dict[str, int] = {}
     rest: list[int] = []

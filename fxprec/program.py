@@ -19,10 +19,13 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxprec.passes.aliases import alias_roots
 from fxprec.passes.casts import cast
+from fxprec.passes.ir import Op
 from fxprec.passes.new_node import new_node
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 
@@ -42,6 +45,7 @@ class Program:
         gm: the lifted graph.
         writes: it writes to inputs, parameters or buffers: it is right for those alone that share memory with each
             other as they did when it was captured.
+        watched: of ``plain`` those for which that matters: what it writes, and what it reads a copy of.
         writes_weights: it writes to parameters: afterwards their shadows are stale.
     """
 
@@ -50,6 +54,7 @@ class Program:
     plain: tuple[str, ...]
     gm: GraphModule
     writes: bool = False
+    watched: tuple[str, ...] = ()
     writes_weights: bool = False
 
 
@@ -92,7 +97,21 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     written = [node for node in gm.graph.nodes if node.meta.get("written")]
     writes_weights = any(node.meta.get("kind") == "parameter" for node in written)
     function = without_autocast(function, device)
-    return Program(function, named["low"], named["plain"], lifted, bool(written), writes_weights)
+    matters = {node.target for node in _written_or_copied(gm.graph)} if written else ()
+    watched = tuple(target for target in named["plain"] if target in matters)
+    return Program(function, named["low"], named["plain"], lifted, bool(written), watched, writes_weights)
+
+
+def _written_or_copied(graph: Graph) -> set[Node]:
+    """What lies outside and is written, cast, or read by a region or body, which may stand elsewhere than it did."""
+    roots = alias_roots(graph)
+    found: set[Node] = set()
+    for node in graph.nodes:
+        op: Op | None = node.meta.get("op")
+        casts = op is not None and op.name == "to"
+        if casts or node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+            found.update(roots[source] for source in node.all_input_nodes)
+    return {node for node in roots if node.meta.get("written") or roots[node] in found}
 
 
 def without_autocast(function: Callable[..., Any], device: str) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from torch.overrides import get_overridable_functions
 from fxprec.capture.call_key import Constants
 from fxprec.capture.trace import CaptureDeclined, StaticCapture, trace_static
 from fxprec.captured import Captured
+from fxprec.memory import SharedMemory, constants_of, mark_shared
 from fxprec.shapes import propagate_shapes
 from fxprec.weights import Weights
 
@@ -37,23 +38,32 @@ class StaticEntry:
     """One graph, ready to run: guards, program, and where its weights are read from at each call.
 
     Reading by (dict, key) makes functional_call, parametrizations and replaced tensors count. ``dtypes``: the input
-    dtypes it was rewritten for; None: FP32 floats were assumed.
+    dtypes it was rewritten for; None: FP32 floats were assumed. ``memory``: how the inputs and the weights in
+    ``watched`` share memory; None: the graph writes to none of them.
     """
 
     captured: Captured
     low: _Places
     plain: _Places
     dtypes: tuple[torch.dtype, ...] | None
+    watched: _Places
+    memory: SharedMemory | None
 
     @classmethod
     def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
         """The entry of a trace and of what became of it; ``tensors`` as for ``StaticGraphs.trace``."""
         dtypes = None if tensors is None else tuple(tensor.dtype for tensor in tensors)
         program, owners = captured.program, capture.owners
-        return cls(captured, _places(owners, program.low), _places(owners, program.plain), dtypes)
+        low, plain = _places(owners, program.low), _places(owners, program.plain)
+        watched = _places(owners, (*program.low, *program.watched))
+        memory = None
+        if program.writes:
+            memory = SharedMemory([*map(getitem, *watched)], constants_of(program.gm), tensors)
+        return cls(captured, low, plain, dtypes, watched, memory)
 
     def serves(self, tensors: tuple[Tensor, ...] | None) -> bool:
-        """Whether these inputs have the dtypes that the graph was rewritten for, and what tracing read still holds."""
+        """Whether these inputs have the dtypes that the graph was rewritten for, share memory as those did where that
+        matters, and what tracing read still holds."""
         if tensors is not None:
             if self.dtypes is None:
                 for tensor in tensors:
@@ -61,12 +71,19 @@ class StaticEntry:
                         return False
             elif self.dtypes != tuple([tensor.dtype for tensor in tensors]):
                 return False
+            if self.memory is not None and not self.memory.holds([*map(getitem, *self.watched)], tensors):
+                return False
         return self.captured.guards.failing() is None  # type: ignore[union-attr]
 
     def run(self, weights: Weights, tensors: tuple[Tensor, ...]) -> Any:
         """Run the program on the weights as they are now."""
+        program = self.captured.program
         low = weights.read([*map(getitem, *self.low)])
-        return self.captured.program.function(*low, *map(getitem, *self.plain), *tensors)
+        try:
+            return program.function(*low, *map(getitem, *self.plain), *tensors)
+        finally:
+            if program.writes_weights:
+                weights.store.mark_stale()
 
 
 class StaticGraphs:
@@ -118,6 +135,8 @@ class StaticGraphs:
         capture = trace_static(traced, names, dict(constants))
         if tensors is not None:
             propagate_shapes(capture.gm, tensors)
+        inputs = capture.gm.graph.find_nodes(op="placeholder")
+        mark_shared(capture.gm, dict(zip(inputs, tensors or (), strict=False)))
         return capture
 
     def add(self, names: tuple[str, ...], constants: Constants, entry: StaticEntry) -> list[Captured]:

@@ -4,22 +4,6 @@ Strict: who mends a fault takes its lines away.
 """
 
 KNOWN: dict[str, str] = {
-    "aliases-buffer_aliased_after_conversion-auto": "A5: shared memory",
-    "aliases-buffer_and_its_view-auto": "A5: shared memory",
-    "aliases-buffer_and_its_view-dynamo": "A5: shared memory",
-    "aliases-buffer_given_as_input-auto": "A5: shared memory",
-    "aliases-detached_input-auto": "A5: shared memory",
-    "aliases-detached_input-dynamo": "A5: shared memory",
-    "aliases-input_and_its_transpose-auto": "A5: shared memory",
-    "aliases-input_and_its_transpose-dynamo": "A5: shared memory",
-    "aliases-input_and_its_view-auto": "A5: shared memory",
-    "aliases-input_and_its_view-dynamo": "A5: shared memory",
-    "aliases-one_input_twice-auto": "A5: shared memory",
-    "aliases-one_input_twice_after_two_inputs-auto": "A5: shared memory",
-    "aliases-overlapping_slices-auto": "A5: shared memory",
-    "aliases-overlapping_slices-dynamo": "A5: shared memory",
-    "aliases-parameter_written_through_data-auto": "a weight that the forward itself writes: the shadow is older",
-    "aliases-parameter_written_through_data-dynamo": "a weight that the forward itself writes: the shadow is older",
     "changes-base_forward_patched-dynamo": "A7: class-level changes",
     "changes-class_of_the_model_patched-dynamo": "A7: class-level changes",
     "changes-forward_of_the_instance-auto": "B2: m.forward = f after convert runs in FP32",
@@ -77,5 +61,4 @@ KNOWN: dict[str, str] = {
     "dtypes_of_weights-to_low_with_ids-auto": "A8: dtypes of weights are not guarded",
     "writes-class_attribute-auto": "writes through type(self) go to the dynamic subclass",
     "writes-class_attribute-dynamo": "writes through type(self) go to the dynamic subclass",
-    "effects-parameter_normalized-dynamo": "a weight that the forward itself writes: the shadow is older",
 }

@@ -1,0 +1,168 @@
+"""Which tensors outside of a graph share memory: marked on it before the passes run, looked at again at each call.
+
+A graph that writes to an input, a parameter or a buffer is right only for tensors that share memory as they did when it
+was rewritten: a cast made before such a write is stale behind it, whatever the tensor is called::
+
+    def forward(self, a, b):
+        h = self.l(b)                # reads a cast of b
+        a.mul_(2)
+        return self.l(b) - h         # another one, if a shares memory with b
+
+Other graphs are right for all, and are not asked. Tensors share memory where their storages overlap.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fxprec.passes.canonicalize import every_graph
+
+__all__ = ["SharedMemory", "constants_of", "mark_all_shared", "mark_shared"]
+
+#: Where memory starts and ends.
+_Span = tuple[int, int]
+_NOWHERE: Final[_Span] = (0, 0)
+
+_pointer = Tensor.data_ptr
+
+
+def mark_shared(gm: GraphModule, inputs: Mapping[Node, Any]) -> None:
+    """Write ``meta["memory"]`` on what lies outside of a captured graph and shares memory.
+
+    Args:
+        inputs: placeholder -> its value, as far as there is a call.
+    """
+    values = {node: value for node, value in (*inputs.items(), *_held(gm)) if isinstance(value, Tensor)}
+    pattern = _pattern([*map(_span, values.values())])
+    shared = {first for position, first in enumerate(pattern) if position != first}
+    for node, first in zip(values, pattern, strict=True):
+        if first in shared:
+            node.meta["memory"] = first
+
+
+def mark_all_shared(gm: GraphModule) -> None:
+    """As if everything outside shared one memory: right for any tensors, at the price of more casts."""
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            node.meta["memory"] = 0
+
+
+def constants_of(gm: GraphModule) -> list[Tensor]:
+    """The tensors that a graph holds itself, and those of the bodies that it calls."""
+    return [value for each in every_graph(gm) for _, value in _held(each) if isinstance(value, Tensor)]
+
+
+class SharedMemory:
+    """How the tensors that a program reads from outside share memory, and whether others do likewise.
+
+    Args:
+        weights: parameters and buffers, which mostly stay where they are from call to call.
+        constants: what the graph holds itself.
+        inputs: those of the call; None: there is no call yet, and none is expected to share memory with anything.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], constants: Iterable[Tensor], inputs: Sequence[Any] | None) -> None:
+        self._constants = [*map(_span, constants)]
+        self._layout = self._expected = _Layout(weights, self._constants)
+        inputs = () if inputs is None else inputs
+        apart = self._expected.has_none_of([*map(_span, inputs)])
+        self._pattern = None if apart else self._expected.pattern_with(inputs)
+
+    def holds(self, weights: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
+        """Whether these share memory with each other as those did that the program was rewritten for."""
+        layout = self._layout
+        if not layout.is_of(weights):
+            self._layout = layout = _Layout(weights, self._constants)
+        if self._pattern is not None:
+            return layout.pattern_with(inputs) == self._pattern
+        same = layout is self._expected or layout.pattern == self._expected.pattern
+        return same and layout.has_none_of([*map(_span, inputs)])
+
+
+class _Layout:
+    """Where weights and constants lie.
+
+    Attributes:
+        pattern: for each the position of the first that shares memory with it.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], constants: Sequence[_Span]) -> None:
+        self._pointers = _pointers(weights)
+        self._spans = [*map(_span, weights), *constants]
+        self.pattern = _pattern(self._spans)
+        self._starts, self._ends = [0], [0]
+        for start, end in sorted(span for span in self._spans if span != _NOWHERE):
+            if start < self._ends[-1]:
+                self._ends[-1] = max(end, self._ends[-1])
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+
+    def is_of(self, weights: Sequence[Tensor]) -> bool:
+        """Whether these weights lie so."""
+        return _pointers(weights) == self._pointers
+
+    def has_none_of(self, spans: Sequence[_Span]) -> bool:
+        """Whether these share no memory, neither with each other nor with what lies here."""
+        if len(spans) > 1:
+            spans = sorted(span for span in spans if span != _NOWHERE)
+            if any(end > start for (_, end), (start, _) in pairwise(spans)):
+                return False
+        starts, ends = self._starts, self._ends
+        for start, end in spans:
+            before = bisect_right(starts, start)
+            if start < end and (ends[before - 1] > start or (before < len(starts) and starts[before] < end)):
+                return False
+        return True
+
+    def pattern_with(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """The pattern of what lies here and of these."""
+        return _pattern([*self._spans, *map(_span, inputs)])
+
+
+def _pattern(spans: Sequence[_Span]) -> tuple[int, ...]:
+    """For each span the position of the first one that it overlaps with, perhaps by way of others."""
+    pattern = [*range(len(spans))]
+    groups: list[list[int]] = []
+    end = 0
+    for position in sorted((each for each in pattern if spans[each] != _NOWHERE), key=spans.__getitem__):
+        if spans[position][0] >= end:
+            groups.append([])
+        groups[-1].append(position)
+        end = max(end, spans[position][1])
+    for group in groups:
+        first = min(group)
+        for position in group:
+            pattern[position] = first
+    return tuple(pattern)
+
+
+def _span(value: Any) -> _Span:
+    """Where a tensor's storage lies; nowhere: no tensor, an empty one, or one that lies nowhere (fake, transformed)."""
+    try:
+        storage = value.untyped_storage()
+        start = storage.data_ptr()
+        return (start, start + storage.nbytes()) if start else _NOWHERE
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return _NOWHERE
+
+
+def _pointers(weights: Sequence[Tensor]) -> list[int]:
+    try:
+        return [*map(_pointer, weights)]
+    except (RuntimeError, NotImplementedError):  # under a transform of torch.func
+        return [_span(weight)[0] for weight in weights]
+
+
+def _held(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value: Any = gm
+        for name in str(node.target).split("."):
+            value = getattr(value, name, None)
+        yield node, value
