@@ -4,12 +4,14 @@ Left to the interpreter, with a graph break whose reason the report has:
 
 - calls of ``functools.lru_cache`` and ``cache``, through which dynamo traces as though nothing had been kept;
 - numbers drawn from a ``random.Random`` of the user's, whose state dynamo bakes in;
+- calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
 - generators that a function returns, which dynamo runs to their end and gives as an iterator over the values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,8 +30,17 @@ def strict() -> Iterator[None]:
     def call_of_cached(original: Callable[..., Any]) -> Callable[..., Any]:
         def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
             cached = variable.wrapper_obj
-            if hasattr(cached, "cache_info") and not _is_of_torch(cached):
+            if hasattr(cached, "cache_info") and not _is_library(cached, "torch"):
                 raise breaks(f"a call of {cached.__qualname__}, which keeps its results (functools.lru_cache)")
+            return original(variable, *args, **kwargs)
+
+        return call_function
+
+    def call_of_class(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
+            meta = type(variable.value)
+            if meta.__call__ is not type.__call__ and not _is_library(meta):
+                raise breaks(f"a call of {variable.value.__qualname__}, whose metaclass has a __call__")
             return original(variable, *args, **kwargs)
 
         return call_function
@@ -40,6 +51,7 @@ def strict() -> Iterator[None]:
     with replaced(
         [
             (classes.cached_function, "call_function", call_of_cached(classes.cached_function.call_function)),
+            (classes.user_class, "call_function", call_of_class(classes.user_class.call_function)),
             (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
             (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
             (classes.generator, "reconstruct", no_generator),
@@ -48,5 +60,7 @@ def strict() -> Iterator[None]:
         yield
 
 
-def _is_of_torch(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+def _is_library(value: Any, *packages: str) -> bool:
+    """Whether a class or function is of these packages: of torch or the standard library, if none is named."""
+    package = str(getattr(value, "__module__", "")).partition(".")[0]
+    return package in packages if packages else package == "torch" or package in sys.stdlib_module_names

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor, dtype
+from torch import Tensor, dtype, nn
 
 from fxprec.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["has_low_input", "restore_dtypes"]
+__all__ = ["has_low_input", "made_by_namedtuple", "restore_dtypes"]
+
+#: What an object holds: as a container, by index or key, and as attributes, by name.
+_Parts = tuple[dict[Any, Any], dict[str, Any]]
 
 
 def restore_dtypes(output: Any, low: dtype) -> Any:
-    """Every tensor of the low dtype as FP32, in the container it came in; one tensor in two places stays one."""
+    """Every tensor of the low dtype as FP32, in the container it came in; what is in two places stays one."""
     return _restored(output, low, {})
 
 
@@ -24,57 +28,104 @@ def has_low_input(inputs: Any, low: dtype) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.dtype == low for leaf in _leaves(inputs))
 
 
+def made_by_namedtuple(kind: type) -> bool:
+    """Whether its constructor is that of ``collections.namedtuple``, which does no more than hold the fields."""
+    made = next((base for base in kind.__mro__ if tuple in base.__bases__), None)
+    code = getattr(getattr(made, "__new__", None), "__code__", None)
+    return (
+        code is not None
+        and code.co_filename.startswith("<")  # its source is a text of the standard library's
+        and kind.__new__ is made.__new__  # type: ignore[union-attr]
+        and kind.__init__ is object.__init__
+        and type(kind) is type
+    )
+
+
 def _leaves(value: Any) -> Iterator[Any]:
     for leaf in tree_leaves(value):
         parts = _parts(leaf)
         if parts is None:
             yield leaf
         else:
-            for part in parts.values():
+            for part in (*parts[0].values(), *parts[1].values()):
                 yield from _leaves(part)
 
 
-def _restored(value: Any, low: dtype, done: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        if value.dtype != low:
-            return value
-        if id(value) not in done:
-            done[id(value)] = value.float()
-        return done[id(value)]
+def _restored(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> Any:
+    if isinstance(value, Tensor) and value.dtype != low:
+        return value
+    if id(value) not in done:
+        restored = value.float() if isinstance(value, Tensor) else _restored_container(value, low, done)
+        done[id(value)] = value, restored  # the value lives as long as its id is a key
+    return done[id(value)][1]
+
+
+def _restored_container(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> Any:
+    parts = _parts(value)
+    if parts is not None:
+        restored = tuple({key: _restored(part, low, done) for key, part in of.items()} for of in parts)
+        same = all(new[key] is part for new, of in zip(restored, parts, strict=True) for key, part in of.items())
+        return value if same else _remade(value, *restored)
     leaves, spec = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
-        return _restored_object(value, low, done)
+        if hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | FunctionType | ModuleType):
+            _restore_attributes(value, low, done)
+        return value
     restored = [_restored(leaf, low, done) for leaf in leaves]
     if all(new is old for new, old in zip(restored, leaves, strict=True)):
         return value
     return tree_unflatten(restored, spec)
 
 
-def _restored_object(value: Any, low: dtype, done: dict[int, Tensor]) -> Any:
-    """A copy with other parts, made without its constructor, which may do more than hold them."""
-    parts = _parts(value)
-    restored = {key: _restored(part, low, done) for key, part in (parts or {}).items()}
-    if parts is None or all(restored[key] is part for key, part in parts.items()):
-        return value
-    copied = copy.copy(value)
-    for key, part in restored.items():
-        if isinstance(value, dict | list):
-            copied[key] = part
-        else:
-            object.__setattr__(copied, key, part)  # a frozen one, too
-    return copied
+def _restore_attributes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> None:
+    """Of an object of which one cannot know how to make another: in place, where the original has FP32 too."""
+    for name, part in [*vars(value).items()]:
+        if isinstance(part, Tensor | tuple | list | dict):
+            restored = _restored(part, low, done)
+            if restored is not part:
+                object.__setattr__(value, name, restored)
 
 
-def _parts(value: Any) -> dict[Any, Any] | None:
-    """What an unregistered container holds; None for anything else."""
+def _parts(value: Any) -> _Parts | None:
+    """What containers and dataclasses hold; None for anything else."""
+    attributes = getattr(value, "__dict__", {})
     if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, list):
-        return dict(enumerate(value))
+        return dict(value), attributes
+    if isinstance(value, list) or (isinstance(value, tuple) and not _is_struct_sequence(type(value))):
+        return dict(enumerate(value)), attributes
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {**{field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, **_attributes(value)}
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        held = {name: getattr(value, name) for name in names if name in attributes or _is_slot(type(value), name)}
+        return {}, {**held, **attributes}
     return None
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    return getattr(value, "__dict__", {})
+def _is_struct_sequence(kind: type) -> bool:
+    """``torch.return_types`` and the like, which pytree knows."""
+    return hasattr(kind, "n_sequence_fields")
+
+
+def _is_slot(kind: type, name: str) -> bool:
+    return any(name in getattr(base, "__slots__", ()) for base in kind.__mro__)
+
+
+def _remade(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:
+    """One of the same class with other parts, made without its constructor, which may do more than hold them."""
+    kind = type(value)
+    if isinstance(value, tuple):
+        made = tuple.__new__(kind, items.values())
+    elif isinstance(value, list):
+        made = list.__new__(kind)
+        list.extend(made, items.values())
+    elif isinstance(value, dict):
+        base: Any = next(base for base in (OrderedDict, defaultdict, dict) if isinstance(value, base))
+        made = base.__new__(kind)
+        for key, part in items.items():
+            base.__setitem__(made, key, part)
+        if isinstance(value, defaultdict):
+            made.default_factory = value.default_factory
+    else:
+        made = object.__new__(kind)
+    for name, part in attributes.items():
+        object.__setattr__(made, name, part)  # of a frozen one, too
+    return made

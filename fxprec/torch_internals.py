@@ -277,6 +277,7 @@ class DynamoClasses(NamedTuple):
     frame: Any  #: what traces a frame: ``replace_tos_if_return_is_generator``
     generator: Any  #: a generator that a frame gives away: ``reconstruct``
     random: Any  #: a ``random.Random``: ``is_supported_random_obj``
+    user_class: Any  #: a class of the user's that is called: ``call_function``, ``value``
     graph_break: Any  #: the error that breaks a graph
 
 
@@ -287,8 +288,15 @@ def dynamo_classes() -> DynamoClasses:
         from torch._dynamo.symbolic_convert import InstructionTranslator
         from torch._dynamo.variables.functions import LocalGeneratorObjectVariable, WrapperUserFunctionVariable
         from torch._dynamo.variables.misc import RandomVariable
-    generator = LocalGeneratorObjectVariable
-    return DynamoClasses(WrapperUserFunctionVariable, InstructionTranslator, generator, RandomVariable, Unsupported)
+        from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+    return DynamoClasses(
+        cached_function=WrapperUserFunctionVariable,
+        frame=InstructionTranslator,
+        generator=LocalGeneratorObjectVariable,
+        random=RandomVariable,
+        user_class=UserDefinedClassVariable,
+        graph_break=Unsupported,
+    )
 
 
 def skipped_by_dynamo(function: Callable[..., Any]) -> bool:

@@ -6,8 +6,8 @@ import dis
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Container, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final, NoReturn
 
@@ -24,6 +24,7 @@ from fxprec.capture.recorder import Recorder
 from fxprec.capture.source import SourceLines
 from fxprec.capture.traced_value import CheckedInput, TracedTensor, TracedValue
 from fxprec.capture.tripwires import replaced, tripwires
+from fxprec.outputs import made_by_namedtuple
 from fxprec.passes.new_node import new_node
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.stepwise import close_steps, is_stepwise
@@ -32,6 +33,8 @@ from fxprec.torch_internals import BatchNorm, checks_of_input, input_check_of, w
 __all__ = ["ForwardTracer", "check_dim"]
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, type(...)})
+#: What makes the default of a dataclass's field, where nothing else comes of it.
+_FRESH: Final = (MISSING, list, dict)
 _DECLINED_METHODS: Final = {"numpy": "leaves torch for numpy", "backward": "runs a backward pass"}
 
 
@@ -76,9 +79,10 @@ class ForwardTracer(fx.Tracer):
         self._real = RealTensorOps(self.decline)
         self._accepted: set[Any] = set()
         self._is_method: dict[Any, bool] = {}
+        self._objects: dict[int, tuple[Any, fx.Node]] = {}
         self._unpacks: dict[CodeType, dict[int, int]] = {}
         self._last_module: tuple[str | None, dict[str, tuple[str, type]]] = None, {}  # the model itself is ""
-        self._ended = False
+        self._returning = self._ended = False
         self._thread = threading.get_ident()
         namespace = sys.modules.get(getattr(forward, "__module__", None) or "")
         if namespace is not None:  # there, functions imported from math by name are recorded too
@@ -126,7 +130,9 @@ class ForwardTracer(fx.Tracer):
             self._look_through(forward)
             if isinstance(self.root, BatchNorm):
                 forward = self._with_recorded_check(self.root, forward)
-            return self.create_arg(forward(*self._arguments.args, **self._arguments.kwargs))
+            output = forward(*self._arguments.args, **self._arguments.kwargs)
+            self._returning = True
+            return self.create_arg(output)
 
     def _look_through(self, forward: Callable[..., Any]) -> None:
         """Before it runs: what the forward's code reads is guarded, and the class must keep that forward."""
@@ -223,6 +229,8 @@ class ForwardTracer(fx.Tracer):
             if a.tracer is not self:
                 self.decline("uses a traced value that an earlier trace left behind")
             return a.node
+        if kind is torch.Size and self._returning:
+            return self._made(a, (tuple([self.create_arg(element) for element in a]),), {})
         if kind is tuple or kind is torch.Size:
             return tuple([self.create_arg(element) for element in a])
         if kind is list or kind is immutable_list:
@@ -233,17 +241,26 @@ class ForwardTracer(fx.Tracer):
             return slice(self.create_arg(a.start), self.create_arg(a.stop), self.create_arg(a.step))
         if isinstance(a, Tensor):
             return self._tensor(a)
-        if isinstance(a, tuple) and hasattr(kind, "_fields"):
-            return self.create_node("call_function", kind, tuple([self.create_arg(element) for element in a]), {})
+        if isinstance(a, tuple) and hasattr(kind, "_fields") and made_by_namedtuple(kind) and not _extra(a, ()):
+            return self._made(a, tuple([self.create_arg(element) for element in a]), {})
         if _is_plain_dataclass(kind):
             values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(kind)}  # type: ignore[arg-type]
-            return self.create_node("call_function", kind, (), values)
+            if not _extra(a, values):
+                return self._made(a, (), values)
         if is_stepwise(a):
             close_steps(a)
             self.decline(f"returns a {kind.__name__}, which runs after the call")
         if isinstance(a, tuple | list | dict | nn.Module):
             self.decline(f"passes on or returns an object ({kind.__name__})")
+        if is_dataclass(kind):
+            self.decline(f"makes a {kind.__name__}, whose constructor does more than hold its fields")
         return super().create_arg(a)
+
+    def _made(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """The node that makes an object, one however often it is passed on."""
+        if id(value) not in self._objects:
+            self._objects[id(value)] = value, self.create_node("call_function", type(value), args, kwargs)
+        return self._objects[id(value)][1]
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         return self.decline("branches on a traced value")
@@ -319,10 +336,24 @@ class ForwardTracer(fx.Tracer):
 
 
 def _is_plain_dataclass(kind: type) -> bool:
-    """Whether calling the class with its fields makes an equal object."""
+    """Whether calling the class with its fields makes an equal object, and does nothing else."""
     return (
         is_dataclass(kind)
-        and not hasattr(kind, "__post_init__")
+        and type(kind) is type
         and not issubclass(kind, dict | list | tuple)
-        and all(field.init for field in fields(kind))
+        and not hasattr(kind, "__post_init__")
+        and kind.__new__ is object.__new__
+        and _is_generated(kind.__init__)
+        and (kind.__setattr__ is object.__setattr__ or _is_generated(kind.__setattr__))  # that of frozen ones
+        and all(field.init and field.default_factory in _FRESH for field in fields(kind))
     )
+
+
+def _is_generated(method: Any) -> bool:
+    """Whether ``dataclass`` wrote it."""
+    return getattr(getattr(method, "__code__", None), "co_filename", "").startswith("<")
+
+
+def _extra(value: Any, names: Container[str]) -> bool:
+    """Whether it has attributes beside these."""
+    return any(name not in names for name in getattr(value, "__dict__", ()))
