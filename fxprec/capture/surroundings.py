@@ -19,13 +19,14 @@ from __future__ import annotations
 import builtins
 import enum
 import functools
+import inspect
 import operator
 import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -61,6 +62,9 @@ _BUILTINS: Final = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
 )
+_made: Final = make_dataclass("_made", [("listed", list, field(default_factory=list))])
+#: What a generated ``__init__`` has as the default of a field with a factory.
+_FACTORY: Final = inspect.signature(_made).parameters["listed"].default
 #: Objects of the standard library that cannot change.
 _UNCHANGING: Final[tuple[Any, ...]] = (
     operator.itemgetter,
@@ -73,6 +77,8 @@ _UNCHANGING: Final[tuple[Any, ...]] = (
     type(typing.Any),
     type(typing.Optional[int]),  # noqa: UP045
     type(vars(NamedTuple("_", [("field", int)]))["field"]),
+    types.MemberDescriptorType,  # a slot
+    type(_FACTORY),
 )
 _MISSING: Final = object()
 _IMPURE: Final = "which looks at more than its arguments"
@@ -195,6 +201,8 @@ class Surroundings:
             return self.look_at(value.func)
         if isinstance(value, types.ModuleType):
             return None if is_trusted(value) else f"the module {value.__name__}, which may change inside"
+        if isinstance(value, _UNCHANGING):
+            return None
         if isinstance(value, _BUILTINS):
             return self._builtin(value)
         if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
@@ -202,7 +210,7 @@ class Surroundings:
             for name in attributes:  # a frozen one can be forced
                 self._expect(attributes, f"{label}.{name}", attributes, name, attributes[name])
             return self._held((kind, *(getattr(value, field.name, None) for field in fields(kind))), label)
-        if isinstance(value, _UNCHANGING) or (is_torchs(kind) and not isinstance(value, torch.Generator)):
+        if is_torchs(kind) and not isinstance(value, torch.Generator):
             return None
         if kind.__module__ == "numpy" and not hasattr(value, "__setitem__"):  # a dtype, a scalar, a ufunc
             return None
