@@ -51,6 +51,7 @@ ALIASES = (
         "buffer_and_attribute",
         "a = h @ self.b$n\nself.t$n.mul_(0.5)\nh = h @ self.b$n + a",
         init="self.register_buffer('b$n', torch.eye(4) * 4)\nself.t$n = self.b$n.view(16)",
+        fault="A5",
     ),
     Feature(
         "buffer_as_input",

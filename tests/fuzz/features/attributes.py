@@ -17,7 +17,6 @@ ATTRIBUTES = (
         values=_TYPED,
         root=True,
         weight=2,
-        fault="A3",
     ),
     Feature(
         "bool_type",
@@ -26,7 +25,6 @@ ATTRIBUTES = (
         ops=("$m.k$n = $v",),
         values=_TYPED,
         root=True,
-        fault="A3",
     ),
     Feature(
         "type_in_list",
@@ -35,7 +33,6 @@ ATTRIBUTES = (
         ops=("$m.ks$n[0] = $v", "$m.ks$n = [$v]", "$m.ks$n = ($v,)"),
         values=_TYPED,
         root=True,
-        fault="A3",
     ),
     Feature(
         "zero_sign",
@@ -43,7 +40,7 @@ ATTRIBUTES = (
         init="self.z$n = $v",
         ops=("$m.z$n = $v",),
         values=("0.0", "-0.0"),
-        fault="A3",
+        fault="D3",
     ),
     Feature(
         "flag",
@@ -58,7 +55,6 @@ ATTRIBUTES = (
         init="self.flag$n = $v",
         ops=("$m.flag$n = $v",),
         values=("True", "1", "1.0"),
-        fault="A3",
     ),
     Feature(
         "act_name", "h = getattr(torch, self.act$n)(h)", init="self.act$n = $v", ops=("$m.act$n = $v",), values=_ACTS
@@ -135,8 +131,8 @@ ATTRIBUTES = (
         body="K$n = $v",
         ops=("$c.K$n = $v", "$m.K$n = $v"),
     ),
-    Feature("class_of_self", "h = h * type(self).K$n", body="K$n = $v", ops=(Op("$c.K$n = $v", "A1"),)),
-    Feature("class_by_name", "h = h * $c.K$n", body="K$n = $v", ops=(Op("$c.K$n = $v", "A1"),)),
+    Feature("class_of_self", "h = h * type(self).K$n", body="K$n = $v", ops=(Op("$c.K$n = $v", "N7"),)),
+    Feature("class_by_name", "h = h * $c.K$n", body="K$n = $v", ops=("$c.K$n = $v",)),
     Feature(
         "class_list",
         "h = h * self.KS$n[0]",
@@ -148,7 +144,7 @@ ATTRIBUTES = (
         "h = h * self.prop$n",
         body="@property\ndef prop$n(self):\n    return self._k$n * 2",
         init="self._k$n = $v",
-        ops=("$m._k$n = $v", Op("$c.prop$n = property(lambda self: $v)", "A7")),
+        ops=("$m._k$n = $v", "$c.prop$n = property(lambda self: $v)"),
     ),
     Feature(
         "descriptor",
@@ -156,7 +152,6 @@ ATTRIBUTES = (
         module="class Descriptor$n:\n    k = $v\n    def __get__(self, owner, cls):\n        return self.k\n",
         body="d$n = Descriptor$n()",
         ops=("Descriptor$n.k = $v", 'vars($c)["d$n"].k = $v'),
-        fault="A2",
     ),
     Feature(
         "method",
@@ -165,7 +160,7 @@ ATTRIBUTES = (
         init="self.k$n = $v",
         ops=(
             "$m.k$n = $v",
-            Op("$c.scaled$n = lambda self, h: h * $v", "A7"),
+            "$c.scaled$n = lambda self, h: h * $v",
             "$m.scaled$n = lambda h: h * $v",
         ),
     ),
@@ -173,13 +168,13 @@ ATTRIBUTES = (
         "static_method",
         "h = self.doubled$n(h)",
         body="@staticmethod\ndef doubled$n(h):\n    return h * $v",
-        ops=(Op("$c.doubled$n = staticmethod(lambda h: h * $v)", "A7"),),
+        ops=("$c.doubled$n = staticmethod(lambda h: h * $v)",),
     ),
     Feature(
         "class_method",
         "h = self.scaled$n(h)",
         body="K$n = $v\n@classmethod\ndef scaled$n(cls, h):\n    return h * cls.K$n",
-        ops=(Op("$c.K$n = $v", "A1"),),
+        ops=(Op("$c.K$n = $v", "N7"),),
     ),
     Feature(
         "dataclass",
@@ -194,9 +189,9 @@ ATTRIBUTES = (
         module="@dataclasses.dataclass(frozen=True)\nclass Config$n:\n    k: float\n    table: dict\n",
         init='self.cfg$n = Config$n($v, {"k": $v})',
         ops=(
-            Op('$m.cfg$n.table["k"] = $v', "A2"),
+            Op('$m.cfg$n.table["k"] = $v', "N11"),
             "$m.cfg$n = dataclasses.replace($m.cfg$n, k=$v)",
-            Op('object.__setattr__($m.cfg$n, "k", $v)', "A2"),
+            Op('object.__setattr__($m.cfg$n, "k", $v)', "N11"),
         ),
     ),
     Feature(
@@ -224,7 +219,7 @@ ATTRIBUTES = (
             "        return h * self.k\n"
         ),
         init="self.box$n = Box$n($v)",
-        ops=("$m.box$n.k = $v", "$m.box$n = Box$n($v)", Op("Box$n.apply = lambda self, h: h * $v", "A7")),
+        ops=("$m.box$n.k = $v", "$m.box$n = Box$n($v)", "Box$n.apply = lambda self, h: h * $v"),
     ),
     Feature(
         "slots",
@@ -246,7 +241,6 @@ ATTRIBUTES = (
         module="class Box$n:\n    k = $v\n    def apply(self, h):\n        return h * self.k\nbox$n = Box$n()\n",
         init="self.pre$n = box$n.apply",
         ops=("box$n.k = $v", "Box$n.k = $v", "$m.pre$n = Box$n().apply"),
-        fault="A2",
     ),
     Feature(
         "own_bound_method",
@@ -261,10 +255,10 @@ ATTRIBUTES = (
         module="def scale$n(table, h, *, k=1.0):\n    return h * table['k'] * k\n",
         init="self.table$n = {'k': $v}\nself.f$n = functools.partial(scale$n, self.table$n)",
         ops=(
-            Op("$m.f$n.args[0]['k'] = $v", "A2"),
+            Op("$m.f$n.args[0]['k'] = $v", "N11"),
             "$m.f$n = functools.partial(scale$n, {'k': $v}, k=$v)",
         ),
-        fault="A2",
+        fault="N11",
     ),
     Feature(
         "module_attribute",
@@ -272,24 +266,21 @@ ATTRIBUTES = (
         module="lib$n = types.ModuleType('lib$n')\nlib$n.k = $v\n",
         init="self.lib$n = lib$n",
         ops=("lib$n.k = $v",),
-        fault="A2",
     ),
     Feature(
         "class_as_attribute",
         "h = h * self.kind$n.k",
         module="class Kind$n:\n    k = $v\nclass Other$n(Kind$n):\n    k = $v\n",
         init="self.kind$n = Kind$n",
-        ops=(Op("Kind$n.k = $v", "A2"), "$m.kind$n = Other$n"),
-        fault="A2",
+        ops=("Kind$n.k = $v", "$m.kind$n = Other$n"),
     ),
-    Feature("vars", "h = h * vars(self)['k$n']", init="self.k$n = $v", ops=("$m.k$n = $v",), fault="A2"),
-    Feature("dict_of_self", "h = h * self.__dict__['k$n']", init="self.k$n = $v", ops=("$m.k$n = $v",), fault="A2"),
+    Feature("vars", "h = h * vars(self)['k$n']", init="self.k$n = $v", ops=("$m.k$n = $v",)),
+    Feature("dict_of_self", "h = h * self.__dict__['k$n']", init="self.k$n = $v", ops=("$m.k$n = $v",)),
     Feature(
         "dict_get",
         "h = h * self.__dict__.get('k$n', 2)",
         init="",
         ops=("$m.k$n = $v", "vars($m).pop('k$n', None)"),
-        fault="A2",
     ),
     Feature(
         "maybe_attribute",
@@ -347,6 +338,5 @@ ATTRIBUTES = (
         "h = h * next(iter(self.table$n.values()))",
         init="self.table$n = {'a': $v, 'b': $v}",
         ops=("$m.table$n['a'] = $m.table$n.pop('a')", "$m.table$n['b'] = $v"),
-        fault="N2",
     ),
 )

@@ -40,7 +40,6 @@ MODES = (
         "outs.append(self.meth$n(x))",
         body="@torch.inference_mode()\ndef meth$n(self, h):\n    return h * 2",
         root=True,
-        fault="A9",
     ),
     Feature(
         "requires_grad_of_weight",
@@ -96,7 +95,7 @@ MODES = (
         init="self.l$n = nn.Linear(4, 4)",
         weight=0.3,
     ),
-    Feature("parameters", "h = h * sum(1 for p in self.parameters() if p.requires_grad)", weight=0.5, fault="N5"),
+    Feature("parameters", "h = h * sum(1 for p in self.parameters() if p.requires_grad)", weight=0.5),
     Feature(
         "grad_is_none",
         "h = h * 2 if self.w$n.grad is None else h @ self.w$n",

@@ -1,6 +1,6 @@
 """Reads of state that stands outside of the module: globals, closures, defaults, environment, generators."""
 
-from tests.fuzz.feature import Feature, Op
+from tests.fuzz.feature import Feature
 
 __all__ = ["OUTSIDE"]
 
@@ -26,44 +26,39 @@ OUTSIDE = (
         ops=("S$n = $v",),
         values=("2", "2.0", "True", "1"),
         root=True,
-        fault="A3",
     ),
     Feature(
         "global_dict",
         'h = h * D$n["k"]',
         module='D$n = {"k": $v}',
         ops=('D$n["k"] = $v', 'D$n = {"k": $v}'),
-        fault="A1",
     ),
     Feature(
         "global_list",
         "h = h * sum(L$n)",
         module="L$n = [$v, $v]",
         ops=("L$n.append($v)", "L$n[0] = $v", "L$n = [$v]"),
-        fault="A1",
     ),
-    Feature("global_tuple", "h = h * T$n[0]", module="T$n = ($v, 1)", ops=("T$n = ($v, 2)",), fault="A1"),
+    Feature("global_tuple", "h = h * T$n[0]", module="T$n = ($v, 1)", ops=("T$n = ($v, 2)",)),
     Feature(
         "global_namespace",
         "h = h * N$n.inner.k",
         module="N$n = types.SimpleNamespace(inner=types.SimpleNamespace(k=$v))",
         ops=("N$n.inner.k = $v", "N$n.inner = types.SimpleNamespace(k=$v)"),
-        fault="A1",
+        fault="N8",
     ),
-    Feature("global_class", "h = h * Cfg$n.t", module="class Cfg$n:\n    t = $v\n", ops=("Cfg$n.t = $v",), fault="A1"),
+    Feature("global_class", "h = h * Cfg$n.t", module="class Cfg$n:\n    t = $v\n", ops=("Cfg$n.t = $v",)),
     Feature(
         "global_class_nested",
         "h = h * Cfg$n.Inner.t",
         module="class Cfg$n:\n    class Inner:\n        t = $v\n",
         ops=("Cfg$n.Inner.t = $v",),
-        fault="A1",
     ),
     Feature(
         "global_function",
         "h = fun$n(h)",
         module="def fun$n(h):\n    return h * $v\n",
-        ops=(Op("fun$n = lambda h: h * $v", "A1"), "fun$n.__code__ = (lambda h: h * $v).__code__"),
-        fault="A1",
+        ops=("fun$n = lambda h: h * $v", "fun$n.__code__ = (lambda h: h * $v).__code__"),
     ),
     Feature(
         "global_in_function",
@@ -77,7 +72,6 @@ OUTSIDE = (
             "    return inner$n(h)\n"
         ),
         ops=("S$n = $v", "D$n['k'] = $v", "inner$n = lambda h: h * $v"),
-        fault="A1",
     ),
     Feature(
         "global_in_method",
@@ -91,35 +85,32 @@ OUTSIDE = (
         "h = fun$n(h)",
         module="def fun$n(h):\n    return h * fun$n.k\nfun$n.k = $v\n",
         ops=("fun$n.k = $v",),
-        fault="A1",
+        fault="N9",
     ),
     Feature(
         "default_list",
         "h = fun$n(h)",
         module="def fun$n(h, k=[$v]):\n    return h * k[0]\n",
         ops=("fun$n.__defaults__[0][0] = $v", "fun$n.__defaults__ = ([$v],)"),
-        fault="A1",
     ),
     Feature(
         "default_number",
         "h = fun$n(h)",
         module="def fun$n(h, k=$v, *, j=$v):\n    return h * k * j\n",
         ops=("fun$n.__defaults__ = ($v,)", "fun$n.__kwdefaults__ = {'j': $v}", "fun$n.__kwdefaults__['j'] = $v"),
-        fault="A1",
+        fault="N10",
     ),
     Feature(
         "method_default",
         "h = self.meth$n(h)",
         body="def meth$n(self, h, k=[$v]):\n    return h * k[0]",
         ops=("$c.meth$n.__defaults__[0][0] = $v", "$c.meth$n.__defaults__ = ([$v],)"),
-        fault="A1",
     ),
     Feature(
         "closure",
         "h = get$n(h)",
         module=_CLOSURE,
         ops=("put$n($v)", "box$n[0] = $v"),
-        fault="A1",
     ),
     Feature(
         "closure_attribute",
@@ -127,14 +118,13 @@ OUTSIDE = (
         module=_CLOSURE,
         init="self.get$n = get$n",
         ops=("put$n($v)", "box$n[0] = $v", "$m.get$n = make$n()[0]"),
-        fault="A1",
     ),
     Feature(
         "closure_method",
         "h = self.meth$n(h)",
         module="def with_k$n(k):\n    def meth(self, h):\n        return h * k\n    return meth\n",
         body="meth$n = with_k$n($v)",
-        ops=("$c.meth$n.__closure__[0].cell_contents = $v", Op("$c.meth$n = with_k$n($v)", "A7")),
+        ops=("$c.meth$n.__closure__[0].cell_contents = $v", "$c.meth$n = with_k$n($v)"),
     ),
     Feature(
         "decorated",
@@ -150,35 +140,30 @@ OUTSIDE = (
         ),
         body="@switched$n\ndef meth$n(self, h):\n    return h * 2",
         ops=("Switch$n.on = not Switch$n.on",),
-        fault="A1",
     ),
     Feature(
         "environment",
         "h = h * float(os.environ[ENV$n])",
         module="ENV$n = __name__ + '_$n'\nos.environ[ENV$n] = '$v'\n",
         ops=("os.environ[ENV$n] = '$v'",),
-        fault="A1",
     ),
     Feature(
         "getenv",
         "h = h * float(os.getenv(ENV$n, '2'))",
         module="ENV$n = __name__ + '_$n'\n",
         ops=("os.environ[ENV$n] = '$v'", "os.environ.pop(ENV$n, None)"),
-        fault="A1",
     ),
     Feature(
         "own_random",
         "h = h * R$n.choice([0.5, 1.0, 2.0])",
         module="R$n = random.Random($i)",
         ops=("R$n.seed($i)",),
-        fault="A1",
     ),
     Feature(
         "own_random_attribute",
         "h = h * 2 if self.r$n.random() < 0.5 else h - 1",
         init="self.r$n = random.Random($i)",
         ops=("$m.r$n.seed($i)",),
-        fault="A1",
     ),
     Feature(
         "numpy_generator",
@@ -194,14 +179,12 @@ OUTSIDE = (
         "default_dtype",
         "h = h + torch.full((4,), 0.5)",
         ops=("with default_dtype(torch.float64): run(m, x(2, $i), ids=i(2, $i))",),
-        fault="A1",
     ),
     Feature(
         "patched_module",
         "h = lib$n.fun(h)",
         module="lib$n = types.ModuleType('lib$n')\nlib$n.fun = lambda h: h * $v\n",
         ops=("lib$n.fun = lambda h: h * $v",),
-        fault="A1",
     ),
     Feature(
         "global_tensor",
@@ -227,7 +210,6 @@ OUTSIDE = (
             "box$n = Box$n()\n"
         ),
         ops=("box$n.k = $v", "box$n = Box$n()"),
-        fault="A1",
     ),
     Feature(
         "global_module",
@@ -240,7 +222,6 @@ OUTSIDE = (
         "h = h * var$n.get()",
         module="var$n = contextvars.ContextVar('k', default=$v)",
         ops=("var$n.set($v)",),
-        fault="A1",
     ),
     Feature(
         "comprehension",
@@ -254,7 +235,6 @@ OUTSIDE = (
         "h = h * len(D$n)",
         module='D$n = {"a": 1}',
         ops=("D$n[len(D$n)] = 1",),
-        fault="A1",
     ),
     Feature(
         "global_flag_type",
@@ -262,6 +242,5 @@ OUTSIDE = (
         module="F$n = $v",
         ops=("F$n = $v",),
         values=("True", "1"),
-        fault="A3",
     ),
 )

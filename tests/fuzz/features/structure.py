@@ -171,7 +171,7 @@ STRUCTURE = (
             "        return super().forward(h) + 1\n"
         ),
         init="self.pre$n = Derived$n()",
-        ops=(Op("Base$n.forward = lambda self, h: h * $v", "A7"),),
+        ops=(Op("Base$n.forward = lambda self, h: h * $v", "N12"),),
     ),
     Feature(
         "register_later",

@@ -7,13 +7,12 @@ __all__ = ["WRITES"]
 WRITES = (
     Feature("counter", "self.n$n += 1\nh = h * (1 + self.n$n % 3)", init="self.n$n = 0", ops=("$m.n$n = 0",)),
     Feature("counter_only", "self.n$n += 1", init="self.n$n = 0"),
-    Feature("nested_counter", 'self.st$n["n"]["c"] += 1', init='self.st$n = {"n": {"c": 0}}', fault="A4"),
+    Feature("nested_counter", 'self.st$n["n"]["c"] += 1', init='self.st$n = {"n": {"c": 0}}'),
     Feature(
         "nested_list",
         'self.st$n["n"].append(h.shape[0])',
         init='self.st$n = {"n": []}',
         ops=('$m.st$n["n"].clear()',),
-        fault="A4",
     ),
     Feature("list", "self.seen$n.append(h.shape[0])", init="self.seen$n = []", ops=("$m.seen$n.clear()",)),
     Feature("tensor_list", "self.seen$n.append(h.detach())", init="self.seen$n = []", ops=("$m.seen$n.clear()",)),
@@ -43,14 +42,12 @@ WRITES = (
         ),
         module="CACHE$n = {}",
         ops=("CACHE$n.clear()",),
-        fault="A4",
     ),
     Feature(
         "lru_cache",
         "h = h * table$n(h.shape[1])",
         module="S$n = $v\n@functools.lru_cache\ndef table$n(width):\n    return torch.arange(width) * S$n\n",
         ops=("S$n = $v; table$n.cache_clear()", "S$n = $v"),
-        fault="A4",
     ),
     Feature(
         "lazy_attribute",
@@ -58,16 +55,13 @@ WRITES = (
         init="self.mask$n = None",
         ops=("$m.mask$n = None", "$m.mask$n = torch.ones(4)"),
     ),
-    Feature("global_list_write", "LOG$n.append(h.shape[0])", module="LOG$n = []", ops=("LOG$n.clear()",), fault="A4"),
-    Feature(
-        "global_counter", "COUNT$n['n'] += 1\nh = h * (1 + COUNT$n['n'] % 3)", module="COUNT$n = {'n': 0}", fault="A4"
-    ),
+    Feature("global_list_write", "LOG$n.append(h.shape[0])", module="LOG$n = []", ops=("LOG$n.clear()",)),
+    Feature("global_counter", "COUNT$n['n'] += 1\nh = h * (1 + COUNT$n['n'] % 3)", module="COUNT$n = {'n': 0}"),
     Feature(
         "global_statement",
         "h = counted$n(h)",
         module="N$n = 0\ndef counted$n(h):\n    global N$n\n    N$n += 1\n    return h * (1 + N$n % 3)\n",
         ops=("N$n = 0",),
-        fault="A4",
     ),
     Feature(
         "nonlocal_statement",
@@ -82,17 +76,15 @@ WRITES = (
             "    return counted\n"
             "counted$n = make$n()\n"
         ),
-        fault="A4",
     ),
-    Feature("class_counter", "$c.N$n += 1\nh = h * (1 + $c.N$n % 3)", body="N$n = 0", ops=("$c.N$n = 0",), fault="A4"),
+    Feature("class_counter", "$c.N$n += 1\nh = h * (1 + $c.N$n % 3)", body="N$n = 0", ops=("$c.N$n = 0",)),
     Feature(
         "function_counter",
         "h = counted$n(h)",
         module="def counted$n(h):\n    counted$n.n += 1\n    return h * (1 + counted$n.n % 3)\ncounted$n.n = 0\n",
-        fault="A4",
     ),
     Feature("itertools", "h = h * next(self.it$n)", init="self.it$n = itertools.cycle([0.5, 1.0, 2.0])"),
-    Feature("global_count", "h = h * (1 + next(IT$n) % 3)", module="IT$n = itertools.count()", fault="A4"),
+    Feature("global_count", "h = h * (1 + next(IT$n) % 3)", module="IT$n = itertools.count()"),
     Feature(
         "object_counter",
         "h = self.box$n.apply(h)",
@@ -197,6 +189,5 @@ WRITES = (
         "env_write",
         "os.environ[ENV$n] = str(int(os.environ.get(ENV$n, 0)) + 1)",
         module="ENV$n = __name__ + '_$n'\n",
-        fault="A4",
     ),
 )
