@@ -28,7 +28,7 @@ from fxprec.outputs import has_low_input, restore_dtypes
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.fuse import region_names
 from fxprec.settings import Settings
-from fxprec.static import StaticEntry
+from fxprec.static import OtherDtypes, StaticEntry
 from fxprec.stepwise import is_stepwise, stepwise
 from fxprec.user_line import user_level
 from fxprec.weights import Weights
@@ -127,15 +127,24 @@ class Conversion:
         if static.allowed:
             try:
                 names, constants, tensors = call_key(self.signature, args, kwargs)
-                found = static.find(names, constants, tensors) or self._trace(module, names, constants, tensors)
+                found = static.find(names, constants, tensors)
+                if found is None and self._became_low(module):
+                    return self._run_low(module, args, kwargs)
+                found = found or self._trace(module, names, constants, tensors)
             except CaptureDeclined as reason:
                 self._refuse_if_symbolic(reason)
             else:
-                return found.run(self.weights, tensors)
+                try:
+                    return found.run(self.weights, tensors)
+                except OtherDtypes:
+                    self._drop(static.retire(found))
+                return self._run(module, args, kwargs)
         return self._run_dynamic(module, args, kwargs)
 
     def _run_dynamic(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dynamic = self.forward.dynamic
+        if self._became_low(module):
+            return self._run_low(module, args, kwargs)
         why = dynamo.why_not_now()
         if why is not None:
             return self.run_in_net(module, args, kwargs, why)
@@ -153,6 +162,18 @@ class Conversion:
         if is_stepwise(output):
             self.in_net("what the forward returns", f"a {type(output).__name__}, which runs after the call")
         return self.restored(output, args, kwargs) if self.net else output
+
+    def _became_low(self, module: torch.nn.Module) -> bool:
+        """Whether its weights are all low since ``model.half()`` or the like: a model that convert would refuse."""
+        if self.frozen is not None or self.settings.policy.lowers_parameters:
+            return False
+        dtypes = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+        low = (torch.float16, torch.bfloat16)
+        return next(dtypes, None) in low and all(dtype in low for dtype in dtypes)
+
+    def _run_low(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.in_net("the whole forward", "its weights are low themselves by now: it runs in their dtype, as it stands")
+        return self.original_forward(module, *args, **kwargs)
 
     def original_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The untouched forward of the module."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,7 @@ from fxprec.memory import SharedMemory, constants_of, mark_shared
 from fxprec.shapes import propagate_shapes
 from fxprec.weights import Weights
 
-__all__ = ["StaticEntry", "StaticGraphs"]
+__all__ = ["OtherDtypes", "StaticEntry", "StaticGraphs"]
 
 #: Input dtypes for which a graph captured without inputs is right as it stands: its run-time tests tell them apart.
 _ASSUMED: Final = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
@@ -33,6 +33,13 @@ _MOST: Final = 64
 _Places = tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
 
 
+_dtype_of: Final = attrgetter("dtype")
+
+
+class OtherDtypes(Exception):
+    """The weights have other dtypes than when the graph was captured; nothing ran."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticEntry:
     """One graph, ready to run: guards, program, and where its weights are read from at each call.
@@ -45,6 +52,8 @@ class StaticEntry:
     captured: Captured
     low: _Places
     plain: _Places
+    low_dtypes: list[torch.dtype]
+    plain_dtypes: list[torch.dtype]
     dtypes: tuple[torch.dtype, ...] | None
     watched: _Places
     memory: SharedMemory | None
@@ -59,7 +68,8 @@ class StaticEntry:
         memory = None
         if program.writes:
             memory = SharedMemory([*map(getitem, *watched)], constants_of(program.gm), tensors)
-        return cls(captured, low, plain, dtypes, watched, memory)
+        low_dtypes, plain_dtypes = ([tensor.dtype for tensor in map(getitem, *places)] for places in (low, plain))
+        return cls(captured, low, plain, low_dtypes, plain_dtypes, dtypes, watched, memory)
 
     def serves(self, tensors: tuple[Tensor, ...] | None) -> bool:
         """Whether these inputs have the dtypes that the graph was rewritten for, share memory as those did where that
@@ -76,11 +86,23 @@ class StaticEntry:
         return self.captured.guards.failing() is None  # type: ignore[union-attr]
 
     def run(self, weights: Weights, tensors: tuple[Tensor, ...]) -> Any:
-        """Run the program on the weights as they are now."""
+        """Run the program on the weights as they are now.
+
+        Raises:
+            OtherDtypes: these are others than the graph was rewritten for (``model.double()``).
+        """
+        plain = [*map(getitem, *self.plain)]
+        if [*map(_dtype_of, plain)] != self.plain_dtypes:
+            raise OtherDtypes
+        given = [*map(getitem, *self.low)]
+        looked = weights.store.looked
+        low = weights.read(given)
+        # A weight of another dtype is in other memory, which the store looks at closely.
+        if looked != weights.store.looked and [*map(_dtype_of, given)] != self.low_dtypes:
+            raise OtherDtypes
         program = self.captured.program
-        low = weights.read([*map(getitem, *self.low)])
         try:
-            return program.function(*low, *map(getitem, *self.plain), *tensors)
+            return program.function(*low, *plain, *tensors)
         finally:
             if program.writes_weights:
                 weights.store.mark_stale()
@@ -148,6 +170,12 @@ class StaticGraphs:
             self._forget(of_names, old)
         of_names.setdefault(constants, []).insert(0, entry)
         return [old.captured for old in dropped]
+
+    def retire(self, entry: StaticEntry) -> list[Captured]:
+        """No call is served by it any more. Returns its graph."""
+        for of_names in self._entries.values():
+            self._forget(of_names, entry)
+        return [entry.captured]
 
     def give_up(self) -> list[Captured]:
         """From now on dynamo serves. Returns the graphs that no call reaches any more."""

@@ -54,13 +54,14 @@ class ShadowStore:
     Attributes:
         dtype: dtype of the shadows.
         debug: under ``no_grad`` compare every shadow with its weight at each ``begin``, and raise on a stale one.
+        looked: how often it went through weights one by one, since something changed, or might have.
         refreshes: multi-tensor copies so far (the first cast of a weight is none).
     """
 
     def __init__(self, dtype: torch.dtype, debug: bool = False) -> None:
         self.dtype = dtype
         self.debug = debug
-        self.refreshes = 0
+        self.refreshes = self.looked = 0
         self._entries: dict[int, Entry] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._stepped: set[int] = set()
@@ -91,6 +92,7 @@ class ShadowStore:
     def read(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The low copies of ``weights``, in order."""
         if is_traced():
+            self.looked += 1
             return [weight.to(self.dtype) for weight in weights]
         ids = tuple(map(id, weights))
         plan = self._plans.get(ids)
@@ -101,6 +103,7 @@ class ShadowStore:
             and plan.holds(weights)
         ):
             return plan.shadows.copy()
+        self.looked += 1
         # Nothing may hold an old shadow while a new one is made: its memory, and an AccumulateGrad of the old shape.
         del plan
         return self._settle(weights, ids)
