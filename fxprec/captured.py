@@ -20,12 +20,16 @@ class Captured:
     """One rewritten graph of a method, or of a piece of it between two graph breaks.
 
     Attributes:
+        method: its name, as ``MethodName`` writes it.
+        entry: number of the entry point that it serves: that of the class, or of a function set on the instance.
         gm: the graph that users see.
         program: what runs for it.
-        training: the mode that the model was in.
+        training: the mode that the method's module was in.
         guards: what static capture read; None for a graph of dynamo, which guards by itself.
     """
 
+    method: str
+    entry: int
     gm: GraphModule
     program: Program
     training: bool

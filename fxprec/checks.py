@@ -16,6 +16,7 @@ from fxprec.errors import ConversionError, ServiceWarning
 from fxprec.module import is_converted
 from fxprec.passes.policy import Policy
 from fxprec.settings import Settings, why_no_kernels
+from fxprec.swapped import is_host
 from fxprec.torch_internals import is_compiled
 
 __all__ = ["check_module_overrides", "refuse_unfit", "settled_device"]
@@ -118,6 +119,12 @@ def _refuse_module(model: nn.Module) -> None:
         if is_converted(module):
             where = f"its submodule {path!r}" if path else name
             raise ConversionError(f"{where} is converted already: fxprec.revert it first, then convert again")
+        if is_host(module):
+            where = f"its submodule {path!r}" if path else name
+            raise ConversionError(
+                f"{where} is part of a converted model, which runs methods of it (methods=...): "
+                "fxprec.revert that model first"
+            )
         cls = type(module)
         if cls in seen:
             continue

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Final, NoReturn
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Proxy
 from torch.nn.parameter import is_lazy
 
@@ -23,27 +26,38 @@ from fxprec.entry_point import EntryPoint
 from fxprec.errors import CaptureError, ConversionError, NotCapturedError, ServiceWarning, UnusedSettingWarning
 from fxprec.kernels.torch_internals import disable_current_modes, is_fx_tracing
 from fxprec.locks import CAPTURING
+from fxprec.method_names import MethodName
 from fxprec.net import Net, inside_net
 from fxprec.outputs import has_low_input, restore_dtypes
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.fuse import region_names
+from fxprec.passes.policy_terms import did_you_mean
 from fxprec.settings import Settings
 from fxprec.static import OtherDtypes, StaticEntry
 from fxprec.stepwise import is_stepwise, stepwise
 from fxprec.user_line import user_level
 from fxprec.weights import Weights
+from fxprec.wrappers import Wrappers
 
-__all__ = ["Conversion"]
+__all__ = ["STATE", "Conversion"]
+
+#: The attribute of a converted module that holds its conversion.
+STATE: Final = "_fxprec"
+#: Why a function that was just set on the instance runs in the net.
+_NEW: Final = "it was set on the instance, and is captured from its second call on"
 
 
 class Conversion:
     """The state of one converted module. Never saved: a copied or loaded module is converted again from ``settings``.
 
     Attributes:
+        methods: by name, "forward" first: what runs in the places of the model's methods.
+        wrappers: the functions that stand there.
         captured: the rewritten graphs that calls can reach, in the order of their capture. Nobody else keeps a list.
         net: 'where' -> 'why' of what ran outside them, under torch.autocast.
         declined: why static capture was declined, per argument pattern.
         captures: how often a forward, or a piece of one, was captured.
+        calls: how often a method was called.
         bypassed: how many ``fxprec.original`` blocks are open.
         frozen: names of the weights whose FP32 masters ``fxprec.freeze`` dropped.
         settled: a call has gone through: what is refused from now on does not undo the conversion.
@@ -51,16 +65,19 @@ class Conversion:
         undo: puts back what the conversion changed besides class and forward, until then.
     """
 
-    def __init__(self, settings: Settings, module: torch.nn.Module, frozen: frozenset[str] | None = None) -> None:
+    def __init__(self, settings: Settings, module: nn.Module, frozen: frozenset[str] | None = None) -> None:
         self.settings = settings
         self.module = weakref.ref(module)
         self.original_class = type(module)
         self.name = self.original_class.__name__
         self.weights = Weights(settings.dtype)
         self.store = self.weights.store
-        self.forward = EntryPoint(
-            settings, self.weights, "forward", type(module), module.__dict__.pop("forward", None), self.net_context
-        )
+        self.wrappers = Wrappers()
+        self._numbers = itertools.count()
+        self._gone: list[int] = []
+        self.methods = {name: self.entry_point(name) for name in ("forward", *settings.methods)}
+        self._functions: dict[int, weakref.ref[Any]] = {}
+        self.calls = 0
         self.bypassed = 0
         self.frozen = frozen
         self.settled = False
@@ -70,10 +87,26 @@ class Conversion:
         self._warned_autocast = False
         self._policy_checked = not settings.policy.overrides and not settings.policy.rules and not settings.chooses
 
+    def entry_point(self, name: str) -> EntryPoint:
+        """A new one, which nobody knows yet."""
+        return EntryPoint(
+            self.settings, self.weights, MethodName.parse(name), next(self._numbers), self.net_context, self.wrappers
+        )
+
+    def forget_with(self, function: Callable[..., Any], entry: EntryPoint) -> None:
+        """Forget the graphs of a function that was set on an instance when nobody can call it any more."""
+        gone, number = self._gone, entry.number
+        self._functions[number] = weakref.ref(function, lambda _: gone.append(number))
+
+    def entries(self) -> list[EntryPoint]:
+        """What calls of the methods run, in the order of ``methods``."""
+        return [active for entry in self.methods.values() if (active := entry.active) is not None]
+
     def start_over(self) -> None:
-        """Forget every capture: the forward is another one now."""
+        """Forget every capture: the code is another one now."""
         self._forget()
-        self.forward.start_over()
+        for entry in {*self.methods.values(), *self.entries()}:
+            entry.start_over()
 
     def _forget(self) -> None:
         self.captured: list[Captured] = []
@@ -84,108 +117,121 @@ class Conversion:
     @property
     def signature(self) -> inspect.Signature:
         """That of the original forward, without self."""
-        return self.forward.signature
+        return self.method("forward").signature
 
     # -- calling ---------------------------------------------------------------------------------------------------
 
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of a method of ``module`` runs."""
         if self.bypassed:
-            return self.original_forward(module, *args, **kwargs)
+            return entry.unbound(module, *args, **kwargs)
         if torch.compiler.is_exporting():
             self._refuse_tracer("torch.export", "torch.export.export(fxprec.graph_module(model), inputs)")
         if is_fx_tracing() and any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
             self._refuse_tracer("torch.fx.symbolic_trace", "it is fxprec.graph_module(model)")
         if torch.is_autocast_enabled(self.settings.device) and not self._warned_autocast and not inside_net():
             self._warn_autocast()
-        if module is not self.module():
-            return self.run_in_net(module, args, kwargs, "a replica of the converted module")
+        model = self.module()
+        if model is None or module is not entry.owner():
+            return self.run_in_net(entry, module, args, kwargs, "a replica of the converted module")
         if self.frozen is not None and module.training and torch.is_grad_enabled():
             self.refuse_if_frozen("a training forward")
-        if not self.settled and any(map(is_lazy, module.parameters())):
+        if not self.settled and any(map(is_lazy, model.parameters())):
             self.start_over()  # what was declined now may be captured at the next call
             return self.run_in_net(
-                module, args, kwargs, "lazy modules take their shapes, and classes, from a first call"
+                entry, module, args, kwargs, "lazy modules take their shapes, and classes, from a first call"
             )
-        self.weights.begin(module)
-        output = self._run(module, args, kwargs)
+        if entry.new:
+            entry.new = False
+            return self.run_in_net(entry, module, args, kwargs, _NEW)
+        if entry.code_changed:
+            entry.start_over()
+            self._drop(self._captured_of(entry))
+        self.weights.begin(model)
+        self.calls += 1
+        output = self._run(entry, model, module, args, kwargs)
+        self.check_policy(model)
         if not self.settled:
-            self.check_policy(module)
             self.settled, self.undo = True, None
         if self.frozen is not None or self.settings.policy.lowers_parameters:
             output = self.restored(output, args, kwargs)  # the graph sees low weights, the original program had FP32
         return output
 
-    def _run(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        static = self.forward.static
-        if self.forward.steps is not None:
-            reason = CaptureDeclined(f"the forward is {self.forward.steps}, which runs after the call")
-            self._refuse_if_symbolic(reason)
-            output = self.run_in_net(module, args, kwargs, reason.reason)
-            if not self.settled:
-                self._warn_nothing_captured()
+    def _run(
+        self, entry: EntryPoint, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        static = entry.static
+        if entry.steps is not None:
+            reason = CaptureDeclined(f"{entry.called_here} is {entry.steps}, which runs after the call")
+            self._refuse_if_symbolic(entry, reason)
+            output = self.run_in_net(entry, module, args, kwargs, reason.reason)
+            if not entry.called:
+                self._warn_nothing_captured(entry)
+            entry.called = True
             return output
         if static.allowed:
             try:
-                names, constants, tensors = call_key(self.signature, args, kwargs)
+                names, constants, tensors = call_key(entry.signature, args, kwargs)
                 found = static.find(names, constants, tensors)
-                if found is None and self._became_low(module):
-                    return self._run_low(module, args, kwargs)
-                found = found or self._trace(module, names, constants, tensors)
+                if found is None and self._became_low(model):
+                    return self._run_low(entry, module, args, kwargs)
+                found = found or self._trace(entry, model, names, constants, tensors)
             except CaptureDeclined as reason:
-                self._refuse_if_symbolic(reason)
+                self._refuse_if_symbolic(entry, reason)
             else:
                 try:
                     return found.run(self.weights, tensors)
                 except OtherDtypes:
                     self._drop(static.retire(found))
-                return self._run(module, args, kwargs)
-        return self._run_dynamic(module, args, kwargs)
+                return self._run(entry, model, module, args, kwargs)
+        return self._run_dynamic(entry, model, module, args, kwargs)
 
-    def _run_dynamic(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dynamic = self.forward.dynamic
-        if self._became_low(module):
-            return self._run_low(module, args, kwargs)
+    def _run_dynamic(
+        self, entry: EntryPoint, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        dynamic = entry.dynamic
+        if self._became_low(model):
+            return self._run_low(entry, module, args, kwargs)
         why = dynamo.why_not_now()
         if why is not None:
-            return self.run_in_net(module, args, kwargs, why)
+            return self.run_in_net(entry, module, args, kwargs, why)
+        known, calls, first, entry.called = len(self.net), self.calls, not entry.called, True
         try:
-            output = dynamic.run(module, args, kwargs)
+            output = dynamic.run(model, module, args, kwargs)
         except LeftToNet as reason:
-            return self.run_in_net(module, args, kwargs, str(reason))
+            return self.run_in_net(entry, module, args, kwargs, str(reason))
         finally:
             if dynamic.found or dynamic.net_notes:
-                self._take_found()
-        if not self.captured and not self.settled and not self.net:
-            self.in_net("the whole forward", "dynamo found nothing in it to capture")
-        if not self.captured and not self.settled:
-            self._warn_nothing_captured()
+                self._take_found(entry)
+        if first and not self._captured_of(entry) and calls == self.calls:  # it called no other method that has graphs
+            if len(self.net) == known:
+                self.in_net(entry.whole, "dynamo found nothing in it to capture")
+            self._warn_nothing_captured(entry)
         if is_stepwise(output):
-            self.in_net("what the forward returns", f"a {type(output).__name__}, which runs after the call")
+            self.in_net(f"what {entry.called_here} returns", f"a {type(output).__name__}, which runs after the call")
         return self.restored(output, args, kwargs) if self.net else output
 
-    def _became_low(self, module: torch.nn.Module) -> bool:
+    def _became_low(self, model: nn.Module) -> bool:
         """Whether its weights are all low since ``model.half()`` or the like: a model that convert would refuse."""
         if self.frozen is not None or self.settings.policy.lowers_parameters:
             return False
-        dtypes = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+        dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         low = (torch.float16, torch.bfloat16)
         return next(dtypes, None) in low and all(dtype in low for dtype in dtypes)
 
-    def _run_low(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.in_net("the whole forward", "its weights are low themselves by now: it runs in their dtype, as it stands")
-        return self.original_forward(module, *args, **kwargs)
-
-    def original_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The untouched forward of the module."""
-        return self.forward.unbound(module, *args, **kwargs)
+    def _run_low(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.in_net(entry.whole, "its weights are low themselves by now: it runs in their dtype, as it stands")
+        return entry.unbound(module, *args, **kwargs)
 
     # -- the net ---------------------------------------------------------------------------------------------------
 
-    def run_in_net(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Any:
-        """The original forward under torch.autocast: lowered, though not by our graphs. Recorded."""
+    def run_in_net(
+        self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: str
+    ) -> Any:
+        """The original method under torch.autocast: lowered, though not by our graphs. Recorded."""
         with self.net_context():
-            output = self.original_forward(module, *args, **kwargs)
-        self.in_net("the whole forward", why)
+            output = entry.unbound(module, *args, **kwargs)
+        self.in_net(entry.whole, why)
         return self.restored(output, args, kwargs)
 
     def in_net(self, where: str, why: str) -> None:
@@ -214,7 +260,8 @@ class Conversion:
 
     def _trace(
         self,
-        module: torch.nn.Module,
+        entry: EntryPoint,
+        model: nn.Module,
         names: tuple[str, ...],
         constants: Constants,
         tensors: tuple[torch.Tensor, ...] | None,
@@ -224,104 +271,128 @@ class Conversion:
         Raises:
             CaptureDeclined: there can be no graph; nothing was run.
         """
-        static = self.forward.static
+        static = entry.static
         with CAPTURING, disable_current_modes(), fewer_collections():
             if (found := static.find(names, constants, tensors)) is not None:  # another thread was at it
                 return found
             try:
-                with self.twin(module) as twin:
-                    capture = static.trace(twin, names, constants, tensors)
+                root, method = self._traceable(entry, model)
+                with self.wrappers.traced():
+                    capture = static.trace(root, names, constants, tensors, method, entry.name.path)
             except CaptureDeclined as reason:
-                self.declined.append(reason.reason)
+                self.declined.append(reason.reason if entry.key == "forward" else f"{entry.key}: {reason.reason}")
                 self._drop(static.give_up())
                 raise
             program = rewrite(capture.gm, self.settings)
-            captured = Captured(capture.gm, program, module.training, capture.guards)
-            entry = StaticEntry.of(capture, captured, tensors)
-            self._drop(static.add(names, constants, entry))
+            captured = Captured(entry.key, entry.number, capture.gm, program, capture.gm.training, capture.guards)
+            found = StaticEntry.of(capture, captured, tensors)
+            self._captured_at_last(entry)
+            self._drop(static.add(names, constants, found))
             self.captured.append(captured)
             self.captures += 1
-            return entry
+            return found
 
-    def _take_found(self) -> None:
+    def _take_found(self, entry: EntryPoint) -> None:
         """Keep what a call under dynamo captured."""
         with CAPTURING:
-            dynamic = self.forward.dynamic
+            dynamic = entry.dynamic
             found, notes = dynamic.found, dynamic.net_notes
             dynamic.found, dynamic.net_notes = [], {}
-        self.captured += found
+        self.captured += [Captured(entry.key, entry.number, *each) for each in found]
         self.captures += len(found)
+        self._drop_gone()
+        if found:
+            self._captured_at_last(entry)
         for where, why in notes.items():
             self.in_net(where, why)
+
+    def _drop_gone(self) -> None:
+        """Forget the graphs of functions that nobody can call any more."""
+        while self._gone:
+            number = self._gone.pop()
+            self._functions.pop(number, None)
+            self.captured = [captured for captured in self.captured if captured.entry != number]
+
+    def _captured_at_last(self, entry: EntryPoint) -> None:
+        if self.net.get(entry.whole) == _NEW:
+            del self.net[entry.whole]
 
     def _drop(self, dead: list[Captured]) -> None:
         """Forget graphs that no call can reach any more."""
         self.captured = [captured for captured in self.captured if captured not in dead]
-
-    def capture_now(self, module: torch.nn.Module) -> bool:
-        """Capture statically for the call that one expects, if the model can be; False where it takes a call."""
-        if not self.captured:
-            if (
-                not self.forward.static.allowed or self.forward.steps or self.settings.pays
-            ):  # which waits for the sizes of a call
-                return False
-            try:
-                names, constants = default_key(self.signature)
-                self._trace(module, names, constants, None)
-            except CaptureDeclined as reason:
-                self._refuse_if_symbolic(reason)
-                return False
-        return True
 
     @property
     def ran_in_net(self) -> bool:
         """Whether there were calls, and no graph for any of them."""
         return self.settled and not self.captured and bool(self.net)
 
-    def active(self, module: torch.nn.Module) -> GraphModule:
-        """The graph captured last, capturing statically if nothing was yet."""
-        if not self.capture_now(module):
-            if self.ran_in_net:
-                where, why = next(iter(self.net.items()))
-                raise NotCapturedError(f"{self.name} has no graph: it {self._served()}. {where}: {why}")
-            waits = ["lower='pays' asks for sizes"] if self.settings.pays else []
-            why = "".join(f" ({reason})" for reason in (self.declined or waits)[-1:])
-            raise NotCapturedError(
-                f"{self.name} is captured at its first call{why}: call it once, "
-                "or give convert(model, example_inputs=(...)), and look again"
-            )
-        return self.captured[-1].gm
+    def _captured_of(self, entry: EntryPoint) -> list[Captured]:
+        return [captured for captured in self.captured if captured.entry == entry.number]
 
-    @contextlib.contextmanager
-    def twin(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """The module as it was before its conversion, with the very same attributes: for a trace.
+    def capture_now(self, model: nn.Module) -> None:
+        """Capture each method statically for the call that one expects, if it can be: others take a call."""
+        for entry in self.entries():
+            self._capture_expected(entry, model)
 
-        The module itself stays as it is, since other threads may call it meanwhile.
-        """
-        if self.forward.of_instance is not None:  # may be bound to the module
-            with self.as_original(module):
-                yield module
-        else:
-            twin = object.__new__(self.original_class)
-            object.__setattr__(twin, "__dict__", module.__dict__)
-            yield twin
-
-    @contextlib.contextmanager
-    def as_original(self, module: torch.nn.Module) -> Iterator[None]:
-        """The module as it was before its conversion, for a while."""
-        swapped, attributes = module.__class__, module.__dict__
-        kept = {name: attributes.pop(name) for name in ("forward", "_fxprec") if name in attributes}
-        module.__class__ = self.original_class
-        if self.forward.of_instance is not None:
-            attributes["forward"] = self.forward.of_instance
+    def _capture_expected(self, entry: EntryPoint, model: nn.Module) -> None:
+        if self._captured_of(entry) or not entry.static.allowed or entry.steps is not None:
+            return
+        if self.settings.pays:  # which waits for the sizes of a call
+            return
         try:
-            yield
-        finally:
-            attributes.pop("forward", None)
-            attributes.update(kept)
-            module.__class__ = swapped
+            self._trace(entry, model, *default_key(entry.signature, entry.name.name), None)
+        except CaptureDeclined as reason:
+            self._refuse_if_symbolic(entry, reason)
 
-    def lowered_weights(self, module: torch.nn.Module) -> list[str]:
+    def active(self, model: nn.Module, method: str = "forward") -> GraphModule:
+        """The graph of a method that was captured last, capturing statically if nothing was yet."""
+        entry = self.method(method)
+        self._capture_expected(entry, model)
+        if not (found := self._captured_of(entry)):
+            self._raise_not_captured(entry)
+        return found[-1].gm
+
+    def all_graphs(self, model: nn.Module) -> list[Captured]:
+        """Those that calls of the methods run, capturing statically what can be."""
+        self.capture_now(model)
+        self._drop_gone()
+        if not self.captured:
+            self._raise_not_captured(self.method("forward"))
+        running = {entry.number for entry in self.entries()}
+        # A function set on the instance may call what was there before, unless its own graphs hold that too.
+        running |= {
+            entry.number
+            for entry in self.methods.values()
+            if entry.active is None or not self._captured_of(entry.active)
+        }
+        return [captured for captured in self.captured if captured.entry in running]
+
+    def method(self, name: str) -> EntryPoint:
+        """The entry point of that name; the path of a module stands for its forward.
+
+        Raises:
+            ValueError: there is none; with the nearest names.
+        """
+        named = self.methods.get(name) or self.methods.get(f"{name}.forward")
+        if named is None:
+            raise ValueError(
+                f"method={name!r}: {self.name} was converted with {', '.join(self.methods)}"
+                f"{did_you_mean(name, self.methods)}; name others when converting: convert(model, methods=({name!r},))"
+            )
+        return named.active or named
+
+    def _traceable(self, entry: EntryPoint, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
+        """The model as it was before its conversion, with the very same attributes, and its method: for a trace.
+
+        The model itself stays as it is, since other threads may call it meanwhile.
+        """
+        if entry.of_instance is not None:  # may be bound to the module
+            return model, entry.of_instance
+        twin = object.__new__(self.original_class)
+        object.__setattr__(twin, "__dict__", model.__dict__)
+        return twin, MethodType(entry.unbound, twin.get_submodule(entry.name.path))
+
+    def lowered_weights(self, module: nn.Module) -> list[str]:
         """Names of the parameters that every graph so far reads in the low dtype only."""
         tensors = dict(module.named_parameters(remove_duplicate=False))
         low = {id(tensors.get(name)) for captured in self.captured for name in captured.program.low}
@@ -330,9 +401,11 @@ class Conversion:
 
     # -- refusals --------------------------------------------------------------------------------------------------
 
-    def check_policy(self, module: torch.nn.Module) -> None:
-        """Once graphs exist: raise PolicyError if an override matched nothing in any of them."""
+    def check_policy(self, module: nn.Module) -> None:
+        """Once every method has graphs, or was called: raise PolicyError if an override matched nothing in any."""
         if self._policy_checked or not self.captured:
+            return
+        if not all(entry.called or self._captured_of(entry) for entry in self.entries()):
             return
         everything = [node for each in self.captured for graph in every_graph(each.gm) for node in graph.graph.nodes]
         ops = {node.meta["op"].name for node in everything if "op" in node.meta}
@@ -347,10 +420,11 @@ class Conversion:
                 "Keep the original checkpoint, and load and train an unfrozen model"
             )
 
-    def _refuse_if_symbolic(self, reason: CaptureDeclined) -> None:
+    def _refuse_if_symbolic(self, entry: EntryPoint, reason: CaptureDeclined) -> None:
         if self.settings.capture == "symbolic":
             raise CaptureError(
-                f"capture='symbolic' cannot take {self.name}: {reason}. Leave capture out: dynamo takes such models"
+                f"capture='symbolic' cannot take {self._called(entry)}: {reason}. "
+                "Leave capture out: dynamo takes such models"
             ) from None
 
     def _refuse_tracer(self, tracer: str, instead: str) -> NoReturn:
@@ -373,10 +447,25 @@ class Conversion:
         under = "" if self.settings.policy.level == "O0" else f" under torch.autocast({self.settings.device!r})"
         return f"runs{under} as it stands"
 
-    def _warn_nothing_captured(self) -> None:
+    def _called(self, entry: EntryPoint) -> str:
+        return self.name if entry.key == "forward" else f"{self.name}.{entry.key}"
+
+    def _raise_not_captured(self, entry: EntryPoint) -> NoReturn:
+        if self.ran_in_net:
+            where, why = next(iter(self.net.items()))
+            raise NotCapturedError(f"{self._called(entry)} has no graph: it {self._served()}. {where}: {why}")
+        waits = ["lower='pays' asks for sizes"] if self.settings.pays else []
+        declined = [why for why in self.declined if entry.key == "forward" or why.startswith(f"{entry.key}: ")]
+        why = "".join(f" ({reason})" for reason in (declined or waits)[-1:])
+        give = "or give convert(model, example_inputs=(...)), " if entry.key == "forward" else ""
+        raise NotCapturedError(
+            f"{self._called(entry)} is captured at its first call{why}: call it once, {give}and look again"
+        )
+
+    def _warn_nothing_captured(self, entry: EntryPoint) -> None:
         why = "; ".join(dict.fromkeys(self.net.values()))
         warnings.warn(
-            f"no graph of {self.name} was captured: it {self._served()}. Why: {why}",
+            f"no graph of {self._called(entry)} was captured: it {self._served()}. Why: {why}",
             category=ServiceWarning,
             stacklevel=user_level(),
         )

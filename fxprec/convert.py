@@ -20,6 +20,7 @@ from fxprec.cost_files import cpu_flags, has_bfloat16_units
 from fxprec.default_scaler import make_scaler
 from fxprec.errors import SlowDtypeWarning
 from fxprec.loss_scaler import LossScaler
+from fxprec.method_names import named_methods
 from fxprec.module import attach, put_back
 from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
@@ -108,6 +109,7 @@ def convert(
     keep_output_dtype: bool = True,
     loss: nn.Module | Callable[..., Any] | None = None,
     scaler: LossScaler | float | Literal[False] | None = None,
+    methods: Sequence[str] = (),
 ) -> Converted[Any]:
     """Rewrite a model to mixed precision; returns ``(module, scaler)``.
 
@@ -135,6 +137,8 @@ def convert(
             converted as one graph; ``model`` itself stays as it is.
         scaler: None: dynamic for float16, disabled for bfloat16; False: disabled; a number: static; or a LossScaler.
             The first step on float16 gradients of a loss that no scaler has scaled warns, unless it is False or 1.
+        methods: other methods, by name or dotted path, that run rewritten graphs as forward does, such as
+            ``("encode", "vae.decode")``; the path of a module means its forward.
 
     Raises:
         TypeError: model, example inputs or scaler of a type that cannot serve.
@@ -168,15 +172,14 @@ def convert(
         _warn_if_slow(settings)
     module = _as_module(model, loss)
     check_module_overrides(policy, module)
-    conversion = attach(module, settings)
+    conversion = attach(module, replace(settings, methods=named_methods(module, methods)))
     conversion.converting = True
     try:
         if policy.level == "O3":
             conversion.undo = _lower_parameters(module, settings.dtype, policy)
         if example_inputs is not None:
             warm_up(module, conversion, example_inputs)
-        else:
-            conversion.capture_now(module)
+        conversion.capture_now(module)
         conversion.check_policy(module)
     except BaseException:
         put_back(module)

@@ -17,15 +17,18 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxprec import dynamo
-from fxprec.captured import Captured, rewrite
+from fxprec.captured import rewrite
 from fxprec.dynamo_fsdp import frames_of_shards
 from fxprec.dynamo_graph import own_copy, own_graph
 from fxprec.dynamo_programs import ArgumentProgram, ProgramsByMemory
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.locks import CAPTURING
 from fxprec.memory import mark_all_shared, mark_shared
+from fxprec.method_names import MethodName
+from fxprec.program import Program
 from fxprec.settings import Settings
 from fxprec.weights import Weights
+from fxprec.wrappers import Wrappers
 
 __all__ = ["DynamicGraphs", "LeftToNet"]
 
@@ -40,11 +43,14 @@ class DynamicGraphs:
     Args:
         settings: those of the conversion.
         weights: where the graphs read low weights.
+        name: of the method.
         net: makes the context in which everything outside of the graphs runs.
+        wrappers: what the captures see through.
         original: gives the untouched method, as a function whose first argument is the module.
 
     Attributes:
-        found: the graphs captured since somebody took them.
+        seeing_through: makes the context of a compilation.
+        found: the graphs captured since somebody took them: graph, program, mode of the method's module.
         net_notes: 'where' -> 'why' of what runs outside of them, likewise.
     """
 
@@ -52,19 +58,24 @@ class DynamicGraphs:
         self,
         settings: Settings,
         weights: Weights,
+        name: MethodName,
         net: Callable[[], contextlib.AbstractContextManager[Any]],
+        wrappers: Wrappers,
         original: Callable[[], Callable[..., Any]],
     ) -> None:
         self._settings, self._weights, self._net, self._original = settings, weights, net, original
+        self._name = name
+        self.seeing_through = wrappers.compiled
         self._capture: dynamo.DynamoCapture | None = None
         self._under_net = True
-        self._module: weakref.ref[nn.Module] | None = None
-        self.found: list[Captured] = []
+        self._model: weakref.ref[nn.Module] | None = None
+        self._owner: weakref.ref[nn.Module] | None = None
+        self.found: list[tuple[GraphModule, Program, bool]] = []
         self.net_notes: dict[str, str] = {}
         self._by_memory: list[ProgramsByMemory] = []
 
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the graphs for this call, capturing them if need be.
+    def run(self, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the graphs for this call of a method of ``module``, which is in ``model``, capturing them if need be.
 
         Raises:
             LeftToNet: dynamo cannot take it; nothing ran.
@@ -72,17 +83,17 @@ class DynamicGraphs:
         capture = self._capture
         if capture is None:
             with CAPTURING:
-                self._module = weakref.ref(module)
+                self._model, self._owner = weakref.ref(model), weakref.ref(module)
                 capture = self._capture = self._capture or dynamo.DynamoCapture(self._original(), self)
         try:
             with contextlib.ExitStack() as stack:
                 if self._under_net:
                     stack.enter_context(self._net())
                 if self._weights.come_and_go:
-                    stack.enter_context(frames_of_shards(module))
+                    stack.enter_context(frames_of_shards(model))
                 return capture.call(module, *args, **kwargs)
         except RuntimeError as error:
-            return self._after(error, module, args, kwargs)
+            return self._after(error, model, module, args, kwargs)
 
     def rewritten(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
@@ -101,23 +112,25 @@ class DynamicGraphs:
 
     def _argument_program(self, gm: GraphModule, inputs: Sequence[Any], any_memory: bool) -> ArgumentProgram:
         """Rewrite one graph for these arguments; ``any_memory``: for any, however they share memory."""
-        module = self._module and self._module()
-        assert module is not None  # it runs this very call
-        gm, arguments = own_graph(gm, inputs, _tensor_names(module))
+        model, module = self._model and self._model(), self._owner and self._owner()
+        assert model is not None and module is not None  # they run this very call
+        gm, arguments = own_graph(gm, inputs, model, self._name.path)
         if any_memory:
             mark_all_shared(gm)
         else:
             placeholders = gm.graph.find_nodes(op="placeholder")
             mark_shared(gm, dict(zip(placeholders, [inputs[i] for i in arguments.inputs], strict=True)))
         program = rewrite(gm, self._settings)
-        self.found.append(Captured(gm, program, module.training))
+        self.found.append((gm, program, module.training))
         return ArgumentProgram.of(program, arguments, inputs, any_memory)
 
     def in_net(self, where: str, why: str) -> None:
         """Code outside our graphs, and the reason."""
         self.net_notes.setdefault(where, why)
 
-    def _after(self, error: RuntimeError, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _after(
+        self, error: RuntimeError, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """What to do about an error of a call: perhaps it was none of the model's own."""
         capture = self._capture
         assert capture is not None
@@ -127,7 +140,7 @@ class DynamicGraphs:
         if dynamo.met_a_trace(error):  # of another thread; it comes before anything has run
             with CAPTURING:
                 if not is_fx_tracing():  # else it is a trace of this thread's own
-                    return self.run(module, args, kwargs)
+                    return self.run(model, module, args, kwargs)
         if not capture.failed_at_first(error):
             raise error  # A part of the forward ran, or all: it must not run again.
         if self._under_net:
@@ -147,9 +160,3 @@ class DynamicGraphs:
         self._capture, self._under_net = capture, False
         self.net_notes = {}
         return output
-
-
-def _tensor_names(module: nn.Module) -> dict[int, tuple[str, str]]:
-    """id of each parameter and buffer -> its name, and which of both it is."""
-    names = {id(value): (name, "parameter") for name, value in module.named_parameters()}
-    return names | {id(value): (name, "buffer") for name, value in module.named_buffers() if id(value) not in names}

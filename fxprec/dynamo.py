@@ -6,6 +6,7 @@ Every graph that dynamo finds in a forward is handed to a ``GraphReceiver``; wha
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 import types
@@ -67,6 +68,10 @@ class GraphReceiver(Protocol):
 
     def in_net(self, where: str, why: str) -> None:
         """Code outside our graphs, and the reason."""
+        ...
+
+    def seeing_through(self) -> contextlib.AbstractContextManager[Any]:
+        """A context for one compilation, in which our wrappers are the functions that they stand for."""
         ...
 
 
@@ -136,6 +141,11 @@ class _Backend:
             self._broken = dict(_counted("graph_break"))
         return receiver.rewritten(gm, inputs)
 
+    def seeing_through(self) -> contextlib.AbstractContextManager[Any]:
+        """As the receiver has it."""
+        receiver = self._receiver()
+        return contextlib.nullcontext() if receiver is None else receiver.seeing_through()
+
     def listen(self) -> None:
         """Note what dynamo could not take so far."""
         self._seen = dict(_counted("unimplemented"))
@@ -180,7 +190,10 @@ class _Compiling:
         self.skipped: list[types.CodeType] = []
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with CAPTURING, _configured(), strict(), fewer_collections(), warnings.catch_warnings():
+        with contextlib.ExitStack() as stack:
+            for context in (CAPTURING, self._backend.seeing_through(), _configured(), strict(), fewer_collections()):
+                stack.enter_context(context)
+            stack.enter_context(warnings.catch_warnings())
             for message in _NOISE:
                 warnings.filterwarnings("ignore", message=message)
             self._backend.listen()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -34,21 +34,26 @@ class Arguments:
     inputs: tuple[int, ...]
 
 
-def own_graph(
-    gm: GraphModule, inputs: Sequence[Any], names: dict[int, tuple[str, str]]
-) -> tuple[GraphModule, Arguments]:
+def own_graph(gm: GraphModule, inputs: Sequence[Any], model: nn.Module, path: str) -> tuple[GraphModule, Arguments]:
     """A copy to rewrite: dynamo still reads the placeholders of the graph that it handed over.
 
     Args:
         gm: dynamo's graph; its parameters and buffers are placeholders.
         inputs: example inputs, one a placeholder.
-        names: id of a tensor -> (dotted name, "parameter" or "buffer").
+        model: what holds the weights.
+        path: where in it is the module whose method was captured.
     """
     copied = own_copy(gm)
-    arguments, prefix = _name_weights(copied, inputs, names)
+    arguments, frame = _name_weights(copied, inputs, _tensor_names(model))
     arguments = Arguments(arguments.weights, _ask_sizes(copied, arguments.inputs))
-    _relocate(copied, prefix)
+    _relocate(copied, model, path if frame is None else frame)
     return copied, arguments
+
+
+def _tensor_names(model: nn.Module) -> dict[int, tuple[str, str]]:
+    """id of each parameter and buffer -> its name, and which of both it is."""
+    names = {id(value): (name, "parameter") for name, value in model.named_parameters()}
+    return names | {id(value): (name, "buffer") for name, value in model.named_buffers() if id(value) not in names}
 
 
 def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None) -> GraphModule:
@@ -74,11 +79,13 @@ def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None
     return copied
 
 
-def _name_weights(gm: GraphModule, inputs: Sequence[Any], names: dict[int, tuple[str, str]]) -> tuple[Arguments, str]:
-    """Turn the placeholders of weights back into get_attr nodes; also where in the model the captured frame sits."""
+def _name_weights(
+    gm: GraphModule, inputs: Sequence[Any], names: dict[int, tuple[str, str]]
+) -> tuple[Arguments, str | None]:
+    """Turn the placeholders of weights back into get_attr nodes; also whose frame was captured, if a weight tells."""
     weights: dict[str, int] = {}
     rest: list[int] = []
-    prefix = ""
+    frame: str | None = None
     for position, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         known = names.get(id(value)) if isinstance(value, Tensor) else None
         # dynamo's note of the argument refers weakly to the weight, which ``torch.utils.swap_tensors`` refuses.
@@ -90,7 +97,7 @@ def _name_weights(gm: GraphModule, inputs: Sequence[Any], names: dict[int, tuple
             continue
         name, kind = known
         refuse_names([name])
-        prefix = prefix or _frame_prefix(note, name)
+        frame = _path_of_frame(note, name) if frame is None else frame
         with gm.graph.inserting_before(node):
             weight = gm.graph.create_node("get_attr", name, name="p_" + name.replace(".", "_"))
         weight.meta = {**node.meta, "kind": kind, "ndim": value.dim()}
@@ -98,7 +105,7 @@ def _name_weights(gm: GraphModule, inputs: Sequence[Any], names: dict[int, tuple
         node.replace_all_uses_with(weight)
         gm.graph.erase_node(node)
         weights[name] = position
-    return Arguments(weights, tuple(rest)), prefix
+    return Arguments(weights, tuple(rest)), frame
 
 
 def _ask_sizes(gm: GraphModule, positions: tuple[int, ...]) -> tuple[int, ...]:
@@ -129,14 +136,14 @@ def _ask_sizes(gm: GraphModule, positions: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(left)
 
 
-def _frame_prefix(note: Any, name: str) -> str:
+def _path_of_frame(note: Any, name: str) -> str | None:
     """Where the module of an inner frame sits in the model, told from one of its weights' two names."""
     source = getattr(getattr(note, "source", None), "name", None)
     text = source() if callable(source) else source
     if not isinstance(text, str):
-        return ""
+        return None
     local = clean_path(text.replace("._parameters['", "._modules['").replace("._buffers['", "._modules['"))
-    return name.removesuffix(local).strip(".") if local and name.endswith(local) else ""
+    return name.removesuffix(local).strip(".") if local and name.endswith(local) else None
 
 
 def _attach(root: torch.nn.Module, name: str, value: Tensor) -> None:
@@ -150,12 +157,18 @@ def _attach(root: torch.nn.Module, name: str, value: Tensor) -> None:
     kind[leaf] = value  # type: ignore[assignment]
 
 
-def _relocate(gm: GraphModule, prefix: str) -> None:
-    """Name modules from the model's root in every node's stack, and take shapes over as ``meta["val"]``."""
+def _relocate(gm: GraphModule, model: nn.Module, frame: str) -> None:
+    """Name modules from the model's root in every node's stack, and take shapes over as ``meta["val"]``.
+
+    dynamo's stacks begin below the module whose frame it captured.
+    """
+    parts = frame.split(".") if frame else []
+    around = [".".join(parts[: length + 1]) for length in range(len(parts))]
+    outer = {path: (path, type(model.get_submodule(path))) for path in around}
     for node in gm.graph.nodes:
         if "example_value" in node.meta:
             node.meta["val"] = node.meta["example_value"]
-        stack = node.meta.get("nn_module_stack")
-        if stack:
-            paths = [(".".join(filter(None, (prefix, clean_path(str(path))))), kind) for path, kind in stack.values()]
-            node.meta["nn_module_stack"] = {path: (path, kind) for path, kind in paths}
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [(".".join(filter(None, (frame, clean_path(str(path))))), kind) for path, kind in stack.values()]
+        if paths or (outer and node.op != "placeholder"):
+            node.meta["nn_module_stack"] = {**outer, **{path: (path, kind) for path, kind in paths}}

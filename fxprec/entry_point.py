@@ -5,59 +5,103 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
-import torch
+from torch import nn
 
+from fxprec.capture.originals import original_class
 from fxprec.dynamic import DynamicGraphs
+from fxprec.method_names import MethodName
 from fxprec.settings import Settings
 from fxprec.static import StaticGraphs
 from fxprec.stepwise import steps_of
 from fxprec.weights import Weights
+from fxprec.wrappers import Wrappers
 
-__all__ = ["EntryPoint"]
+__all__ = ["ENTRY", "EntryPoint", "entry_of"]
+
+#: On the function that stands among an instance's attributes: its entry point.
+ENTRY: Final = "_fxprec_entry"
 
 
 class EntryPoint:
-    """What a converted module runs in the place of one of its methods.
+    """What a converted model runs in the place of one of its methods.
 
     Args:
         settings, weights: those of the conversion.
         name: of the method.
-        original_class: the class of the module before its conversion.
-        of_instance: a function that the instance itself has under that name, already bound; None: the class has it.
+        number: tells it from others of that name.
         net: makes the context for what runs outside of the graphs.
+        wrappers: what captures see through.
+
+    Attributes:
+        owner: weakly, the module that has the method: the model or a submodule; None before it was adopted.
+        of_instance: a function that the instance itself has under that name, already bound; None: the class has it.
+        called: a call has come to dynamo.
+        new: it may be there for one call only, and did not have it yet.
     """
 
     def __init__(
         self,
         settings: Settings,
         weights: Weights,
-        name: str,
-        original_class: type[torch.nn.Module],
-        of_instance: Callable[..., Any] | None,
+        name: MethodName,
+        number: int,
         net: Callable[[], contextlib.AbstractContextManager[Any]],
+        wrappers: Wrappers,
     ) -> None:
         self.name = name
-        self.original_class = original_class
-        self.of_instance = of_instance
-        self._settings, self._weights, self._net = settings, weights, net
+        self.key = str(name)
+        self.number = number
+        self.owner: Callable[[], nn.Module | None] = _nobody
+        self.original_class: type[nn.Module] = nn.Module
+        self.of_instance: Callable[..., Any] | None = None
+        self.called = self.new = False
+        self._settings, self._weights, self._net, self._wrappers = settings, weights, net, wrappers
+        self.start_over()
+
+    def adopt(self, owner: nn.Module, of_instance: Callable[..., Any] | None = None) -> None:
+        """From now on it is a method of this module."""
+        self.owner, self.original_class, self.of_instance = weakref.ref(owner), original_class(owner), of_instance
         self.start_over()
 
     def start_over(self) -> None:
         """Forget every capture: the code is another one now."""
         self.static = StaticGraphs(self._settings.capture)
-        self.dynamic = DynamicGraphs(self._settings, self._weights, self._net, lambda: self.unbound)
+        self.dynamic = DynamicGraphs(
+            self._settings, self._weights, self.name, self._net, self._wrappers, lambda: self.unbound
+        )
+        self._code = getattr(self.original_class, self.name.name, None)
         self.__dict__.pop("signature", None)
         self.__dict__.pop("steps", None)
+
+    @property
+    def code_changed(self) -> bool:
+        """Whether the class got another function since."""
+        return self.of_instance is None and getattr(self.original_class, self.name.name, None) is not self._code
+
+    @property
+    def active(self) -> EntryPoint | None:
+        """What a call runs: itself, or that of a function set on the instance; None where there is no method (yet)."""
+        owner = self.owner()
+        if owner is None:
+            return None
+        set_on_it = entry_of(owner.__dict__.get(self.name.name))
+        return set_on_it or (self if hasattr(self.original_class, self.name.name) else None)
+
+    @property
+    def whole(self) -> str:
+        """What to call all of it, in a report."""
+        return "the whole forward" if self.key == "forward" else f"the whole of {self.key}"
 
     @property
     def unbound(self) -> Callable[..., Any]:
         """The untouched method as a function whose first argument is the module."""
         bound = self.of_instance
         if bound is None:
-            return getattr(self.original_class, self.name)
+            return getattr(self.original_class, self.name.name)
         return lambda _, *args, **kwargs: bound(*args, **kwargs)
 
     @functools.cached_property
@@ -72,3 +116,17 @@ class EntryPoint:
     def steps(self) -> str | None:
         """What a call makes in place of running the method, such as a generator; None: it runs it."""
         return steps_of(self.unbound if self.of_instance is None else self.of_instance)
+
+    @property
+    def called_here(self) -> str:
+        """What to call it in a sentence."""
+        return "the forward" if self.key == "forward" else self.key
+
+
+def entry_of(function: Any) -> EntryPoint | None:
+    """The entry point of a function that stands on an instance for one that was set there."""
+    return getattr(function, "__dict__", {}).get(ENTRY)
+
+
+def _nobody() -> None:
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
@@ -32,6 +32,8 @@ Fuse = bool | Literal["auto", "aten"] | Mapping[str, bool]
 class Settings:
     """What a conversion was asked to do; picklable, so that a saved or copied model can redo it.
 
+    ``methods``: names of the methods besides forward, as ``MethodName`` writes them.
+
     Raises:
         ValueError: an unknown dtype, placement, capture, executor, ``lower`` or ``fuse``; says which there are and the
             nearest. Or settings that contradict each other.
@@ -48,6 +50,7 @@ class Settings:
     keep_output_dtype: bool = True
     #: Whether the scaler that was handed back, if it is used, makes the gradients others. No part of what is compared.
     scales: bool = field(default=False, compare=False)
+    methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         one_of("placement", self.placement, get_args(Placement))
@@ -60,6 +63,11 @@ class Settings:
                 "leave dtype out for float16 on CUDA and bfloat16 elsewhere"
             )
         self._check_lower()
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Settings of an older version lack the fields that came later, which are the last ones."""
+        for position, each in enumerate(fields(self)):
+            object.__setattr__(self, each.name, state[position] if position < len(state) else each.default)
 
     @property
     def pays(self) -> bool:

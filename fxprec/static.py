@@ -137,6 +137,8 @@ class StaticGraphs:
         names: tuple[str, ...],
         constants: Constants,
         tensors: tuple[Tensor, ...] | None,
+        method: Callable[..., Any] | None = None,
+        path: str = "",
     ) -> StaticCapture:
         """Trace for a call that no graph serves.
 
@@ -145,6 +147,7 @@ class StaticGraphs:
             names: the arguments that are tensors.
             constants: names and values of the others.
             tensors: the tensors of the call; None where there is no call yet.
+            method, path: of the module, as for ``trace_static``.
 
         Raises:
             CaptureDeclined: there can be no graph; nothing was run.
@@ -154,7 +157,7 @@ class StaticGraphs:
         if known >= _ENOUGH and not self._symbolic:
             raise CaptureDeclined(f"{known} graphs, and again {_what_changed(of_names, names, constants)}")
         get_overridable_functions()  # torch caches them for good: not while they are patched for a trace
-        capture = trace_static(traced, names, dict(constants))
+        capture = trace_static(traced, names, dict(constants), method, path)
         if tensors is not None:
             propagate_shapes(capture.gm, tensors)
         inputs = capture.gm.graph.find_nodes(op="placeholder")

@@ -6,10 +6,11 @@ dynamo, inductor and distributed is looked up when it is first used: importing f
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, Final, NamedTuple
 
@@ -77,6 +78,7 @@ __all__ = [
     "set_called",
     "set_eval_frame",
     "sharded_modules",
+    "shown_to_dynamo",
     "skipped_by_dynamo",
     "skipped_frame",
     "sparse_values",
@@ -241,10 +243,29 @@ def hide_from_dynamo(function: Any, why: str) -> None:
     Args:
         why: what an outer ``fullgraph=True`` says.
     """
+    function.__dict__.pop("_torchdynamo_inline", None)  # if it wraps a compiled one
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = why
     skip = eval_frame._FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+@contextlib.contextmanager
+def shown_to_dynamo(functions: Sequence[Any]) -> Iterator[None]:
+    """Within the block dynamo looks into these functions that are hidden from it.
+
+    It goes by attributes of the functions, which all threads see: no other thread compiles meanwhile.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+
+    with compile_lock:
+        for function in functions:
+            function._torchdynamo_disable = False
+        try:
+            yield
+        finally:
+            for function in functions:
+                function._torchdynamo_disable = True
 
 
 def disabled_for_dynamo(function: Callable[..., Any]) -> bool:

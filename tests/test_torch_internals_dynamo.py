@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import shutil
@@ -81,7 +82,7 @@ def _errors() -> Any:
     return of_fxprec.torch_dynamo().exc
 
 
-@contract("fxprec", "hide_from_dynamo", "disabled_for_dynamo", "original_of_compiled")
+@contract("fxprec", "hide_from_dynamo", "shown_to_dynamo", "disabled_for_dynamo", "original_of_compiled")
 def test_a_hidden_function_is_left_to_the_interpreter() -> None:
     def hidden(x: Tensor) -> Tensor:
         return x + 1
@@ -101,6 +102,11 @@ def test_a_hidden_function_is_left_to_the_interpreter() -> None:
     assert compiled(torch.ones(1)).item() == 9 and len(graphs) == 2
     with pytest.raises(Exception, match="since it is hidden"):
         torch.compile(lambda x: hidden(x * 2), backend=backend, fullgraph=True)(torch.ones(1))
+    with of_fxprec.shown_to_dynamo([hidden]):  # a capture of ours looks into it, others wait for its end
+        graphs.clear()
+        assert torch.compile(lambda x: hidden(x * 2) * 3, backend=backend)(torch.ones(1)).item() == 9
+        assert len(graphs) == 1 and not of_fxprec.disabled_for_dynamo(hidden)
+    assert of_fxprec.disabled_for_dynamo(hidden)
     plain = torch.compile(_plus_one, backend=backend)
     assert of_fxprec.original_of_compiled(plain) is _plus_one is of_fxprec.original_of_compiled(_plus_one)
 
@@ -200,6 +206,9 @@ class _Notes:
 
     def in_net(self, where: str, why: str) -> None:
         self.outside.append(why)
+
+    def seeing_through(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def test_a_frame_beyond_the_limit_is_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:

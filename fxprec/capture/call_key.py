@@ -92,7 +92,7 @@ def call_key(
     return tuple(names), tuple(constants), tuple(tensors)
 
 
-def default_key(signature: inspect.Signature) -> tuple[tuple[str, ...], Constants]:
+def default_key(signature: inspect.Signature, method: str = "forward") -> tuple[tuple[str, ...], Constants]:
     """The call that one expects without having seen one: required arguments are tensors, optional ones are left out.
 
     An optional argument must not become a placeholder: ``if mask is not None`` would take the branch of a call with a
@@ -106,7 +106,7 @@ def default_key(signature: inspect.Signature) -> tuple[tuple[str, ...], Constant
     for name, parameter in signature.parameters.items():
         if parameter.kind in _VARIADIC:
             stars = "*" if parameter.kind is inspect.Parameter.VAR_POSITIONAL else "**"
-            raise CaptureDeclined(f"forward takes {stars}{name}, which only a call can tell")
+            raise CaptureDeclined(f"{method} takes {stars}{name}, which only a call can tell")
         if parameter.default is inspect.Parameter.empty:
             names.append(name)
         elif (pair := _pair(name, parameter.default)) is not None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.capture.guard_values import same
+from fxprec.capture.originals import original_class
 from fxprec.capture.surroundings import Expected, Held
 from fxprec.torch_internals import global_hooks
 
@@ -124,7 +125,7 @@ class _Classes:
         self._reads = reads
         self._modules = [read.module for read in reads]
         self._classes = [type(read.module) for read in reads]
-        self._distinct = list(dict.fromkeys(self._classes))
+        self._distinct = list(dict.fromkeys(original_class(read.module) for read in reads))
         self._forward = attrgetter("forward")
         self._forwards = [cls.forward for cls in self._distinct]
 

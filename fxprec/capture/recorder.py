@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from fxprec.capture.guard_values import CONTAINERS, is_plain, snapshot
 from fxprec.capture.guards import HOOKS, Fact, Guards, Reads, Slot
 from fxprec.capture.opaque_code import OpaqueCode
+from fxprec.capture.originals import original_class
 from fxprec.capture.surroundings import Held, Surroundings
 from fxprec.capture.trusted import is_trusted
 
@@ -158,7 +159,7 @@ class Recorder:
                 if attributes[name]:
                     self._decline(f"submodule '{reads.path}' has hooks ({name})")
             reads.called = True
-            self.traces(attributes.get("forward", type(module).forward))
+            self.traces(attributes.get("forward", original_class(module).forward))
 
     def traces(self, function: Any) -> None:
         """A function whose code will be traced: what it reads is guarded."""
@@ -169,7 +170,7 @@ class Recorder:
 
     def traces_method(self, module: nn.Module, name: str) -> None:
         """A method of a class: its code will be traced, and the class must keep it."""
-        if (why := self.surroundings.attribute(type(module), name)) is not None:
+        if (why := self.surroundings.attribute(original_class(module), name)) is not None:
             self._decline(f"reads {why}")
 
     def asks_shape(self, tensor: Tensor) -> None:
@@ -184,7 +185,7 @@ class Recorder:
         """The guards of everything read so far."""
         found = self.surroundings
         for read in self._reads.values() if found.asks_types else ():
-            if (why := found.reach(type(read.module))) is not None:
+            if (why := found.reach(original_class(read.module))) is not None:
                 self._decline(f"asks for types, and may read {why}")
         return Guards(
             self._root,
@@ -201,7 +202,7 @@ class Recorder:
         reads = self._reads[id(module)] = Reads(path, module)
         if (why := self._unfit(module)) is not None:
             self._decline(f"submodule '{path}' {why}" if module is not self._root else f"the model {why}")
-        if type(module).__getattr__ is not nn.Module.__getattr__:
+        if original_class(module).__getattr__ is not nn.Module.__getattr__:
             self.traces_method(module, "__getattr__")
         attributes = _attributes(module)
         if not _METHODS.isdisjoint(attributes):
@@ -223,7 +224,7 @@ class Recorder:
 
     def _about_to_read(self, reads: Reads, name: str) -> None:
         """Reading may run code, of a property or another descriptor: it is looked through before."""
-        raw = _raw(type(reads.module), name)
+        raw = _raw(original_class(reads.module), name)
         if isinstance(raw, property | cached_property):
             self.traces_method(reads.module, name)
         elif hasattr(raw, "__get__") and name not in _attributes(reads.module) and not is_trusted(type(raw)):
@@ -248,7 +249,7 @@ class Recorder:
             return
         if name == "_wrapped_call" and isinstance(reads.module, torch.fx.GraphModule):
             return
-        if _raw(type(reads.module), name) is not _MISSING:
+        if _raw(original_class(reads.module), name) is not _MISSING:
             reads.missing.add(name)
             self.traces_method(reads.module, name)
 

@@ -69,13 +69,17 @@ def trace_static(
     module_or_function: nn.Module | Callable[..., Any],
     tensor_arguments: Sequence[str],
     constants: Mapping[str, object],
+    method: Callable[..., Any] | None = None,
+    path: str = "",
 ) -> StaticCapture:
-    """Trace a module's forward, or a function of tensors.
+    """Trace a method of a module, or a function of tensors.
 
     Args:
         module_or_function: what to trace; a module's own ``forward`` attribute counts.
         tensor_arguments: the arguments that become placeholders.
         constants: values of the others; arguments in neither keep their defaults.
+        method: bound, in the place of the module's forward.
+        path: of the submodule that has the method.
 
     Raises:
         CaptureDeclined: the forward cannot be captured so; the model is as it was.
@@ -90,9 +94,9 @@ def trace_static(
             raise CaptureDeclined("hooks are registered for all modules")
         if (why := unfit(root)) is not None:
             raise CaptureDeclined(f"the model {why}")
-        forward = root.forward if is_module else module_or_function
+        forward = method or (root.forward if is_module else module_or_function)
         arguments = _bound(forward, tensor_arguments, constants)
-        tracer = ForwardTracer(root, _interpreted(root) or forward, arguments, tensor_arguments)
+        tracer = ForwardTracer(root, _interpreted(root, forward) or forward, arguments, tensor_arguments, path)
         graph = _trace(tracer, root, is_module)
         if not is_module and (code := getattr(forward, "__code__", None)) is not None:  # for stack traces
             runs_code_of(graph, code)
@@ -100,7 +104,8 @@ def trace_static(
         guards = tracer.recorder.guards()
         name = type(root).__name__ if is_module else getattr(forward, "__name__", "function")
         owners = {slot.path: slot.owner for _, slot in tracer.recorder.slots.values()}
-        return StaticCapture(_graph_module(tracer, graph, name, root.training), guards, tuple(tensor_arguments), owners)
+        training = root.get_submodule(path).training
+        return StaticCapture(_graph_module(tracer, graph, name, training), guards, tuple(tensor_arguments), owners)
 
 
 def _bound(
@@ -116,9 +121,9 @@ def _bound(
     return inspect.BoundArguments(signature, OrderedDict(constants))
 
 
-def _interpreted(root: nn.Module) -> Callable[..., Any] | None:
+def _interpreted(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """Run a GraphModule node by node, so that new nodes take over the old ones' module paths and source lines."""
-    if not isinstance(root, fx.GraphModule):
+    if not isinstance(root, fx.GraphModule) or getattr(forward, "__func__", None) is not type(root).forward:
         return None
     interpreter = fx.Interpreter(root)
 

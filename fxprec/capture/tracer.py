@@ -19,6 +19,7 @@ from torch.fx.traceback import has_preserved_node_meta
 from torch.overrides import handle_torch_function, has_torch_function, is_tensor_method_or_property
 
 from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.originals import original_class
 from fxprec.capture.real_tensors import RealTensorOps
 from fxprec.capture.recorder import Recorder
 from fxprec.capture.source import SourceLines
@@ -57,6 +58,7 @@ class ForwardTracer(fx.Tracer):
         forward: what is called.
         arguments: the arguments that are no tensors, bound to the forward's signature.
         names: the tensor arguments, in the order of their placeholders.
+        path: of the submodule whose method ``forward`` is.
 
     Attributes:
         recorder: what was read of the modules.
@@ -66,7 +68,12 @@ class ForwardTracer(fx.Tracer):
     """
 
     def __init__(
-        self, root: nn.Module, forward: Callable[..., Any], arguments: inspect.BoundArguments, names: Sequence[str]
+        self,
+        root: nn.Module,
+        forward: Callable[..., Any],
+        arguments: inspect.BoundArguments,
+        names: Sequence[str],
+        path: str = "",
     ) -> None:
         super().__init__()
         self.lines = SourceLines(ForwardTracer._run_forward.__code__)
@@ -74,7 +81,7 @@ class ForwardTracer(fx.Tracer):
         self.attributes: dict[str, Any] = {}
         self.made: set[str] = set()
         self.declined: CaptureDeclined | None = None
-        self._forward, self._arguments, self._names = forward, arguments, names
+        self._forward, self._arguments, self._names, self._path = forward, arguments, names, path
         self._values: dict[str, TracedValue] = {}
         self._real = RealTensorOps(self.decline)
         self._accepted: set[Any] = set()
@@ -125,22 +132,27 @@ class ForwardTracer(fx.Tracer):
 
     def _run_forward(self) -> Any:
         patches = [*tripwires(self.decline), (nn.Module, "__getattribute__", self.recorder.getattribute())]
+        owner = self.root
+        for part in self._path.split(".") if self._path else ():
+            owner = owner.get_submodule(part)
+            path = self.path_of_module(owner)
+            self.module_stack[path] = path, original_class(owner)
         with replaced(patches), self._real, self.recorder.opaque:
             forward = self._forward
-            self._look_through(forward)
-            if isinstance(self.root, BatchNorm):
-                forward = self._with_recorded_check(self.root, forward)
+            self._look_through(forward, owner)
+            if isinstance(owner, BatchNorm) and getattr(forward, "__func__", None) is original_class(owner).forward:
+                forward = self._with_recorded_check(owner, forward)
             output = forward(*self._arguments.args, **self._arguments.kwargs)
             self._returning = True
             if torch.Size in map(type, tree_leaves(output, is_leaf=lambda part: type(part) is torch.Size)):
                 self.decline("returns a torch.Size, which a graph would hold as a tuple")
             return self.create_arg(output)
 
-    def _look_through(self, forward: Callable[..., Any]) -> None:
+    def _look_through(self, forward: Callable[..., Any], owner: nn.Module) -> None:
         """Before it runs: what the forward's code reads is guarded, and the class must keep that forward."""
         self.recorder.traces(forward)
-        if isinstance(forward, MethodType) and forward.__self__ is self.root:
-            self.recorder.traces_method(self.root, forward.__name__)
+        if isinstance(forward, MethodType) and forward.__self__ is owner:
+            self.recorder.traces_method(owner, forward.__name__)
         for node in self.root.graph.nodes if isinstance(self.root, fx.GraphModule) else ():
             if node.op == "call_function":
                 self.recorder.traces(node.target)
@@ -172,7 +184,7 @@ class ForwardTracer(fx.Tracer):
             forward = self._with_recorded_check(m, forward)
         path = self.path_of_module(m)
         calls = self.num_calls[path] = self.num_calls.get(path, -1) + 1
-        self.module_stack[f"{path}@{calls}" if calls else path] = path, type(m)
+        self.module_stack[f"{path}@{calls}" if calls else path] = path, original_class(m)
         self.lines.enter(sys._getframe())
         try:
             return forward(*args, **kwargs)
@@ -318,7 +330,7 @@ class ForwardTracer(fx.Tracer):
     def _with_recorded_check(self, norm: BatchNorm, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The norm's check of the input's rank becomes a node; while tracing, it sees a rank that passes."""
         ranks = checks_of_input.get(input_check_of(norm))
-        if ranks is None or type(norm).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
+        if ranks is None or original_class(norm).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
             return forward
         if norm.training and norm.track_running_stats and norm.momentum is None:
             self.decline(f"'{self.path_of_module(norm)}' has momentum=None, an average over a count known at run time")
