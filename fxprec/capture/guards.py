@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fxprec.capture.guard_values import same
 from fxprec.capture.originals import original_class
 from fxprec.capture.surroundings import Expected, Held
+from fxprec.capture.trusted import is_torchs
 from fxprec.torch_internals import global_hooks
 
 __all__ = ["HOOKS", "Fact", "Guards", "Reads", "Slot"]
@@ -175,8 +176,8 @@ class _Missing:
 class _Values:
     """One ``itemgetter`` call a scope, one comparison of all values, identity first.
 
-    ``==`` takes 1 for True and -0.0 for 0.0. So numbers and tuples must also be the very same objects; a new object is
-    compared by its type and value, and is the one to be there from then on.
+    ``==`` takes 1 for True and -0.0 for 0.0. So numbers and tuples that other code than torch's own reads must also be
+    the very same objects; a new one is compared by its type and value, and is the one to be there from then on.
     """
 
     def __init__(self, expected: Sequence[Expected]) -> None:
@@ -192,7 +193,7 @@ class _Values:
         self._numbers = [
             i
             for i, each in enumerate(self._expected)
-            if isinstance(each.value, int | float | complex | tuple) and each.name != "training"
+            if each.exact and isinstance(each.value, int | float | complex | tuple)
         ]
         self._pick = _getter((), self._numbers)
         self._picked = [self._values[i] for i in self._numbers]
@@ -336,8 +337,9 @@ def _values_of(reads: Iterable[Reads], root: nn.Module) -> Iterator[Expected]:
         # Identical dicts compare as equal without a look inside, so a replaced dict of hooks shows, if it holds any.
         hooks = {name: scope[name] for name in HOOKS} if read.called and read.module is not root else {}
         children = {"_modules": _Children(scope["_modules"])} if scope["_modules"] else {}
+        exact = not is_torchs(type(read.module))
         for name, value in {**read.values, **hooks, **children}.items():
-            yield Expected(where + name, scope, name, value)
+            yield Expected(where + name, scope, name, value, exact and name != "training")
 
 
 class _Children(dict[str, Any]):
@@ -345,7 +347,7 @@ class _Children(dict[str, Any]):
 
 
 def _difference(each: Expected) -> str | None:
-    label, _, name, value = each
+    label, name, value = each.label, each.name, each.value
     try:
         now = each.now()
     except (LookupError, AttributeError):

@@ -85,12 +85,16 @@ _IMPURE: Final = "which looks at more than its arguments"
 
 
 class Expected(NamedTuple):
-    """A value that must still be there: ``scope[name]``, of a class its attribute; ``label`` for people."""
+    """A value that must still be there: ``scope[name]``, of a class its attribute; ``label`` for people.
+
+    ``exact``: only torch's own code reads it otherwise, to which True, 1 and 1.0 are the same.
+    """
 
     label: str
     scope: Any
     name: Any
     value: Any
+    exact: bool = True
 
     def now(self) -> Any:
         """What is there; LookupError or AttributeError if nothing is."""

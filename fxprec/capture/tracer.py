@@ -29,7 +29,7 @@ from fxprec.outputs import made_by_namedtuple
 from fxprec.passes.new_node import new_node
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.stepwise import close_steps, is_stepwise
-from fxprec.torch_internals import BatchNorm, checks_of_input, input_check_of, tree_leaves, wrapped_functions
+from fxprec.torch_internals import BatchNorm, checks_of_input, input_check_of, wrapped_functions
 
 __all__ = ["ForwardTracer", "check_dim"]
 
@@ -144,8 +144,6 @@ class ForwardTracer(fx.Tracer):
                 forward = self._with_recorded_check(owner, forward)
             output = forward(*self._arguments.args, **self._arguments.kwargs)
             self._returning = True
-            if torch.Size in map(type, tree_leaves(output, is_leaf=lambda part: type(part) is torch.Size)):
-                self.decline("returns a torch.Size, which a graph would hold as a tuple")
             return self.create_arg(output)
 
     def _look_through(self, forward: Callable[..., Any], owner: nn.Module) -> None:

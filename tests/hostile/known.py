@@ -10,7 +10,6 @@ KNOWN: dict[str, str] = {
     "changes-forward_of_the_instance-dynamo": "B2: m.forward = f after convert runs in FP32",
     "changes-forward_of_the_instance_before-auto": "B2: m.forward = f after convert runs in FP32",
     "changes-forward_of_the_instance_before-dynamo": "B2: m.forward = f after convert runs in FP32",
-    "containers-dataclass_out-auto": "A6: __post_init__ runs twice",
     "gradient_hooks-global_backward_hook-dynamo": "A7: global hooks after a dynamo capture",
     "hooks-global_hook-dynamo": "A7: global hooks after a dynamo capture",
     "hooks-global_hook_that_records-dynamo": "A7: global hooks after a dynamo capture",
