@@ -100,7 +100,7 @@ def test_every_scaler_that_would_scale_is_missed(options: dict[str, Any]) -> Non
         {"level": "O0"},
         {"level": "O3"},  # a static scale of 1
     ],
-    ids=str,
+    ids=["False", "1.0", "disabled", "O0", "O3"],
 )
 def test_where_nothing_would_be_scaled_nothing_is_missed(options: dict[str, Any]) -> None:
     model = dropped(**options)
