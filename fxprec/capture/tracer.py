@@ -25,6 +25,7 @@ from fxprec.capture.recorder import Recorder
 from fxprec.capture.source import SourceLines
 from fxprec.capture.traced_value import CheckedInput, TracedTensor, TracedValue
 from fxprec.capture.tripwires import replaced, tripwires
+from fxprec.capture.trusted import is_torchs
 from fxprec.outputs import made_by_namedtuple
 from fxprec.passes.new_node import new_node
 from fxprec.passes.torch_internals import HigherOrderOperator
@@ -264,7 +265,7 @@ class ForwardTracer(fx.Tracer):
             self.decline(f"returns a {kind.__name__}, which runs after the call")
         if isinstance(a, tuple | list | dict | nn.Module):
             self.decline(f"passes on or returns an object ({kind.__name__})")
-        if is_dataclass(kind):
+        if is_dataclass(kind) and (self._returning or not is_torchs(kind)):  # torch's are options of its functions
             self.decline(f"makes a {kind.__name__}, whose constructor does more than hold its fields")
         return super().create_arg(a)
 
