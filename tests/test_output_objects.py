@@ -213,4 +213,4 @@ def test_objects_are_made_once(make, by):
         if make is _twice:
             assert output[0] is output[1]["same"]
     if by == "auto":
-        assert bool(conversion_of(converted).forward.static.allowed) == (make in STATIC)
+        assert bool(conversion_of(converted).methods["forward"].static.allowed) == (make in STATIC)

@@ -347,7 +347,12 @@ class ShadowStore:
 def _was_skipped(optimizer: Optimizer) -> bool:
     """Whether a scaler told a fused optimizer, whose step runs all the same, to change nothing. CPUs are asked."""
     found: Tensor | None = getattr(optimizer, "found_inf", None)
-    return found is not None and found.device.type == "cpu" and bool(found)
+    if found is None or found.device.type != "cpu":
+        return False
+    try:
+        return bool(found)
+    except RuntimeError:  # while a step is recorded, no number can be asked for: it counts as a step
+        return False
 
 
 def stores() -> list[ShadowStore]:

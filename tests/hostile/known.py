@@ -4,12 +4,6 @@ Strict: who mends a fault takes its lines away.
 """
 
 KNOWN: dict[str, str] = {
-    "changes-base_forward_patched-dynamo": "A7: class-level changes",
-    "changes-class_of_the_model_patched-dynamo": "A7: class-level changes",
-    "changes-forward_of_the_instance-auto": "B2: m.forward = f after convert runs in FP32",
-    "changes-forward_of_the_instance-dynamo": "B2: m.forward = f after convert runs in FP32",
-    "changes-forward_of_the_instance_before-auto": "B2: m.forward = f after convert runs in FP32",
-    "changes-forward_of_the_instance_before-dynamo": "B2: m.forward = f after convert runs in FP32",
     "gradient_hooks-global_backward_hook-dynamo": "A7: global hooks after a dynamo capture",
     "hooks-global_hook-dynamo": "A7: global hooks after a dynamo capture",
     "hooks-global_hook_that_records-dynamo": "A7: global hooks after a dynamo capture",
