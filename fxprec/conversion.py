@@ -153,9 +153,13 @@ class Conversion:
         self.check_policy(model)
         if not self.settled:
             self.settled, self.undo = True, None
-        if self.frozen is not None or self.settings.policy.lowers_parameters:
-            output = self.restored(output, args, kwargs)  # the graph sees low weights, the original program had FP32
-        return output
+        return self.restored(output, args, kwargs) if self.restores else output
+
+    @property
+    def restores(self) -> torch.dtype | None:
+        """The low dtype, where weights have it that were FP32 in the original program: the graphs cannot tell."""
+        lowered = self.frozen is not None or self.settings.policy.lowers_parameters
+        return self.settings.dtype if lowered and self.settings.keep_output_dtype else None
 
     def _run(
         self, entry: EntryPoint, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

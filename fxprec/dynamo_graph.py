@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.capture.lazy_code import refuse_names, without_code
+from fxprec.capture.lazy_code import attach, without_code
+from fxprec.capture.state_names import attribute_path
 from fxprec.passes.canonicalize import body_of
 from fxprec.passes.ir import clean_path
 
@@ -96,12 +97,14 @@ def _name_weights(
             rest.append(position)
             continue
         name, kind = known
-        refuse_names([name])
+        target = attribute_path(name)
         frame = _path_of_frame(note, name) if frame is None else frame
         with gm.graph.inserting_before(node):
-            weight = gm.graph.create_node("get_attr", name, name="p_" + name.replace(".", "_"))
+            weight = gm.graph.create_node("get_attr", target, name="p_" + name.replace(".", "_"))
         weight.meta = {**node.meta, "kind": kind, "ndim": value.dim()}
-        _attach(gm, name, value)
+        if target != name:
+            weight.meta["path"] = name
+        attach(gm, target, value)
         node.replace_all_uses_with(weight)
         gm.graph.erase_node(node)
         weights[name] = position
@@ -126,6 +129,9 @@ def _ask_sizes(gm: GraphModule, positions: tuple[int, ...]) -> tuple[int, ...]:
         if asked is None:
             left.append(position)
             continue
+        if not node.users:
+            gm.graph.erase_node(node)
+            continue
         with gm.graph.inserting_before(first):
             size = gm.graph.call_method("size", asked)
         reader = next(iter(node.users), node)
@@ -144,17 +150,6 @@ def _path_of_frame(note: Any, name: str) -> str | None:
         return None
     local = clean_path(text.replace("._parameters['", "._modules['").replace("._buffers['", "._modules['"))
     return name.removesuffix(local).strip(".") if local and name.endswith(local) else None
-
-
-def _attach(root: torch.nn.Module, name: str, value: Tensor) -> None:
-    """Make ``root.a.b.weight`` be ``value`` itself, with bare modules on the way."""
-    *path, leaf = name.split(".")
-    for part in path:
-        if part not in root._modules:
-            root._modules[part] = torch.nn.Module()
-        root = root._modules[part]  # type: ignore[assignment]
-    kind = root._parameters if isinstance(value, torch.nn.Parameter) else root._buffers
-    kind[leaf] = value  # type: ignore[assignment]
 
 
 def _relocate(gm: GraphModule, model: nn.Module, frame: str) -> None:

@@ -55,8 +55,9 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 def freeze(model: _Model) -> _Model:
     """Drop the FP32 masters of the lowered weights, for deployment: half the memory. Returns the model, in eval mode.
 
-    A weight that every graph reads in the low dtype becomes low itself; one that some graph reads in FP32 stays.
-    Training forwards and ``load_state_dict`` afterwards raise ConversionError; there is no way back but the checkpoint.
+    A weight that every graph reads in the low dtype becomes low itself; one that some graph reads in FP32 stays. All
+    gradients are dropped. Training forwards and ``load_state_dict`` afterwards raise ConversionError; there is no way
+    back but the checkpoint.
 
     Raises:
         NotCapturedError: nothing captured yet: which weights are lowered is known from the graphs.
@@ -78,6 +79,7 @@ def freeze(model: _Model) -> _Model:
             parameter.data = parameter.data.to(conversion.settings.dtype)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+        parameter.grad = None  # as large as the weights, and of no use any more
     conversion.store.clear()
     conversion.frozen = frozenset(names)
     return model

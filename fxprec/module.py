@@ -14,12 +14,11 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch.fx import Graph, GraphModule
 
-from fxprec.capture.lazy_code import with_code
 from fxprec.conversion import STATE, Conversion
 from fxprec.errors import ConversionError
+from fxprec.graph_modules import made_presentable
 from fxprec.scaling.unscaled import expect_scaling
 from fxprec.settings import Settings
-from fxprec.shapes import state_dtypes
 from fxprec.swapped import Swapped, as_original, follow_all, portable, put_back, swap_class, swap_hosts, take_off
 
 __all__ = ["attach", "conversion_of", "graph_module", "graphs", "is_converted", "original", "put_back", "revert"]
@@ -96,20 +95,16 @@ def graph_module(module: torch.nn.Module, method: str = "forward") -> GraphModul
         NotCapturedError: nothing was captured yet (a forward that needs dynamo, without example inputs).
         ValueError: that method was not converted.
     """
-    gm = conversion_of(module).active(module, method)
-    state_dtypes(gm)
-    with_code(gm)
-    return gm
+    conversion = conversion_of(module)
+    return made_presentable(conversion.active(module, method), module, conversion.restores)
 
 
 def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
     """All rewritten graphs so far: a method has one for each set of flags (train and eval), argument pattern, and piece
     between breaks."""
-    found = tuple(captured.gm for captured in conversion_of(module).all_graphs(module))
-    for gm in found:
-        state_dtypes(gm)
-        with_code(gm)
-    return found
+    conversion = conversion_of(module)
+    found = conversion.all_graphs(module)
+    return tuple(made_presentable(captured.gm, module, conversion.restores) for captured in found)
 
 
 class _Converted(Swapped):

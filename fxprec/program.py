@@ -25,11 +25,12 @@ from torch.fx.node import map_arg
 
 from fxprec.passes.aliases import alias_roots
 from fxprec.passes.casts import cast
-from fxprec.passes.ir import Op
+from fxprec.passes.ir import Op, weight_path
+from fxprec.passes.leaves import leaf, tracer_of
 from fxprec.passes.new_node import new_node
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 
-__all__ = ["Executor", "Program", "is_weight_cast", "lift"]
+__all__ = ["Executor", "Program", "checkpointed", "is_weight_cast", "lift", "run_checkpoints"]
 
 Executor = Literal["eager", "inductor"]
 
@@ -40,8 +41,8 @@ class Program:
 
     Attributes:
         function: runs the graph, with torch.autocast off: the graph itself says what is lowered.
-        low: get_attr targets whose low-precision shadows come first, in order.
-        plain: get_attr targets of the parameters and buffers that come next, as they are.
+        low: paths in the model of the weights whose low-precision shadows come first, in order.
+        plain: paths of the parameters and buffers that come next, as they are.
         gm: the lifted graph.
         writes: it writes to inputs, parameters or buffers: it is right for those alone that share memory with each
             other as they did when it was captured.
@@ -68,20 +69,21 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     weights = [node for node in gm.graph.find_nodes(op="get_attr") if node.meta.get("kind") in ("parameter", "buffer")]
     read = {node: None for node in weights if any(user not in shadows for user in node.users)}
     graph = Graph()
-    slots = {("low", node.target): node for node in shadows.values()} | {("plain", node.target): node for node in read}
+    slots = {("low", weight_path(node)): node for node in shadows.values()}
+    slots |= {("plain", weight_path(node)): node for node in read}
     placeholders: dict[tuple[str, str], Node] = {}
     taken: set[str] = set()
-    for (kind, target), node in slots.items():
-        name = _argument(f"{kind}_{target}", taken)
-        placeholders[kind, target] = graph.create_node("placeholder", name, (), {}, name)
-        placeholders[kind, target].meta.update(node.meta)
+    for (kind, path), node in slots.items():
+        name = _argument(f"{kind}_{path}", taken)
+        placeholders[kind, path] = graph.create_node("placeholder", name, (), {}, name)
+        placeholders[kind, path].meta.update(node.meta)
     values: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         if node in shadows:
-            values[node] = placeholders["low", shadows[node].target]
+            values[node] = placeholders["low", weight_path(shadows[node])]
         elif node.op == "get_attr" and node.meta.get("kind") in ("parameter", "buffer"):
             if node in read:
-                values[node] = placeholders["plain", node.target]
+                values[node] = placeholders["plain", weight_path(node)]
         elif node.op == "output":
             graph.output(map_arg(node.args[0], values.__getitem__))
         elif _is_idle_dropout(node):
@@ -90,10 +92,10 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
             args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
             values[node] = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
             values[node].meta.update(node.meta)  # in place: assigning to an attribute of a node moves it in tables
-    _run_checkpoints(graph)
+    run_checkpoints(graph)
     lifted = GraphModule(gm, graph, class_name="Program")
     function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")
-    named = {kind: tuple(target for k, target in slots if k == kind) for kind in ("low", "plain")}
+    named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}
     written = [node for node in gm.graph.nodes if node.meta.get("written")]
     writes_weights = any(node.meta.get("kind") == "parameter" for node in written)
     function = without_autocast(function, device)
@@ -159,7 +161,7 @@ def _is_idle_dropout(node: Node) -> bool:
     return given.get("training", True) is False or given.get("p", 0.5) == 0
 
 
-def _run_checkpoints(graph: Graph) -> None:
+def run_checkpoints(graph: Graph) -> None:
     """dynamo's operator for activation checkpointing only tags nodes for a later compiler: run a real checkpoint."""
     for node in graph.find_nodes(op="call_function", target=tag_activation_checkpoint()):
         node.target = checkpointed
@@ -167,6 +169,8 @@ def _run_checkpoints(graph: Graph) -> None:
 
 def checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
     """Run a checkpointed region: activations are recomputed in the backward, with the same random numbers."""
+    if tracer_of((args, kwargs)) is not None:
+        return leaf(checkpointed, body, *args, **kwargs)
     from torch.utils.checkpoint import checkpoint
 
     options = {"preserve_rng_state": kwargs.get("preserve_rng_state", True)}

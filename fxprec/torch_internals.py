@@ -26,7 +26,6 @@ from fxprec.kernels.torch_internals import needed, optional
 __all__ = [
     "BatchNorm",
     "FrameAction",
-    "LazyGraphModule",
     "NormBase",
     "TorchDispatchMode",
     "amp_unscale_",
@@ -108,7 +107,6 @@ with needed:
     from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
     from torch.amp.grad_scaler import _refresh_per_optimizer_state
     from torch.fx import _symbolic_trace
-    from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # writes its source when it is needed
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -33,6 +33,7 @@ from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.casts import CASTS
 from fxprec.passes.context import Context
+from fxprec.passes.exact_graph import LazyGraphModule
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
@@ -42,7 +43,6 @@ from fxprec.passes.fusion.seeds import draw_seeds_like
 from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
 from fxprec.passes.fusion.wide_sums import accumulate_wide
 from fxprec.passes.ir import Op, PassResult, Precision, Rule, is_scalar
-from fxprec.passes.torch_internals import lazy_graph_module
 
 __all__ = ["fuse", "region_names"]
 
@@ -159,7 +159,7 @@ def _graph_module(name: str, region: Region, inputs: Sequence[Node], outputs: Se
         values[node].meta |= {"in_region": "stored" if node in outputs else "kept", "region": name}
     end = graph.output(tuple(values[node] for node in outputs))
     end.meta["precision"] = Precision(None, None, None, Rule.FOLLOW, "read by the graph around")
-    inner = lazy_graph_module(graph, "Region")  # where a kernel serves, nobody ever runs its code
+    inner = LazyGraphModule({}, graph, "Region")  # where a kernel serves, nobody ever runs its code
     inner.meta["region"] = name
     return inner
 

@@ -45,6 +45,7 @@ __all__ = [
     "is_castable",
     "is_scalar",
     "module_path",
+    "weight_path",
 ]
 
 #: Dtypes that a policy may change. float64, integers, bool and complex are never touched.
@@ -172,6 +173,11 @@ def module_path(node: Node) -> str:
     path = next(reversed(stack.values()))
     name = path[0] if isinstance(path, tuple) else next(reversed(stack))
     return clean_path(str(name))
+
+
+def weight_path(node: Node) -> str:
+    """Path in the model of the tensor that a get_attr node reads: a graph module cannot have every name."""
+    return node.meta.get("path") or str(node.target)
 
 
 def clean_path(name: str) -> str:

@@ -8,27 +8,31 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, Tracer
+from torch.fx.graph import CodeGen
 
 from fxprec.kernels.torch_internals import needed, optional
 
 __all__ = [
+    "OF_GRAPH",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "LazyBase",
     "OpOverload",
     "OpOverloadPacket",
     "autocast_key",
     "builtin_nn",
     "builtins_of_torch",
+    "codegen_of",
     "custom_op_autocast",
     "data_of",
     "enter_autocast",
     "exit_autocast",
-    "lazy_graph_module",
     "no_autocast",
     "op_name_of",
     "packet_name",
     "schema_of",
+    "trace_again_by",
     "tree_map",
 ]
 
@@ -38,7 +42,7 @@ with needed:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # what dynamo writes for torch.autocast
     from torch.amp.autocast_mode import _exit_autocast as exit_autocast
-    from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+    from torch.fx._lazy_graph_module import _LazyGraphModule as LazyBase  # writes its source when it is called
     from torch.utils._pytree import tree_map
 
     _CORE: Final[Any] = torch._C  # what is built in C++ has no stubs
@@ -50,6 +54,9 @@ data_of: Final[Any] = optional("torch._C:_autograd._get_data_attr", "x.data in a
 _definitions: Final[Any] = optional(
     "torch._library.custom_ops:OPDEFS", "an autocast dtype registered for a torch.library.custom_op is not known"
 )
+
+#: Attributes that a graph module takes from its graph.
+OF_GRAPH: Final = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec"})
 
 
 def schema_of(op: OpOverload) -> Any:
@@ -80,7 +87,11 @@ def custom_op_autocast(op_name: str, device_type: str) -> torch.dtype | None:
     return by_device.get(device_type) or older
 
 
-def lazy_graph_module(graph: Graph, class_name: str) -> GraphModule:
-    """A GraphModule that writes its source when it is called or printed."""
-    with _use_lazy_graph_module(True):
-        return _make_graph_module(torch.nn.Module(), graph, class_name=class_name)
+def codegen_of(graph: Graph) -> Any:
+    """What writes the source of a graph; None where it is torch.fx's own plain one."""
+    return None if type(graph._codegen) is CodeGen else graph._codegen
+
+
+def trace_again_by(graph: Graph, tracer: type[Tracer]) -> None:
+    """Have what is pickled of a plain graph module with this graph traced by such a tracer when it is loaded."""
+    graph._tracer_cls = tracer

@@ -594,17 +594,21 @@ def test_an_exported_program_holds_the_ops() -> None:
 
 
 @outside
-def test_symbolic_tracing_sees_the_ops() -> None:
+def test_symbolic_tracing_sees_one_call_or_asks_for_the_ops() -> None:
     class Outer(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, call: str) -> None:
             super().__init__()
             self.region = tools.region_of(lambda x: F.silu(x) * 2)
+            self.call = call
 
         def forward(self, x):
-            return self.region(x)
+            return getattr(self.region, self.call)(x)
 
-    gm = torch.fx.symbolic_trace(Outer())
-    assert F.silu in {node.target for node in gm.graph.nodes}
+    whole, ops = (torch.fx.symbolic_trace(Outer(call)) for call in ("forward", "as_ops"))
+    assert [node.op for node in whole.graph.nodes] == ["placeholder", "call_module", "output"]
+    assert F.silu in {node.target for node in ops.graph.nodes}
+    x = torch.randn(3, 4)
+    assert torch.equal(whole(x), ops(x))
 
 
 @on_devices

@@ -56,14 +56,6 @@ def test_a_mode_of_our_own_sees_casts() -> None:
     assert of_fxprec.dispatch_mode_stack() == []
 
 
-@contract("fxprec", "LazyGraphModule")
-def test_a_lazy_module_has_no_source_until_it_is_asked() -> None:
-    graph = torch.fx.symbolic_trace(lambda x: x + 1).graph
-    gm = of_fxprec.LazyGraphModule({}, graph, "Name")
-    assert gm._needs_recompile() and type(gm).__name__ == "Name" and isinstance(gm, torch.fx.GraphModule)
-    assert torch.equal(gm(torch.ones(1)), torch.full((1,), 2.0)) and not gm._needs_recompile()
-
-
 @contract("fxprec", "amp_unscale_")
 def test_gradients_are_unscaled_and_looked_at() -> None:
     found, gradient = torch.zeros(1), torch.tensor([2.0, 4.0])

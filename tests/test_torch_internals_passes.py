@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import torch
@@ -94,11 +95,47 @@ def test_dynamo_writes_data_as_a_call() -> None:
     assert len(graph.find_nodes(op="call_function", target=of_passes.data_of)) == 1
 
 
-@contract("passes", "lazy_graph_module")
+@contract("passes", "LazyBase")
 def test_a_lazy_graph_module_compiles_when_it_is_called() -> None:
-    gm = of_passes.lazy_graph_module(torch.fx.symbolic_trace(lambda x: x + 1).graph, "Region")
-    assert type(gm).__name__ == "Region" and gm._needs_recompile()  # type: ignore[operator]
-    assert torch.equal(gm(torch.ones(1)), torch.full((1,), 2.0)) and "x + 1" in gm.code
+    gm = of_passes.LazyBase({}, torch.fx.symbolic_trace(lambda x: x + 1).graph, "Region")
+    assert type(gm).__name__ == "Region" and isinstance(gm, torch.fx.GraphModule) and gm._needs_recompile()
+    assert torch.equal(gm(torch.ones(1)), torch.full((1,), 2.0)) and "x + 1" in gm.code and not gm._needs_recompile()
+
+
+@contract("passes", "OF_GRAPH")
+def test_a_graph_module_has_the_rest_of_its_state_when_it_is_empty() -> None:
+    empty = torch.fx.GraphModule({}, torch.fx.Graph())
+    full = torch.fx.GraphModule({}, torch.fx.symbolic_trace(lambda x: x + 1).graph)
+    assert vars(full).keys() - vars(empty).keys() <= of_passes.OF_GRAPH
+    changed = {name for name, value in vars(full).items() if str(vars(empty)[name]) != str(value)}
+    assert changed - {"_tracer_cls"} <= of_passes.OF_GRAPH and {"_graph", "_code"} <= changed
+
+
+@contract("passes", "codegen_of")
+def test_what_writes_the_source_is_an_attribute_of_the_graph() -> None:
+    program = torch.export.export(torch.nn.ReLU(), (torch.ones(1),)).module()
+    assert of_passes.codegen_of(program.graph) is not None  # type: ignore[arg-type]
+    assert of_passes.codegen_of(torch.fx.Graph()) is None
+
+
+class TracesBuffers(torch.fx.Tracer):
+    proxy_buffer_attributes = True
+
+
+@contract("passes", "trace_again_by")
+def test_a_pickle_is_traced_by_the_tracer_that_the_graph_names() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, x):  # type: ignore[no-untyped-def]  # fx would print the annotations
+            return x * (self.scale + 1)
+
+    graph = TracesBuffers().trace(Scaled())
+    of_passes.trace_again_by(graph, TracesBuffers)
+    loaded = pickle.loads(pickle.dumps(torch.fx.GraphModule(Scaled(), graph)))
+    assert [node.op for node in loaded.graph.nodes].count("get_attr") == 1
 
 
 @contract("passes", "tree_map")

@@ -6,19 +6,17 @@ asks for the graph. ``torch.fx`` calls such a module lazy: it writes its source 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from fxprec.errors import ConversionError
-from fxprec.torch_internals import LazyGraphModule
+from fxprec.capture.state_names import attribute_path
+from fxprec.passes.canonicalize import every_graph
+from fxprec.passes.exact_graph import LazyGraphModule, made_exact
 
-__all__ = ["holding", "refuse_names", "with_code", "without_code"]
-
-#: Attributes that graph modules have beyond those of any module.
-_OF_GRAPHS: Final = frozenset(dir(LazyGraphModule({}, Graph()))) - frozenset(dir(nn.Module()))
+__all__ = ["attach", "holding", "with_code", "without_code"]
 
 
 def without_code(root: nn.Module | dict[str, Any], graph: Graph, name: str = "GraphModule") -> GraphModule:
@@ -26,35 +24,24 @@ def without_code(root: nn.Module | dict[str, Any], graph: Graph, name: str = "Gr
     return LazyGraphModule(root, graph, name)
 
 
-def refuse_names(paths: Iterable[str]) -> None:
-    """Raise ConversionError for weights of a model that have no place in a graph module, such as ``meta.weight``."""
-    for path in paths:
-        attribute = path.partition(".")[0]
-        if attribute in _OF_GRAPHS:
-            raise ConversionError(
-                f"the model's weight '{path}' cannot be part of a graph: torch.fx.GraphModule needs the name "
-                f"{attribute!r} for itself. Rename that attribute, or convert a module of yours that calls the model"
-            )
-
-
 def holding(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModule:
     """``without_code(tensors, graph, name)``, where fx would walk down from the top for every tensor.
 
-    Parameters and modules are in the order of the mapping.
-
-    Raises:
-        ConversionError: a path begins with an attribute of graph modules.
+    Parameters and modules are in the order of the mapping, at paths that a graph module can have.
     """
-    refuse_names(tensors)
     gm = LazyGraphModule({}, Graph(), name)
     modules: dict[str, nn.Module] = {"": gm}
     for path, tensor in tensors.items():
-        owner, _, leaf = path.rpartition(".")
+        owner, _, leaf = attribute_path(path).rpartition(".")
         module = modules.get(owner) or _made(modules, owner)
         if isinstance(tensor, nn.Parameter):
             module.register_parameter(leaf, tensor)
         else:
             module.register_buffer(leaf, tensor)
+    for node in graph.find_nodes(op="get_attr", sort=False):
+        path = str(node.target)
+        if (target := attribute_path(path)) != path:
+            node.target, node.meta["path"] = target, path
     gm.graph = graph
     return gm
 
@@ -68,12 +55,19 @@ def _made(modules: dict[str, nn.Module], path: str) -> nn.Module:
     return made
 
 
+def attach(root: nn.Module, path: str, value: Tensor) -> None:
+    """Make ``root.a.b.weight`` be ``value`` itself, with bare modules on the way."""
+    *parts, leaf = path.split(".")
+    for part in parts:
+        if part not in root._modules:
+            root._modules[part] = nn.Module()
+        root = root._modules[part]  # type: ignore[assignment]
+    kind = root._parameters if isinstance(value, nn.Parameter) else root._buffers
+    kind[leaf] = value  # type: ignore[assignment]
+
+
 def with_code(gm: GraphModule) -> None:
-    """Make it a plain GraphModule in place, for its user: one whose ``recompile`` is none for later."""
-    if not isinstance(gm, LazyGraphModule):
-        return
-    name = type(gm).__name__
-    # fx gives each graph module a class of its own
-    gm.__class__ = type(GraphModule.__new__(GraphModule))  # type: ignore[assignment]
-    gm.__class__.__name__ = name
-    gm.recompile()
+    """Make it, and the bodies that it calls, exact in place for its user; ``recompile`` is no longer for later."""
+    for each in (*every_graph(gm),):
+        if "region" not in each.meta:
+            made_exact(each)

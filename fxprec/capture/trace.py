@@ -40,6 +40,7 @@ from fxprec.capture.guards import Guards
 from fxprec.capture.lazy_code import holding
 from fxprec.capture.recorder import unfit
 from fxprec.capture.tracer import ForwardTracer
+from fxprec.capture.tripwires import trips
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.locks import CAPTURING
@@ -125,6 +126,9 @@ def _interpreted(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
     """Run a GraphModule node by node, so that new nodes take over the old ones' module paths and source lines."""
     if not isinstance(root, fx.GraphModule) or getattr(forward, "__func__", None) is not type(root).forward:
         return None
+    for node in root.graph.nodes:
+        if (what := trips(node.target)) is not None:
+            raise CaptureDeclined(what)
     interpreter = fx.Interpreter(root)
 
     def run(*args: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Container, Sequence
@@ -26,6 +27,7 @@ from fxprec.capture.source import SourceLines
 from fxprec.capture.traced_value import CheckedInput, TracedTensor, TracedValue
 from fxprec.capture.tripwires import replaced, tripwires
 from fxprec.capture.trusted import is_torchs
+from fxprec.kernels.rows.region import FusedRegion
 from fxprec.outputs import made_by_namedtuple
 from fxprec.passes.new_node import new_node
 from fxprec.passes.torch_internals import HigherOrderOperator
@@ -67,6 +69,9 @@ class ForwardTracer(fx.Tracer):
         made: targets of the tensors that were made while tracing.
         declined: the first decline, even if the forward caught it.
     """
+
+    #: For graph modules of ours: their nodes are to be traced like a forward, not copied.
+    looks_into_graphs: Final = True
 
     def __init__(
         self,
@@ -178,7 +183,8 @@ class ForwardTracer(fx.Tracer):
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         self.recorder.called(m)
-        forward = m.forward  # past Module.__call__, which runs hooks: there are none
+        # Past Module.__call__, which runs hooks: there are none.
+        forward = m.as_ops if isinstance(m, FusedRegion) else m.forward
         if isinstance(m, BatchNorm):
             forward = self._with_recorded_check(m, forward)
         path = self.path_of_module(m)
@@ -301,7 +307,8 @@ class ForwardTracer(fx.Tracer):
         if path is None:
             if id(tensor) not in self._real.made:
                 self.decline("uses a tensor that is no attribute of the model")
-            path = f"_tensor_constant{len(self.made)}"
+            taken = self.made.union(slot.path for _, slot in self.recorder.slots.values())
+            path = next(p for n in itertools.count(len(self.made)) if (p := f"_tensor_constant{n}") not in taken)
             self.made.add(path)
             self.tensor_attrs[tensor] = path
         if path not in self._values:

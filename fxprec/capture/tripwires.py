@@ -16,7 +16,7 @@ import torch
 
 from fxprec.torch_internals import fx_tracer_file, grad_modes
 
-__all__ = ["TRIPWIRES", "replaced", "tripwires", "unpatched"]
+__all__ = ["TRIPWIRES", "replaced", "trips", "tripwires", "unpatched"]
 
 _GRAD_MODE: Final = "sets or asks for the grad mode (no_grad, enable_grad, set_grad_enabled, inference_mode)"
 
@@ -28,6 +28,11 @@ TRIPWIRES: Final[tuple[tuple[Any, str, str], ...]] = (
     (torch, "set_autocast_enabled", "enters a torch.autocast region"),
     (torch.autograd.Function, "apply", "calls a torch.autograd.Function"),
 )
+
+
+def trips(target: Any) -> str | None:
+    """What a node of a graph does that calls one of these, whose original it holds; None where it does not."""
+    return next((what for owner, name, what in TRIPWIRES if vars(owner)[name] is target), None)
 
 
 @contextlib.contextmanager

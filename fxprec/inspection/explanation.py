@@ -20,7 +20,7 @@ from fxprec.inspection.nodes import (
     source_line,
 )
 from fxprec.passes.casts import cast_if_float
-from fxprec.passes.ir import Precision, arg_nodes, dtype_name, module_path
+from fxprec.passes.ir import Precision, arg_nodes, dtype_name, module_path, weight_path
 
 __all__ = ["Explanation", "explain"]
 
@@ -81,12 +81,12 @@ def _read(source: Node) -> str:
     if is_inserted(source) and isinstance(source.args[0], Node):
         origin = source.args[0]
         if is_shadow(source):
-            return f"{origin.target} as its {shown_dtype(source)} shadow"
-        name = str(origin.target) if origin.op == "get_attr" else f"%{origin.name}"
+            return f"{weight_path(origin)} as its {shown_dtype(source)} shadow"
+        name = weight_path(origin) if origin.op == "get_attr" else f"%{origin.name}"
         if _asks(source):
             return f"{name} as it comes, {shown_dtype(source)} if it is a float"
         return f"{name} cast from {shown_dtype(origin)} to {shown_dtype(source)}"
-    name = str(source.target) if source.op == "get_attr" else f"%{source.name}"
+    name = weight_path(source) if source.op == "get_attr" else f"%{source.name}"
     return f"{name}: {shown_dtype(source)}"
 
 

@@ -59,13 +59,16 @@ class FusedRegion(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Run for these inputs: tensors in the order of the graph's, and the seeds where there are dropouts."""
+        if isinstance(inputs[0], Proxy):  # a trace by torch.fx: the ops would not round as the kernel does
+            tracer: Any = inputs[0].tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), inputs, {})
         seeds = None
         if self.draws and len(inputs) > self._reads:
             seeds, inputs = inputs[-1], inputs[:-1]
         watcher = _watcher(inputs) if self.triton else "fuse='aten'"
         if watcher:
             self.path, self.reason = "aten", watcher
-            return self._as_ops(inputs)
+            return self._results(inputs)
         recording = torch.is_grad_enabled()
         key = (recording, *[(x.shape, x.stride(), x.dtype, x.requires_grad, x.device) for x in inputs])
         plan = self._plans.get(key)
@@ -73,7 +76,7 @@ class FusedRegion(nn.Module):
             plan = self._plan(key, inputs, recording)
         if isinstance(plan, str):
             self.path, self.reason = "aten", plan
-            return self._as_ops(inputs)
+            return self._results(inputs)
         if self.path != "triton":  # a module's attributes take a microsecond each
             self.path, self.reason = "triton", ""
         if seeds is not None and seeds.device != plan.device:  # drawn where the graph begins, on another device
@@ -84,7 +87,11 @@ class FusedRegion(nn.Module):
             results = tuple(plan.launch_forward(inputs, seeds, self.seed, False))
         return results[0] if self.single else results
 
-    def _as_ops(self, inputs: Sequence[Any]) -> Any:
+    def as_ops(self, *inputs: Any) -> Any:
+        """What ``forward`` gives, op by op: for a trace that fuses anew. Dropouts draw their own random numbers."""
+        return self._results(inputs[: self._reads])
+
+    def _results(self, inputs: Sequence[Any]) -> Any:
         results = self.graph_module(*inputs)
         return results[0] if self.single else results
 
@@ -125,6 +132,10 @@ class FusedRegion(nn.Module):
         """What was derived so far, for each pattern of inputs."""
         return tuple(plan for plan in self._plans.values() if not isinstance(plan, str))
 
+    def __dir__(self) -> list[str]:
+        """Without ``source`` where there is none yet: torch.jit reads whatever is here."""
+        return [name for name in super().__dir__() if name != "source" or self.plans]
+
     @property
     def source(self) -> str:
         """Triton source of the kernels of the last plan, forward and backward.
@@ -155,9 +166,7 @@ def _watcher(inputs: Sequence[Any]) -> str:
         return f"{seen_by.name} sees the ops"
     for x in inputs:
         if type(x) not in _PLAIN and not isinstance(x, FakeTensor):
-            return (
-                "torch.fx traces the ops" if isinstance(x, Proxy) else f"a {type(x).__name__} dispatches the ops itself"
-            )
+            return f"a {type(x).__name__} dispatches the ops itself"
     return ""
 
 

@@ -25,12 +25,13 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, Proxy
 
 from fxprec.kernels.watchers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.passes.aliases import alias_roots, written_roots
 from fxprec.passes.casts import cast
 from fxprec.passes.ir import Op, Precision, Rule
+from fxprec.passes.leaves import leaf
 
 __all__ = ["batch_norm", "call_kernels", "cross_entropy", "is_served"]
 
@@ -47,6 +48,9 @@ def batch_norm(
     momentum: float = 0.1, eps: float = 1e-5, residual: Any = None, relu: bool = False,
 ) -> Any:  # fmt: skip
     """``relu?(F.batch_norm(...) [+ residual])``: one kernel after the statistics, where it serves."""
+    if isinstance(x, Proxy):
+        options = {"training": training, "momentum": momentum, "eps": eps, "residual": residual, "relu": relu}
+        return leaf(batch_norm, x, running_mean, running_var, weight, bias, **options)
     fits = residual is None or (residual.shape == x.shape and residual.dtype in _FLOATS)
     if fits and isinstance(momentum, int | float) and is_served(x):
         from fxprec.kernels.nn.batch_norm import batch_norm as kernel  # which loads Triton
@@ -66,6 +70,8 @@ def cross_entropy(
 ) -> Any:  # fmt: skip
     """``F.cross_entropy`` in FP32 of logits in any float dtype."""
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    if isinstance(input, Proxy):
+        return leaf(cross_entropy, input, target, weight, **options)
     wide = target.dtype is torch.float64 or (weight is not None and weight.dtype is torch.float64)
     plain = weight is None and label_smoothing == 0 and not target.is_floating_point()  # slices of the rest are slower
     served = is_served(input) or (plain and _in_slices(input))

@@ -23,15 +23,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, Proxy
 
 from fxprec.passes.ir import Op
+from fxprec.passes.leaves import leaf
 
 __all__ = ["recognize_rotary", "rope"]
 
 
 def rope(x: Any, cos: Any, sin: Any, half: int) -> Any:
     """``x * cos + cat((-x[..., half:], x[..., :half]), -1) * sin``, in FP32 for low x, in x's dtype."""
+    if isinstance(x, Proxy):
+        return leaf(rope, x, cos, sin, half)
     own = _tables(x, cos, sin, half)
     if own is not None:
         from fxprec.kernels.nn.rope import rope as kernel  # which loads Triton

@@ -1,0 +1,68 @@
+"""Where a model's weights stand in a graph module: at their own paths, but for names that a graph module cannot have.
+
+``code``, ``graph`` and ``meta`` are attributes of every graph module; ``class``, or a name with a quote in it, is none
+in its source::
+
+    code.weight        ->    code_.weight            heads.class.bias    ->    heads.class_.bias
+
+The node carries the path in the model as ``meta["path"]``, and the graph module's state goes by the model's keys.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Final
+
+from torch import nn
+from torch.fx import Graph, GraphModule
+
+from fxprec.passes.exact_graph import LazyGraphModule
+
+__all__ = ["attribute_path", "keep_model_keys"]
+
+#: Attributes of any module, and of graph modules.
+_OF_MODULES: Final = frozenset(dir(nn.Module()))
+_OF_GRAPHS: Final = frozenset(dir(LazyGraphModule({}, Graph())))
+#: What torch.fx would print into its source unescaped, and what looks as if it had been escaped here.
+_UNPRINTABLE: Final = re.compile(r'["\\\x00-\x1f\x7f]|_(?=x[0-9a-f]{2}_)')
+
+
+def attribute_path(path: str) -> str:
+    """The path in a graph module of a tensor of the model: no two have the same."""
+    first, *rest = path.split(".")
+    return ".".join([_free_name(first, _OF_GRAPHS), *[_free_name(name, _OF_MODULES) for name in rest]])
+
+
+def _free_name(name: str, reserved: frozenset[str]) -> str:
+    """With an underscore behind a reserved name, and one more behind what looks like that."""
+    bare = name.rstrip("_")
+    if name in reserved or bare in reserved or keyword.iskeyword(bare):
+        name += "_"
+    return _UNPRINTABLE.sub(lambda match: f"_x{ord(match[0]):02x}_", name)
+
+
+def keep_model_keys(gm: GraphModule, renamed: Mapping[str, str]) -> None:
+    """Have ``state_dict`` and ``load_state_dict`` of a graph module go by the keys of the model.
+
+    Args:
+        renamed: path in the graph module -> path in the model, of the tensors where they differ.
+    """
+    if renamed:
+        gm.register_state_dict_post_hook(_Renaming(dict(renamed)))
+        gm.register_load_state_dict_pre_hook(_Renaming({path: target for target, path in renamed.items()}))
+
+
+class _Renaming:
+    """Gives keys of a state dict other names, in place. Hooks of two kinds call it."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self._names = names
+
+    def __call__(self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+        items = [*state.items()]
+        state.clear()
+        for key, value in items:
+            path = key.removeprefix(prefix) if key.startswith(prefix) else ""
+            state[prefix + self._names[path] if path in self._names else key] = value

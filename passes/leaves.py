@@ -1,0 +1,38 @@
+"""Functions of ours that a graph calls stay calls of them, whoever traces the graph again.
+
+``torch.fx`` runs a graph module's source to pickle it, to split it, to extract features from it. A function that asks
+whether its argument is a tensor gets a ``Proxy`` then, and must say so instead of answering "no"::
+
+    def cast_if_float(x, dtype):
+        if isinstance(x, Proxy):
+            return leaf(cast_if_float, x, dtype)
+        ...
+
+``torch.fx.wrap`` would do within one process only: it patches the module that the call stands in, and the source of an
+unpickled graph stands in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Proxy
+
+__all__ = ["leaf", "tracer_of"]
+
+
+def leaf(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Record ``function(*args, **kwargs)`` as one node of the trace that its first traced argument belongs to."""
+    return tracer_of((args, kwargs)).create_proxy("call_function", function, args, kwargs)
+
+
+def tracer_of(value: Any) -> Any:
+    """That of the first traced value in a container; None outside of a trace."""
+    if isinstance(value, Proxy):
+        return value.tracer
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return None
+    return next((tracer for part in value if (tracer := tracer_of(part)) is not None), None)
