@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -28,6 +27,7 @@ from fxprec.passes.casts import cast
 from fxprec.passes.ir import Op, weight_path
 from fxprec.passes.leaves import leaf, tracer_of
 from fxprec.passes.new_node import new_node
+from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 
 __all__ = ["Executor", "Program", "checkpointed", "is_weight_cast", "lift", "run_checkpoints"]

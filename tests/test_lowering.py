@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import region_tools as tools
+from fxprec.kernels.rows import clamp
 from fxprec.kernels.rows.evaluate import evaluate
 from fxprec.kernels.rows.finishing import eager_backward
 from fxprec.kernels.rows.lowering import LOWERINGS, Declined
@@ -20,6 +21,9 @@ Y = torch.linspace(-2, 3, 18).reshape(3, 6)
 W, B = torch.linspace(0.5, 2, 6), torch.linspace(-1, 1, 6)
 COLUMN = torch.tensor([[0.5], [-1.0], [2.0]])
 MASK = torch.tensor([[True, False, True, True, False, False]])
+#: Bounds: below, at, above X, both at X, at each other, and crossed.
+LOW = X + torch.tensor([-1.0, 0.0, 0.5, 0.0, 0.5, 0.0])
+HIGH = X + torch.tensor([1.0, 0.5, 0.5, 0.0, 0.0, -0.5])
 
 
 OF_TWO = "add sub mul div maximum minimum"
@@ -63,6 +67,11 @@ CASES = {
     "clamp_min": (lambda x: x.clamp_min(-0.5), X),
     "clamp_max": (lambda x: torch.clamp_max(x, 0.5), X),
     "clamp min only": (lambda x: torch.clamp(x, min=-0.5), X),
+    "clamp at both bounds": (lambda x: x.clamp(-1.0, 3.0), X),
+    "clamp to one number": (lambda x: x.clamp(0.5, 0.5), X),
+    "clamp to tensors": (lambda x, low, high: torch.clamp(x, low, high), X, LOW, HIGH),
+    "clamp_min to a tensor": (lambda x, low: x.clamp_min(low), X, LOW),
+    "clamp_max to a tensor": (lambda x, high: torch.clamp(x, max=high), X, HIGH),
     **{name: (of_one(getattr(F, name)), X) for name in ACTIVATIONS.split()},
     "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), X),
     "elu alpha": (lambda x: F.elu(x, 0.7), X),
@@ -133,6 +142,33 @@ def test_values_and_gradients_are_torchs(name: str) -> None:
             name,
             n,
         )  # torch's 1/6 is FP32 there
+
+
+@pytest.mark.parametrize("who", ["x", "low", "high"])
+def test_a_clamp_of_nan_is_nan(who: str) -> None:
+    given = {"x": X.clone(), "low": LOW.clone(), "high": HIGH.clone()}
+    given[who][:, ::2] = torch.nan
+    x, low, high = (tensor.requires_grad_() for tensor in given.values())
+    for function, *inputs in (
+        (lambda x, low, high: torch.clamp(x, low, high), x, low, high),
+        (lambda x, low: torch.clamp_min(x, low), x, low),
+        (lambda x, high: torch.clamp_max(x, high), x, high),
+    ):
+        plan = tools.plan_of(function, *inputs)
+        (value, *_) = evaluate(plan.derived.forward, plan.layout, inputs, None, 0, dtype=torch.float64)
+        store = plan.derived.forward.stores[0]
+        exact = function(*tools.wide(inputs))
+        assert torch.equal(plan.layout.torch_shaped(value, store.columns).isnan().reshape(exact.shape), exact.isnan())
+
+
+def test_torch_is_asked_about_ties_whatever_is_on() -> None:
+    for tensors in (False, True):
+        x = torch.zeros(1, requires_grad=True)
+        bounds = (torch.zeros(1), torch.ones(1)) if tensors else (0, 1)
+        expected = torch.autograd.grad(x.clamp(*bounds).sum(), x)[0].item()
+        clamp._at_bound.cache_clear()
+        with torch.inference_mode(), torch.device("meta"), torch.autograd.graph.disable_saved_tensors_hooks("no"):
+            assert clamp._at_bound(tensors) == expected
 
 
 def test_every_lowering_is_among_the_cases() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
+from fxprec.kernels.rows.clamp import clamp
 from fxprec.kernels.rows.lowering_reductions import REDUCING, ROW_REDUCTIONS
 from fxprec.kernels.rows.terms import Call, Declined, Term
 from fxprec.kernels.rows.values import Builder
@@ -79,20 +80,6 @@ def power(c: Call, x: Term, exponent: float) -> Term:
     if exponent == 1.5:
         return c("mul", x, c("sqrt", x))
     raise Declined(f"a power of {exponent}")
-
-
-def _clamp(c: Call, input: Term, min: Any = None, max: Any = None) -> Term:  # torch's names
-    x = input
-    inside = [c(op, x, bound) for op, bound in (("ge", min), ("le", max)) if bound is not None]
-    held = c.stop(x)
-    if max is not None:
-        held = c("where", c("gt", held, max), max, held)
-    if min is not None:
-        held = c("where", c("lt", held, min), min, held)
-    if max is not None and min is not None:  # where min > max, torch gives max
-        held = c("where", c("gt", held, max), max, held)
-    chosen = inside[0] if len(inside) == 1 else c("and", *inside) if inside else None
-    return x if chosen is None else c("where", chosen, x, held)
 
 
 def _hardtanh(c: Call, input: Term, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Term:
@@ -200,8 +187,8 @@ LOWERINGS: Final[Mapping[str, Callable[..., Term]]] = MappingProxyType(
         "div": _div, "rdiv": _rdiv, "pow": _pow,
         "reciprocal": lambda c, input: c("div", 1.0, input), "square": lambda c, input: c("mul", input, input),
         "log10": lambda c, input: c("mul", c("log", input), 1.0 / math.log(10.0)),
-        "clamp": _clamp, "clamp_min": lambda c, input, min: _clamp(c, input, min),
-        "clamp_max": lambda c, input, max: _clamp(c, input, None, max),
+        "clamp": clamp, "clamp_min": lambda c, input, min: clamp(c, input, min),
+        "clamp_max": lambda c, input, max: clamp(c, input, None, max),
         "relu": _relu, "relu6": lambda c, input, inplace=False: _hardtanh(c, input, 0.0, 6.0), "hardtanh": _hardtanh,
         "leaky_relu": _leaky_relu, "elu": _elu, "softplus": _softplus, "logsigmoid": _logsigmoid, "silu": _silu,
         "gelu": _gelu, "mish": _mish, "hardsigmoid": _hardsigmoid, "hardswish": _hardswish,
