@@ -13,7 +13,8 @@ After::
     %a: bfloat16 = linear(%x, %w)
     %d: bfloat16 = relu(%a)
 
-A narrowing cast followed by a widening one stays: it rounds. Of two equal casts of one tensor the first serves both.
+A narrowing cast followed by a widening one stays: it rounds. One that autograd does not record (``grad_mode``) stays
+where its readers are recorded: it ends the gradient. Of two equal casts of one tensor the first serves both.
 The user's own cast stays where someone still reads it, or wants its dtype because it is the original one (an output),
 wherever its value is written to in place, and where it is returned, since a cast makes a copy and folding it would
 make an alias.
@@ -36,6 +37,7 @@ from fxprec.passes.aliases import alias_roots, written_roots
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.casts import CASTS, cast
 from fxprec.passes.context import Context
+from fxprec.passes.grad_mode import recorded
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ir import Op, PassResult, Precision, Rule
 from fxprec.passes.op_names import cast_target
@@ -56,7 +58,7 @@ def fold_casts(gm: GraphModule, context: Context) -> PassResult:
         before = sub.meta.get("folded", 0)
         folded += fold_casts(sub, context).gm.meta["folded"] - before
     hoisted = _hoist(gm)
-    folded += _fold(gm)
+    folded += _fold(gm, context)
     erased = 0
     for node in reversed(list(gm.graph.nodes)):
         if _is_cast(node) and not node.users and (node.meta.get("inserted") or cast_target(node) is not None):
@@ -66,18 +68,21 @@ def fold_casts(gm: GraphModule, context: Context) -> PassResult:
     return PassResult(gm, folded + hoisted + erased > 0)
 
 
-def _fold(gm: GraphModule) -> int:
+def _fold(gm: GraphModule, context: Context) -> int:
     folded = 0
+    gradients = recorded(gm.graph, context.gradients)
     roots = alias_roots(gm.graph)
     written = written_roots(gm.graph, roots)
-    made: dict[tuple[object, torch.dtype], Node] = {}
+    made: dict[tuple[object, torch.dtype, bool], Node] = {}
     for node in list(gm.graph.nodes):
         target = _pure_target(node) if _is_cast(node) else None
         if target is None or roots[node] in written:
             continue
-        source = _held_by(node, target) or made.setdefault((node.args[0], target), node)
+        key = (node.args[0], target, gradients[node])
+        source = _held_by(node, target, gradients) or made.get((*key[:2], True)) or made.setdefault(key, node)
         if source is not node and not _copies_for_caller(node, source, roots):
             readers = [user for user in node.users if _may_read(user, node, source)]
+            readers = [user for user in readers if gradients[node] or not gradients[user]]
             for reader in readers:
                 reader.replace_input_with(node, source)
             folded += bool(readers)
@@ -89,13 +94,13 @@ def _is_cast(node: Node) -> bool:
     return op is not None and op.name == "to" and bool(node.args) and isinstance(node.args[0], Node)
 
 
-def _held_by(node: Node, target: torch.dtype) -> Node | None:
-    """The earlier node that holds the very value of this cast already; None if there is none."""
+def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool]) -> Node | None:
+    """The earlier node that holds the very value of this cast already, its gradient too; None if there is none."""
     source = node.args[0]
     assert isinstance(source, Node)
     if _known(source) == target:
         return source
-    while _is_cast(source) and _pure_target(source) is not None:
+    while _is_cast(source) and _pure_target(source) is not None and (gradients[source] or not gradients[node]):
         inner = source.args[0]
         assert isinstance(inner, Node)
         if not _lossless(_known(inner), _known(source)):

@@ -20,7 +20,8 @@ After::
     return %exp
 
 A cast is made right before its first reader and shared by the later ones, until something writes to the tensor or to a
-tensor that shares its memory; the next reader then gets a new one. A value whose dtype nobody can know without inputs
+tensor that shares its memory; the next reader then gets a new one. So does the first reader that autograd records
+(``grad_mode``) where the cast was not. A value whose dtype nobody can know without inputs
 is cast by ``cast_if_float``, which looks at run time, a list or tuple of tensors by ``cast_each``. Additive attention
 masks are cast by ``cast_saturating``.
 
@@ -43,6 +44,7 @@ from fxprec.passes.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.casts import cast, cast_each, cast_if_float, cast_saturating
 from fxprec.passes.context import Context
+from fxprec.passes.grad_mode import recorded
 from fxprec.passes.ir import (
     CASTABLE,
     UNKNOWN,
@@ -81,12 +83,12 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
     changed = False
     for sub in subgraphs(gm):
         changed |= insert_casts(sub, context).changed
-    epochs = _Epochs(gm)
+    epochs = _Epochs(gm, context)
     for node in list(gm.graph.nodes):
         if node.op == "output":
             changed |= epochs.restore_outputs(node, context)
         elif node.op in ("call_function", "call_method"):
-            changed |= epochs.cast_arguments(node) or epochs.keep_apart(node)
+            changed |= epochs.cast_arguments(node) or epochs.keep_recorded(node) or epochs.keep_apart(node)
             epochs.written(node)
         if "root_dtype" in node.meta:
             changed |= epochs.recast_root(node, node.meta.pop("root_dtype"))
@@ -152,11 +154,12 @@ def _not_promoted(data: list[tuple[int | str, Node]], reads: torch.dtype, op: Op
 class _Epochs:
     """The casts made so far, per tensor, forgotten when its memory is written."""
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, context: Context) -> None:
         self.graph = gm.graph
+        self.recorded = recorded(gm.graph, context.gradients)
         self.roots = alias_roots(gm.graph)
         self.written_roots = written_roots(gm.graph, self.roots)
-        self.made: dict[Node, dict[tuple[Node, torch.dtype, object], Node]] = {}
+        self.made: dict[Node, dict[tuple[Node, torch.dtype, object, bool], Node]] = {}
 
     def cast_arguments(self, node: Node) -> bool:
         changed = False
@@ -187,7 +190,8 @@ class _Epochs:
         if op is not None and port in _MASKED.get(op.name, ()) and wanted is not torch.float32:
             function = cast_saturating
         made = self.made.setdefault(self.roots[source], {})
-        key = (source, wanted, function)
+        with_gradient = (source, wanted, function, True)
+        key = with_gradient if with_gradient in made else (source, wanted, function, self.recorded[reader])
         if key not in made:
             with self.graph.inserting_before(reader):
                 name = f"{source.name}_{_SHORT[wanted]}"
@@ -206,6 +210,24 @@ class _Epochs:
     def written(self, node: Node) -> None:
         for target in written_by(node):
             self.made.pop(self.roots[target], None)
+
+    def keep_recorded(self, node: Node) -> bool:
+        """A user's cast that did nothing in the original program, and converts now, must not end a gradient."""
+        op, source = node.meta.get("op"), node.args[0] if node.args else None
+        if op is None or op.name != "to" or not isinstance(source, Node) or self.roots[node] in self.written_roots:
+            return False
+        if self.recorded[node] or not self.recorded[source] or len(node.args) > 2 or node.kwargs.keys() - {"dtype"}:
+            return False
+        dtype = actual_dtype(node)
+        if dtype in (None, actual_dtype(source)) or node.meta.get("dtype") != source.meta.get("dtype"):
+            return False
+        with self.graph.inserting_after(source):
+            new = new_node(self.graph, "call_function", cast, (source, dtype), {}, node.name)
+        new.meta.update(node.meta)
+        self.roots[new], self.recorded[new] = self.roots[source], True
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+        return True
 
     def keep_apart(self, node: Node) -> bool:
         """A user's cast that copied in the original program copies still, where somebody writes to either side."""

@@ -27,11 +27,14 @@ __all__ = [
     "custom_op_autocast",
     "data_of",
     "enter_autocast",
+    "enter_inference_mode",
     "exit_autocast",
+    "exit_inference_mode",
     "no_autocast",
     "op_name_of",
     "packet_name",
     "schema_of",
+    "set_grad_enabled",
     "trace_again_by",
     "tree_map",
 ]
@@ -42,12 +45,15 @@ with needed:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # what dynamo writes for torch.autocast
     from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+    from torch.autograd.grad_mode import _enter_inference_mode as enter_inference_mode  # and for inference_mode
+    from torch.autograd.grad_mode import _exit_inference_mode as exit_inference_mode
     from torch.fx._lazy_graph_module import _LazyGraphModule as LazyBase  # writes its source when it is called
     from torch.utils._pytree import tree_map
 
     _CORE: Final[Any] = torch._C  # what is built in C++ has no stubs
     builtin_nn: Final[Any] = _CORE._nn
     builtins_of_torch: Final[Any] = _CORE._VariableFunctions
+    set_grad_enabled: Final[Any] = _CORE._set_grad_enabled  # what dynamo writes for torch.no_grad and enable_grad
 
 #: What dynamo writes for ``x.data``; None where torch has no such function.
 data_of: Final[Any] = optional("torch._C:_autograd._get_data_attr", "x.data in a graph of dynamo is an unknown op")

@@ -20,6 +20,7 @@ from fxprec.passes.aliases import alias_roots, written_by
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.casts import CASTS, cast, cast_if_float
 from fxprec.passes.context import Context
+from fxprec.passes.grad_mode import recorded
 from fxprec.passes.insert_casts import actual_dtype, original_dtype, wanted_dtypes
 from fxprec.passes.ir import CASTABLE, UNKNOWN, Op, PassResult, Precision, Rule, dtype_name
 from fxprec.passes.op_table import rule_of
@@ -127,14 +128,15 @@ def _outputs(gm: GraphModule, context: Context) -> Iterator[Violation]:
 def _least_casts(gm: GraphModule, context: Context) -> Iterator[Violation]:
     roots = alias_roots(gm.graph)
     epoch: dict[Node, int] = {}
-    seen: set[tuple[Node, int, object, object]] = set()
+    gradients = recorded(gm.graph, context.gradients)
+    seen: set[tuple[Node, int, object, object, bool]] = set()
     for node in gm.graph.nodes:
         for target in written_by(node):
             epoch[roots[target]] = epoch.get(roots[target], 0) + 1
         if node.target not in CASTS or not isinstance(node.args[0], Node):
             continue
         source = node.args[0]
-        key = (source, epoch.get(roots[source], 0), node.args[1], node.target)
+        key = (source, epoch.get(roots[source], 0), node.args[1], node.target, gradients[node])
         if key in seen:
             yield Violation(node.name, f"a second cast of {source.name}", "one per dtype and mutation epoch")
         seen.add(key)

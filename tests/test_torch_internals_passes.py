@@ -89,6 +89,22 @@ def test_dynamo_writes_autocast_as_two_calls() -> None:
     assert enabled is False and leave.args == (enter,)
 
 
+@contract("passes", "set_grad_enabled", "enter_inference_mode", "exit_inference_mode")
+def test_dynamo_writes_modes_of_autograd_as_two_calls() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x * 2
+        with torch.inference_mode():
+            return y + x
+
+    graph = _graph_of_dynamo(function)
+    modes = graph.find_nodes(op="call_function", target=of_passes.set_grad_enabled)
+    assert [node.args for node in modes] == [(False,), (True,)]
+    (enter,) = graph.find_nodes(op="call_function", target=of_passes.enter_inference_mode)
+    (leave,) = graph.find_nodes(op="call_function", target=of_passes.exit_inference_mode)
+    assert enter.args == (True,) and leave.args == (enter,)
+
+
 @contract("passes", "data_of")
 def test_dynamo_writes_data_as_a_call() -> None:
     graph = _graph_of_dynamo(lambda x: x.data * 2)

@@ -21,13 +21,11 @@ MODES = (
     Feature(
         "no_grad_region",
         "with torch.no_grad():\n    a = self.l$n(h)\nh = self.l$n(h) + a",
-        fault="N3",
         init="self.l$n = nn.Linear(4, 4)",
     ),
     Feature(
         "set_grad_region",
         "with torch.set_grad_enabled(self.on$n):\n    a = self.l$n(h)\nh = h + a",
-        fault="N3",
         init="self.l$n = nn.Linear(4, 4)\nself.on$n = $v",
         values=("True", "False"),
         ops=("$m.on$n = $v",),
