@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from fxprec.capture.guards import Guards
 from fxprec.capture.untouched import ModelState
 from fxprec.conversion import Conversion
+from fxprec.entry_point import EntryPoint
 from fxprec.passes.casts import CASTS
 from fxprec.shadows import ShadowStore
 from tests.fuzz import programs, stateful
@@ -115,8 +116,9 @@ def test_a_model_that_stays_in_fp32_is_noticed(capture: str) -> None:
     assert wrong is not None and "lower" in wrong.what
 
 
-def unchanged(conversion: Conversion, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return conversion.original_forward(module, *args, **kwargs)
+def unchanged(conversion: Conversion, entry: EntryPoint, model: nn.Module, module: nn.Module, *given: Any) -> Any:
+    args, kwargs = given
+    return entry.unbound(module, *args, **kwargs)
 
 
 def test_a_forward_that_runs_twice_is_noticed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -283,3 +283,42 @@ def test_a_list_replaced_by_an_equal_one_is_another() -> None:
     assert guards.failing() == "shape was replaced by an equal one"
     model.shape = before
     assert guards.failing() is None
+
+
+class Pair(NamedTuple):
+    number: float
+    values: list[float]
+
+
+PAIR = Pair(1.0, [2.0])
+
+
+class NamedTuples(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.nested = Pair(1.0, [2.0]), [Pair(1.0, [2.0])]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.pair.values[0] * self.nested[0].values[0] * PAIR.values[0]
+
+
+@pytest.mark.parametrize("owner", ["pair", "nested", "global"])
+def test_a_list_in_a_named_tuple_changed(owner: str) -> None:
+    model = NamedTuples()
+    values = {"pair": model.pair, "nested": model.nested[0], "global": PAIR}[owner].values
+    guards = trace_static(model, ("x",), {}).guards
+    assert guards.failing() is None
+    values[0] = 3.0
+    assert guards.failing() is not None
+    values[0] = 2.0
+    assert guards.failing() is None
+
+
+def test_an_equal_named_tuple_of_plain_values_is_the_same() -> None:
+    model = NamedTuples()
+    model.pair = Pair(1.0, (2.0,))  # type: ignore[arg-type]
+    guards = trace_static(model, ("x",), {}).guards
+    model.pair = Pair(1.0, (2.0,))  # type: ignore[arg-type]
+    assert guards.failing() is None
+    model.pair = Pair(1, (2.0,))  # type: ignore[arg-type]
+    assert guards.failing() is not None

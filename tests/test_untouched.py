@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,12 +14,18 @@ from torch import nn
 from fxprec.capture.untouched import ModelState, RandomState
 
 
+class Pair(NamedTuple):
+    number: int
+    values: list[int]
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(2, 2)
         self.number, self.values = 1, {"list": [1], "deque": deque([1])}
         self.list, self.set, self.ordered, self.deque = [1, 2], {1}, OrderedDict(a=1, b=2), deque([1, 2])
+        self.pair = Pair(1, [1])
         self.empty_list, self.empty_dict, self.empty_set = [], {}, set()
 
 
@@ -40,6 +46,7 @@ class Model(nn.Module):
         (lambda m: m.set.add(2), "the contents of set"),
         (lambda m: m.ordered.move_to_end("a"), "the contents of ordered"),
         (lambda m: m.deque.popleft(), "the contents of deque"),
+        (lambda m: m.pair.values.append(2), "the contents of pair"),
         (lambda m: m.empty_list.append(1), "the contents of empty_list"),
         (lambda m: m.empty_dict.update(a=1), "the contents of empty_dict"),
         (lambda m: m.empty_set.add(1), "the contents of empty_set"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fxprec.capture.guard_values import CONTAINERS, contents
+from fxprec.capture.guard_values import contents, is_container
 
 __all__ = ["Contents", "refill", "unchanged"]
 
@@ -31,7 +31,7 @@ class Contents:
             return
         self.add(container, label)
         for element in contents(container):
-            if type(element) in CONTAINERS:
+            if is_container(element):
                 self.add_nested(element, label)
 
     def restore(self) -> str | None:

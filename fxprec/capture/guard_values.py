@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["CONTAINERS", "PLAIN", "contents", "is_plain", "same", "snapshot"]
+__all__ = ["CONTAINERS", "PLAIN", "contents", "is_container", "is_plain", "same", "snapshot"]
 
 #: Values that cannot change: what they are can be compared at any time.
 PLAIN: Final = frozenset(
@@ -39,10 +39,19 @@ _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})
 CONTAINERS: Final = _SEQUENCES | _MAPPINGS
 
 
+def is_container(value: Any) -> bool:
+    """Whether what it holds is part of what it is: a named tuple is one, like any tuple."""
+    return type(value) in CONTAINERS or _is_named_tuple(value)
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(type(value), "_fields")
+
+
 def is_plain(value: Any) -> bool:
     """Whether it is a plain value, or a tuple of such."""
     kind = type(value)
-    if kind is tuple:
+    if kind is tuple or _is_named_tuple(value):
         return all(map(is_plain, value))
     return kind in PLAIN or isinstance(value, enum.Enum)
 
@@ -56,7 +65,7 @@ def snapshot(value: Any) -> Any:
         return copied
     if kind in _SEQUENCES and not is_plain(value):
         return kind(map(snapshot, value)) if kind not in (set, frozenset) else kind(value)
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+    if _is_named_tuple(value):
         return tuple.__new__(kind, map(snapshot, value))  # type: ignore[arg-type]  # past a constructor of its own
     return value
 
@@ -68,7 +77,7 @@ def same(now: Any, then: Any) -> bool:
     object must be the very same.
     """
     if now is then:
-        return type(now) not in CONTAINERS or is_plain(now)
+        return not is_container(now) or is_plain(now)
     kind, was = type(now), type(then)
     if kind is was and kind in _MAPPINGS:
         return len(now) == len(then) and all(
@@ -83,7 +92,7 @@ def same(now: Any, then: Any) -> bool:
         return same(now.real, then.real) and same(now.imag, then.imag)
     if kind in (set, frozenset):
         return {(type(each), each) for each in now} == {(type(each), each) for each in then}
-    if kind in (tuple, list, deque, torch.Size) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+    if kind in (tuple, list, deque, torch.Size) or _is_named_tuple(now):
         return len(now) == len(then) and all(map(same, now, then))
     return kind in PLAIN and kind is not object and now == then
 

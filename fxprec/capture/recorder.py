@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxprec.capture.guard_values import CONTAINERS, is_plain, snapshot
+from fxprec.capture.guard_values import is_container, is_plain, snapshot
 from fxprec.capture.guards import HOOKS, Fact, Guards, Reads, Slot
 from fxprec.capture.opaque_code import OpaqueCode
 from fxprec.capture.originals import original_class
@@ -244,7 +244,7 @@ class Recorder:
                 reads.tensors[name] = value
             elif value is attributes[name]:
                 self._look_at(reads, name, value)
-                held = type(value) in CONTAINERS and not is_plain(value)
+                held = is_container(value) and not is_plain(value)
                 reads.values[name] = Held(value, snapshot(value)) if held else value
             return
         if name == "_wrapped_call" and isinstance(reads.module, torch.fx.GraphModule):

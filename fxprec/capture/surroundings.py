@@ -35,7 +35,7 @@ from torch.fx import Proxy
 
 from fxprec.capture.code_reads import Key, Read, code_reads
 from fxprec.capture.containers import Contents
-from fxprec.capture.guard_values import CONTAINERS, contents, is_plain, snapshot
+from fxprec.capture.guard_values import CONTAINERS, contents, is_container, is_plain, snapshot
 from fxprec.capture.tripwires import unpatched
 from fxprec.capture.trusted import is_stdlib, is_torchs, is_trusted
 
@@ -188,7 +188,7 @@ class Surroundings:
         kind = type(value)
         if kind is types.FunctionType:
             return self._function(value)
-        if kind in CONTAINERS or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        if is_container(value):
             self.contents.add(value, label)
             return self._first(contents(value))
         if isinstance(value, type):
@@ -228,7 +228,7 @@ class Surroundings:
         """What an object holds for good: containers among it may change inside."""
         values = [*values]
         for value in values:
-            if type(value) in CONTAINERS and not is_plain(value):
+            if is_container(value) and not is_plain(value):
                 self._expect(value, f"what {label} holds", {label: value}, label, value)
         return self._first(values)
 
@@ -396,7 +396,7 @@ class Surroundings:
         key = id(owner), name
         if key not in self._expected:
             value = unpatched(value)
-            if type(value) in CONTAINERS and not is_plain(value):
+            if is_container(value) and not is_plain(value):
                 value = Held(value, snapshot(value))
             self._expected[key] = Expected(label, scope, name, value)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fxprec.capture.containers import Contents, refill, unchanged
-from fxprec.capture.guard_values import CONTAINERS, is_plain
+from fxprec.capture.guard_values import is_container, is_plain
 
 __all__ = ["ModelState", "RandomState"]
 
@@ -36,7 +36,7 @@ class ModelState:
             attributes = module.__dict__
             self._modules.append((path, attributes, attributes.copy()))
             for name, value in attributes.items():
-                if type(value) not in CONTAINERS:
+                if not is_container(value):
                     continue
                 if name not in _STANDARD:
                     if not is_plain(value):

@@ -14,7 +14,6 @@ ALIASES = (
         "a = self.l$n(other)\nx.mul_(2)\nh = h + self.l$n(other) - a",
         init=_LAYER,
         root=True,
-        fault="A5",
         weight=2,
     ),
     Feature(
@@ -22,7 +21,6 @@ ALIASES = (
         "a = self.l$n(x)\nother.add_(1)\nh = h + self.l$n(x) - a + other",
         init=_LAYER,
         root=True,
-        fault="A5",
     ),
     Feature("view_inplace", "h = h.clone()\nh[:, :2].mul_(2)\nh = self.l$n(h)", init=_LAYER),
     Feature("view_after", "h = h.clone()\nv = h[:, 1:3]\na = self.l$n(h)\nv.add_(1)\nh = self.l$n(h) + a", init=_LAYER),
@@ -38,20 +36,17 @@ ALIASES = (
         "buffer_view",
         "a = h @ self.b$n\nself.v$n.add_(1)\nh = h @ self.b$n - a",
         init="self.register_buffer('b$n', torch.eye(4))\nself.register_buffer('v$n', self.b$n[:2])",
-        fault="A5",
     ),
     Feature(
         "buffer_twice",
         "a = h @ self.b$n\nself.c$n.mul_(2)\nh = h @ self.b$n - a",
         init="self.register_buffer('b$n', torch.eye(4))\nself.register_buffer('c$n', self.b$n)",
         ops=("$m.c$n = torch.eye(4)",),
-        fault="A5",
     ),
     Feature(
         "buffer_and_attribute",
         "a = h @ self.b$n\nself.t$n.mul_(0.5)\nh = h @ self.b$n + a",
         init="self.register_buffer('b$n', torch.eye(4) * 4)\nself.t$n = self.b$n.view(16)",
-        fault="A5",
     ),
     Feature(
         "buffer_as_input",
@@ -59,7 +54,6 @@ ALIASES = (
         init=_LAYER + "\nself.register_buffer('b$n', torch.ones(2, 4))",
         ops=("run(m, $m.b$n, ids=i(2, $i))",),
         root=True,
-        fault="A5",
     ),
     Feature(
         "tied",

@@ -1,6 +1,6 @@
 """Reads of state that hangs on the module: numbers, strings, containers, objects, classes."""
 
-from tests.fuzz.feature import Feature, Op
+from tests.fuzz.feature import Feature
 
 __all__ = ["ATTRIBUTES"]
 
@@ -40,7 +40,6 @@ ATTRIBUTES = (
         init="self.z$n = $v",
         ops=("$m.z$n = $v",),
         values=("0.0", "-0.0"),
-        fault="D3",
     ),
     Feature(
         "flag",
@@ -131,7 +130,7 @@ ATTRIBUTES = (
         body="K$n = $v",
         ops=("$c.K$n = $v", "$m.K$n = $v"),
     ),
-    Feature("class_of_self", "h = h * type(self).K$n", body="K$n = $v", ops=(Op("$c.K$n = $v", "N7"),)),
+    Feature("class_of_self", "h = h * type(self).K$n", body="K$n = $v", ops=("$c.K$n = $v",)),
     Feature("class_by_name", "h = h * $c.K$n", body="K$n = $v", ops=("$c.K$n = $v",)),
     Feature(
         "class_list",
@@ -174,7 +173,7 @@ ATTRIBUTES = (
         "class_method",
         "h = self.scaled$n(h)",
         body="K$n = $v\n@classmethod\ndef scaled$n(cls, h):\n    return h * cls.K$n",
-        ops=(Op("$c.K$n = $v", "N7"),),
+        ops=("$c.K$n = $v",),
     ),
     Feature(
         "dataclass",
@@ -189,9 +188,9 @@ ATTRIBUTES = (
         module="@dataclasses.dataclass(frozen=True)\nclass Config$n:\n    k: float\n    table: dict\n",
         init='self.cfg$n = Config$n($v, {"k": $v})',
         ops=(
-            Op('$m.cfg$n.table["k"] = $v', "N11"),
+            '$m.cfg$n.table["k"] = $v',
             "$m.cfg$n = dataclasses.replace($m.cfg$n, k=$v)",
-            Op('object.__setattr__($m.cfg$n, "k", $v)', "N11"),
+            'object.__setattr__($m.cfg$n, "k", $v)',
         ),
     ),
     Feature(
@@ -255,10 +254,9 @@ ATTRIBUTES = (
         module="def scale$n(table, h, *, k=1.0):\n    return h * table['k'] * k\n",
         init="self.table$n = {'k': $v}\nself.f$n = functools.partial(scale$n, self.table$n)",
         ops=(
-            Op("$m.f$n.args[0]['k'] = $v", "N11"),
+            "$m.f$n.args[0]['k'] = $v",
             "$m.f$n = functools.partial(scale$n, {'k': $v}, k=$v)",
         ),
-        fault="N11",
     ),
     Feature(
         "module_attribute",

@@ -1,6 +1,6 @@
 """Modes: training, gradients, inference, dtypes and shapes of inputs, exceptions."""
 
-from tests.fuzz.feature import Feature, Op
+from tests.fuzz.feature import Feature
 
 __all__ = ["MODES"]
 
@@ -84,7 +84,7 @@ MODES = (
         "weight_dtype",
         "h = h.to(self.w$n.dtype) @ self.w$n",
         init="self.w$n = nn.Parameter(torch.eye(4))",
-        ops=(Op("$m.w$n.data = $m.w$n.data.double()", "A8"),),
+        ops=("$m.w$n.data = $m.w$n.data.double()",),
         weight=0.3,
     ),
     Feature(
@@ -98,6 +98,5 @@ MODES = (
         "grad_is_none",
         "h = h * 2 if self.w$n.grad is None else h @ self.w$n",
         init="self.w$n = nn.Parameter(torch.eye(4))",
-        fault="N1",
     ),
 )

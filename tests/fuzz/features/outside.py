@@ -45,7 +45,6 @@ OUTSIDE = (
         "h = h * N$n.inner.k",
         module="N$n = types.SimpleNamespace(inner=types.SimpleNamespace(k=$v))",
         ops=("N$n.inner.k = $v", "N$n.inner = types.SimpleNamespace(k=$v)"),
-        fault="N8",
     ),
     Feature("global_class", "h = h * Cfg$n.t", module="class Cfg$n:\n    t = $v\n", ops=("Cfg$n.t = $v",)),
     Feature(
@@ -85,7 +84,6 @@ OUTSIDE = (
         "h = fun$n(h)",
         module="def fun$n(h):\n    return h * fun$n.k\nfun$n.k = $v\n",
         ops=("fun$n.k = $v",),
-        fault="N9",
     ),
     Feature(
         "default_list",
@@ -98,7 +96,6 @@ OUTSIDE = (
         "h = fun$n(h)",
         module="def fun$n(h, k=$v, *, j=$v):\n    return h * k * j\n",
         ops=("fun$n.__defaults__ = ($v,)", "fun$n.__kwdefaults__ = {'j': $v}", "fun$n.__kwdefaults__['j'] = $v"),
-        fault="N10",
     ),
     Feature(
         "method_default",

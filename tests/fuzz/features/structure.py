@@ -1,6 +1,6 @@
 """The module tree: children in containers, replaced, hooked, overridden; kinds of outputs."""
 
-from tests.fuzz.feature import Feature, Op
+from tests.fuzz.feature import Feature
 
 __all__ = ["STRUCTURE"]
 
@@ -133,7 +133,6 @@ STRUCTURE = (
         init="self.k$n = $v",
         ops=("$m.k$n = $v",),
         root=True,
-        fault="A6",
     ),
     Feature(
         "output_named_tuple",
@@ -171,7 +170,7 @@ STRUCTURE = (
             "        return super().forward(h) + 1\n"
         ),
         init="self.pre$n = Derived$n()",
-        ops=(Op("Base$n.forward = lambda self, h: h * $v", "N12"),),
+        ops=("Base$n.forward = lambda self, h: h * $v",),
     ),
     Feature(
         "register_later",

@@ -159,13 +159,11 @@ WRITES = (
         "parameter_write",
         "with torch.no_grad():\n    self.w$n.mul_(0.5)\nh = h @ self.w$n",
         init="self.w$n = nn.Parameter(torch.eye(4) * 4)",
-        fault="N4",
     ),
     Feature(
         "parameter_detached_write",
         "self.w$n.detach().mul_(0.5)\nh = h @ self.w$n",
         init="self.w$n = nn.Parameter(torch.eye(4) * 4)",
-        fault="N4",
     ),
     Feature(
         "parameter_written_after",
@@ -189,5 +187,6 @@ WRITES = (
         "env_write",
         "os.environ[ENV$n] = str(int(os.environ.get(ENV$n, 0)) + 1)",
         module="ENV$n = __name__ + '_$n'\n",
+        fault="N13",
     ),
 )
