@@ -4,6 +4,7 @@ Left to the interpreter, with a graph break whose reason the report has:
 
 - calls of ``functools.lru_cache`` and ``cache``, through which dynamo traces as though nothing had been kept;
 - numbers drawn from a ``random.Random`` of the user's, whose state dynamo bakes in;
+- ``torch.inference_mode``: tensors of a graph's are cast outside of it, and are no inference tensors then;
 - calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
 - generators that a function returns, which dynamo runs to their end and gives as an iterator over the values.
 """
@@ -45,16 +46,39 @@ def strict() -> Iterator[None]:
 
         return call_function
 
-    def no_generator(variable: Any, codegen: Any) -> None:
-        raise breaks(f"the generator {variable.get_name()}, which runs later")
+    returning = False
+
+    def end_of_frame(original: Callable[..., Any]) -> Callable[..., Any]:
+        def end(frame: Any, *args: Any) -> None:
+            nonlocal returning
+            returning = True
+            try:
+                original(frame, *args)
+            finally:
+                returning = False
+
+        return end
+
+    def no_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reconstruct(variable: Any, codegen: Any) -> None:
+            if returning:  # else one that the frame is in the middle of, at a graph break
+                raise breaks(f"the generator {variable.get_name()}, which runs later")
+            original(variable, codegen)
+
+        return reconstruct
+
+    def no_inference_mode(*_: Any, **__: Any) -> None:
+        raise breaks("torch.inference_mode")
 
     with replaced(
         [
             (classes.cached_function, "call_function", call_of_cached(classes.cached_function.call_function)),
             (classes.user_class, "call_function", call_of_class(classes.user_class.call_function)),
+            (classes.inference_mode, "create", staticmethod(no_inference_mode)),
             (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
             (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
-            (classes.generator, "reconstruct", no_generator),
+            (classes.frame, classes.end, end_of_frame(getattr(classes.frame, classes.end))),
+            (classes.generator, "reconstruct", no_generator(classes.generator.reconstruct)),
         ]
     ):
         yield

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, dtype, nn
 
 from fxprec.torch_internals import tree_flatten, tree_leaves, tree_unflatten
@@ -55,9 +56,15 @@ def _restored(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(value, Tensor) and value.dtype != low:
         return value
     if id(value) not in done:
-        restored = value.float() if isinstance(value, Tensor) else _restored_container(value, low, done)
+        restored = _widened(value) if isinstance(value, Tensor) else _restored_container(value, low, done)
         done[id(value)] = value, restored  # the value lives as long as its id is a key
     return done[id(value)][1]
+
+
+def _widened(value: Tensor) -> Tensor:
+    """As FP32, in the mode that it was made in: of an inference tensor another one, with its gradient under no_grad."""
+    with torch.inference_mode(value.is_inference()), torch.set_grad_enabled(not value.is_inference()):
+        return value.float()
 
 
 def _restored_container(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> Any:

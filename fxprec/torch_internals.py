@@ -293,8 +293,10 @@ class DynamoClasses(NamedTuple):
     """Classes of dynamo's that decide what it takes, and what it looks at before it uses a graph again."""
 
     cached_function: Any  #: a call of a ``functools.lru_cache``: ``call_function``, ``wrapper_obj``
-    frame: Any  #: what traces a frame: ``replace_tos_if_return_is_generator``
+    frame: Any  #: what traces a frame: ``replace_tos_if_return_is_generator``, and ``end``
+    end: str  #: its method for the end of a frame
     generator: Any  #: a generator that a frame gives away: ``reconstruct``
+    inference_mode: Any  #: ``torch.inference_mode`` in a forward: ``create``
     random: Any  #: a ``random.Random``: ``is_supported_random_obj``
     user_class: Any  #: a class of the user's that is called: ``call_function``, ``value``
     graph_break: Any  #: the error that breaks a graph
@@ -305,13 +307,16 @@ def dynamo_classes() -> DynamoClasses:
     with needed:
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.symbolic_convert import InstructionTranslator
+        from torch._dynamo.variables.ctx_manager import InferenceModeVariable
         from torch._dynamo.variables.functions import LocalGeneratorObjectVariable, WrapperUserFunctionVariable
         from torch._dynamo.variables.misc import RandomVariable
         from torch._dynamo.variables.user_defined import UserDefinedClassVariable
     return DynamoClasses(
         cached_function=WrapperUserFunctionVariable,
         frame=InstructionTranslator,
+        end=InstructionTranslator._return.__name__,
         generator=LocalGeneratorObjectVariable,
+        inference_mode=InferenceModeVariable,
         random=RandomVariable,
         user_class=UserDefinedClassVariable,
         graph_break=Unsupported,

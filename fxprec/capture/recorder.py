@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.guard_values import is_container, is_plain, snapshot
 from fxprec.capture.guards import HOOKS, Fact, Guards, Reads, Slot
 from fxprec.capture.opaque_code import OpaqueCode
@@ -27,6 +28,7 @@ from fxprec.capture.trusted import is_trusted
 __all__ = ["Recorder", "unfit"]
 
 _PARTS: Final = ("_modules", "_parameters", "_buffers")
+_TENSORS: Final = {"_parameters", "_buffers"}
 _STANDARD: Final = frozenset(vars(nn.Module()))
 #: Read at every call of a module and no business of a guard, or guarded for every module that was read.
 _INTERNAL: Final = frozenset(dir(nn.Module())) - {"training", *_PARTS}
@@ -74,7 +76,7 @@ def _unfit_class(cls: type[nn.Module]) -> str | None:
 def _unfit_object(attributes: dict[str, Any]) -> str | None:
     if attributes.get("_compiled_call_impl") is not None:
         return "is compiled (module.compile())"
-    for part in ("_parameters", "_buffers"):
+    for part in _TENSORS & attributes.keys():
         for tensor in attributes[part].values():
             if is_lazy(tensor):
                 return "has uninitialized parameters"
@@ -114,6 +116,9 @@ class Recorder:
         for path, module in root.named_modules():
             self._paths[id(module)] = path
             attributes = _attributes(module)
+            if not attributes.keys() >= _TENSORS:  # a traced module of TorchScript's
+                why = _unfit_class(type(module)) or "keeps its parameters elsewhere"
+                raise CaptureDeclined(f"submodule '{path}' {why}" if path else f"the model {why}")
             for kind, slots in (("parameter", attributes["_parameters"]), ("buffer", attributes["_buffers"])):
                 for name, tensor in slots.items():
                     if tensor is None:
