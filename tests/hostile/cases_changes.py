@@ -237,7 +237,7 @@ def original_in_between(t: Run):
     t(m, x)
 
 
-@case(not_lowered="asked: the outer layer is not converted")
+@case(wide="the outer layer is not converted")
 def moved_into_another_model(t: Run):
     inner = t.convert(Two())
     outer = t.wide(nn.Sequential(nn.Linear(8, 8), inner))

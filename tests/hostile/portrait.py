@@ -16,8 +16,17 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-#: Attributes of a converted module that the original does not have, and what torch itself keeps per process.
-_OURS = frozenset({"_fxprec", "_is_full_backward_hook", "_compiled_call_impl"})
+#: Attributes of a converted module that the original does not have, and what torch keeps for itself.
+_APART = frozenset(
+    {
+        "_fxprec",
+        "_is_full_backward_hook",
+        "_compiled_call_impl",
+        "_graph",
+        "dynamo_ctx",
+        "_torchdynamo_wrapper_id",
+    }
+)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 
 
@@ -75,7 +84,7 @@ def _tensor(value: Tensor, path: str, seen: dict[int, tuple[str, Any]]) -> Itera
     if value.layout is torch.strided and value.numel():
         owner = seen.setdefault(-value.untyped_storage().data_ptr(), (path, value))[0]
         facts += (f"memory of {owner}",)
-    plain = value.detach().as_subclass(Tensor)
+    plain = value.detach() if type(value) in (Tensor, nn.Parameter) else value.detach().as_subclass(Tensor)
     dense = plain.to_dense() if value.layout is not torch.strided else plain
     if dense.dtype.is_floating_point or dense.dtype.is_complex:
         number = dense.to(torch.complex128 if dense.dtype.is_complex else torch.float64, copy=True)
@@ -89,7 +98,7 @@ def _tensor(value: Tensor, path: str, seen: dict[int, tuple[str, Any]]) -> Itera
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         for name, child in sorted(value.__dict__.items()):
-            if name in _OURS:
+            if name in _APART:
                 continue
             if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
                 child = len(child)

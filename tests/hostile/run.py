@@ -33,14 +33,15 @@ class Run:
 
     # -- making ------------------------------------------------------------------------------------------------------
 
-    def convert(self, model: Any, name: str = "", **settings: Any) -> Any:
+    def convert(self, model: Any, name: str = "", watch: bool = True, **settings: Any) -> Any:
         """The model in this variant; its state and gradients are looked at in the end."""
-        if isinstance(model, torch.nn.Module):
-            self.watch(name or f"model{len(self._watched)}", model)
+        watch = watch and isinstance(model, torch.nn.Module)
         if self.ours:
             model = fxprec.convert(model, dtype=LOW, capture=self.variant, **settings).module
         elif self.variant == "fp64" and isinstance(model, torch.nn.Module):
             model = model.double()
+        if watch:
+            self.watch(name or f"model{len(self._watched)}", model)
         return model
 
     def randn(self, *shape: int) -> Tensor:
