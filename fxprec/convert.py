@@ -63,6 +63,7 @@ class _Options(TypedDict, total=False):
     executor: Executor
     keep_output_dtype: bool
     scaler: LossScaler | float | Literal[False] | None
+    methods: Sequence[str]
 
 
 _Inputs = Sequence[Any] | Mapping[str, Any] | None

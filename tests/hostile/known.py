@@ -4,8 +4,6 @@ Strict: who mends a fault takes its lines away.
 """
 
 KNOWN: dict[str, str] = {
-    "autograd-inference_mode_decorates-auto": "A9: inference_mode that decorates",
-    "autograd-inference_mode_decorates-dynamo": "A9: inference_mode that decorates",
     "classes-method_of_a_child_replaced-dynamo": "A7: class-level changes",
     "classes-method_replaced_in_the_class-dynamo": "A7: class-level changes",
     "errors-caught_by_key-auto": "an absent key that is asked by try and except is not guarded",
@@ -17,7 +15,6 @@ KNOWN: dict[str, str] = {
     "hooks-global_hook-dynamo": "A7: global hooks after a dynamo capture",
     "hooks-global_hook_that_records-dynamo": "A7: global hooks after a dynamo capture",
     "hooks-global_pre_hook-dynamo": "A7: global hooks after a dynamo capture",
-    "layers-traced_child-auto": "A10: a traced child",
     "methods-child_called_before_any_forward-auto": "B1: FP32 without a word",
     "methods-child_called_before_any_forward-dynamo": "B1: FP32 without a word",
     "methods-child_called_directly-auto": "B1: FP32 without a word",
@@ -43,8 +40,6 @@ KNOWN: dict[str, str] = {
     "oddities-forward_that_is_a_property-dynamo": "a forward that is a property is refused by a TypeError",
     "oddities-metaclass_that_registers-auto": "the dynamic subclass reaches a metaclass that registers classes",
     "oddities-metaclass_that_registers-dynamo": "the dynamic subclass reaches a metaclass that registers classes",
-    "oddities-names_of_fx-auto": "D4: attributes with names of GraphModule's",
-    "oddities-names_of_fx-dynamo": "D4: attributes with names of GraphModule's",
     "settings-example_inputs_are_not_written-auto": "convert writes to its example inputs where the forward does",
     "settings-example_inputs_are_not_written-dynamo": "convert writes to its example inputs where the forward does",
     "settings-graph_module_is_called-dynamo": "D5: dynamo's graphs give a tuple of one",
