@@ -10,7 +10,12 @@ from typing import Final
 
 import torch
 
-__all__ = ["SourceLines"]
+from fxprec.capture.handlers import catches, has_handlers
+
+__all__ = ["CHECKPOINTS", "SourceLines"]
+
+#: Why ops within an activation checkpoint are not traced.
+CHECKPOINTS: Final = "uses activation checkpointing"
 
 _TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -18,7 +23,7 @@ _STDLIB: Final = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _CHECKPOINT_FILE: Final = os.path.join(_TORCH, "utils", "checkpoint.py")
 
 #: What a frame is to the search for the user's line; most are nothing.
-_NOTHING, _USER, _CHECKPOINT, _FORWARD, _STOP = range(5)
+_NOTHING, _USER, _USER_WITH_HANDLERS, _CHECKPOINT, _FORWARD, _STOP = range(6)
 
 
 class SourceLines:
@@ -34,7 +39,7 @@ class SourceLines:
         #: id of a code object -> what its frames are, and the code object: it must live as long as its id is a key.
         self._kinds: dict[int, tuple[int, CodeType]] = {id(stop): (_STOP, stop)}
         #: For each module that is being called: the frame of its call, and what the search found from there outwards.
-        self._calls: list[tuple[FrameType, FrameType | None, FrameType | None, bool]] = []
+        self._calls: list[tuple[FrameType, FrameType | None, FrameType | None, str | None]] = []
         self._texts: dict[tuple[str, int], str] = {}
 
     def is_user(self, code: CodeType) -> bool:
@@ -47,13 +52,14 @@ class SourceLines:
             user = self._is_user[file] = not library
         return user
 
-    def user_frame(self, frame: FrameType | None) -> tuple[FrameType | None, bool]:
-        """The innermost user frame from ``frame`` outwards, and whether an activation checkpoint lies on the way.
+    def user_frame(self, frame: FrameType | None) -> tuple[FrameType | None, str | None]:
+        """The innermost user frame from ``frame`` outwards, and why no op can be recorded here, if so.
 
-        In models made of torch's own modules only, no frame is the user's: the innermost ``forward`` stands in.
+        An activation checkpoint lies on the way, or a handler that would catch what the op raises. In models made of
+        torch's own modules only, no frame is the user's: the innermost ``forward`` stands in.
         """
-        found, forward, checkpoint = self._search(frame)
-        return found or forward, checkpoint
+        found, forward, why = self._search(frame)
+        return found or forward, why
 
     def enter(self, frame: FrameType) -> None:
         """``frame`` calls a module: until ``leave``, searches for what lies further out need not go beyond it."""
@@ -63,11 +69,11 @@ class SourceLines:
         """The module that was entered last returns."""
         self._calls.pop()
 
-    def _search(self, frame: FrameType | None) -> tuple[FrameType | None, FrameType | None, bool]:
-        """From ``frame`` outwards: the innermost user frame, the innermost ``forward``, and a checkpoint on the way."""
+    def _search(self, frame: FrameType | None) -> tuple[FrameType | None, FrameType | None, str | None]:
+        """From ``frame`` outwards: the innermost user frame, the innermost ``forward``, and why no op is recorded."""
         found: FrameType | None = None
         forward: FrameType | None = None
-        checkpoint = False
+        why: str | None = None
         call = self._calls[-1] if self._calls else None
         end = call and call[0]
         kinds = self._kinds  # at hand: this loop runs over some ten frames for every node
@@ -76,21 +82,23 @@ class SourceLines:
             kind = self._kind(frame.f_code) if known is None else known[0]
             if kind:
                 if kind == _STOP:
-                    return found, forward, checkpoint
-                if kind == _USER:
-                    found = found or frame
-                elif kind == _CHECKPOINT:
-                    checkpoint = True
-                else:
+                    return found, forward, why
+                if kind == _CHECKPOINT:
+                    why = CHECKPOINTS
+                elif kind == _FORWARD:
                     forward = forward or frame
+                else:
+                    found = found or frame
+                    if kind == _USER_WITH_HANDLERS and why is None and (caught := catches(frame)) is not None:
+                        why = f"catches {caught} around ops"
             frame = frame.f_back
         if frame is None or call is None:
-            return found, forward, checkpoint
-        return found or call[1], forward or call[2], checkpoint or call[3]
+            return found, forward, why
+        return found or call[1], forward or call[2], why or call[3]
 
     def _kind(self, code: CodeType) -> int:
         if self.is_user(code):
-            kind = _USER
+            kind = _USER_WITH_HANDLERS if has_handlers(code) else _USER
         elif code.co_filename == _CHECKPOINT_FILE:
             kind = _CHECKPOINT
         else:

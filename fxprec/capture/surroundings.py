@@ -36,6 +36,7 @@ from torch.fx import Proxy
 from fxprec.capture.code_reads import Key, Read, code_reads
 from fxprec.capture.containers import Contents
 from fxprec.capture.guard_values import CONTAINERS, contents, is_container, is_plain, snapshot
+from fxprec.capture.handlers import ends_errors
 from fxprec.capture.tripwires import unpatched
 from fxprec.capture.trusted import is_stdlib, is_torchs, is_trusted
 
@@ -300,6 +301,8 @@ class Surroundings:
         for write in found.writes:
             if write.kind == "global" or write.name in outer:
                 self._stop_at(code, write.offsets, f"sets the {write.kind} variable {write.name}")
+        if ends_errors(code):
+            self._stop_at(code, (), "may end an error that an op raises")
         for name in _INSIDE.intersection(found.names):
             self._stop_at(code, found.names[name], f"reads {name}, past all that is watched")
         self.asks_types = self.asks_types or "__class__" in found.names

@@ -23,7 +23,7 @@ from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.originals import original_class
 from fxprec.capture.real_tensors import RealTensorOps
 from fxprec.capture.recorder import Recorder
-from fxprec.capture.source import SourceLines
+from fxprec.capture.source import CHECKPOINTS, SourceLines
 from fxprec.capture.traced_value import CheckedInput, TracedTensor, TracedValue
 from fxprec.capture.tripwires import replaced, tripwires
 from fxprec.capture.trusted import is_torchs
@@ -103,9 +103,9 @@ class ForwardTracer(fx.Tracer):
 
     def decline(self, reason: str) -> NoReturn:
         """Give up, naming the user's line."""
-        frame, checkpoint = self.lines.user_frame(sys._getframe(1))
-        if checkpoint:
-            reason = "uses activation checkpointing"
+        frame, why = self.lines.user_frame(sys._getframe(1))
+        if why == CHECKPOINTS:
+            reason = why
         error = CaptureDeclined(reason if frame is None else f"{reason}, at {self.lines.place(frame, frame.f_lineno)}")
         self.declined = self.declined or error
         raise error
@@ -223,9 +223,9 @@ class ForwardTracer(fx.Tracer):
         else:
             node = new_node(self.graph, kind, target, args, kwargs, name, type_expr)
         if kind not in ("placeholder", "output"):
-            frame, checkpoint = self.lines.user_frame(sys._getframe(1))
-            if checkpoint:
-                self.decline("uses activation checkpointing")
+            frame, why = self.lines.user_frame(sys._getframe(1))
+            if why is not None:
+                self.decline(why)
             meta = node.meta
             if frame is not None and "stack_trace" not in meta:
                 meta["stack_trace"] = self.lines.stack_trace(frame)

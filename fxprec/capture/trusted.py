@@ -7,6 +7,7 @@ on no list (clocks, generators of random numbers, files, loggers) is not.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import sys
 import types
 from typing import Any, Final
@@ -24,14 +25,14 @@ _PURE: Final = frozenset(
 )
 #: Parts of trusted packages that are not.
 _NOT: Final = ("numpy.random", "torch.random", "torch.cuda.random", "functools._lru_cache_wrapper")
-#: Builtins that look at the interpreter's state, or leave something behind.
+#: What looks at the interpreter's state, leaves something behind, or ends errors.
 _BUILTINS: Final = frozenset(
     map(
         id,
         (
             *(builtins.print, builtins.open, builtins.input, builtins.globals, builtins.locals, builtins.vars),
             *(builtins.dir, builtins.eval, builtins.exec, builtins.compile, builtins.id, builtins.breakpoint),
-            builtins.__import__,
+            *(builtins.__import__, contextlib.suppress),
         ),
     )
 )

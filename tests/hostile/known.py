@@ -8,7 +8,6 @@ KNOWN: dict[str, str] = {
     "classes-method_replaced_in_the_class-dynamo": "A7: class-level changes",
     "errors-caught_by_key-auto": "an absent key that is asked by try and except is not guarded",
     "errors-caught_by_key-dynamo": "an absent key that is asked by try and except is not guarded",
-    "errors-caught_inside-auto": "a trace does not catch what the forward catches",
     "functions-own_function_with_a_product-auto": "bodies of autograd functions: mixed dtypes in the backward",
     "functions-own_function_with_a_product-dynamo": "bodies of autograd functions: mixed dtypes in the backward",
     "gradient_hooks-global_backward_hook-dynamo": "A7: global hooks after a dynamo capture",
