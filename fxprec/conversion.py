@@ -31,7 +31,9 @@ from fxprec.net import Net, inside_net
 from fxprec.outputs import has_low_input, restore_dtypes
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.fuse import region_names
+from fxprec.passes.ir import Rule
 from fxprec.passes.policy_terms import did_you_mean
+from fxprec.reminders import Reminders
 from fxprec.settings import Settings
 from fxprec.static import OtherDtypes, StaticEntry
 from fxprec.stepwise import is_stepwise, stepwise
@@ -73,6 +75,10 @@ class Conversion:
         self.weights = Weights(settings.dtype)
         self.store = self.weights.store
         self.wrappers = Wrappers()
+        own = weakref.ref(self)  # which owns the reminders
+        self.reminders = Reminders(
+            module, settings.device, ("forward", *settings.methods), lambda: (c := own()) is None or c.bypassed > 0
+        )
         self._numbers = itertools.count()
         self._gone: list[int] = []
         self.methods = {name: self.entry_point(name) for name in ("forward", *settings.methods)}
@@ -294,6 +300,7 @@ class Conversion:
             self._drop(static.add(names, constants, found))
             self.captured.append(captured)
             self.captures += 1
+            self.remind(model)
             return found
 
     def _take_found(self, entry: EntryPoint) -> None:
@@ -307,6 +314,8 @@ class Conversion:
         self._drop_gone()
         if found:
             self._captured_at_last(entry)
+        if found and (model := self.module()) is not None:
+            self.remind(model)
         for where, why in notes.items():
             self.in_net(where, why)
 
@@ -316,6 +325,19 @@ class Conversion:
             number = self._gone.pop()
             self._functions.pop(number, None)
             self.captured = [captured for captured in self.captured if captured.entry != number]
+
+    def remind(self, model: nn.Module) -> None:
+        """From now on the first run in FP32 of a module whose weights graphs lower, or will, warns."""
+        policy = self.settings.policy
+        if policy.level == "O0" or policy.lowers_parameters or self.frozen is not None or self.converting:
+            return
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        low = {id(tensors.get(name)) for captured in self.captured for name in captured.program.low}
+        known = self.settings.pays or all(map(self._captured_of, self.entries()))
+        known = known or any(override.kind != "modules" for override in policy.overrides)  # which need a graph
+        modules = {} if known else dict(model.named_modules())
+        stays = (torch.float32, Rule.FULL, Rule.KEEP)
+        self.reminders.cover(low, lambda path: not known and policy.of_module(path, modules) not in stays)
 
     def _captured_at_last(self, entry: EntryPoint) -> None:
         if self.net.get(entry.whole) == _NEW:

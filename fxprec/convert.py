@@ -186,6 +186,7 @@ def convert(
         put_back(module)
         raise
     conversion.converting = False
+    conversion.remind(module)
     made.name_parameters(module)
     return Converted(module, made)
 

@@ -81,5 +81,6 @@ def freeze(model: _Model) -> _Model:
         parameter.requires_grad_(False)
         parameter.grad = None  # as large as the weights, and of no use any more
     conversion.store.clear()
+    conversion.reminders.remove()
     conversion.frozen = frozenset(names)
     return model

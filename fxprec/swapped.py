@@ -126,6 +126,7 @@ def take_off(model: nn.Module) -> None:
     for owner in owners.values():
         _plain_again(owner)
     conversion.store.clear()
+    conversion.reminders.remove()
     stop_expecting(conversion)
 
 

@@ -11,7 +11,7 @@ import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fxprec.kernels.torch_internals import needed, optional
 
 __all__ = [
+    "CALLED_THROUGH",
     "BatchNorm",
     "FrameAction",
     "NormBase",
@@ -33,6 +34,7 @@ __all__ = [
     "aten_foreach_copy_",
     "aten_to_copy",
     "backward_hooks_of",
+    "called_module",
     "checkpoint_context",
     "checks_of_input",
     "compiled_standalone",
@@ -62,6 +64,7 @@ __all__ = [
     "hide_from_dynamo",
     "input_check_of",
     "is_compiled",
+    "is_module_call",
     "is_view",
     "is_wrapped_by_scheduler",
     "late_hooks_of",
@@ -71,6 +74,7 @@ __all__ = [
     "reset_code",
     "root_mesh",
     "run_before",
+    "run_call",
     "runs_code_of",
     "scale_names",
     "scaler_states",
@@ -158,6 +162,9 @@ with needed:
         (Tensor, "_backward_hooks"),
         (Tensor, "_post_accumulate_grad_hooks"),
         (GradScaler, "_lazy_init_scale_growth_tracker"),
+        (nn.Module, "_compiled_call_impl"),
+        (nn.Module, "_wrapped_call_impl"),
+        (nn.Module, "_call_impl"),
     ):
         getattr(_owner, _name)
 
@@ -222,6 +229,26 @@ def forget_tracer(graph: Graph) -> None:
 def input_check_of(norm: BatchNorm) -> Any:
     """A key of ``checks_of_input``, or a check of the user's own."""
     return type(norm)._check_input_dim
+
+
+#: The attribute of a module that calls of it go through, if it has one: what ``module.compile()`` made. It is no part
+#: of copies and pickles, and dynamo passes it by, but for a module with hooks. ``run_call`` makes the call itself.
+CALLED_THROUGH: Final = "_compiled_call_impl"
+
+
+def run_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call itself: hooks and forward."""
+    return module._call_impl(*args, **kwargs)
+
+
+def called_module(frame: FrameType) -> Any:
+    """Of the frame that calls what a module is called through: the module. None: it is no such frame."""
+    return frame.f_locals["self"] if frame.f_code is nn.Module._wrapped_call_impl.__code__ else None
+
+
+def is_module_call(code: CodeType) -> bool:
+    """Whether it is the code of torch's by which any module is called."""
+    return code is nn.Module._wrapped_call_impl.__code__ or code is nn.Module._call_impl.__code__
 
 
 # -- dynamo and inductor -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import cached_property
 from operator import attrgetter
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, NoneType
 from typing import Any, Final
 
 import torch
@@ -24,6 +24,8 @@ from fxprec.capture.opaque_code import OpaqueCode
 from fxprec.capture.originals import original_class
 from fxprec.capture.surroundings import Held, Surroundings
 from fxprec.capture.trusted import is_trusted
+from fxprec.reminders import Reminder
+from fxprec.torch_internals import CALLED_THROUGH
 
 __all__ = ["Recorder", "unfit"]
 
@@ -32,7 +34,7 @@ _TENSORS: Final = {"_parameters", "_buffers"}
 _STANDARD: Final = frozenset(vars(nn.Module()))
 #: Read at every call of a module and no business of a guard, or guarded for every module that was read.
 _INTERNAL: Final = frozenset(dir(nn.Module())) - {"training", *_PARTS}
-_METHODS: Final = _INTERNAL - _STANDARD
+_METHODS: Final = _INTERNAL - _STANDARD - {CALLED_THROUGH}
 _SHAPE: Final = attrgetter("shape")
 _FACTS: Final = attrgetter("shape", "dtype", "device", "requires_grad")
 _MISSING: Final = object()
@@ -74,7 +76,7 @@ def _unfit_class(cls: type[nn.Module]) -> str | None:
 
 
 def _unfit_object(attributes: dict[str, Any]) -> str | None:
-    if attributes.get("_compiled_call_impl") is not None:
+    if not isinstance(attributes.get(CALLED_THROUGH), NoneType | Reminder):
         return "is compiled (module.compile())"
     for part in _TENSORS & attributes.keys():
         for tensor in attributes[part].values():

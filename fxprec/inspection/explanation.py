@@ -11,6 +11,7 @@ from fxprec.inspection.nodes import (
     Place,
     is_inserted,
     is_shadow,
+    methods_of,
     op_name,
     places,
     reason,
@@ -46,6 +47,7 @@ def explain(model: nn.Module, pattern: str) -> Explanation:
         NotCapturedError: the model is captured at its first call, which did not happen yet.
     """
     graphs = rewritten_graphs(model)
+    methods = methods_of(model)
     found = [place for number, gm in enumerate(graphs) for place in places(number, gm)]
     chosen = select(found, pattern, [name for name, _ in model.named_modules() if name])
     lines: list[str] = []
@@ -54,6 +56,7 @@ def explain(model: nn.Module, pattern: str) -> Explanation:
         ops = [place for place in own if place.node.op not in ("get_attr", "output") and not is_inserted(place.node)]
         if own:
             heading = f"{pattern} in graph {number + 1} of {len(graphs)}" if len(graphs) > 1 else pattern
+            heading += f" ({methods[graphs[number]]})" if len({*methods.values()}) > 1 else ""
             lines.append(f"{heading}: {len(ops) or len(own)} node{'' if len(ops or own) == 1 else 's'}")
         # A cast shows at its readers; by itself only where it is all that was asked for.
         for place in ops or own:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxprec.module import graphs, is_converted
+from fxprec.module import conversion_of, graphs, is_converted
 from fxprec.passes.canonicalize import body_of
 from fxprec.passes.casts import CASTS
 from fxprec.passes.ir import Op, Precision, dtype_name, module_path
@@ -29,6 +29,7 @@ __all__ = [
     "annotated_graphs",
     "is_inserted",
     "is_shadow",
+    "methods_of",
     "op_name",
     "places",
     "reason",
@@ -62,6 +63,11 @@ def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
     if isinstance(model, GraphModule) and not is_converted(model) and annotated_graphs(model):
         return (model,)
     return graphs(model)
+
+
+def methods_of(model: nn.Module) -> dict[GraphModule, str]:
+    """Graph -> the method that it is of, for those of a converted module."""
+    return {each.gm: each.method for each in conversion_of(model).captured} if is_converted(model) else {}
 
 
 def annotated_graphs(gm: GraphModule) -> bool:

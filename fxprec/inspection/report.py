@@ -19,6 +19,7 @@ from fxprec.inspection.nodes import (
     Place,
     is_inserted,
     is_shadow,
+    methods_of,
     op_name,
     places,
     reason,
@@ -29,6 +30,7 @@ from fxprec.inspection.nodes import (
 )
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
 from fxprec.inspection.text import columns, plain, titled
+from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.module import conversion_of, is_converted
 from fxprec.passes.ir import Precision, Rule, dtype_name, module_path
 
@@ -74,6 +76,8 @@ class Headline:
         captures, graphs, breaks: how often a forward was captured, what came of it, and the graph breaks between.
         net: where -> why of what runs outside the graphs, under torch.autocast.
         not_static: why static capture was declined.
+        methods: those converted besides forward.
+        not_named: those that call submodules and run in FP32 by themselves, with the argument that converts them.
         declined: what passes declined, "pass: node: reason".
     """
 
@@ -94,6 +98,8 @@ class Headline:
     net: Mapping[str, str]
     not_static: tuple[str, ...]
     declined: tuple[str, ...]
+    methods: tuple[str, ...] = ()
+    not_named: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return plain(self)
@@ -117,6 +123,8 @@ class Headline:
             yield "regions", self.regions
         yield "activations", str(self.activations) + (f" (all {self.graphs} graphs)" if self.graphs > 1 else "")
         yield "weights", str(self.weights)
+        if self.methods:
+            yield "methods", ", ".join(("forward", *self.methods))
         yield "graphs", f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}"
         for where, why in self.net.items():
             how = "as it is" if self.settings.startswith("O0") else "under torch.autocast"
@@ -125,17 +133,20 @@ class Headline:
             yield "not static", why
         for what in self.declined:
             yield "declined", what
+        for what in self.not_named:
+            yield "not named", what
 
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """One rewritten graph. ``inputs``: names of its placeholders."""
+    """One rewritten graph. ``inputs``: names of its placeholders. ``method``: what it is of; "" for a bare graph."""
 
     inputs: tuple[str, ...]
     rows: tuple[Row, ...]
     activations: Activations
     declined: tuple[str, ...]
     regions: tuple[RegionReport, ...] = ()
+    method: str = ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -160,7 +171,8 @@ class Report:
         parts: list[RenderableType] = [self.headline]
         names = ("node", "module", "op", "computes", "output", "rule", "why", "source")
         for number, graph in enumerate(self.graphs, 1):
-            title = f"\ngraph {number} of {len(self.graphs)}: ({', '.join(graph.inputs)})"
+            method = graph.method if self.headline.methods else ""
+            title = f"\ngraph {number} of {len(self.graphs)}: {method}({', '.join(graph.inputs)})"
             rows = (
                 (row.node, row.module, row.op, row.compute, row.output, row.rule, row.why, row.source)
                 for row in graph.rows
@@ -191,13 +203,15 @@ def report(model: nn.Module) -> Report:
         graphs = ()  # what there is to say is why
     sections = []
     found: list[Place] = []
+    methods = methods_of(model)
     for number, gm in enumerate(graphs):
         own = list(places(number, gm))
         found += own
         inputs = tuple(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
         rows = tuple(_row(place) for place in own if place.node.op not in ("get_attr", "output"))
         declined = tuple(short_paths(text) for text in gm.meta.get("declined", ()))
-        sections.append(GraphReport(inputs, rows, activations(place.node for place in own), declined, regions_of(gm)))
+        activity = activations(place.node for place in own)
+        sections.append(GraphReport(inputs, rows, activity, declined, regions_of(gm), methods.get(gm, "")))
     return Report(_headline(model, conversion, graphs, found, sections), tuple(sections))
 
 
@@ -230,6 +244,8 @@ def _headline(
         net=net,
         not_static=tuple(dict.fromkeys(short_paths(why) for why in (conversion.declined if conversion else ()))),
         declined=tuple(dict.fromkeys(what for section in sections for what in section.declined)),
+        methods=conversion.settings.methods if conversion else (),
+        not_named=tuple(map(str, unnamed_methods(model, conversion.methods))) if conversion else (),
     )
 
 

@@ -1,0 +1,166 @@
+"""Reminders that a part of a converted model runs in FP32: by a method that was not named, or called by itself.
+
+A module whose weights graphs lower is called through one, in the way that torch has for ``module.compile()``: that is
+no hook, which would decline static capture, and no part of copies and pickles. Graphs never call it. The first run of
+such a module outside of everything that lowers warns, once a model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Set
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from fxprec.capture.guards import HOOKS
+from fxprec.errors import NotLoweredWarning
+from fxprec.kernels.watchers import FX, SCRIPT, TRACING, watcher
+from fxprec.net import inside_net
+from fxprec.torch_internals import CALLED_THROUGH, called_module, is_module_call, run_call
+from fxprec.user_line import user_level
+
+__all__ = ["Reminder", "Reminders"]
+
+#: Modules of torch's whose weights every level lowers that lowers any: known before there is a graph.
+_LOWERED: Final = (
+    *(nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_OF_MODULES: Final = frozenset(dir(nn.Module))
+
+
+class Reminder:
+    """What a module is called through. Keeps nothing alive, and is none in a copy."""
+
+    def __init__(self, module: nn.Module, remind: Callable[[nn.Module], None]) -> None:
+        self._module = weakref.ref(module)
+        self._remind = weakref.WeakMethod(remind)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return run_call(self._module(), args, kwargs)
+        # A replica, or a copy by a method of its class, has the attributes of the module that it was made from.
+        module: Any = called_module(sys._getframe(1)) or self._module()
+        remind = self._remind()
+        if remind is not None:
+            remind(module)
+        return run_call(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()
+
+
+class Reminders:
+    """Those of one converted model.
+
+    Args:
+        model: of which.
+        device: where torch.autocast would lower.
+        methods: the methods of the conversion.
+        meant: whether FP32 is meant to run now.
+    """
+
+    def __init__(self, model: nn.Module, device: str, methods: Collection[str], meant: Callable[[], bool]) -> None:
+        self._model = weakref.ref(model)
+        self._name, self._device, self._methods, self._meant = type(model).__name__, device, frozenset(methods), meant
+        self._covered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._given = threading.Lock()  # taken for good by the thread that warns
+
+    def cover(self, lowered: Set[int], expected: Callable[[str], bool]) -> None:
+        """Remind of the submodules that have weights which are lowered.
+
+        Of those with hooks only what can be known before the first graph: dynamo looks at what they are called
+        through, and would compile again.
+
+        Args:
+            lowered: ids of these weights.
+            expected: of the path of a module of torch's: whether its weights will be, by graphs that are not there yet.
+        """
+        model = self._model()
+        for path, module in model.named_modules() if model is not None else ():
+            if module is model or f"{path}.forward" in self._methods or module.__dict__.get(CALLED_THROUGH) is not None:
+                continue
+            hooked = any(vars(module)[name] for name in HOOKS)
+            low = not hooked and any(id(weight) in lowered for weight in module.parameters(recurse=False))
+            if low or (isinstance(module, _LOWERED) and expected(path)):
+                module.__dict__[CALLED_THROUGH] = Reminder(module, self._remind)
+                self._covered.add(module)
+
+    def remove(self) -> None:
+        """Take all reminders away. Only where no thread runs the model: one may be between looking and calling."""
+        for module in [*self._covered]:
+            if isinstance(module.__dict__.get(CALLED_THROUGH), Reminder):
+                del module.__dict__[CALLED_THROUGH]
+        self._covered.clear()
+
+    def _remind(self, module: nn.Module) -> None:
+        model = self._model()
+        if self._given.locked() or model is None or self._meant() or not _is_full(module):
+            return
+        if inside_net() or torch.is_autocast_enabled(self._device) or watcher(FX, SCRIPT, TRACING) is not None:
+            return
+        paths = {id(part): path for path, part in model.named_modules()}
+        if id(module) in paths and self._given.acquire(blocking=False):  # no replica, and not taken out of the model
+            text = self._text(*_who(sys._getframe(2), paths))
+            warnings.warn(text, category=NotLoweredWarning, stacklevel=user_level())
+
+    def _text(self, method: str | None, called: str) -> str:
+        if method in self._methods or (method is None and not called):
+            own = self._name if method in (None, "forward") else f"{self._name}.{method}"
+            return (
+                f"{own} runs in FP32, not through its graphs: it was taken from the model before convert, or something "
+                "stands in its place that convert does not know. Take it from the converted model, set other "
+                "functions by assignment (model.forward = f), or convert afterwards. Said once a model"
+            )
+        if method is None:
+            what = f"the submodule {called!r} of {self._name} was called by itself and runs in FP32"
+            cure = f"methods=({called!r},)"
+        else:
+            what = f"{self._name}.{method} runs {called!r} in FP32, outside of the graphs of forward"
+            cure = f"methods=({method!r},)" + (f", or ({called!r},) for that submodule alone" if called else "")
+        return (
+            f"{what}. To lower it: fxprec.convert(model, {cure}); where FP32 is meant, call it within "
+            "fxprec.original(model). Said once a model; fxprec.report lists such methods"
+        )
+
+
+def _nothing() -> None:
+    """What a reminder is in a copy."""
+
+
+def _is_full(module: nn.Module) -> bool:
+    return any(parameter.dtype is torch.float32 for parameter in module.parameters(recurse=False))
+
+
+def _who(frame: FrameType | None, paths: dict[int, str]) -> tuple[str | None, str]:
+    """The method that runs a submodule, as it would be named, and the submodule; None: it was called by itself.
+
+    Of methods that call each other (``fit``, ``encode``, ``_encode``) the innermost public one is meant. "forward" is
+    the model's own, that runs though the model was not called.
+    """
+    frames = []
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module) and id(owner) in paths:
+            frames.append((code, owner, paths[id(owner)]))
+        frame = frame.f_back
+    methods: list[str] = []
+    for code, owner, path in reversed(frames):
+        name = code.co_name
+        if name == "forward" and not path:
+            return name, path
+        if is_module_call(code) or name == "forward":
+            public = [name for name in methods if not name.rpartition(".")[2].startswith("_")]
+            return (public or methods or [None])[-1], path
+        if name not in _OF_MODULES and inspect.getattr_static(type(owner), name, None) is not None:
+            methods.append(f"{path}.{name}" if path else name)
+    return None, ""
