@@ -314,10 +314,8 @@ def skipped_frame(why: str) -> Any:
     """What a compile callback of dynamo's gives for a frame that is left to the interpreter."""
     with needed:
         from torch._dynamo.types import ConvertFrameReturn
-    said = (
-        {"skip_reason": why} if "skip_reason" in inspect.signature(ConvertFrameReturn).parameters else {}
-    )  # torch 2.13
-    return ConvertFrameReturn(**said)
+    tells = "skip_reason" in inspect.signature(ConvertFrameReturn).parameters  # since torch 2.13
+    return ConvertFrameReturn(skip_reason=why) if tells else ConvertFrameReturn()
 
 
 class DynamoClasses(NamedTuple):
