@@ -45,6 +45,8 @@ __all__ = ["STATE", "Conversion"]
 
 #: The attribute of a converted module that holds its conversion.
 STATE: Final = "_fxprec"
+#: Changes of what dynamo takes for granted, before the net serves: each costs a capture.
+_ENOUGH: Final = 8
 #: Why a function that was just set on the instance runs in the net.
 _NEW: Final = "it was set on the instance, and is captured from its second call on"
 
@@ -199,12 +201,12 @@ class Conversion:
     def _run_dynamic(
         self, entry: EntryPoint, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        dynamic = entry.dynamic
         if self._became_low(model):
             return self._run_low(entry, module, args, kwargs)
-        why = dynamo.why_not_now()
+        why = dynamo.why_not_now() or self._renewed(entry)
         if why is not None:
             return self.run_in_net(entry, module, args, kwargs, why)
+        dynamic = entry.dynamic
         known, calls, first, entry.called = len(self.net), self.calls, not entry.called, True
         try:
             output = dynamic.run(model, module, args, kwargs)
@@ -220,6 +222,20 @@ class Conversion:
         if is_stepwise(output):
             self.in_net(f"what {entry.called_here} returns", f"a {type(output).__name__}, which runs after the call")
         return self.restored(output, args, kwargs) if self.net else output
+
+    def _renewed(self, entry: EntryPoint) -> str | None:
+        """Forget what dynamo captured if that is out of date. Why it must not capture once more, or None."""
+        what = entry.dynamic.changed()
+        if what is None:
+            return None
+        if entry.restarts == _ENOUGH:
+            return f"{what}, after {_ENOUGH} changes of that kind"
+        with CAPTURING:
+            if entry.dynamic.changed() is not None:  # else another thread was at it
+                entry.restarts += 1
+                self._drop([captured for captured in self._captured_of(entry) if captured.guards is None])
+                entry.start_dynamic_over()
+        return None
 
     def _became_low(self, model: nn.Module) -> bool:
         """Whether its weights are all low since ``model.half()`` or the like: a model that convert would refuse."""

@@ -95,6 +95,10 @@ class DynamicGraphs:
         except RuntimeError as error:
             return self._after(error, model, module, args, kwargs)
 
+    def changed(self) -> str | None:
+        """What is no longer as dynamo takes for granted, so that all has to be captured anew; None: nothing."""
+        return None if self._capture is None else self._capture.granted.changed()
+
     def rewritten(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
         program = self._argument_program(gm, inputs, any_memory=False)

@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxprec.capture.collection import fewer_collections
+from fxprec.dynamo_granted import Granted
 from fxprec.dynamo_strict import strict
 from fxprec.kernels.watchers import ANY_MODE, SCRIPT, TRANSFORM, tracing_mode, watcher
 from fxprec.locks import CAPTURING
@@ -50,8 +51,6 @@ _HARMLESS: Final = ("skipfiles", "no tensor-related objects", "namedtuple", "No 
 
 #: In the reason that dynamo gives beyond its recompile limit.
 _BEYOND_LIMIT: Final = "custom frame execution strategy"
-#: Where torch 2.10 keeps a reason to itself, such as a graph break in a loop.
-_UNTOLD: Final = "this torch does not say why"
 #: dynamo's warnings of what it does by itself (its look at the gradients of non-leaf tensors of a module with backward
 #: hooks, caches that it goes through) and of breaks, which our report lists.
 _NOISE: Final = (
@@ -84,13 +83,17 @@ class DynamoCapture:
         function: the original forward, unbound: called as ``function(module, *args, **kwargs)``.
         receiver: gets the graphs and the reasons. Held weakly: dynamo keeps every backend it has seen for good.
         fullgraph: refuse graph breaks.
+
+    Attributes:
+        granted: what it takes for granted, beside dynamo's guards.
     """
 
     def __init__(self, function: Callable[..., Any], receiver: GraphReceiver, *, fullgraph: bool = False) -> None:
         backend = self._backend = _Backend(receiver)
         context = torch_dynamo().optimize(backend, nopython=fullgraph, **_isolated())
         twin = _own_code(function)
-        self._compiling = _Compiling(context.callback, backend, twin.__code__)  # type: ignore[attr-defined]
+        self.granted = Granted()
+        self._compiling = _Compiling(context.callback, backend, twin.__code__, self.granted)  # type: ignore[attr-defined]
         context.callback = self._compiling  # type: ignore[attr-defined]
         self._run = context(twin)
 
@@ -183,22 +186,32 @@ class _Compiling:
     whole forward again would repeat what it wrote. ``first`` tells, in each thread, of a failure before anything ran.
     """
 
-    def __init__(self, inner: Any, backend: _Backend, code: types.CodeType) -> None:
+    def __init__(self, inner: Any, backend: _Backend, code: types.CodeType, granted: Granted) -> None:
         self._inner = inner
         self._backend = backend
         self._code = code
         self.first = _FirstFrame()
         self._torchdynamo_orig_backend = inner  # dynamo's cache compares backends through this name
         self.skipped: list[types.CodeType] = []
+        self._granted = weakref.ref(granted)  # it holds the model's attributes, and dynamo this, for good
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        granted = self._granted()
+        assert granted is not None  # it belongs to what runs this very call
         with contextlib.ExitStack() as stack:
-            for context in (CAPTURING, self._backend.seeing_through(), _configured(), strict(), fewer_collections()):
+            for context in (
+                CAPTURING,
+                self._backend.seeing_through(),
+                _configured(),
+                strict(granted),
+                fewer_collections(),
+            ):
                 stack.enter_context(context)
             stack.enter_context(warnings.catch_warnings())
             for message in _NOISE:
                 warnings.filterwarnings("ignore", message=message)
             self._backend.listen()
+            granted.frame(frame.f_code, frame.f_globals, frame.f_locals.values())
             try:
                 result = self._inner(frame, *args, **kwargs)
             except Exception as error:
@@ -206,8 +219,7 @@ class _Compiling:
                     self.first.failed = frame.f_code is self._code
                     raise
                 result = _skip(error)
-        code = frame.f_code
-        reason = self._skip_reason(result, code)
+        reason, code = self._skip_reason(result), frame.f_code
         if reason and not any(harmless in reason for harmless in _HARMLESS) and "<" not in code.co_filename:
             self.skipped.append(code)
             self._backend.skipped(code, reason)
@@ -215,16 +227,15 @@ class _Compiling:
             self._backend.compiled(code)
         return result
 
-    def _skip_reason(self, result: Any, code: types.CodeType) -> str | None:
-        """Why dynamo leaves a function to the interpreter; None or nothing where it does not, or nothing is lost."""
+    def _skip_reason(self, result: Any) -> str | None:
+        """Why dynamo leaves a function to the interpreter; None where it does not."""
         if hasattr(result, "skip_reason") or result is None:
             return getattr(result, "skip_reason", None)
         if result.guarded_code is not None:  # torch < 2.13 keeps the reason to itself
             return None
         if result.frame_exec_strategy.cur_action != FrameAction.SKIP:
             return _BEYOND_LIMIT
-        untold = _UNTOLD if code is self._code else ""  # further in, most of these functions have no tensors
-        return self._backend.given_up() or untold
+        return self._backend.given_up()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -7,6 +7,8 @@ Left to the interpreter, with a graph break whose reason the report has:
 - ``torch.inference_mode``: tensors of a graph's are cast outside of it, and are no inference tensors then;
 - calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
 - generators that a function returns, which dynamo runs to their end and gives as an iterator over the values.
+
+And guarded: constants by type and sign (see ``dynamo_guards``), a key that a dict did not have when it was asked.
 """
 
 from __future__ import annotations
@@ -17,14 +19,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fxprec.capture.tripwires import replaced
-from fxprec.torch_internals import dynamo_classes
+from fxprec.dynamo_granted import Granted
+from fxprec.dynamo_guards import exact, exact_keys
+from fxprec.torch_internals import dynamo_classes, function_behind, value_behind
 
 __all__ = ["strict"]
 
 
 @contextlib.contextmanager
-def strict() -> Iterator[None]:
-    """Within the block what dynamo compiles keeps to the interpreter. Under the lock of captures."""
+def strict(granted: Granted) -> Iterator[None]:
+    """Within the block what dynamo compiles keeps to the interpreter. Under the lock of captures.
+
+    Args:
+        granted: gets what dynamo inlines.
+    """
     classes = dynamo_classes()
     breaks = classes.graph_break
 
@@ -67,14 +75,37 @@ def strict() -> Iterator[None]:
 
         return reconstruct
 
+    def missing_key(original: Callable[..., Any]) -> Callable[..., Any]:
+        def getitem(variable: Any, frame: Any, key: Any) -> Any:
+            if key not in variable:
+                variable.install_dict_contains_guard(frame, [key])
+            return original(variable, frame, key)
+
+        return getitem
+
     def no_inference_mode(*_: Any, **__: Any) -> None:
         raise breaks("torch.inference_mode")
 
+    def inlines(original: Callable[..., Any]) -> Callable[..., Any]:
+        def build_inline_tracer(parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
+            first = getattr(function, "obj", None)
+            first = next(iter(args), None) if first is None else first
+            value, owners = (None, []) if first is None else value_behind(first)
+            granted.inlined(function_behind(function), function.get_code(), function.get_globals(), value, owners)
+            return original(parent, function, args, *rest, **more)
+
+        return build_inline_tracer
+
+    absent = "getitem_const_raise_exception_if_absent"
     with replaced(
         [
+            (classes.guards, "EQUALS_MATCH", exact(classes.guards.EQUALS_MATCH)),
+            (classes.guards, "TYPE_MATCH", exact_keys(classes.guards.TYPE_MATCH)),
+            (classes.dictionary, absent, missing_key(getattr(classes.dictionary, absent))),
             (classes.cached_function, "call_function", call_of_cached(classes.cached_function.call_function)),
             (classes.user_class, "call_function", call_of_class(classes.user_class.call_function)),
             (classes.inference_mode, "create", staticmethod(no_inference_mode)),
+            (classes.inliner, "build_inline_tracer", staticmethod(inlines(classes.inliner.build_inline_tracer))),
             (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
             (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
             (classes.frame, classes.end, end_of_frame(getattr(classes.frame, classes.end))),

@@ -7,6 +7,8 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
+from operator import attrgetter, is_
+from types import FunctionType
 from typing import Any, Final
 
 from torch import nn
@@ -22,6 +24,7 @@ from fxprec.wrappers import Wrappers
 
 __all__ = ["ENTRY", "EntryPoint", "entry_of"]
 
+_PARTS: Final = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 #: On the function that stands among an instance's attributes: its entry point.
 ENTRY: Final = "_fxprec_entry"
 
@@ -40,6 +43,7 @@ class EntryPoint:
         owner: weakly, the module that has the method: the model or a submodule; None before it was adopted.
         of_instance: a function that the instance itself has under that name, already bound; None: the class has it.
         called: a call has come to dynamo.
+        restarts: how often dynamo's graphs were forgotten, since what it takes for granted changed.
         new: it may be there for one call only, and did not have it yet.
     """
 
@@ -70,17 +74,26 @@ class EntryPoint:
     def start_over(self) -> None:
         """Forget every capture: the code is another one now."""
         self.static = StaticGraphs(self._settings.capture)
-        self.dynamic = DynamicGraphs(
-            self._settings, self._weights, self.name, self._net, self._wrappers, lambda: self.unbound
-        )
-        self._code = getattr(self.original_class, self.name.name, None)
+        self.restarts = 0
+        self.start_dynamic_over()
+        self._function = getattr(self.original_class, self.name.name, None)
+        self._code = _parts_of(self._function)
         self.__dict__.pop("signature", None)
         self.__dict__.pop("steps", None)
 
+    def start_dynamic_over(self) -> None:
+        """Forget what dynamo captured."""
+        self.dynamic = DynamicGraphs(
+            self._settings, self._weights, self.name, self._net, self._wrappers, lambda: self.unbound
+        )
+
     @property
     def code_changed(self) -> bool:
-        """Whether the class got another function since."""
-        return self.of_instance is None and getattr(self.original_class, self.name.name, None) is not self._code
+        """Whether the class got another function since, or the function other code or defaults."""
+        if self.of_instance is not None:
+            return False
+        function = getattr(self.original_class, self.name.name, None)
+        return function is not self._function or not all(map(is_, _parts_of(function), self._code))
 
     @property
     def active(self) -> EntryPoint | None:
@@ -121,6 +134,10 @@ class EntryPoint:
     def called_here(self) -> str:
         """What to call it in a sentence."""
         return "the forward" if self.key == "forward" else self.key
+
+
+def _parts_of(function: Any) -> tuple[Any, ...]:
+    return _PARTS(function) if type(function) is FunctionType else ()
 
 
 def entry_of(function: Any) -> EntryPoint | None:

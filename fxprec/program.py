@@ -13,8 +13,10 @@ that do nothing are left out::
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -93,6 +95,7 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
             values[node] = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
             values[node].meta.update(node.meta)  # in place: assigning to an attribute of a node moves it in tables
     run_checkpoints(graph)
+    _bind_patched(graph)
     lifted = GraphModule(gm, graph, class_name="Program")
     function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")
     named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}
@@ -159,6 +162,24 @@ def _is_idle_dropout(node: Node) -> bool:
         return False
     given: dict[str, object] = {**dict(zip(("input", "p", "training"), node.args, strict=False)), **node.kwargs}
     return given.get("training", True) is False or given.get("p", 0.5) == 0
+
+
+def _bind_patched(graph: Graph) -> None:
+    """Generated code finds functions of torch by their names, where somebody may have put another one since."""
+    for node in graph.nodes:
+        target = node.target
+        if isinstance(target, FunctionType) and target.__module__.startswith("torch."):
+            named = getattr(sys.modules.get(target.__module__), target.__name__, target)
+            if named is not target:
+                node.target = _bound(target)
+
+
+def _bound(function: FunctionType) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    return call
 
 
 def run_checkpoints(graph: Graph) -> None:

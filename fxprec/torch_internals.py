@@ -7,12 +7,11 @@ dynamo, inductor and distributed is looked up when it is first used: importing f
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ __all__ = [
     "FrameAction",
     "NormBase",
     "TorchDispatchMode",
+    "add_guard",
     "amp_unscale_",
     "amp_update_scale_",
     "aten_foreach_copy_",
@@ -54,6 +54,7 @@ __all__ = [
     "foreach_sub_",
     "forget_tracer",
     "fresh_states",
+    "function_behind",
     "fused_adam_",
     "fused_adamw_",
     "fused_sgd_",
@@ -61,6 +62,7 @@ __all__ = [
     "global_hooks",
     "grad_modes",
     "growth_tracker",
+    "guarded_value",
     "has_scaled",
     "hide_from_dynamo",
     "input_check_of",
@@ -72,6 +74,7 @@ __all__ = [
     "node_name_of",
     "original_of_compiled",
     "place_scale",
+    "raw_environment",
     "reset_code",
     "root_mesh",
     "run_before",
@@ -94,6 +97,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "unflatten_dense_tensors",
+    "value_behind",
     "view_base",
     "was_called",
     "wrap_inline",
@@ -314,8 +318,7 @@ def skipped_frame(why: str) -> Any:
     """What a compile callback of dynamo's gives for a frame that is left to the interpreter."""
     with needed:
         from torch._dynamo.types import ConvertFrameReturn
-    tells = "skip_reason" in inspect.signature(ConvertFrameReturn).parameters  # since torch 2.13
-    return ConvertFrameReturn(skip_reason=why) if tells else ConvertFrameReturn()
+    return ConvertFrameReturn(skip_reason=why)
 
 
 class DynamoClasses(NamedTuple):
@@ -326,7 +329,10 @@ class DynamoClasses(NamedTuple):
     end: str  #: its method for the end of a frame
     generator: Any  #: a generator that a frame gives away: ``reconstruct``
     inference_mode: Any  #: ``torch.inference_mode`` in a forward: ``create``
+    inliner: Any  #: ``build_inline_tracer``, for each function that is traced within a frame
     random: Any  #: a ``random.Random``: ``is_supported_random_obj``
+    dictionary: Any  #: a dict: ``getitem_const_raise_exception_if_absent``, ``install_dict_contains_guard``
+    guards: Any  #: what makes the guards: ``EQUALS_MATCH`` of constants, ``TYPE_MATCH``
     user_class: Any  #: a class of the user's that is called: ``call_function``, ``value``
     graph_break: Any  #: the error that breaks a graph
 
@@ -335,8 +341,10 @@ def dynamo_classes() -> DynamoClasses:
     """They are imported with dynamo."""
     with needed:
         from torch._dynamo.exc import Unsupported
-        from torch._dynamo.symbolic_convert import InstructionTranslator
+        from torch._dynamo.guards import GuardBuilder
+        from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
         from torch._dynamo.variables.ctx_manager import InferenceModeVariable
+        from torch._dynamo.variables.dicts import ConstDictVariable
         from torch._dynamo.variables.functions import LocalGeneratorObjectVariable, WrapperUserFunctionVariable
         from torch._dynamo.variables.misc import RandomVariable
         from torch._dynamo.variables.user_defined import UserDefinedClassVariable
@@ -346,10 +354,63 @@ def dynamo_classes() -> DynamoClasses:
         end=InstructionTranslator._return.__name__,
         generator=LocalGeneratorObjectVariable,
         inference_mode=InferenceModeVariable,
+        inliner=InliningInstructionTranslator,
         random=RandomVariable,
+        dictionary=ConstDictVariable,
+        guards=GuardBuilder,
         user_class=UserDefinedClassVariable,
         graph_break=Unsupported,
     )
+
+
+def guarded_value(builder: Any, guard: Any) -> Any:
+    """What a guard of dynamo's is about, when it is made."""
+    return builder.get(guard)
+
+
+def add_guard(builder: Any, guard: Any, check: Callable[[Any], bool], text: str) -> None:
+    """One more check of what a guard of dynamo's is about. ``text``: what it says of itself."""
+    manager = builder.get_guard_manager(guard)
+    try:
+        try:
+            manager.add_lambda_guard(check, [text], guard.user_stack)
+        except TypeError:  # torch < 2.11
+            manager.add_lambda_guard(check, [text])
+    except RuntimeError:  # a dict, whose guards have no room for it: after all others
+        with needed:
+            from torch._dynamo.guards import _get_closure_vars
+        expression = f"___fxprec_check({builder.arg_ref(guard)})"
+        known = {**_get_closure_vars(), "___fxprec_check": check}
+        builder.add_python_lambda_leaf_guard_to_root([expression], [text], known)
+
+
+def function_behind(variable: Any) -> FunctionType | None:
+    """The function that a variable of dynamo's stands for; None for one that is made in the frame."""
+    try:
+        function = variable.get_function()
+    except NotImplementedError:
+        return None
+    return function if isinstance(function, FunctionType) else None
+
+
+def value_behind(variable: Any) -> tuple[Any, list[type]]:
+    """What a variable of dynamo's stands for, None where it does not exist yet, and its class (of a class, both)."""
+    if hasattr(variable, "is_realized"):
+        if not variable.is_realized():
+            value = variable.peek_value()
+            return value, [type(value)]
+        variable = variable.unwrap()
+    value = vars(variable).get("value")  # what has a property of that name would make a constant of itself
+    if isinstance(value, type):
+        return value, [value, type(value)]
+    try:
+        return value, [variable.python_type()]
+    except NotImplementedError:
+        return value, []
+
+
+#: The dict behind ``os.environ`` (Python's, not torch's), which is compared 30 times faster.
+raw_environment: Final = operator.attrgetter("_data")
 
 
 def skipped_by_dynamo(function: Callable[..., Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import shutil
 import types
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import dynamo
 from fxprec import torch_internals as of_fxprec
+from fxprec.dynamo_granted import Granted
 from fxprec.dynamo_strict import strict
 from private_names import contract
 
@@ -74,8 +76,55 @@ def test_what_dynamo_takes_liberties_with_can_be_refused() -> None:
         compiled = torch.compile(function, backend="eager", fullgraph=True)
         compiled(torch.ones(1))
         torch._dynamo.reset()
-        with strict(), pytest.raises(_errors().TorchDynamoException):
+        with strict(Granted()), pytest.raises(_errors().TorchDynamoException):
             compiled(torch.ones(1))
+
+
+@contract("fxprec", "function_behind", "value_behind", "guarded_value", "add_guard")
+def test_what_a_capture_looks_at_is_told_and_can_be_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = of_fxprec.dynamo_classes()
+    inlined: list[tuple[object, object, object]] = []
+    build, guard_on = classes.inliner.build_inline_tracer, classes.guards.EQUALS_MATCH
+
+    def built(parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
+        inlined.append((of_fxprec.function_behind(function), *of_fxprec.value_behind(args[0])))
+        return build(parent, function, args, *rest, **more)
+
+    def guarded(builder: Any, guard: Any, *rest: Any, **more: Any) -> None:
+        guard_on(builder, guard, *rest, **more)
+        if repr(of_fxprec.guarded_value(builder, guard)) == "0.0":
+            of_fxprec.add_guard(builder, guard, lambda value: repr(value) == "0.0", "the very same")
+
+    monkeypatch.setattr(classes.inliner, "build_inline_tracer", staticmethod(built))
+    monkeypatch.setattr(classes.guards, "EQUALS_MATCH", guarded)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(gm)
+        return gm.forward
+
+    holder = types.SimpleNamespace(number=0.0)
+
+    def read(held: types.SimpleNamespace) -> float:
+        return held.number
+
+    compiled = torch.compile(lambda x: _plus_one(x) * read(holder), backend=backend)
+    compiled(torch.ones(1))
+    compiled(torch.ones(1))
+    assert [function for function, _, _ in inlined] == [_plus_one, read] and len(graphs) == 1
+    assert inlined[0][2] == [Tensor]
+    assert inlined[1][1:] == (holder, [types.SimpleNamespace])
+    holder.number = -0.0  # equal
+    compiled(torch.ones(1))
+    assert len(graphs) == 2
+
+
+@contract("fxprec", "raw_environment")
+def test_the_environment_has_a_dict_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = of_fxprec.raw_environment(os.environ).copy()
+    assert of_fxprec.raw_environment(os.environ) == before
+    monkeypatch.setenv("FXPREC_TEST", "1")
+    assert len(of_fxprec.raw_environment(os.environ)) == len(before) + 1
 
 
 def _errors() -> Any:
@@ -251,8 +300,7 @@ def test_a_break_in_a_loop_is_named() -> None:
         return x
 
     assert dynamo.DynamoCapture(function, notes).call(torch.ones(1)).item() == 10
-    told = "graph break in loop" if torch.__version__ >= "2.11" else "this torch does not say why"
-    assert notes.outside == [f"dynamo skips it: {told}"]
+    assert notes.outside == ["dynamo skips it: graph break in loop"]
 
 
 def test_what_dynamo_does_by_itself_is_no_warning() -> None:

@@ -4,10 +4,7 @@ Strict: who mends a fault takes its lines away.
 """
 
 KNOWN: dict[str, str] = {
-    "classes-method_of_a_child_replaced-dynamo": "A7: class-level changes",
-    "classes-method_replaced_in_the_class-dynamo": "A7: class-level changes",
     "errors-caught_by_key-auto": "an absent key that is asked by try and except is not guarded",
-    "errors-caught_by_key-dynamo": "an absent key that is asked by try and except is not guarded",
     "functions-own_function_with_a_product-auto": "bodies of autograd functions: mixed dtypes in the backward",
     "functions-own_function_with_a_product-dynamo": "bodies of autograd functions: mixed dtypes in the backward",
     "gradient_hooks-global_backward_hook-dynamo": "A7: global hooks after a dynamo capture",
@@ -17,14 +14,9 @@ KNOWN: dict[str, str] = {
     "methods-exact_type_is_asked-dynamo": "E5's cousin: under dynamo `type(self) is M` is False",
     "methods-super_by_type-dynamo": "E5: super(type(self), self) recurses",
     "numbers-negative_zero-auto": "A3: equal is not same",
-    "numbers-negative_zero-dynamo": "A3: dynamo bakes the sign of zero",
     "numbers-negative_zero_outside-auto": "A3: equal is not same",
-    "numbers-negative_zero_outside-dynamo": "A3: dynamo bakes the sign of zero",
     "numbers-signed_zero_as_an_argument-auto": "A3: equal is not same",
-    "numbers-signed_zero_as_an_argument-dynamo": "A3: dynamo bakes the sign of zero",
     "objects-own_dict_by_name-auto": "A2: state reached from the module",
-    "objects-own_dict_by_name-dynamo": "dynamo does not guard a key of __dict__ that is absent",
-    "oddities-abstract_and_generic-dynamo": "A7: class-level changes",
     "oddities-forward_that_is_a_property-auto": "a forward that is a property is refused by a TypeError",
     "oddities-forward_that_is_a_property-dynamo": "a forward that is a property is refused by a TypeError",
     "oddities-metaclass_that_registers-auto": "the dynamic subclass reaches a metaclass that registers classes",
@@ -33,12 +25,8 @@ KNOWN: dict[str, str] = {
     "settings-example_inputs_are_not_written-dynamo": "convert writes to its example inputs where the forward does",
     "settings-graph_module_is_called-dynamo": "D5: dynamo's graphs give a tuple of one",
     "settings-looked_at_in_between-auto": "report moves Python's random state",
-    "surroundings-builtin_shadowed-dynamo": "A1: dynamo bakes it",
     "surroundings-environment_missing-auto": "A1: state outside of the model is baked in",
-    "surroundings-environment_missing-dynamo": "A1: dynamo bakes it",
     "surroundings-patched_function_of_torch-auto": "A1: state outside of the model is baked in",
-    "surroundings-patched_function_of_torch-dynamo": "A1: dynamo bakes it",
-    "surroundings-patched_method_of_a_child-dynamo": "A1: dynamo bakes it",
     "writes-class_attribute-auto": "writes through type(self) go to the dynamic subclass",
     "writes-class_attribute-dynamo": "writes through type(self) go to the dynamic subclass",
 }

@@ -1,0 +1,87 @@
+"""dynamo's guards, made to tell what is equal from what is the same: it compares constants by ``==``.
+
+==================================  ==================================================================================
+``self.shift = 0.0``, then ``-0.0``  equal, and ``x / self.shift`` is another
+``(2,)``, then ``(2.0,)``             equal, and integers times that are floats; likewise ``{1}``, or the key of a dict
+``OrderedDict.move_to_end``          the same entries, in another order
+==================================  ==================================================================================
+
+The checks are leaves in dynamo's own tree of guards, where it guards such a value: a graph that fails one is captured
+once more, and may serve again later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+from fxprec.torch_internals import add_guard, guarded_value
+
+__all__ = ["exact", "exact_keys", "is_ambiguous", "spelled"]
+
+_NUMBERS: Final = (bool, int, float, complex)
+_SEQUENCES: Final = (tuple, list)
+_SETS: Final = (set, frozenset)
+
+
+def exact(guard_on: Callable[..., None]) -> Callable[..., None]:
+    """In the place of the method with which dynamo guards a constant: the same type at every depth, the same sign."""
+
+    @functools.wraps(guard_on)
+    def guarded(builder: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+        guard_on(builder, guard, *args, **kwargs)
+        value = guarded_value(builder, guard)
+        if is_ambiguous(value):
+            add_guard(builder, guard, _same_as(value), f"the very same as {value!r}")
+
+    return guarded
+
+
+def exact_keys(guard_on: Callable[..., None]) -> Callable[..., None]:
+    """In the place of the method with which dynamo guards a type: of dicts the order, and the types of the keys."""
+
+    @functools.wraps(guard_on)
+    def guarded(builder: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+        guard_on(builder, guard, *args, **kwargs)
+        value = guarded_value(builder, guard)
+        if isinstance(value, OrderedDict) and len(value) > 1:
+            order = [*value]
+            add_guard(builder, guard, lambda now: [*now] == order, f"the order of {order}")
+        if isinstance(value, dict | set | frozenset) and is_ambiguous((*value,)):
+            keys = spelled({*value})
+            add_guard(builder, guard, lambda now: spelled({*now}) == keys, f"the types of {[*value]}")
+
+    return guarded
+
+
+def is_ambiguous(value: Any) -> bool:
+    """Whether something that is not the same is equal to it, although it has the same type."""
+    if type(value) is float:
+        return value == 0
+    if type(value) is complex:
+        return 0 in (value.real, value.imag)
+    if isinstance(value, _SEQUENCES + _SETS):
+        return any(type(part) in _NUMBERS or is_ambiguous(part) for part in value)
+    return False
+
+
+def spelled(value: Any) -> Any:
+    """What is equal only for the same constants."""
+    kind = type(value)
+    if kind in _NUMBERS:
+        return kind.__name__, repr(value)
+    if isinstance(value, _SEQUENCES):
+        return kind.__name__, [*map(spelled, value)]
+    if isinstance(value, _SETS):
+        return kind.__name__, sorted(map(str, map(spelled, value)))
+    return kind.__name__
+
+
+def _same_as(value: Any) -> Callable[[Any], bool]:
+    if type(value) in (float, complex):
+        text = repr(value)
+        return lambda now: now is value or repr(now) == text
+    spelling = spelled(value)
+    return lambda now: spelled(now) == spelling
