@@ -51,6 +51,8 @@ _HARMLESS: Final = ("skipfiles", "no tensor-related objects", "namedtuple", "No 
 
 #: In the reason that dynamo gives beyond its recompile limit.
 _BEYOND_LIMIT: Final = "custom frame execution strategy"
+#: Where torch 2.10 keeps a reason to itself, such as a graph break in a loop.
+_UNTOLD: Final = "this torch does not say why"
 #: dynamo's warnings of what it does by itself (its look at the gradients of non-leaf tensors of a module with backward
 #: hooks, caches that it goes through) and of breaks, which our report lists.
 _NOISE: Final = (
@@ -219,7 +221,8 @@ class _Compiling:
                     self.first.failed = frame.f_code is self._code
                     raise
                 result = _skip(error)
-        reason, code = self._skip_reason(result), frame.f_code
+        code = frame.f_code
+        reason = self._skip_reason(result, code)
         if reason and not any(harmless in reason for harmless in _HARMLESS) and "<" not in code.co_filename:
             self.skipped.append(code)
             self._backend.skipped(code, reason)
@@ -227,15 +230,16 @@ class _Compiling:
             self._backend.compiled(code)
         return result
 
-    def _skip_reason(self, result: Any) -> str | None:
-        """Why dynamo leaves a function to the interpreter; None where it does not."""
+    def _skip_reason(self, result: Any, code: types.CodeType) -> str | None:
+        """Why dynamo leaves a function to the interpreter; None or nothing where it does not, or nothing is lost."""
         if hasattr(result, "skip_reason") or result is None:
             return getattr(result, "skip_reason", None)
         if result.guarded_code is not None:  # torch < 2.13 keeps the reason to itself
             return None
         if result.frame_exec_strategy.cur_action != FrameAction.SKIP:
             return _BEYOND_LIMIT
-        return self._backend.given_up()
+        untold = _UNTOLD if code is self._code else ""  # further in, most of these functions have no tensors
+        return self._backend.given_up() or untold
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

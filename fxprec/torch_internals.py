@@ -7,6 +7,7 @@ dynamo, inductor and distributed is looked up when it is first used: importing f
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 import sys
 from collections import defaultdict
@@ -318,7 +319,8 @@ def skipped_frame(why: str) -> Any:
     """What a compile callback of dynamo's gives for a frame that is left to the interpreter."""
     with needed:
         from torch._dynamo.types import ConvertFrameReturn
-    return ConvertFrameReturn(skip_reason=why)
+    tells = "skip_reason" in inspect.signature(ConvertFrameReturn).parameters  # since torch 2.13
+    return ConvertFrameReturn(skip_reason=why) if tells else ConvertFrameReturn()
 
 
 class DynamoClasses(NamedTuple):

@@ -132,6 +132,8 @@ EXACT: dict[str, Callable[..., Any]] = {
     "split_module": lambda gm, *_: split(gm),
     "shape_prop": with_shapes,
 }  # fmt: skip
+if torch.__version__ < "2.11":  # which writes self.0, no Python, for the layers of a Sequential
+    del EXACT["to_folder"]
 
 #: The same of those that run it in ways of their own.
 RUNNERS: dict[str, Callable[..., Any]] = {

@@ -114,7 +114,7 @@ def gradients(model: Model) -> tuple[Tensor, Tensor | None]:
     return y, x.grad
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [model for model in MODELS if model is not Inference])  # which breaks the graph
 def test_without_gradients_nothing_is_cast_twice(model: type[Model]) -> None:
     with torch.no_grad():
         converted = fxprec.convert(model(), dtype=BF16, example_inputs=(torch.ones(2, 4),)).module

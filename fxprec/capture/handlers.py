@@ -95,7 +95,7 @@ def ends_errors(code: CodeType) -> bool:
 
 @lru_cache(maxsize=1024)
 def _read(code: CodeType) -> _Code:
-    bytecode = dis.Bytecode(code)
+    bytecode: Any = dis.Bytecode(code)  # exception_entries is missing from the stubs
     instructions = tuple(each for each in bytecode if each.opname not in ("CACHE", "EXTENDED_ARG", "NOP"))
     places = {instruction.offset: place for place, instruction in enumerate(instructions)}
     ranges = tuple(_Range(entry.start, entry.end, entry.target) for entry in bytecode.exception_entries)
