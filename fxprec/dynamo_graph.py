@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from fxprec.passes.canonicalize import body_of
 from fxprec.passes.ir import clean_path
 
 __all__ = ["Arguments", "own_copy", "own_graph"]
+
+#: Of a placeholder in our copy: where its value came from, as ``_source_of`` writes it.
+_SOURCE: Final = "argument_source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,10 @@ def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None
     graph.output(map_arg(output.args[0], lambda node: values[node])).meta.update(output.meta)
     copied = made[gm] = without_code(gm, graph)
     copied.meta.update(gm.meta)
+    for node in graph.find_nodes(op="placeholder", sort=False):
+        # dynamo's note of the argument refers weakly to the weight, which ``torch.utils.swap_tensors`` refuses.
+        if (note := node.meta.pop("grapharg", None)) is not None:
+            node.meta[_SOURCE] = _source_of(note)
     for node in graph.find_nodes(op="get_attr", sort=False):
         body = body_of(gm, node)
         if body is not None:
@@ -89,8 +96,7 @@ def _name_weights(
     frame: str | None = None
     for position, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         known = names.get(id(value)) if isinstance(value, Tensor) else None
-        # dynamo's note of the argument refers weakly to the weight, which ``torch.utils.swap_tensors`` refuses.
-        note = node.meta.pop("grapharg", None)
+        source = node.meta.pop(_SOURCE, None)
         if isinstance(value, Tensor):
             node.meta["dtype"] = value.dtype
         if known is None:
@@ -98,7 +104,7 @@ def _name_weights(
             continue
         name, kind = known
         target = attribute_path(name)
-        frame = _path_of_frame(note, name) if frame is None else frame
+        frame = _path_of_frame(source, name) if frame is None else frame
         with gm.graph.inserting_before(node):
             weight = gm.graph.create_node("get_attr", target, name="p_" + name.replace(".", "_"))
         weight.meta = {**node.meta, "kind": kind, "ndim": value.dim()}
@@ -142,13 +148,18 @@ def _ask_sizes(gm: GraphModule, positions: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(left)
 
 
-def _path_of_frame(note: Any, name: str) -> str | None:
-    """Where the module of an inner frame sits in the model, told from one of its weights' two names."""
+def _source_of(note: Any) -> str | None:
+    """Where an argument came from, in the words of the frame that was captured."""
     source = getattr(getattr(note, "source", None), "name", None)
     text = source() if callable(source) else source
-    if not isinstance(text, str):
+    return text if isinstance(text, str) else None
+
+
+def _path_of_frame(source: str | None, name: str) -> str | None:
+    """Where the module of an inner frame sits in the model, told from one of its weights' two names."""
+    if source is None:
         return None
-    local = clean_path(text.replace("._parameters['", "._modules['").replace("._buffers['", "._modules['"))
+    local = clean_path(source.replace("._parameters['", "._modules['").replace("._buffers['", "._modules['"))
     return name.removesuffix(local).strip(".") if local and name.endswith(local) else None
 
 

@@ -88,9 +88,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: fxprec.Los
 
 
 #: Of the forward and its weights, and the optimizer.
-#: A known fault, to be mended: a capture by dynamo holds weak references to parameters again.
-_BROKEN = pytest.mark.xfail(reason="E4 under dynamo: weak references of its capture stop swap_tensors", strict=False)
-
 KINDS = {
     "static": ({}, "torch"),
     "static, ours": ({}, "ours"),
@@ -101,7 +98,7 @@ KINDS = {
 
 
 @pytest.mark.usefixtures("by_swap")
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=_BROKEN if kind == "dynamo" else ()) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_model_goes_on_with_the_new_tensors(change, kind) -> None:
     (how, optimizers), frozen = KINDS[kind], kind == "static, one frozen"
@@ -138,7 +135,7 @@ def test_a_shadow_is_made_again_for_a_weight_that_lies_where_it_lay() -> None:
     assert torch.equal(weight.grad, torch.ones(3))
 
 
-@pytest.mark.parametrize("breaks", [False, pytest.param(True, marks=_BROKEN)], ids=["static", "dynamo"])
+@pytest.mark.parametrize("breaks", [False, True], ids=["static", "dynamo"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_nothing_refers_weakly_to_a_parameter(make, breaks) -> None:
     model = converted(breaks, frozen=True)
