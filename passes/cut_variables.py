@@ -102,9 +102,9 @@ class Variables:
             self.unpromoting.add(node)
 
     def tie_operand(self, placeholder: Node, operand: Node) -> None:
-        """The placeholder of a called body is the caller's value."""
+        """The placeholder of a called body is the caller's value, and costs what that costs: a weight has a shadow."""
         self.tie(placeholder, operand)
-        self._origin[placeholder] = operand
+        self._origin[placeholder] = self._origin.get(operand, operand)
 
     def arriving(self, node: Node) -> int:
         """The variable of the dtype that a value has when it arrives."""

@@ -70,6 +70,10 @@ class GraphWalk:
         """The node's value is (part of) another, with no room for a cast between them."""
         raise NotImplementedError
 
+    def bind(self, placeholder: Node, operand: Node) -> None:
+        """The placeholder of a called body is the caller's value."""
+        self.tie(placeholder, operand)
+
     def converts(self, node: Node, source: Node) -> None:
         """The node, a cast of the user's, reads another value in its own dtype."""
 
@@ -131,7 +135,7 @@ class GraphWalk:
             self.source(node, "as its caller gives it")
         else:
             if self.has(bound[node]):
-                self.tie(node, bound[node])
+                self.bind(node, bound[node])
             self.decide(node, Rule.KEEP, "as its caller gives it")
 
     def _call(self, site: Site) -> None:

@@ -98,6 +98,10 @@ class CutWalk(GraphWalk):
         self.variables.tie(node, whole)
         self.early[node] = []
 
+    def bind(self, placeholder: Node, operand: Node) -> None:
+        self.variables.tie_operand(placeholder, operand)
+        self.early[placeholder] = []
+
     def converts(self, node: Node, source: Node) -> None:
         self.variables.use(source, self.variables.arriving(node))
 

@@ -20,6 +20,12 @@ from two_ranks import two_ranks
 torch.set_num_threads(1)  # the tensors are tiny: threads cost more than they give, much more beside other work
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """The random inputs that a file of tests makes when it is imported are the same ones each time."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 import fxprec
 import kernel_tools
 from fxprec.passes.fusion import kernel_calls
-from fxprec.passes.ir import format_graph
+from fxprec.passes.ir import Rule, format_graph
 from fxprec.testing import count_casts
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
@@ -72,6 +72,8 @@ return %cross_entropy""",  # noqa: E501
     assert [node.meta["fused"] for node in gm.graph.nodes if "fused" in node.meta] == [
         "the kernel of batch_norm, add and relu", "the kernel of cross_entropy",
     ]  # fmt: skip
+    rules = [node.meta["precision"].rule for node in gm.graph.nodes if "fused" in node.meta]
+    assert rules == [Rule.FULL, Rule.FULL]
 
 
 @outside

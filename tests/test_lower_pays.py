@@ -373,6 +373,22 @@ def test_the_bodies_of_checkpointed_regions():
         model(x).sum().backward()
 
 
+def test_weights_of_checkpointed_bodies_have_shadows_too():
+    """Two products gain 2 * 2 us low, casts of the input and of the result cost 3, and no shadow is made anew."""
+
+    plain = {"use_reentrant": False}
+
+    class Checkpointed(Weights):
+        def forward(self, x):
+            return checkpoint(lambda h: checkpoint(super(Checkpointed, self).forward, h, **plain), x, **plain)
+
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for gain, dtype in ((1.4, "float32"), (2.0, "bfloat16")):
+            model, _ = fxprec.convert(Checkpointed(4, 4, 4), (x,), lower=device(4.0, 4.0 - gain, cast=1.5))
+            assert products(model) == [dtype] * 2
+
+
 def test_pays_goes_by_the_costs_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("FXPREC_CACHE_DIR", str(tmp_path))
     x = torch.randn(2, 4)

@@ -152,8 +152,8 @@ def test_methods_that_call_submodules(method, calls):
 
 @pytest.mark.parametrize(
     "method",
-    ["whole", "through_forward", "head_of", "weights", "set_head", "is_tied", "_private", "reset", "tie", "sizes", "early",
-     "static", "bias",
+    ["whole", "through_forward", "head_of", "weights", "set_head", "is_tied", "_private", "reset", "tie", "sizes",
+     "early", "static", "bias",
      "part.helper", "part.width", "part.replace", "forward"],
 )  # fmt: skip
 def test_methods_that_do_not(method):

@@ -30,7 +30,7 @@ from torch.fx import Graph, Node, Proxy
 from fxprec.kernels.watchers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.passes.aliases import alias_roots, written_roots
 from fxprec.passes.casts import cast
-from fxprec.passes.ir import Op, Precision, Rule
+from fxprec.passes.ir import Op, Precision
 from fxprec.passes.leaves import leaf
 
 __all__ = ["batch_norm", "call_kernels", "cross_entropy", "is_served"]
@@ -172,8 +172,8 @@ def _cross_entropy(node: Node, arguments: dict[str, Any]) -> bool:
     assert isinstance(source, Node)
     _call(cross_entropy, node, node, arguments | {"input": source})
     if source is not logits:
-        reads = source.meta["precision"].output
-        node.meta["precision"] = Precision(None, torch.float32, torch.float32, Rule.FOLLOW, _why(node, reads))
+        reads, rule = source.meta["precision"].output, node.meta["precision"].rule
+        node.meta["precision"] = Precision(None, torch.float32, torch.float32, rule, _why(node, reads))
         if not logits.users:
             node.graph.erase_node(logits)
     node.meta["fused"] = "the kernel of cross_entropy"
@@ -203,7 +203,11 @@ def _call(function: Callable[..., Any], first: Node, last: Node, arguments: dict
         precision: Precision = first.meta["precision"]
         last.meta["op"] = first.meta["op"]
         last.meta["precision"] = Precision(
-            None, precision.compute, precision.output, Rule.FOLLOW, f"{precision.why}; with what follows in one kernel"
+            None,
+            precision.compute,
+            precision.output,
+            precision.rule,
+            f"{precision.why}; with what follows in one kernel",
         )
         for node in chain[1:]:
             last.graph.erase_node(node)
