@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from fxprec.capture.originals import original_class
+from fxprec.capture.originals import defined_method, original_class, unbound_method
 from fxprec.dynamic import DynamicGraphs
 from fxprec.method_names import MethodName
 from fxprec.settings import Settings
@@ -77,6 +77,7 @@ class EntryPoint:
         self.restarts = 0
         self.start_dynamic_over()
         self._function = getattr(self.original_class, self.name.name, None)
+        self._defined = defined_method(self.original_class, self.name.name)
         self._code = _parts_of(self._function)
         self.__dict__.pop("signature", None)
         self.__dict__.pop("steps", None)
@@ -93,7 +94,9 @@ class EntryPoint:
         if self.of_instance is not None:
             return False
         function = getattr(self.original_class, self.name.name, None)
-        return function is not self._function or not all(map(is_, _parts_of(function), self._code))
+        if function is not self._function:  # of some descriptors it is another one at each look
+            return defined_method(self.original_class, self.name.name) is not self._defined
+        return not all(map(is_, _parts_of(function), self._code))
 
     @property
     def active(self) -> EntryPoint | None:
@@ -114,7 +117,7 @@ class EntryPoint:
         """The untouched method as a function whose first argument is the module."""
         bound = self.of_instance
         if bound is None:
-            return getattr(self.original_class, self.name.name)
+            return unbound_method(self.original_class, self.name.name)
         return lambda _, *args, **kwargs: bound(*args, **kwargs)
 
     @functools.cached_property

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from fxprec.capture.originals import ORIGINAL, original_class, original_function
+from fxprec.capture.originals import ORIGINAL, original_class, original_function, unbound_method
 from fxprec.conversion import STATE, Conversion
 from fxprec.entry_point import ENTRY, EntryPoint, entry_of
 from fxprec.errors import CaptureError, ConversionError, NotLoweredWarning, PolicyError
@@ -43,13 +43,15 @@ __all__ = [
 _CONVERSION: Final = "_fxprec_conversion"
 #: In the namespace of each class: attribute -> the name of the method in the model.
 _METHODS: Final = "_fxprec_methods"
+#: Where metaclasses come from that register nothing.
+_PLAIN_METACLASSES: Final = ("builtins", "abc", "typing", "torch")
 
 
 class Swapped:
     """What every dynamic subclass has, before the class that it stands for."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing: a registry that the user's class keeps of its subclasses is no place for ours."""
+        """Nothing: a registry that the user's class keeps of its subclasses is no place for ours; see ``_subclass``."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         followed = name in type(self)._fxprec_methods  # before the class itself may be set
@@ -83,8 +85,17 @@ def swap_class(
             wrappers[name] = conversion.wrappers.of_class(cls, name, partial(_enter_method, entry.key))
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, ORIGINAL: cls}
     keys = {entry.name.name: entry.key for entry in entries}
-    bases = (base, cls)
-    module.__class__ = type(cls)(cls.__name__, bases, {**names, **wrappers, _METHODS: keys, **namespace})  # type: ignore[call-arg]
+    module.__class__ = _subclass(cls, base, {**names, **wrappers, _METHODS: keys, **namespace})
+
+
+def _subclass(cls: type[nn.Module], base: type[Swapped], namespace: dict[str, Any]) -> type:
+    """A subclass that a metaclass of the user's does not hear of: it may register classes, or want its own arguments.
+
+    It is of that metaclass all the same, and what the standard library's need (``ABCMeta``) is made.
+    """
+    kind = type(cls)
+    plain = (meta for meta in kind.__mro__ if meta.__module__.partition(".")[0] in _PLAIN_METACLASSES)
+    return next(meta for meta in plain if "__new__" in vars(meta)).__new__(kind, cls.__name__, (base, cls), namespace)
 
 
 def swap_hosts(conversion: Conversion, model: nn.Module) -> None:
@@ -201,7 +212,7 @@ def _enter_method(key: str, module: nn.Module, args: tuple[Any, ...], kwargs: di
     """A call of a method of the class."""
     conversion = _conversion_at(module)
     if conversion is None:  # a method that was kept from before ``revert``
-        return getattr(original_class(module), key.rpartition(".")[2])(module, *args, **kwargs)
+        return unbound_method(original_class(module), key.rpartition(".")[2])(module, *args, **kwargs)
     return _enter(conversion, conversion.methods[key], module, args, kwargs)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from fxprec.capture.originals import ORIGINAL
+from fxprec.capture.originals import ORIGINAL, unbound_method
 from fxprec.locks import CAPTURING
 from fxprec.torch_internals import hide_from_dynamo, shown_to_dynamo
 
@@ -39,11 +39,13 @@ class Wrappers:
 
     def of_class(self, cls: type[nn.Module], name: str, enter: Callable[..., Any]) -> FunctionType:
         """What takes the place of ``cls.name`` in a subclass: ``enter(module, args, kwargs)``."""
+        known = unbound_method(cls, name)
+        plain = known is getattr(cls, name)
 
-        @functools.wraps(getattr(cls, name))
+        @functools.wraps(known)
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():  # for a capture of ours: from any other one it is hidden
-                return getattr(cls, name)(self, *args, **kwargs)
+                return (getattr(cls, name) if plain else known)(self, *args, **kwargs)
             return enter(self, args, kwargs)
 
         return self._add(method, lambda: getattr(cls, name))

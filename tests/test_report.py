@@ -6,6 +6,8 @@ import dataclasses
 import io
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -200,3 +202,17 @@ def test_before_a_lazy_capture_it_says_what_to_do():
 def test_not_converted():
     with pytest.raises(ConversionError, match=r"fxprec\.convert"):
         fxprec.report(Net())
+
+
+def test_the_first_report_of_a_process_draws_no_random_numbers():
+    """rich does when it is imported."""
+    script = """
+import random, sys, torch, fxprec
+model = fxprec.convert(torch.nn.Linear(2, 2), dtype=torch.bfloat16).module
+assert not any(name.partition(".")[0] == "rich" for name in sys.modules)
+state = random.getstate()
+{}
+assert "rich.style" in sys.modules and random.getstate() == state
+"""
+    for first in ("str(fxprec.report(model))", "fxprec.report(model).__rich__()"):
+        subprocess.run([sys.executable, "-c", script.format(first)], check=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Final
 
 from torch import nn
 
-__all__ = ["ORIGINAL", "original_class", "original_function"]
+__all__ = ["ORIGINAL", "defined_method", "original_class", "original_function", "unbound_method"]
 
 #: In the namespace of a class of ours: the user's class. On a function of ours: what gives the user's function.
 ORIGINAL: Final = "_fxprec_original"
@@ -23,3 +25,47 @@ def original_function(function: Any) -> Any:
     """The user's function in whose place this one stands, or the function itself."""
     gives: Callable[[], Any] | None = getattr(function, "__dict__", {}).get(ORIGINAL)
     return function if gives is None else gives()
+
+
+def defined_method(cls: type[nn.Module], name: str) -> Any:
+    """What a class has under this name, before a descriptor makes anything of it; None: nothing."""
+    return inspect.getattr_static(cls, name, None)
+
+
+def unbound_method(cls: type[nn.Module], name: str) -> Callable[..., Any]:
+    """What an instance's ``name`` runs, as a function whose first argument is the instance.
+
+    A class may have a function there; or a property that gives one, a static method, a callable that takes no self.
+    """
+    found = getattr(cls, name)
+    raw = defined_method(cls, name)
+    if isinstance(raw, FunctionType):
+        return found
+    if isinstance(raw, property):
+        gives: Any = raw.fget
+
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return gives(self)(*args, **kwargs)
+
+    elif isinstance(raw, staticmethod | classmethod) or not hasattr(raw, "__get__"):
+
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return found(*args, **kwargs)
+
+    elif not _has_signature(found):
+
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return raw.__get__(self, type(self))(*args, **kwargs)
+
+    else:
+        return found
+    method.__name__, method.__qualname__ = name, f"{cls.__qualname__}.{name}"
+    return method
+
+
+def _has_signature(function: Any) -> bool:
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -29,7 +29,7 @@ from fxprec.inspection.nodes import (
     source_line,
 )
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
-from fxprec.inspection.text import columns, plain, titled
+from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.module import conversion_of, is_converted
 from fxprec.passes.ir import Precision, Rule, dtype_name, module_path
@@ -166,8 +166,6 @@ class Report:
     __repr__ = __str__
 
     def __rich__(self) -> RenderableType:
-        from rich.console import Group
-
         parts: list[RenderableType] = [self.headline]
         names = ("node", "module", "op", "computes", "output", "rule", "why", "source")
         for number, graph in enumerate(self.graphs, 1):
@@ -181,7 +179,7 @@ class Report:
             parts.append(titled(title, columns(names, rows)))
             if graph.regions:
                 parts.append(titled("\nfused regions", columns(REGION_COLUMNS, map(region_cells, graph.regions))))
-        return Group(*parts)
+        return stacked(parts)
 
 
 def report(model: nn.Module) -> Report:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Iterable, Sequence
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["columns", "plain", "titled"]
+__all__ = ["columns", "plain", "stacked", "titled"]
 
 #: Columns of the plain text: wide enough that names stay whole, whatever the terminal.
 _WIDTH: Final = 160
@@ -17,18 +20,40 @@ _WIDTH: Final = 160
 _STYLES: Final = {"float16": "green", "bfloat16": "green", "float32": "yellow", "cast": "magenta"}
 
 
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """rich draws a random number when it is imported: the user's seed would give other numbers afterwards."""
+    if "rich.style" in sys.modules:
+        yield
+        return
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def stacked(parts: Iterable[RenderableType]) -> RenderableType:
+    """One below the other."""
+    with _importing():
+        from rich.console import Group
+
+    return Group(*parts)
+
+
 def titled(title: str, *parts: RenderableType) -> RenderableType:
     """A bold line, and what follows it."""
-    from rich.console import Group
-    from rich.text import Text
+    with _importing():
+        from rich.text import Text
 
-    return Group(Text(title, style="bold"), *parts)
+    return stacked([Text(title, style="bold"), *parts])
 
 
 def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
     """Columns without a frame or rules between them, so that plain text stays plain."""
-    from rich.table import Table
-    from rich.text import Text
+    with _importing():
+        from rich.table import Table
+        from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(names), header_style="bold")
     for name in names:
@@ -40,7 +65,8 @@ def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableTy
 
 def plain(renderable: RenderableType) -> str:
     """The text that rich would print, without colours and of a fixed width."""
-    from rich.console import Console
+    with _importing():
+        from rich.console import Console
 
     file = io.StringIO()
     Console(file=file, width=_WIDTH, color_system=None, force_terminal=False).print(renderable)
