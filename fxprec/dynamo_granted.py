@@ -19,6 +19,8 @@ from __future__ import annotations
 import abc
 import builtins
 import contextlib
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from operator import attrgetter
@@ -56,7 +58,7 @@ class Granted:
 
     def __init__(self) -> None:
         self._seen: set[tuple[CodeType, int]] = set()
-        #: class -> name -> what it finds there, inherited or not.
+        #: class -> name -> what it has there, inherited or not, before a descriptor makes anything of it.
         self._methods: dict[type, dict[str, Any]] = {}
         self._functions: dict[FunctionType, CodeType] = {}
         #: namespace by its id, or that of its class -> itself, what to call it, and names that it has not.
@@ -81,7 +83,7 @@ class Granted:
         if function is not None:
             self._functions.setdefault(function, function.__code__)
         for cls, name in (lookup for owner in owners for lookup in _lookups(owner, function)):
-            self._methods.setdefault(cls, {}).setdefault(name, getattr(cls, name, None))
+            self._methods.setdefault(cls, {}).setdefault(name, inspect.getattr_static(cls, name, None))
         self.frame(code, scope, [value], (function.__closure__ or ()) if function is not None else ())
 
     def frame(
@@ -150,8 +152,12 @@ class Granted:
         functions = [*self._functions]
         yield _Ask("the code of a function was replaced", _codes, functions, [*self._functions.values()])
         for cls, names in self._methods.items():
-            if names:
-                yield _Ask(f"a method of {cls.__qualname__} was replaced", *_attributes(cls, names))
+            what = f"a method of {cls.__qualname__} was replaced"
+            plain = {name: value for name, value in names.items() if type(value) is FunctionType}
+            if plain:
+                yield _Ask(what, *_attributes(cls, plain))
+            for name in names.keys() - plain.keys():  # it may be nowhere, or another object at each look
+                yield _Ask(what, functools.partial(_static, name), cls, names[name])
         for scope, label, absent in self._absent.values():
             if absent:
                 yield _Ask(f"{label} got a new attribute", scope.keys().isdisjoint, frozenset(absent), True)
@@ -185,6 +191,10 @@ def _attributes(cls: type, names: dict[str, Any]) -> tuple[Callable[[Any], Any],
     """How to ask a class for them."""
     expected = tuple(names.values())
     return attrgetter(*names), cls, expected if len(names) > 1 else expected[0]
+
+
+def _static(name: str, cls: type) -> Any:
+    return inspect.getattr_static(cls, name, None)
 
 
 def _codes(functions: list[FunctionType]) -> list[CodeType]:
