@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.fx import GraphModule
 
+from fxprec.calls import Calls, modes_of
+from fxprec.capture.call_key import Constants
 from fxprec.capture.guards import Guards
+from fxprec.passes.ir import weight_path
 from fxprec.passes.runner import run_passes
 from fxprec.program import Program, lift
 from fxprec.settings import Settings
@@ -26,6 +31,8 @@ class Captured:
         program: what runs for it.
         training: the mode that the method's module was in.
         guards: what static capture read; None for a graph of dynamo, which guards by itself.
+        key: of a static graph: the arguments that are tensors, and the constants that the others are.
+        calls: of a graph of dynamo: what is known of the calls that ran it.
     """
 
     method: str
@@ -34,6 +41,24 @@ class Captured:
     program: Program
     training: bool
     guards: Guards | None = None
+    key: tuple[tuple[str, ...], Constants] | None = None
+    calls: Calls | None = None
+
+    def fits(self, owner: nn.Module) -> bool:
+        """Whether a call of the method's module, in the modes that it and those in it are in, may run it."""
+        if self.calls is not None:
+            return modes_of(owner) in self.calls.modes
+        return self.guards is None or self.guards.failing() is None
+
+    def reads_dtypes_of(self, model: nn.Module, frozen: Container[str]) -> bool:
+        """Whether the model's weights have the dtypes that it was captured with, but for those that became low."""
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        for node in self.gm.graph.find_nodes(op="get_attr"):
+            path = weight_path(node)
+            known = path in tensors and path not in frozen and node.meta.get("kind") == "parameter"
+            if known and node.meta.get("dtype", tensors[path].dtype) != tensors[path].dtype:
+                return False
+        return True
 
 
 def rewrite(gm: GraphModule, settings: Settings) -> Program:

@@ -13,17 +13,25 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
-from torch.fx import GraphModule, Proxy
+from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
 
 from fxprec import dynamo
+from fxprec.call_form import CallForm, form_of_key
 from fxprec.capture.call_key import Constants, call_key, default_key
 from fxprec.capture.collection import fewer_collections
 from fxprec.capture.trace import CaptureDeclined
 from fxprec.captured import Captured, rewrite
 from fxprec.dynamic import LeftToNet
 from fxprec.entry_point import EntryPoint
-from fxprec.errors import CaptureError, ConversionError, NotCapturedError, ServiceWarning, UnusedSettingWarning
+from fxprec.errors import (
+    CaptureError,
+    ConversionError,
+    NotCapturedError,
+    ServiceWarning,
+    SeveralGraphsError,
+    UnusedSettingWarning,
+)
 from fxprec.kernels.torch_internals import disable_current_modes, is_fx_tracing
 from fxprec.locks import CAPTURING
 from fxprec.method_names import MethodName
@@ -310,7 +318,15 @@ class Conversion:
                 self._drop(static.give_up())
                 raise
             program = rewrite(capture.gm, self.settings)
-            captured = Captured(entry.key, entry.number, capture.gm, program, capture.gm.training, capture.guards)
+            captured = Captured(
+                entry.key,
+                entry.number,
+                capture.gm,
+                program,
+                capture.gm.training,
+                capture.guards,
+                (names, constants),
+            )
             found = StaticEntry.of(capture, captured, tensors)
             self._captured_at_last(entry)
             self._drop(static.add(names, constants, found))
@@ -325,7 +341,10 @@ class Conversion:
             dynamic = entry.dynamic
             found, notes = dynamic.found, dynamic.net_notes
             dynamic.found, dynamic.net_notes = [], {}
-        self.captured += [Captured(entry.key, entry.number, *each) for each in found]
+        self.captured += [
+            Captured(entry.key, entry.number, gm, program, training, calls=calls)
+            for gm, program, training, calls in found
+        ]
         self.captures += len(found)
         self._drop_gone()
         if found:
@@ -377,22 +396,67 @@ class Conversion:
             self._capture_expected(entry, model)
 
     def _capture_expected(self, entry: EntryPoint, model: nn.Module) -> None:
-        if self._captured_of(entry) or not entry.static.allowed or entry.steps is not None:
+        if not self._captured_of(entry):
+            self._capture_alike(entry, model, None)
+
+    def _capture_alike(self, entry: EntryPoint, model: nn.Module, other: Captured | None) -> None:
+        """Capture a method statically as it is now, for calls like those that another graph is for."""
+        if not entry.static.allowed or entry.steps is not None:
             return
         if self.settings.pays:  # which waits for the sizes of a call
             return
         try:
-            self._trace(entry, model, *default_key(entry.signature, entry.name.name), None)
+            key = None if other is None else other.key
+            self._trace(entry, model, *(key or default_key(entry.signature, entry.name.name)), None)
         except CaptureDeclined as reason:
             self._refuse_if_symbolic(entry, reason)
 
-    def active(self, model: nn.Module, method: str = "forward") -> GraphModule:
-        """The graph of a method that was captured last, capturing statically if nothing was yet."""
+    def active(self, model: nn.Module, method: str = "forward") -> Captured:
+        """The whole graph of a method that was captured last for the present modes.
+
+        Raises:
+            SeveralGraphsError: it has several.
+            NotCapturedError: it has none for these modes; static capture was tried.
+        """
         entry = self.method(method)
-        self._capture_expected(entry, model)
-        if not (found := self._captured_of(entry)):
-            self._raise_not_captured(entry)
-        return found[-1].gm
+        if (captured := self._present(entry, model)) is None:
+            found = self._captured_of(entry)
+            if not self._became_low(model):
+                self._capture_alike(entry, model, found[-1] if found else None)
+            if (captured := self._present(entry, model)) is None:
+                entry.dynamic.watched = True
+                self._raise_not_captured(entry)
+        calls = captured.calls
+        if calls is not None and calls.part:
+            parts = [each.calls.part for each in self._captured_of(entry) if each.calls is not None]
+            self._raise_several(entry, next((part for part in parts if "graph break" in part), calls.part))
+        if calls is not None and calls.form is None:
+            warnings.warn(
+                f"the graph of {self._called(entry)} takes tensors one by one and gives a tuple of tensors, not what "
+                f"{entry.called_here} gives: {calls.why_not}. Its inputs are named after where they come from",
+                category=ServiceWarning,
+                stacklevel=user_level(),
+            )
+        return captured
+
+    def form_of(self, captured: Captured) -> CallForm | None:
+        """How a graph is called; None for one that takes and gives what dynamo left to it."""
+        if captured.calls is not None:
+            return captured.calls.form
+        entry = next((each for each in self.entries() if each.number == captured.entry), None)
+        return None if entry is None or captured.key is None else form_of_key(entry.signature, *captured.key)
+
+    def _present(self, entry: EntryPoint, model: nn.Module) -> Captured | None:
+        """What a call in the modes of now, with weights of these dtypes, would run of what was captured: the latest."""
+        owner = entry.owner()
+        if owner is None:
+            return None
+        for captured in reversed(self._captured_of(entry)):
+            if not captured.reads_dtypes_of(model, self.frozen or ()):
+                self._drop(entry.static.forget(captured))
+            elif captured.fits(owner):
+                return captured
+        return None
 
     def all_graphs(self, model: nn.Module) -> list[Captured]:
         """Those that calls of the methods run, capturing statically what can be."""
@@ -499,9 +563,23 @@ class Conversion:
         waits = ["lower='pays' asks for sizes"] if self.settings.pays else []
         declined = [why for why in self.declined if entry.key == "forward" or why.startswith(f"{entry.key}: ")]
         why = "".join(f" ({reason})" for reason in (declined or waits)[-1:])
+        if self._captured_of(entry):
+            owner = entry.owner()
+            mode = "training" if owner is not None and owner.training else "eval"
+            raise NotCapturedError(
+                f"no graph of {self._called(entry)} is for the modes that its modules are in now ({mode}){why}: "
+                "call it once so, and look again; fxprec.graphs(model) gives those of other modes"
+            )
         give = "or give convert(model, example_inputs=(...)), " if entry.key == "forward" else ""
         raise NotCapturedError(
             f"{self._called(entry)} is captured at its first call{why}: call it once, {give}and look again"
+        )
+
+    def _raise_several(self, entry: EntryPoint, part: str) -> NoReturn:
+        raise SeveralGraphsError(
+            f"{self._called(entry)} has no graph of its own: it is captured in pieces, with Python code between them "
+            f"({part}). fxprec.graphs(model) gives the pieces; to have one graph, write {entry.called_here} without "
+            "such breaks"
         )
 
     def _warn_nothing_captured(self, entry: EntryPoint) -> None:

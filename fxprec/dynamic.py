@@ -9,6 +9,8 @@ silently FP32.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxprec import dynamo
+from fxprec.calls import Calls, Ran
 from fxprec.captured import rewrite
 from fxprec.dynamo_fsdp import frames_of_shards
 from fxprec.dynamo_graph import own_copy, own_graph
@@ -47,10 +50,12 @@ class DynamicGraphs:
         net: makes the context in which everything outside of the graphs runs.
         wrappers: what the captures see through.
         original: gives the untouched method, as a function whose first argument is the module.
+        signature: gives its signature, without self.
 
     Attributes:
         seeing_through: makes the context of a compilation.
-        found: the graphs captured since somebody took them: graph, program, mode of the method's module.
+        found: the graphs captured since somebody took them: graph, program, mode of the method's module, its calls.
+        watched: each call notes the modes of all modules, since somebody asked for a graph that fits them.
         net_notes: 'where' -> 'why' of what runs outside of them, likewise.
     """
 
@@ -62,15 +67,19 @@ class DynamicGraphs:
         net: Callable[[], contextlib.AbstractContextManager[Any]],
         wrappers: Wrappers,
         original: Callable[[], Callable[..., Any]],
+        signature: Callable[[], inspect.Signature],
     ) -> None:
         self._settings, self._weights, self._net, self._original = settings, weights, net, original
+        self._signature = signature
         self._name = name
         self.seeing_through = wrappers.compiled
         self._capture: dynamo.DynamoCapture | None = None
         self._under_net = True
         self._model: weakref.ref[nn.Module] | None = None
         self._owner: weakref.ref[nn.Module] | None = None
-        self.found: list[tuple[GraphModule, Program, bool]] = []
+        self.found: list[tuple[GraphModule, Program, bool, Calls]] = []
+        self._ran = Ran()
+        self.watched = False
         self.net_notes: dict[str, str] = {}
         self._by_memory: list[ProgramsByMemory] = []
 
@@ -85,6 +94,22 @@ class DynamicGraphs:
             with CAPTURING:
                 self._model, self._owner = weakref.ref(model), weakref.ref(module)
                 capture = self._capture = self._capture or dynamo.DynamoCapture(self._original(), self)
+        with self._ran.noted() as ran:
+            output = self._run(capture, model, module, args, kwargs)
+            for calls, inputs, results in ran:
+                calls.note_mode(module, self.watched)
+                if not calls.looked_at:
+                    calls.look(model, self._signature(), (args, kwargs), inputs, results, output)
+        return output
+
+    def _run(
+        self,
+        capture: dynamo.DynamoCapture,
+        model: nn.Module,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         try:
             with contextlib.ExitStack() as stack:
                 if self._under_net:
@@ -99,34 +124,36 @@ class DynamicGraphs:
         """What is no longer as dynamo takes for granted, so that all has to be captured anew; None: nothing."""
         return None if self._capture is None else self._capture.granted.changed()
 
-    def rewritten(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
-        program = self._argument_program(gm, inputs, any_memory=False)
+        make = functools.partial(self._argument_program, part=part)
+        program = make(gm, inputs, any_memory=False)
         # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
-        weights = weakref.ref(self._weights)
+        weights, ran = weakref.ref(self._weights), self._ran
         if program.memory is None:
-            return lambda *arguments: program.run(weights(), arguments)  # type: ignore[arg-type]
-        self._by_memory.append(ProgramsByMemory(own_copy(gm), self._argument_program, program))
+            return lambda *arguments: program.run(weights(), arguments, ran)  # type: ignore[arg-type]
+        self._by_memory.append(ProgramsByMemory(own_copy(gm), make, program))
         programs = weakref.ref(self._by_memory[-1])
 
         def run(*arguments: Any) -> Any:
-            return programs().serving(arguments).run(weights(), arguments)  # type: ignore[union-attr, arg-type]
+            return programs().serving(arguments).run(weights(), arguments, ran)  # type: ignore[union-attr, arg-type]
 
         return run
 
-    def _argument_program(self, gm: GraphModule, inputs: Sequence[Any], any_memory: bool) -> ArgumentProgram:
+    def _argument_program(self, gm: GraphModule, inputs: Sequence[Any], any_memory: bool, part: str) -> ArgumentProgram:
         """Rewrite one graph for these arguments; ``any_memory``: for any, however they share memory."""
         model, module = self._model and self._model(), self._owner and self._owner()
         assert model is not None and module is not None  # they run this very call
         gm, arguments = own_graph(gm, inputs, model, self._name.path)
+        calls = Calls.of(gm, part)
         if any_memory:
             mark_all_shared(gm)
         else:
             placeholders = gm.graph.find_nodes(op="placeholder")
             mark_shared(gm, dict(zip(placeholders, [inputs[i] for i in arguments.inputs], strict=True)))
         program = rewrite(gm, self._settings)
-        self.found.append((gm, program, module.training))
-        return ArgumentProgram.of(program, arguments, inputs, any_memory)
+        self.found.append((gm, program, module.training, calls))
+        return ArgumentProgram.of(program, arguments, inputs, any_memory, calls)
 
     def in_net(self, where: str, why: str) -> None:
         """Code outside our graphs, and the reason."""
@@ -144,7 +171,7 @@ class DynamicGraphs:
         if dynamo.met_a_trace(error):  # of another thread; it comes before anything has run
             with CAPTURING:
                 if not is_fx_tracing():  # else it is a trace of this thread's own
-                    return self.run(model, module, args, kwargs)
+                    return self._run(capture, model, module, args, kwargs)
         if not capture.failed_at_first(error):
             raise error  # A part of the forward ran, or all: it must not run again.
         if self._under_net:

@@ -31,6 +31,7 @@ from fxprec.torch_internals import (
     reset_code,
     skipped_frame,
     torch_dynamo,
+    wrap_inline,
 )
 
 __all__ = ["DynamoCapture", "GraphReceiver", "why_not_now"]
@@ -65,8 +66,11 @@ _NOISE: Final = (
 class GraphReceiver(Protocol):
     """Where a capture reports to."""
 
-    def rewritten(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Rewrite one captured graph; return what runs it with dynamo's arguments."""
+    def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
+        """Rewrite one captured graph; return what runs it with dynamo's arguments.
+
+        ``part``: why it is a part of the method only; "" where it is the whole.
+        """
         ...
 
     def in_net(self, where: str, why: str) -> None:
@@ -95,7 +99,7 @@ class DynamoCapture:
         context = torch_dynamo().optimize(backend, nopython=fullgraph, **_isolated())
         twin = _own_code(function)
         self.granted = Granted()
-        self._compiling = _Compiling(context.callback, backend, twin.__code__, self.granted)  # type: ignore[attr-defined]
+        self._compiling = _Compiling(context.callback, backend, twin, self.granted)  # type: ignore[attr-defined]
         context.callback = self._compiling  # type: ignore[attr-defined]
         self._run = context(twin)
 
@@ -132,21 +136,23 @@ class _Backend:
         self._receiver = weakref.ref(receiver)
         self._seen: dict[str, int] = {}
         self._broken: dict[str, int] = {}
+        self.within = ""
         self.exhausted = False
 
     def __call__(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         receiver = self._receiver()
         assert receiver is not None  # it runs this very call
         broken = getattr(gm, "compile_subgraph_reason", None)
+        part = self.within
         if broken is not None and broken.graph_break:
             where = broken.user_stack[-1] if broken.user_stack else None
             why = str(broken.reason).strip().split("\n")[0]
-            receiver.in_net(
-                f"{where.filename}:{where.lineno} in {where.name}" if where else "?",
-                "graph break: " + (self.given_up() or why if why == "step_unsupported" else why),
-            )
+            place = f"{where.filename}:{where.lineno} in {where.name}" if where else "?"
+            why = "graph break: " + (self.given_up() or why if why == "step_unsupported" else why)
+            part = f"{place}: {why}"
+            receiver.in_net(place, why)
             self._broken = dict(_counted("graph_break"))
-        return receiver.rewritten(gm, inputs)
+        return receiver.rewritten(gm, inputs, part)
 
     def seeing_through(self) -> contextlib.AbstractContextManager[Any]:
         """As the receiver has it."""
@@ -188,10 +194,12 @@ class _Compiling:
     whole forward again would repeat what it wrote. ``first`` tells, in each thread, of a failure before anything ran.
     """
 
-    def __init__(self, inner: Any, backend: _Backend, code: types.CodeType, granted: Granted) -> None:
+    def __init__(self, inner: Any, backend: _Backend, function: types.FunctionType, granted: Granted) -> None:
         self._inner = inner
         self._backend = backend
-        self._code = code
+        self._function = function
+        self._code = function.__code__
+        self._code_around: types.CodeType = wrap_inline(function).__code__  # type: ignore[attr-defined]
         self.first = _FirstFrame()
         self._torchdynamo_orig_backend = inner  # dynamo's cache compares backends through this name
         self.skipped: list[types.CodeType] = []
@@ -214,6 +222,7 @@ class _Compiling:
                 warnings.filterwarnings("ignore", message=message)
             self._backend.listen()
             granted.frame(frame.f_code, frame.f_globals, frame.f_locals.values())
+            self._backend.within = "" if self._is_first(frame) else f"a piece begins in {_place(frame.f_code)}"
             try:
                 result = self._inner(frame, *args, **kwargs)
             except Exception as error:
@@ -229,6 +238,11 @@ class _Compiling:
         elif "<" not in code.co_filename:
             self._backend.compiled(code)
         return result
+
+    def _is_first(self, frame: Any) -> bool:
+        """Whether it is the function's, or the one that dynamo puts around those of torch, whose frames it skips."""
+        around = frame.f_code is self._code_around and frame.f_locals.get("fn") is self._function
+        return around or frame.f_code is self._code
 
     def _skip_reason(self, result: Any, code: types.CodeType) -> str | None:
         """Why dynamo leaves a function to the interpreter; None or nothing where it does not, or nothing is lost."""

@@ -24,10 +24,10 @@ from fxprec.capture.state_names import attribute_path
 from fxprec.passes.canonicalize import body_of
 from fxprec.passes.ir import clean_path
 
-__all__ = ["Arguments", "own_copy", "own_graph"]
+__all__ = ["SOURCE", "Arguments", "own_copy", "own_graph"]
 
 #: Of a placeholder in our copy: where its value came from, as ``_source_of`` writes it.
-_SOURCE: Final = "argument_source"
+SOURCE: Final = "argument_source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None
     for node in graph.find_nodes(op="placeholder", sort=False):
         # dynamo's note of the argument refers weakly to the weight, which ``torch.utils.swap_tensors`` refuses.
         if (note := node.meta.pop("grapharg", None)) is not None:
-            node.meta[_SOURCE] = _source_of(note)
+            node.meta[SOURCE] = _source_of(note)
     for node in graph.find_nodes(op="get_attr", sort=False):
         body = body_of(gm, node)
         if body is not None:
@@ -96,7 +96,7 @@ def _name_weights(
     frame: str | None = None
     for position, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
         known = names.get(id(value)) if isinstance(value, Tensor) else None
-        source = node.meta.pop(_SOURCE, None)
+        source = node.meta.get(SOURCE)
         if isinstance(value, Tensor):
             node.meta["dtype"] = value.dtype
         if known is None:

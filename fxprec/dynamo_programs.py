@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from torch.fx import GraphModule
 
+from fxprec.calls import Calls, Ran
 from fxprec.capture.collection import fewer_collections
 from fxprec.dynamo_graph import Arguments
 from fxprec.kernels.torch_internals import disable_current_modes
@@ -36,6 +37,7 @@ class ArgumentProgram:
     Attributes:
         watched: the weights for which it matters how they share memory.
         memory: how they and the inputs do; None: the program writes to none of them, or is right for all.
+        calls: what is known of the calls that ran it.
     """
 
     program: Program
@@ -44,9 +46,12 @@ class ArgumentProgram:
     inputs: _Picker
     watched: _Picker
     memory: SharedMemory | None
+    calls: Calls
 
     @classmethod
-    def of(cls, program: Program, positions: Arguments, arguments: Sequence[Any], any_memory: bool) -> ArgumentProgram:
+    def of(
+        cls, program: Program, positions: Arguments, arguments: Sequence[Any], any_memory: bool, calls: Calls
+    ) -> ArgumentProgram:
         """``arguments``: those that the graph was rewritten for; ``any_memory``: it is right however they lie."""
         read = (program.low, program.plain, (*program.low, *program.watched))
         low, plain, watched = (_picker([positions.weights[name] for name in names]) for names in read)
@@ -54,20 +59,22 @@ class ArgumentProgram:
         memory = None
         if program.writes and not any_memory:
             memory = SharedMemory(watched(given), constants_of(program.gm), inputs(given))
-        return cls(program, low, plain, inputs, watched, memory)
+        return cls(program, low, plain, inputs, watched, memory, calls)
 
     def serves(self, arguments: tuple[Any, ...]) -> bool:
         """Whether these share memory as those did that the graph was rewritten for."""
         return self.memory is None or self.memory.holds(self.watched(arguments), self.inputs(arguments))
 
-    def run(self, weights: Weights, arguments: tuple[Any, ...]) -> Any:
+    def run(self, weights: Weights, arguments: tuple[Any, ...], ran: Ran) -> Any:
         """Run the program on the weights as they are now."""
-        low = weights.read(self.low(arguments))
+        low, inputs = weights.read(self.low(arguments)), self.inputs(arguments)
         try:
-            return self.program.function(*low, *self.plain(arguments), *self.inputs(arguments))
+            results = self.program.function(*low, *self.plain(arguments), *inputs)
         finally:
             if self.program.writes_weights:
                 weights.store.mark_stale()
+        ran.append(self.calls, inputs, results)
+        return results
 
 
 class ProgramsByMemory:

@@ -85,7 +85,13 @@ class EntryPoint:
     def start_dynamic_over(self) -> None:
         """Forget what dynamo captured."""
         self.dynamic = DynamicGraphs(
-            self._settings, self._weights, self.name, self._net, self._wrappers, lambda: self.unbound
+            self._settings,
+            self._weights,
+            self.name,
+            self._net,
+            self._wrappers,
+            lambda: self.unbound,
+            lambda: self.signature,
         )
 
     @property

@@ -18,8 +18,10 @@ __all__ = [
     "NoGradientsError",
     "NotCapturedError",
     "NotLoweredWarning",
+    "OtherCallError",
     "PolicyError",
     "ServiceWarning",
+    "SeveralGraphsError",
     "SlowDtypeWarning",
     "StaleShadowError",
     "UntestedTorchWarning",
@@ -41,6 +43,14 @@ class CaptureError(FxprecError, RuntimeError):
 
 class NotCapturedError(CaptureError):
     """A graph was asked for before the first call captured one."""
+
+
+class SeveralGraphsError(NotCapturedError):
+    """The one graph of a method was asked for that has several, with Python code between them."""
+
+
+class OtherCallError(FxprecError, ValueError):
+    """A graph module is called in another way than the one that it was captured for, which is built into it."""
 
 
 class PolicyError(FxprecError, ValueError):

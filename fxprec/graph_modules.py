@@ -6,34 +6,42 @@ It reads the model's own parameters and buffers, under the model's keys where a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import getitem
 from typing import Any
 
-from torch import dtype, nn
+from torch import Tensor, dtype, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxprec.call_form import Argument, CallForm, Made, Result, Step, Way
 from fxprec.capture.lazy_code import attach, with_code
 from fxprec.capture.state_names import attribute_path, keep_model_keys
-from fxprec.outputs import has_low_input, restore_dtypes
+from fxprec.graph_calls import check_arguments, restored
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.insert_casts import actual_dtype
-from fxprec.passes.leaves import leaf, tracer_of
+from fxprec.passes.ir import Op, weight_path
 from fxprec.program import run_checkpoints
 from fxprec.shapes import state_dtypes
 
-__all__ = ["made_presentable", "restored"]
+__all__ = ["made_presentable"]
 
 
-def made_presentable(gm: GraphModule, model: nn.Module, low: dtype | None = None) -> GraphModule:
+def made_presentable(
+    gm: GraphModule, model: nn.Module, low: dtype | None = None, form: CallForm | None = None
+) -> GraphModule:
     """Finish a graph of ``model`` in place for its users; returns it.
 
     Args:
         gm: the rewritten graph.
         model: whose graph it is.
         low: of its results, those of this dtype are to be FP32, as the model gives them.
+        form: how it is to be called, and what it is to give; None: as it was captured.
     """
     state_dtypes(gm)
+    if form is not None and "formed" not in gm.meta:
+        gm.meta["formed"] = True
+        _Writer(gm, model, form).write()
     if low is not None and "restored" not in gm.meta:
         gm.meta["restored"] = True
         _restore_results(gm, low)
@@ -45,14 +53,9 @@ def made_presentable(gm: GraphModule, model: nn.Module, low: dtype | None = None
                 node.meta.pop("example_value", None)
         _take_over_state(gm, model)
         with_code(gm)
+    else:
+        _follow(gm, model)
     return gm
-
-
-def restored(output: Any, low: dtype, *inputs: Any) -> Any:
-    """``output`` with every low tensor as FP32, unless an input is low: what the model does with a graph's results."""
-    if tracer_of((output, inputs)) is not None:
-        return leaf(restored, output, low, *inputs)
-    return output if has_low_input(inputs, low) else restore_dtypes(output, low)
 
 
 def _restore_results(gm: GraphModule, low: dtype) -> None:
@@ -68,6 +71,113 @@ def _restore_results(gm: GraphModule, low: dtype) -> None:
 
     end.args = map_arg(end.args, lambda node: widened(node) if actual_dtype(node) in (low, None) else node)
     gm.recompile()
+
+
+class _Writer:
+    """Changes a graph that takes and gives tensors into one that is called as the method is.
+
+    ::
+
+        %l_x_ = placeholder                                 %x = placeholder
+        %l_batch_mask_ = placeholder                        %batch = placeholder
+        %linear = linear(%l_x_, %w)                 ->      %batch_mask = getitem(%batch, 'mask')
+        %mul = mul(%linear, %l_batch_mask_)                 %linear = linear(%x, %w)
+        return (%linear, %mul)                              %mul = mul(%linear, %batch_mask)
+                                                            return {'hidden': [%linear], 'logits': %mul}
+    """
+
+    def __init__(self, gm: GraphModule, model: nn.Module, form: CallForm) -> None:
+        self._gm, self._model, self._form = gm, model, form
+        self._reached: dict[tuple[str, tuple[Step, ...]], Node] = {}
+
+    def write(self) -> None:
+        """In place."""
+        gm, form = self._gm, self._form
+        olds = gm.graph.find_nodes(op="placeholder")
+        direct = {
+            way.name: old for old, way in zip(olds, form.inputs, strict=True) if isinstance(way, Way) and not way.steps
+        }
+        first = next(node for node in gm.graph.nodes if node.op != "placeholder")
+        with gm.graph.inserting_before(first):
+            for argument in form.arguments:
+                self._reached[argument.name, ()] = self._placeholder(argument, direct.get(argument.name), first)
+            looked_at = [each for each in form.arguments if each.default or each.expected not in ("Tensor", None)]
+            if looked_at:
+                given = {each.name: self._reached[each.name, ()] for each in looked_at}
+                gm.graph.call_function(check_arguments, (given, {each.name: each.expected for each in looked_at}))
+            for old, way in zip(olds, form.inputs, strict=True):
+                new = self._constant(old, way) if isinstance(way, Tensor) else self._at(way)
+                if new is not old:
+                    new.meta = {**old.meta, **new.meta}
+                    old.replace_all_uses_with(new)
+                    gm.graph.erase_node(old)
+        if form.output is not None:
+            self._write_output(*form.output)
+        gm.recompile()
+
+    def _placeholder(self, argument: Argument, old: Node | None, first: Node) -> Node:
+        if old is not None and old.target == argument.name:
+            old.args = argument.default
+            first.prepend(old)
+            return old
+        return self._gm.graph.create_node("placeholder", argument.name, argument.default)
+
+    def _at(self, way: Way) -> Node:
+        """The node of what is reached from an argument."""
+        if (way.name, way.steps) not in self._reached:
+            take, key = way.steps[-1]
+            inner = self._at(Way(way.name, way.steps[:-1]))
+            node = self._gm.graph.call_function(take, (inner, key))
+            if take in (getitem, getattr):
+                node.meta["op"] = Op(take.__name__)
+            self._reached[way.name, way.steps] = node
+        return self._reached[way.name, way.steps]
+
+    def _constant(self, old: Node, value: Tensor) -> Node:
+        path = next(name for n in range(10**6) if not hasattr(self._gm, name := f"_tensor_constant{n}"))
+        attach(self._gm, path, value)
+        node = self._gm.graph.get_attr(path)
+        node.meta.update(kind="constant", path=path)
+        return node
+
+    def _write_output(self, output: Any) -> None:
+        end = self._gm.graph.output_node()
+        results: Any = end.args[0]
+        paths = {id(tensor): path for path, tensor in (*self._model.named_buffers(), *self._model.named_parameters())}
+
+        def built(part: Any) -> Any:
+            if isinstance(part, Result):
+                return results[part.number]
+            if isinstance(part, Way):
+                return self._at(part)
+            if isinstance(part, Tensor):
+                return weight(part)
+            if isinstance(part, Made):
+                args, kwargs = tuple(map(built, part.args)), {key: built(each) for key, each in part.kwargs.items()}
+                return self._gm.graph.call_function(part.function, args, kwargs)
+            if isinstance(part, Mapping):
+                return {key: built(each) for key, each in part.items()}
+            return type(part)(map(built, part)) if type(part) in (tuple, list) else part
+
+        def weight(tensor: Tensor) -> Node:
+            path = paths[id(tensor)]
+            attach(self._gm, attribute_path(path), tensor)
+            node = self._gm.graph.get_attr(attribute_path(path))
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            node.meta.update(kind=kind, path=path, dtype=tensor.dtype)
+            return node
+
+        with self._gm.graph.inserting_before(end):
+            end.args = (built(output),)
+
+
+def _follow(gm: GraphModule, model: nn.Module) -> None:
+    """Read the tensors that stand in the model now where others stood."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for node in gm.graph.find_nodes(op="get_attr"):
+        path = weight_path(node)
+        if node.meta.get("kind") in ("parameter", "buffer") and path in tensors:
+            attach(gm, attribute_path(path), tensors[path])
 
 
 def _take_over_state(gm: GraphModule, model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch.fx import Graph, GraphModule
 
+from fxprec.captured import Captured
 from fxprec.conversion import STATE, Conversion
 from fxprec.errors import ConversionError
 from fxprec.graph_modules import made_presentable
@@ -85,18 +86,24 @@ def original(module: _Module) -> Iterator[_Module]:
 
 
 def graph_module(module: torch.nn.Module, method: str = "forward") -> GraphModule:
-    """The active rewritten graph as a self-contained GraphModule: reads the module's own parameters, casts explicitly.
+    """The rewritten graph as a self-contained GraphModule: reads the module's own parameters, casts explicitly.
+
+    It is that of the modes (train, eval) which the module and those in it are in now, of several the one captured last.
+    It is called as the method is, and gives what the method gives, in its containers; what the method writes to Python
+    objects it does not. Arguments that are built into it (numbers, flags, which keys a dict has; with dynamo dtypes and
+    sizes too) are checked: a call with others raises ``OtherCallError``.
 
     Args:
         module: a converted module.
         method: which one's graph, as named in ``convert(methods=...)``.
 
     Raises:
-        NotCapturedError: nothing was captured yet (a forward that needs dynamo, without example inputs).
+        NotCapturedError: nothing was captured yet for these modes (a forward that needs dynamo, without such a call).
+        SeveralGraphsError: the method was captured in pieces: ``graphs`` gives them.
         ValueError: that method was not converted.
     """
     conversion = conversion_of(module)
-    return made_presentable(conversion.active(module, method), module, conversion.restores)
+    return _presented(conversion, module, conversion.active(module, method))
 
 
 def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
@@ -104,7 +111,11 @@ def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
     between breaks."""
     conversion = conversion_of(module)
     found = conversion.all_graphs(module)
-    return tuple(made_presentable(captured.gm, module, conversion.restores) for captured in found)
+    return tuple(_presented(conversion, module, captured) for captured in found)
+
+
+def _presented(conversion: Conversion, module: torch.nn.Module, captured: Captured) -> GraphModule:
+    return made_presentable(captured.gm, module, conversion.restores, conversion.form_of(captured))
 
 
 class _Converted(Swapped):

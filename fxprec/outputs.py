@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, dtype, nn
 
 from fxprec.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["has_low_input", "made_by_namedtuple", "restore_dtypes"]
+__all__ = ["has_low_input", "has_more_than", "made_by_dataclass", "made_by_namedtuple", "parts_of", "restore_dtypes"]
+
+#: What makes the default of a dataclass's field, where nothing else comes of it.
+_FRESH: Final = (dataclasses.MISSING, list, dict)
 
 #: What an object holds: as a container, by index or key, and as attributes, by name.
 _Parts = tuple[dict[Any, Any], dict[str, Any]]
@@ -42,9 +45,33 @@ def made_by_namedtuple(kind: type) -> bool:
     )
 
 
+def made_by_dataclass(kind: type) -> bool:
+    """Whether calling the class with its fields makes an equal object, and does nothing else."""
+    return (
+        dataclasses.is_dataclass(kind)
+        and type(kind) is type
+        and not issubclass(kind, dict | list | tuple)
+        and not hasattr(kind, "__post_init__")
+        and kind.__new__ is object.__new__
+        and _is_generated(kind.__init__)
+        and (kind.__setattr__ is object.__setattr__ or _is_generated(kind.__setattr__))  # that of frozen ones
+        and all(field.init and field.default_factory in _FRESH for field in dataclasses.fields(kind))
+    )
+
+
+def _is_generated(method: Any) -> bool:
+    """Whether ``dataclass`` wrote it."""
+    return getattr(getattr(method, "__code__", None), "co_filename", "").startswith("<")
+
+
+def has_more_than(value: Any, names: Container[str]) -> bool:
+    """Whether it has attributes beside these."""
+    return any(name not in names for name in getattr(value, "__dict__", ()))
+
+
 def _leaves(value: Any) -> Iterator[Any]:
     for leaf in tree_leaves(value):
-        parts = _parts(leaf)
+        parts = parts_of(leaf)
         if parts is None:
             yield leaf
         else:
@@ -68,7 +95,7 @@ def _widened(value: Tensor) -> Tensor:
 
 
 def _restored_container(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> Any:
-    parts = _parts(value)
+    parts = parts_of(value)
     if parts is not None:
         restored = tuple({key: _restored(part, low, done) for key, part in of.items()} for of in parts)
         same = all(new[key] is part for new, of in zip(restored, parts, strict=True) for key, part in of.items())
@@ -93,8 +120,10 @@ def _restore_attributes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]
                 object.__setattr__(value, name, restored)
 
 
-def _parts(value: Any) -> _Parts | None:
+def parts_of(value: Any) -> _Parts | None:
     """What containers and dataclasses hold; None for anything else."""
+    if isinstance(value, Tensor):  # dynamo, of a graph module, cannot give their __dict__
+        return None
     attributes = getattr(value, "__dict__", {})
     if isinstance(value, dict):
         return dict(value), attributes

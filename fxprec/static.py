@@ -180,6 +180,14 @@ class StaticGraphs:
             self._forget(of_names, entry)
         return [entry.captured]
 
+    def forget(self, captured: Captured) -> list[Captured]:
+        """No call is served by this graph any more, if it is one of these. Returns it."""
+        for of_names in self._entries.values():
+            for entry in _all(of_names):
+                if entry.captured is captured:
+                    return self.retire(entry)
+        return []
+
     def give_up(self) -> list[Captured]:
         """From now on dynamo serves. Returns the graphs that no call reaches any more."""
         if self._symbolic:

@@ -97,6 +97,8 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
+    "treespec_dumps",
+    "treespec_loads",
     "unflatten_dense_tensors",
     "value_behind",
     "view_base",
@@ -121,7 +123,14 @@ with needed:
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
-    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+    from torch.utils._pytree import (  # to text and back
+        tree_flatten,
+        tree_leaves,
+        tree_map_only,
+        tree_unflatten,
+        treespec_dumps,
+        treespec_loads,
+    )
 
     _TORCH: Final[Any] = torch  # its stubs leave these out
     amp_unscale_ = _TORCH._amp_foreach_non_finite_check_and_unscale_  # in place: gradients, found_inf, 1 / scale

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from fxprec.capture.tracer import check_dim
-from fxprec.graph_modules import restored
+from fxprec.graph_calls import restored
 from fxprec.kernels.rows.region import FusedRegion
 from fxprec.passes.casts import cast_each, cast_if_float, cast_saturating, write_out
 from fxprec.passes.fusion.kernel_calls import batch_norm, cross_entropy

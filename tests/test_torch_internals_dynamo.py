@@ -249,7 +249,7 @@ class _Notes:
         self.graphs = 0
         self.outside: list[str] = []
 
-    def rewritten(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def rewritten(self, gm: torch.fx.GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
         self.graphs += 1
         return gm.forward
 

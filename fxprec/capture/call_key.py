@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxprec.capture.declined import CaptureDeclined
 
-__all__ = ["Constants", "call_key", "default_key"]
+__all__ = ["Constants", "call_key", "default_key", "plain_constant", "same_constant"]
 
 #: The hashable part of a key: (name, value) pairs of the arguments that are no tensors.
 Constants = tuple[tuple[str, Hashable], ...]
@@ -129,3 +129,15 @@ def _described(value: object) -> str:
     kind = type(value).__name__
     elements = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
     return f"a {kind} that holds tensors" if any(isinstance(e, Tensor) for e in elements) else f"an object ({kind})"
+
+
+def plain_constant(value: object) -> bool:
+    """Whether it is one that a graph can have built in, and tell from others."""
+    return _pair("", value) is not None
+
+
+def same_constant(value: object, other: object) -> bool:
+    """Whether they are of one type and equal, signs of zeros too; a NaN is like another."""
+    if not plain_constant(value) or type(value) is not type(other):
+        return False
+    return value is other or repr(value) == repr(other) or _Typed(("", value)) == ("", other)  # type: ignore[arg-type]

@@ -7,8 +7,8 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Container, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final, NoReturn
 
@@ -28,7 +28,7 @@ from fxprec.capture.traced_value import CheckedInput, TracedTensor, TracedValue
 from fxprec.capture.tripwires import replaced, tripwires
 from fxprec.capture.trusted import is_torchs
 from fxprec.kernels.rows.region import FusedRegion
-from fxprec.outputs import made_by_namedtuple
+from fxprec.outputs import has_more_than, made_by_dataclass, made_by_namedtuple
 from fxprec.passes.new_node import new_node
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.stepwise import close_steps, is_stepwise
@@ -37,8 +37,6 @@ from fxprec.torch_internals import BatchNorm, checks_of_input, input_check_of, w
 __all__ = ["ForwardTracer", "check_dim"]
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, type(...)})
-#: What makes the default of a dataclass's field, where nothing else comes of it.
-_FRESH: Final = (MISSING, list, dict)
 _DECLINED_METHODS: Final = {"numpy": "leaves torch for numpy", "backward": "runs a backward pass"}
 
 
@@ -260,11 +258,11 @@ class ForwardTracer(fx.Tracer):
             return slice(self.create_arg(a.start), self.create_arg(a.stop), self.create_arg(a.step))
         if isinstance(a, Tensor):
             return self._tensor(a)
-        if isinstance(a, tuple) and hasattr(kind, "_fields") and made_by_namedtuple(kind) and not _extra(a, ()):
+        if isinstance(a, tuple) and hasattr(kind, "_fields") and made_by_namedtuple(kind) and not has_more_than(a, ()):
             return self._made(a, tuple([self.create_arg(element) for element in a]), {})
-        if _is_plain_dataclass(kind):
+        if made_by_dataclass(kind):
             values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(kind)}  # type: ignore[arg-type]
-            if not _extra(a, values):
+            if not has_more_than(a, values):
                 return self._made(a, (), values)
         if is_stepwise(a):
             close_steps(a)
@@ -353,27 +351,3 @@ class ForwardTracer(fx.Tracer):
             return forward(stand_in)
 
         return checked
-
-
-def _is_plain_dataclass(kind: type) -> bool:
-    """Whether calling the class with its fields makes an equal object, and does nothing else."""
-    return (
-        is_dataclass(kind)
-        and type(kind) is type
-        and not issubclass(kind, dict | list | tuple)
-        and not hasattr(kind, "__post_init__")
-        and kind.__new__ is object.__new__
-        and _is_generated(kind.__init__)
-        and (kind.__setattr__ is object.__setattr__ or _is_generated(kind.__setattr__))  # that of frozen ones
-        and all(field.init and field.default_factory in _FRESH for field in fields(kind))
-    )
-
-
-def _is_generated(method: Any) -> bool:
-    """Whether ``dataclass`` wrote it."""
-    return getattr(getattr(method, "__code__", None), "co_filename", "").startswith("<")
-
-
-def _extra(value: Any, names: Container[str]) -> bool:
-    """Whether it has attributes beside these."""
-    return any(name not in names for name in getattr(value, "__dict__", ()))

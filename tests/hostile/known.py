@@ -19,7 +19,6 @@ KNOWN: dict[str, str] = {
     "objects-own_dict_by_name-auto": "A2: state reached from the module",
     "settings-example_inputs_are_not_written-auto": "convert writes to its example inputs where the forward does",
     "settings-example_inputs_are_not_written-dynamo": "convert writes to its example inputs where the forward does",
-    "settings-graph_module_is_called-dynamo": "D5: dynamo's graphs give a tuple of one",
     "surroundings-environment_missing-auto": "A1: state outside of the model is baked in",
     "surroundings-patched_function_of_torch-auto": "A1: state outside of the model is baked in",
     "writes-class_attribute-auto": "writes through type(self) go to the dynamic subclass",
