@@ -118,7 +118,7 @@ def convert(
         model: an ``nn.Module`` is converted in place: the same object comes back. A GraphModule, an ExportedProgram or
             a function of tensors gives a new module.
         example_inputs: tuple of positional or dict of keyword inputs: the graph exists at once, and casts are placed
-            by their size. Buffers and random state are as before afterwards.
+            by their size. The forward runs on copies of them; buffers and random state are as before afterwards.
         level: "O0" (nothing lowered), "O1" (default), "O2" (the residual stream too), "O3" (parameters too).
         dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 for parameters on CUDA, else bfloat16.
         policy: a ``Policy``, which carries its level.

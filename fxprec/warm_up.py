@@ -1,4 +1,4 @@
-"""Capture at convert time from example inputs, leaving no trace on attributes, buffers and random numbers."""
+"""Capture at convert time from example inputs, leaving no trace on them, attributes, buffers and random numbers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.conversion import Conversion
 from fxprec.errors import FxprecError
+from fxprec.stand_ins import stand_ins
 from fxprec.torch_internals import NormBase
 
 __all__ = ["warm_up"]
@@ -37,7 +38,8 @@ def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[
     _same_device(module, conversion, args, kwargs)
     try:
         if any(is_lazy(parameter) for parameter in module.parameters()):
-            _materialize(module, conversion, args, kwargs)
+            _materialize(module, conversion, *stand_ins(module, args, kwargs))
+        args, kwargs = stand_ins(module, args, kwargs)
         with _untouched(module):
             module(*args, **kwargs)
     except FxprecError:

@@ -148,7 +148,9 @@ def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
     except CaptureDeclined as declined:
         reason = declined.reason
         _leave_contexts(declined)
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):  # the user's, not the forward's
+        raise
+    except BaseException as error:  # such as asyncio.CancelledError, which a forward may raise at its first call only
         where = tracer.lines.place_of_error(error.__traceback__)
         message = (str(error).splitlines() or [""])[0]
         reason = f"tracing failed with {type(error).__name__}: {message}" + (f", at {where}" if where else "")
@@ -169,7 +171,7 @@ def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
     return graph
 
 
-def _leave_contexts(error: Exception) -> None:
+def _leave_contexts(error: BaseException) -> None:
     """End the generators that the trace was interrupted in: that of a checkpoint would keep its saved-tensor hooks."""
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = None

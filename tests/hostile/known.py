@@ -4,7 +4,6 @@ Strict: who mends a fault takes its lines away.
 """
 
 KNOWN: dict[str, str] = {
-    "errors-caught_by_key-auto": "an absent key that is asked by try and except is not guarded",
     "functions-own_function_with_a_product-auto": "bodies of autograd functions: mixed dtypes in the backward",
     "functions-own_function_with_a_product-dynamo": "bodies of autograd functions: mixed dtypes in the backward",
     "gradient_hooks-global_backward_hook-dynamo": "A7: global hooks after a dynamo capture",
@@ -17,8 +16,6 @@ KNOWN: dict[str, str] = {
     "numbers-negative_zero_outside-auto": "A3: equal is not same",
     "numbers-signed_zero_as_an_argument-auto": "A3: equal is not same",
     "objects-own_dict_by_name-auto": "A2: state reached from the module",
-    "settings-example_inputs_are_not_written-auto": "convert writes to its example inputs where the forward does",
-    "settings-example_inputs_are_not_written-dynamo": "convert writes to its example inputs where the forward does",
     "surroundings-environment_missing-auto": "A1: state outside of the model is baked in",
     "surroundings-patched_function_of_torch-auto": "A1: state outside of the model is baked in",
     "writes-class_attribute-auto": "writes through type(self) go to the dynamic subclass",
