@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from operator import getitem
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, dtype, nn
 from torch.fx import GraphModule, Node
@@ -20,7 +20,7 @@ from fxprec.capture.state_names import attribute_path, keep_model_keys
 from fxprec.graph_calls import check_arguments, restored
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.insert_casts import actual_dtype
-from fxprec.passes.ir import Op, weight_path
+from fxprec.passes.ir import Op, Precision, Rule, weight_path
 from fxprec.program import run_checkpoints
 from fxprec.shapes import state_dtypes
 
@@ -73,6 +73,10 @@ def _restore_results(gm: GraphModule, low: dtype) -> None:
     gm.recompile()
 
 
+#: What the nodes say that take arguments apart, look at them, and put results together.
+_OF_CALL: Final = Precision(None, None, None, Rule.KEEP, "no floats")
+
+
 class _Writer:
     """Changes a graph that takes and gives tensors into one that is called as the method is.
 
@@ -113,6 +117,9 @@ class _Writer:
                     gm.graph.erase_node(old)
         if form.output is not None:
             self._write_output(*form.output)
+        for node in gm.graph.nodes:
+            if node.op != "output":
+                node.meta.setdefault("precision", _OF_CALL)
         gm.recompile()
 
     def _placeholder(self, argument: Argument, old: Node | None, first: Node) -> Node:

@@ -147,9 +147,19 @@ def test_it_gives_what_the_model_gives(form, capture):
     expected = model(X, mask=MASK)
     gm = fxprec.graph_module(model)
     assert_same(gm(X, mask=MASK), expected)
-    for way in ("pickle", "torch.save", "deepcopy", "symbolic_trace", "pickle of a trace", "to_folder"):
+    for way in ("pickle", "torch.save", "deepcopy", "symbolic_trace", "pickle of a trace", "copy"):
         found = EXACT[way](gm, X, 2.0, MASK)(X, 2.0, MASK)
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_the_nodes_of_the_form_have_a_precision_too(capture):
+    """Reports, and whoever reads the annotations, find one on each node but the last."""
+    model = converted(Plain("dataclass"), capture)
+    model(X, mask=MASK)
+    gm = fxprec.graph_module(model)
+    assert all("precision" in node.meta for node in gm.graph.nodes if node.op != "output")
+    assert str(fxprec.report(model)) == str(fxprec.report(model))
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
