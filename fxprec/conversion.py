@@ -7,7 +7,7 @@ import inspect
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, Final, NoReturn
 
@@ -23,7 +23,7 @@ from fxprec.capture.collection import fewer_collections
 from fxprec.capture.trace import CaptureDeclined
 from fxprec.captured import Captured, rewrite
 from fxprec.dynamic import LeftToNet
-from fxprec.entry_point import EntryPoint
+from fxprec.entry_point import MOST_RESTARTS, EntryPoint
 from fxprec.errors import (
     CaptureError,
     ConversionError,
@@ -53,8 +53,6 @@ __all__ = ["STATE", "Conversion"]
 
 #: The attribute of a converted module that holds its conversion.
 STATE: Final = "_fxprec"
-#: Changes of what dynamo takes for granted, before the net serves: each costs a capture.
-_ENOUGH: Final = 8
 #: Why a function that was just set on the instance runs in the net.
 _NEW: Final = "it was set on the instance, and is captured from its second call on"
 
@@ -211,7 +209,12 @@ class Conversion:
     ) -> Any:
         if self._became_low(model):
             return self._run_low(entry, module, args, kwargs)
-        why = dynamo.why_not_now() or self._renewed(entry)
+        why = dynamo.why_not_now() or entry.hooks.late
+        if why is None and (what := entry.out_of_date) is not None:
+            if entry.restarts < MOST_RESTARTS:
+                self._renew(entry)
+                return self._run(entry, model, module, args, kwargs)
+            why = f"{what}, after {MOST_RESTARTS} changes of that kind"
         if why is not None:
             return self.run_in_net(entry, module, args, kwargs, why)
         dynamic = entry.dynamic
@@ -231,19 +234,21 @@ class Conversion:
             self.in_net(f"what {entry.called_here} returns", f"a {type(output).__name__}, which runs after the call")
         return self.restored(output, args, kwargs) if self.net else output
 
-    def _renewed(self, entry: EntryPoint) -> str | None:
-        """Forget what dynamo captured if that is out of date. Why it must not capture once more, or None."""
-        what = entry.dynamic.changed()
-        if what is None:
-            return None
-        if entry.restarts == _ENOUGH:
-            return f"{what}, after {_ENOUGH} changes of that kind"
+    def _renew(self, entry: EntryPoint) -> None:
+        """Forget what dynamo captured, and what is said of it: it is out of date."""
         with CAPTURING:
-            if entry.dynamic.changed() is not None:  # else another thread was at it
-                entry.restarts += 1
-                self._drop([captured for captured in self._captured_of(entry) if captured.guards is None])
+            if entry.out_of_date is None:  # another thread was at it
+                return
+            entry.restarts += 1
+            self._drop([captured for captured in self._captured_of(entry) if captured.guards is None])
+            others = {where for other in self.methods.values() if other is not entry for where in other.outside}
+            for where in entry.outside - others:
+                self.net.pop(where, None)
+            if entry.hooks.gone:  # which kept static capture away
+                self.declined = [why for why in self.declined if why not in entry.declined]
+                entry.start_over()
+            else:
                 entry.start_dynamic_over()
-        return None
 
     def _became_low(self, model: nn.Module) -> bool:
         """Whether its weights are all low since ``model.half()`` or the like: a model that convert would refuse."""
@@ -314,7 +319,8 @@ class Conversion:
                 with self.wrappers.traced():
                     capture = static.trace(root, names, constants, tensors, method, entry.name.path)
             except CaptureDeclined as reason:
-                self.declined.append(reason.reason if entry.key == "forward" else f"{entry.key}: {reason.reason}")
+                entry.declined.append(reason.reason if entry.key == "forward" else f"{entry.key}: {reason.reason}")
+                self.declined.append(entry.declined[-1])
                 self._drop(static.give_up())
                 raise
             program = rewrite(capture.gm, self.settings)
@@ -351,6 +357,9 @@ class Conversion:
             self._captured_at_last(entry)
         if found and (model := self.module()) is not None:
             self.remind(model)
+        if (owner := entry.owner()) is not None:
+            entry.hooks.note(owner)
+        entry.outside.update(notes)
         for where, why in notes.items():
             self.in_net(where, why)
 
@@ -472,6 +481,14 @@ class Conversion:
             if entry.active is None or not self._captured_of(entry.active)
         }
         return [captured for captured in self.captured if captured.entry in running]
+
+    def in_present_mode(self, among: Iterable[Captured]) -> list[Captured]:
+        """The graphs of the mode (training or not) that their method's module is in; where there is none, all of it."""
+        among = [*among]
+        training = {entry.number: owner.training for entry in self.entries() if (owner := entry.owner()) is not None}
+        fit = [captured for captured in among if training.get(captured.entry) == captured.training]
+        some = {captured.entry for captured in fit}
+        return [captured for captured in among if captured in fit or captured.entry not in some]
 
     def method(self, name: str) -> EntryPoint:
         """The entry point of that name; the path of a module stands for its forward.

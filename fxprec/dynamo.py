@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import threading
 import types
 import warnings
@@ -50,6 +51,8 @@ _CONFIG: Final = {
 #: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.
 _HARMLESS: Final = ("skipfiles", "no tensor-related objects", "namedtuple", "No ops traced")
 
+#: Our own functions, on the way into a module (reminders): what breaks there breaks further in.
+_OWN: Final = os.path.dirname(__file__) + os.sep
 #: In the reason that dynamo gives beyond its recompile limit.
 _BEYOND_LIMIT: Final = "custom frame execution strategy"
 #: Where torch 2.10 keeps a reason to itself, such as a graph break in a loop.
@@ -145,7 +148,8 @@ class _Backend:
         broken = getattr(gm, "compile_subgraph_reason", None)
         part = self.within
         if broken is not None and broken.graph_break:
-            where = broken.user_stack[-1] if broken.user_stack else None
+            stack = [frame for frame in broken.user_stack if not frame.filename.startswith(_OWN)]
+            where = stack[-1] if stack else None
             why = str(broken.reason).strip().split("\n")[0]
             place = f"{where.filename}:{where.lineno} in {where.name}" if where else "?"
             why = "graph break: " + (self.given_up() or why if why == "step_unsupported" else why)
@@ -231,11 +235,13 @@ class _Compiling:
                     raise
                 result = _skip(error)
         code = frame.f_code
+        if "<" in code.co_filename or code.co_filename.startswith(_OWN):
+            return result
         reason = self._skip_reason(result, code)
-        if reason and not any(harmless in reason for harmless in _HARMLESS) and "<" not in code.co_filename:
+        if reason and not any(harmless in reason for harmless in _HARMLESS):
             self.skipped.append(code)
             self._backend.skipped(code, reason)
-        elif "<" not in code.co_filename:
+        else:
             self._backend.compiled(code)
         return result
 

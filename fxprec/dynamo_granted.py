@@ -83,7 +83,11 @@ class Granted:
         if function is not None:
             self._functions.setdefault(function, function.__code__)
         for cls, name in (lookup for owner in owners for lookup in _lookups(owner, function)):
-            self._methods.setdefault(cls, {}).setdefault(name, inspect.getattr_static(cls, name, None))
+            found = inspect.getattr_static(cls, name, None)
+            if found is None:
+                self._lacks(cls.__qualname__, vars(cls), {name}, cls)
+            else:
+                self._methods.setdefault(cls, {}).setdefault(name, found)
         self.frame(code, scope, [value], (function.__closure__ or ()) if function is not None else ())
 
     def frame(
@@ -156,7 +160,7 @@ class Granted:
             plain = {name: value for name, value in names.items() if type(value) is FunctionType}
             if plain:
                 yield _Ask(what, *_attributes(cls, plain))
-            for name in names.keys() - plain.keys():  # it may be nowhere, or another object at each look
+            for name in names.keys() - plain.keys():  # it may be another object at each look
                 yield _Ask(what, functools.partial(_static, name), cls, names[name])
         for scope, label, absent in self._absent.values():
             if absent:
@@ -194,7 +198,7 @@ def _attributes(cls: type, names: dict[str, Any]) -> tuple[Callable[[Any], Any],
 
 
 def _static(name: str, cls: type) -> Any:
-    return inspect.getattr_static(cls, name, None)
+    return inspect.getattr_static(cls, name)
 
 
 def _codes(functions: list[FunctionType]) -> list[CodeType]:

@@ -16,13 +16,17 @@ from torch import nn
 from fxprec.capture.originals import defined_method, original_class, unbound_method
 from fxprec.dynamic import DynamicGraphs
 from fxprec.method_names import MethodName
+from fxprec.module_hooks import HooksSeen
 from fxprec.settings import Settings
 from fxprec.static import StaticGraphs
 from fxprec.stepwise import steps_of
 from fxprec.weights import Weights
 from fxprec.wrappers import Wrappers
 
-__all__ = ["ENTRY", "EntryPoint", "entry_of"]
+__all__ = ["ENTRY", "MOST_RESTARTS", "EntryPoint", "entry_of"]
+
+#: How often what dynamo captured may be out of date, before the net serves: each costs a capture.
+MOST_RESTARTS: Final = 8
 
 _PARTS: Final = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 #: On the function that stands among an instance's attributes: its entry point.
@@ -43,7 +47,10 @@ class EntryPoint:
         owner: weakly, the module that has the method: the model or a submodule; None before it was adopted.
         of_instance: a function that the instance itself has under that name, already bound; None: the class has it.
         called: a call has come to dynamo.
-        restarts: how often dynamo's graphs were forgotten, since what it takes for granted changed.
+        hooks: of modules, that were there when dynamo captured.
+        restarts: how often what dynamo captured was forgotten, since it was out of date.
+        outside: 'where' of what its calls ran outside of graphs.
+        declined: why static capture was declined.
         new: it may be there for one call only, and did not have it yet.
     """
 
@@ -63,6 +70,7 @@ class EntryPoint:
         self.original_class: type[nn.Module] = nn.Module
         self.of_instance: Callable[..., Any] | None = None
         self.called = self.new = False
+        self.restarts = 0
         self._settings, self._weights, self._net, self._wrappers = settings, weights, net, wrappers
         self.start_over()
 
@@ -74,7 +82,7 @@ class EntryPoint:
     def start_over(self) -> None:
         """Forget every capture: the code is another one now."""
         self.static = StaticGraphs(self._settings.capture)
-        self.restarts = 0
+        self.declined: list[str] = []
         self.start_dynamic_over()
         self._function = getattr(self.original_class, self.name.name, None)
         self._defined = defined_method(self.original_class, self.name.name)
@@ -84,6 +92,8 @@ class EntryPoint:
 
     def start_dynamic_over(self) -> None:
         """Forget what dynamo captured."""
+        self.hooks = HooksSeen()
+        self.outside: set[str] = set()
         self.dynamic = DynamicGraphs(
             self._settings,
             self._weights,
@@ -93,6 +103,13 @@ class EntryPoint:
             lambda: self.unbound,
             lambda: self.signature,
         )
+
+    @property
+    def out_of_date(self) -> str | None:
+        """Why what dynamo captured must not run any more, or None."""
+        if self.hooks.gone and self.restarts < MOST_RESTARTS:  # else its guards tell
+            return "a hook was removed"
+        return self.dynamic.changed()
 
     @property
     def code_changed(self) -> bool:

@@ -222,8 +222,9 @@ def test_what_keeps_changing_runs_in_the_net_at_last():
     del os.environ[KEY]
 
 
-def test_nothing_changed_costs_no_capture():
-    model = fxprec.convert(Model(_of_tensors), dtype=LOW, capture="dynamo").module
+@pytest.mark.parametrize("make", [lambda: Model(_of_tensors), Child])
+def test_nothing_changed_costs_no_capture(make):
+    model = fxprec.convert(make(), dtype=LOW, capture="dynamo").module
     x = torch.randn(4, 8)
     for _ in range(3):
         model(x)

@@ -149,8 +149,22 @@ def test_each_graph_has_a_section():
     model.eval()
     model(torch.randn(2, 8))
     report = fxprec.report(model)
-    assert len(report.graphs) == report.headline.graphs == len(fxprec.graphs(model)) >= 2
-    assert f"graph 2 of {len(report.graphs)}: (x)" in str(report)
+    assert len(report.graphs) == len(fxprec.graphs(model)) == 2
+    assert "graph 1 of 2 (training): (x)" in str(report) and "graph 2 of 2 (eval): (x)" in str(report)
+
+
+def test_the_headline_counts_the_present_mode_and_the_other_one_apart():
+    model = fxprec.convert(Dropping(), dtype=torch.bfloat16).module
+    model(torch.randn(2, 8))
+    training = fxprec.report(model).headline
+    assert (training.graphs, training.other_mode) == (1, 0) and "apart" not in str(training)
+    model.eval()
+    assert fxprec.report(model).headline == training  # no other graph is known yet
+    model(torch.randn(2, 8))
+    ran = fxprec.report(model).headline
+    assert (ran.graphs, ran.other_mode) == (1, 1) and "; 1 of the other mode apart" in str(ran)
+    assert ran.casts == training.casts and ran.activations.values == training.activations.unknown
+    assert ran.weights == training.weights
 
 
 def test_breaks_and_the_net_are_told():
@@ -189,7 +203,8 @@ def test_a_bare_rewritten_graph(model):
     gm = fxprec.graph_module(model)
     report = fxprec.report(gm)
     (whole,) = fxprec.report(model).graphs
-    assert report.graphs == (dataclasses.replace(whole, method=""),) and whole.method == "forward"
+    assert report.graphs == (dataclasses.replace(whole, method="", mode=""),)
+    assert (whole.method, whole.mode, whole.counts) == ("forward", "training", True)
     assert report.headline.settings == ""
 
 

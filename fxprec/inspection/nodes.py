@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from fxprec.captured import Captured
 from fxprec.module import conversion_of, graphs, is_converted
 from fxprec.passes.canonicalize import body_of
 from fxprec.passes.casts import CASTS
@@ -27,6 +28,7 @@ from fxprec.program import is_weight_cast
 __all__ = [
     "Place",
     "annotated_graphs",
+    "captured_of",
     "is_inserted",
     "is_shadow",
     "methods_of",
@@ -65,9 +67,14 @@ def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
     return graphs(model)
 
 
+def captured_of(model: nn.Module) -> dict[GraphModule, Captured]:
+    """Graph -> what is known of its capture, for those of a converted module."""
+    return {each.gm: each for each in conversion_of(model).captured} if is_converted(model) else {}
+
+
 def methods_of(model: nn.Module) -> dict[GraphModule, str]:
     """Graph -> the method that it is of, for those of a converted module."""
-    return {each.gm: each.method for each in conversion_of(model).captured} if is_converted(model) else {}
+    return {gm: captured.method for gm, captured in captured_of(model).items()}
 
 
 def annotated_graphs(gm: GraphModule) -> bool:

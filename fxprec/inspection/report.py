@@ -17,9 +17,9 @@ from fxprec.inspection.explanation import Explanation, explain
 from fxprec.inspection.figures import Activations, Weights, activations, count, weights
 from fxprec.inspection.nodes import (
     Place,
+    captured_of,
     is_inserted,
     is_shadow,
-    methods_of,
     op_name,
     places,
     reason,
@@ -74,6 +74,7 @@ class Headline:
         shadow_casts: inserted casts of weights, in whose place shadows are read.
         folded: casts removed again.
         captures, graphs, breaks: how often a forward was captured, what came of it, and the graph breaks between.
+        other_mode: graphs captured while the module was in the other mode (training or not): no figure counts them.
         net: where -> why of what runs outside the graphs, under torch.autocast.
         not_static: why static capture was declined.
         methods: those converted besides forward.
@@ -100,6 +101,7 @@ class Headline:
     declined: tuple[str, ...]
     methods: tuple[str, ...] = ()
     not_named: tuple[str, ...] = ()
+    other_mode: int = 0
 
     def __str__(self) -> str:
         return plain(self)
@@ -125,7 +127,11 @@ class Headline:
         yield "weights", str(self.weights)
         if self.methods:
             yield "methods", ", ".join(("forward", *self.methods))
-        yield "graphs", f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}"
+        apart = f"; {self.other_mode} of the other mode apart" if self.other_mode else ""
+        yield (
+            "graphs",
+            f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}{apart}",
+        )
         for where, why in self.net.items():
             how = "as it is" if self.settings.startswith("O0") else "under torch.autocast"
             yield "outside", f"{where}: {why} (runs {how})"
@@ -139,7 +145,14 @@ class Headline:
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """One rewritten graph. ``inputs``: names of its placeholders. ``method``: what it is of; "" for a bare graph."""
+    """One rewritten graph.
+
+    Attributes:
+        inputs: names of its placeholders.
+        method: what it is of; "" for a bare graph.
+        mode: of the method's module when it was captured, "training" or "eval"; "" for a bare graph.
+        counts: the headline counts it: it is of the mode that the module is in now, or no graph is.
+    """
 
     inputs: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -147,6 +160,8 @@ class GraphReport:
     declined: tuple[str, ...]
     regions: tuple[RegionReport, ...] = ()
     method: str = ""
+    mode: str = ""
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -170,7 +185,8 @@ class Report:
         names = ("node", "module", "op", "computes", "output", "rule", "why", "source")
         for number, graph in enumerate(self.graphs, 1):
             method = graph.method if self.headline.methods else ""
-            title = f"\ngraph {number} of {len(self.graphs)}: {method}({', '.join(graph.inputs)})"
+            mode = f" ({graph.mode})" if self.headline.other_mode else ""
+            title = f"\ngraph {number} of {len(self.graphs)}{mode}: {method}({', '.join(graph.inputs)})"
             rows = (
                 (row.node, row.module, row.op, row.compute, row.output, row.rule, row.why, row.source)
                 for row in graph.rows
@@ -201,7 +217,8 @@ def report(model: nn.Module) -> Report:
         graphs = ()  # what there is to say is why
     sections = []
     found: list[Place] = []
-    methods = methods_of(model)
+    captured = captured_of(model)
+    counted = conversion.in_present_mode(captured.values()) if conversion else ()
     for number, gm in enumerate(graphs):
         own = list(places(number, gm))
         found += own
@@ -209,17 +226,25 @@ def report(model: nn.Module) -> Report:
         rows = tuple(_row(place) for place in own if place.node.op not in ("get_attr", "output"))
         declined = tuple(short_paths(text) for text in gm.meta.get("declined", ()))
         activity = activations(place.node for place in own)
-        sections.append(GraphReport(inputs, rows, activity, declined, regions_of(gm), methods.get(gm, "")))
-    return Report(_headline(model, conversion, graphs, found, sections), tuple(sections))
+        known = captured.get(gm)
+        section = GraphReport(inputs, rows, activity, declined, regions_of(gm))
+        if known is not None:
+            mode = "training" if known.training else "eval"
+            section = dataclasses.replace(section, method=known.method, mode=mode, counts=known in counted)
+        sections.append(section)
+    held = weights(model, graphs, found)
+    return Report(_headline(model, conversion, graphs, held, sections), tuple(sections))
 
 
 def _headline(
     model: nn.Module,
     conversion: Conversion | None,
     graphs: tuple[GraphModule, ...],
-    found: list[Place],
+    held: Weights,
     sections: list[GraphReport],
 ) -> Headline:
+    graphs = tuple(gm for gm, section in zip(graphs, sections, strict=True) if section.counts)
+    apart, sections = len(sections) - len(graphs), [section for section in sections if section.counts]
     rows = [row for section in sections for row in section.rows]
     kinds = Counter(row.kind for row in rows)
     settings = conversion.settings if conversion else None
@@ -235,7 +260,7 @@ def _headline(
         shadow_casts=kinds["shadow"],
         folded=sum(gm.meta.get("folded", 0) for gm in graphs),
         activations=sum((section.activations for section in sections), Activations()),
-        weights=weights(model, graphs, found),
+        weights=held,
         captures=conversion.captures if conversion else 1,
         graphs=len(graphs),
         breaks=sum("graph break" in why for why in net.values()),
@@ -244,6 +269,7 @@ def _headline(
         declined=tuple(dict.fromkeys(what for section in sections for what in section.declined)),
         methods=conversion.settings.methods if conversion else (),
         not_named=tuple(map(str, unnamed_methods(model, conversion.methods))) if conversion else (),
+        other_mode=apart,
     )
 
 

@@ -6,10 +6,6 @@ Strict: who mends a fault takes its lines away.
 KNOWN: dict[str, str] = {
     "functions-own_function_with_a_product-auto": "bodies of autograd functions: mixed dtypes in the backward",
     "functions-own_function_with_a_product-dynamo": "bodies of autograd functions: mixed dtypes in the backward",
-    "gradient_hooks-global_backward_hook-dynamo": "A7: global hooks after a dynamo capture",
-    "hooks-global_hook-dynamo": "A7: global hooks after a dynamo capture",
-    "hooks-global_hook_that_records-dynamo": "A7: global hooks after a dynamo capture",
-    "hooks-global_pre_hook-dynamo": "A7: global hooks after a dynamo capture",
     "methods-exact_type_is_asked-dynamo": "E5's cousin: under dynamo `type(self) is M` is False",
     "methods-super_by_type-dynamo": "E5: super(type(self), self) recurses",
     "numbers-negative_zero-auto": "A3: equal is not same",
