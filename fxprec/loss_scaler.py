@@ -282,6 +282,9 @@ class LossScaler(GradientChecks):
     def overflow_parameters(self) -> list[str]:
         """Names of the parameters whose gradients held inf or nan in the last skipped step. Reads the device.
 
+        The optimizers' parameters from the last to the first, as a backward pass comes to them: an overflow begins at
+        the first name, and spreads to the layers before it.
+
         After a step that was skipped on the device, ask before ``zero_grad``: the gradients themselves are looked at.
         """
         return self._skips.parameters(self.parameter_names)

@@ -116,7 +116,7 @@ def check(plan, interval=3):
         assert scaler.skipped_steps == skips and scaler.step_was_skipped == bool(bad)
         if bad:
             expected = {(i, j) for _, i, j in poisoned}
-            shapes = [f"param_groups[0]['params'][{j}] of shape (3,)" for _, j in sorted(expected)]
+            shapes = [f"param_groups[0]['params'][{j}] of shape (3,)" for _, j in sorted(expected, reverse=True)]
             assert scaler.overflow_parameters() == shapes
         scaler.update()
     losses = scaler.state_dict()["fxprec"]["losses"]

@@ -71,7 +71,10 @@ class Skips:
             flags[:] = [torch.stack(flags).sum(dtype=torch.float32)]
 
     def parameters(self, names_of: Callable[[Optimizer], Mapping[int, str]]) -> list[str]:
-        """Names of the parameters of the last overflow; none if it was skipped on the device and nobody asked then."""
+        """Names of the parameters of the last overflow; none if it was skipped on the device and nobody asked then.
+
+        Backwards, as the gradients came: an overflow spreads from the layer where it began to those before it.
+        """
         if self._unread:
             skipped = [reference() for reference, flag in self._unread if bool(flag)]
             self._unread.clear()
@@ -83,7 +86,7 @@ class Skips:
         if self._noted_at != self.count:
             return []
         overflow = [pair for names, bad in self._overflow for pair in zip(names, bad.tolist(), strict=True)]
-        return [name for name, bad in overflow if bad]
+        return [name for name, bad in reversed(overflow) if bad]
 
     def _note_overflow(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         held = [(names[id(p)], _finite(p.grad)) for p in parameters_of(optimizer) if p.grad is not None]
