@@ -32,7 +32,8 @@ from fxprec.errors import (
     SeveralGraphsError,
     UnusedSettingWarning,
 )
-from fxprec.kernels.torch_internals import disable_current_modes, is_fx_tracing
+from fxprec.kernels.torch_internals import is_fx_tracing
+from fxprec.kernels.watchers import unwatched
 from fxprec.locks import CAPTURING
 from fxprec.method_names import MethodName
 from fxprec.net import Net, inside_net
@@ -311,7 +312,7 @@ class Conversion:
             CaptureDeclined: there can be no graph; nothing was run.
         """
         static = entry.static
-        with CAPTURING, disable_current_modes(), fewer_collections():
+        with CAPTURING, unwatched(), fewer_collections():
             if (found := static.find(names, constants, tensors)) is not None:  # another thread was at it
                 return found
             try:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from fxprec.calls import Calls, Ran
 from fxprec.capture.collection import fewer_collections
 from fxprec.dynamo_graph import Arguments
-from fxprec.kernels.torch_internals import disable_current_modes
+from fxprec.kernels.watchers import unwatched
 from fxprec.locks import CAPTURING
 from fxprec.memory import SharedMemory, constants_of
 from fxprec.program import Program
@@ -99,7 +99,7 @@ class ProgramsByMemory:
         found = next((each for each in self._programs if each.serves(arguments)), None)
         if found is not None:
             return found
-        with CAPTURING, disable_current_modes(), fewer_collections():
+        with CAPTURING, unwatched(), fewer_collections():
             made = self._rewrite(self._gm, arguments, len(self._programs) >= _MOST)
             self._programs.append(made)
         return made

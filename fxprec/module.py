@@ -14,9 +14,10 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch.fx import Graph, GraphModule
 
+from fxprec.capture.originals import original_class
 from fxprec.captured import Captured
 from fxprec.conversion import STATE, Conversion
-from fxprec.errors import ConversionError
+from fxprec.errors import ConversionError, FxprecError
 from fxprec.graph_modules import made_presentable
 from fxprec.scaling.unscaled import expect_scaling
 from fxprec.settings import Settings
@@ -160,7 +161,7 @@ class _Converted(Swapped):
 def _namespace(module: torch.nn.Module) -> dict[str, Any]:
     """What the dynamic subclass has that depends on the class."""
     cls = type(module)
-    namespace: dict[str, Any] = {} if hasattr(module, "graph") else {"graph": _GraphAttribute()}
+    namespace: dict[str, Any] = {} if hasattr(module, "graph") else {"graph": _GraphAttribute(), "__dir__": _names}
     if hasattr(cls, "__deepcopy__"):
         namespace["__deepcopy__"] = lambda self, memo: _copied(self, lambda module: module.__deepcopy__(memo))
     if hasattr(cls, "__copy__"):
@@ -175,6 +176,15 @@ class _GraphAttribute:
 
     def __get__(self, module: torch.nn.Module | None, owner: type) -> Graph | _GraphAttribute:
         return self if module is None else graph_module(module).graph
+
+
+def _names(module: torch.nn.Module) -> list[str]:
+    """For ``dir``: without ``graph`` where there is none, since who goes through all (``torch.jit.trace``) reads it."""
+    names = [name for name in original_class(module).__dir__(module) if name != "graph"]
+    with contextlib.suppress(FxprecError):
+        if conversion_of(module).captured and module.graph:
+            names.append("graph")
+    return names
 
 
 def _copied(module: torch.nn.Module, copied: Callable[[Any], Any]) -> Any:

@@ -31,6 +31,7 @@ __all__ = [
     "keeps_graph",
     "needed",
     "optional",
+    "set_jit_tracing_state",
     "storage_owners",
 ]
 
@@ -86,6 +87,7 @@ with needed:
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes  # a context
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+    set_jit_tracing_state = getattr(torch._C, "_set_tracing_state")  # noqa: B009 (None pauses; the stubs lack it)
     forward_ad._current_level  # noqa: B018
     # torch 2.14 made the flag of the process one of the thread.
     if not hasattr(_symbolic_trace, "_get_is_fx_tracing"):

@@ -7,7 +7,8 @@ must not be made under one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,11 +18,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fxprec.kernels.torch_internals import (
     DispatchModeKey,
     current_dispatch_mode,
+    disable_current_modes,
     dispatch_modes,
     forward_ad_level,
     function_transform_level,
     is_fx_tracing,
     jit_tracing_state,
+    set_jit_tracing_state,
 )
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "TRANSFORM",
     "Watcher",
     "tracing_mode",
+    "unwatched",
     "watcher",
 ]
 
@@ -78,3 +82,15 @@ def watcher(*asked: Watcher) -> Watcher | None:
         if each.is_on():
             return each
     return None
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """What runs within is no part of what a dispatch mode or ``torch.jit.trace`` in this thread records: a capture."""
+    state = jit_tracing_state()
+    with disable_current_modes():
+        set_jit_tracing_state(None)
+        try:
+            yield
+        finally:
+            set_jit_tracing_state(state)

@@ -387,3 +387,12 @@ def test_a_wrapper_says_to_pass_what_is_inside():
     model, _ = fxprec.convert(nn.Linear(2, 2))
     with pytest.raises(fxprec.ConversionError, match=r"DataParallel is a wrapper: pass the converted Linear inside it"):
         fxprec.report(nn.DataParallel(model))
+
+
+def test_graph_is_a_name_of_the_model_once_there_is_one() -> None:
+    """Who goes through all names, as ``torch.jit.trace`` does, meets no error."""
+    net, _ = fxprec.convert(nn.Sequential(nn.Linear(2, 2)), dtype=torch.bfloat16, capture="dynamo")
+    assert "graph" not in dir(net) and {"forward", "training"} <= {*dir(net)}
+    net(torch.randn(2, 2))
+    assert dir(net).count("graph") == 1 and all(hasattr(net, name) for name in dir(net))
+    assert "graph" not in dir(fxprec.revert(net))

@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -644,6 +644,18 @@ def test_a_tracer_sees_the_weights_and_leaves_no_trace(trace: Callable[[Net, Ten
         for model in (net, reference):
             model.first.weight.mul_(2)
     assert torch.equal(traced(x), reference(x))
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_a_capture_in_a_jit_trace_is_no_part_of_it(capture: Literal["auto", "dynamo"]) -> None:
+    """torch traces twice and compares: the second time nothing is captured."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    fxprec.convert(model, dtype=torch.bfloat16, capture=capture)
+    x = torch.randn(3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        traced = torch.jit.trace(model.eval(), x)
+    assert torch.equal(traced(x), model(x))
 
 
 def test_subclasses_are_cast_afresh() -> None:

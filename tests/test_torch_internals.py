@@ -157,14 +157,20 @@ def test_forward_mode_has_a_level() -> None:
         assert of_kernels.forward_ad_level() >= 0
 
 
-@contract("kernels", "jit_tracing_state")
-def test_a_jit_trace_has_a_state() -> None:
+@contract("kernels", "jit_tracing_state", "set_jit_tracing_state")
+def test_a_jit_trace_has_a_state_that_can_be_taken_from_it() -> None:
     states: list[object] = []
+
+    def function(x: Tensor) -> Tensor:
+        states.append(state := of_kernels.jit_tracing_state())
+        of_kernels.set_jit_tracing_state(None)
+        torch.sin(x)
+        of_kernels.set_jit_tracing_state(state)
+        return x + 1
+
     assert of_kernels.jit_tracing_state() is None
-    torch.jit.trace(
-        lambda x: (states.append(of_kernels.jit_tracing_state()), x + 1)[1], torch.ones(1), check_trace=False
-    )
-    assert states[0]
+    traced = torch.jit.trace(function, torch.ones(1), check_trace=False)
+    assert states[0] and "sin" not in str(traced.graph) and "add" in str(traced.graph)
 
 
 @contract("kernels", "is_fx_tracing")

@@ -113,10 +113,13 @@ def test_tensors_go_into_one_and_out_of_it() -> None:
     assert all(map(torch.equal, of_fxprec.unflatten_dense_tensors(flat, parts), parts))
 
 
-@contract("fxprec", "tree_flatten", "tree_unflatten", "tree_leaves", "tree_map_only")
+@contract(
+    "fxprec", "tree_flatten", "tree_unflatten", "tree_leaves", "tree_map_only", "treespec_dumps", "treespec_loads"
+)
 def test_trees_are_flattened() -> None:
     tree = {"a": [1, (2.0,)], "b": None}
     leaves, spec = of_fxprec.tree_flatten(tree)
+    assert of_fxprec.treespec_loads(of_fxprec.treespec_dumps(spec)) == spec
     assert of_fxprec.tree_leaves(tree) == leaves and of_fxprec.tree_unflatten(leaves, spec) == tree
     assert of_fxprec.tree_map_only(float, lambda x: x + 1, tree) == {"a": [1, (3.0,)], "b": None}
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fxprec.kernels.tensor_lists import is_dense
-from fxprec.kernels.torch_internals import disable_current_modes, is_traceable_wrapper_subclass
+from fxprec.kernels.torch_internals import is_traceable_wrapper_subclass
+from fxprec.kernels.watchers import unwatched
 from fxprec.locks import CAPTURING
 from fxprec.torch_internals import compiled_standalone, cpp_compiler
 
@@ -135,7 +136,7 @@ def compiled(loop: Loop, threads: int) -> Callable[..., Any]:
     Raises:
         RuntimeError: inductor could not compile it.
     """
-    with CAPTURING, disable_current_modes():  # those of the caller, which count operators, are not to be traced
+    with CAPTURING, unwatched():  # those of the caller, which count operators, are not to be traced
         try:
             from torch.fx.experimental.proxy_tensor import make_fx
 
