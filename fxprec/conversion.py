@@ -46,6 +46,7 @@ from fxprec.reminders import Reminders
 from fxprec.settings import Settings
 from fxprec.static import OtherDtypes, StaticEntry
 from fxprec.stepwise import is_stepwise, stepwise
+from fxprec.twins import twin_of
 from fxprec.user_line import user_level
 from fxprec.weights import Weights
 from fxprec.wrappers import Wrappers
@@ -139,7 +140,7 @@ class Conversion:
     def __call__(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a method of ``module`` runs."""
         if self.bypassed:
-            return entry.unbound(module, *args, **kwargs)
+            return entry.unbound(entry.stand_in(module), *args, **kwargs)
         if torch.compiler.is_exporting():
             self._refuse_tracer("torch.export", "torch.export.export(fxprec.graph_module(model), inputs)")
         if is_fx_tracing() and any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
@@ -221,7 +222,7 @@ class Conversion:
         dynamic = entry.dynamic
         known, calls, first, entry.called = len(self.net), self.calls, not entry.called, True
         try:
-            output = dynamic.run(model, module, args, kwargs)
+            output = dynamic.run(model, entry.stand_in(module), args, kwargs)
         except LeftToNet as reason:
             return self.run_in_net(entry, module, args, kwargs, str(reason))
         finally:
@@ -261,7 +262,7 @@ class Conversion:
 
     def _run_low(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.in_net(entry.whole, "its weights are low themselves by now: it runs in their dtype, as it stands")
-        return entry.unbound(module, *args, **kwargs)
+        return entry.unbound(entry.stand_in(module), *args, **kwargs)
 
     # -- the net ---------------------------------------------------------------------------------------------------
 
@@ -270,7 +271,7 @@ class Conversion:
     ) -> Any:
         """The original method under torch.autocast: lowered, though not by our graphs. Recorded."""
         with self.net_context():
-            output = entry.unbound(module, *args, **kwargs)
+            output = entry.unbound(entry.stand_in(module), *args, **kwargs)
         self.in_net(entry.whole, why)
         return self.restored(output, args, kwargs)
 
@@ -512,8 +513,7 @@ class Conversion:
         """
         if entry.of_instance is not None:  # may be bound to the module
             return model, entry.of_instance
-        twin = object.__new__(self.original_class)
-        object.__setattr__(twin, "__dict__", model.__dict__)
+        twin = twin_of(model)
         return twin, MethodType(entry.unbound, twin.get_submodule(entry.name.path))
 
     def lowered_weights(self, module: nn.Module) -> list[str]:

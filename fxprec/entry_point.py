@@ -20,6 +20,7 @@ from fxprec.module_hooks import HooksSeen
 from fxprec.settings import Settings
 from fxprec.static import StaticGraphs
 from fxprec.stepwise import steps_of
+from fxprec.twins import asks_for_class, twin_of
 from fxprec.weights import Weights
 from fxprec.wrappers import Wrappers
 
@@ -83,12 +84,14 @@ class EntryPoint:
         """Forget every capture: the code is another one now."""
         self.static = StaticGraphs(self._settings.capture)
         self.declined: list[str] = []
+        self._twin: nn.Module | None = None
         self.start_dynamic_over()
         self._function = getattr(self.original_class, self.name.name, None)
         self._defined = defined_method(self.original_class, self.name.name)
         self._code = _parts_of(self._function)
         self.__dict__.pop("signature", None)
         self.__dict__.pop("steps", None)
+        self.__dict__.pop("_asks_for_class", None)
 
     def start_dynamic_over(self) -> None:
         """Forget what dynamo captured."""
@@ -103,6 +106,18 @@ class EntryPoint:
             lambda: self.unbound,
             lambda: self.signature,
         )
+
+    def stand_in(self, module: nn.Module) -> nn.Module:
+        """What the untouched method runs on: ``module``, or a twin where it may ask for the class."""
+        if not self._asks_for_class or type(module) is self.original_class:
+            return module
+        if self._twin is None or self._twin.__dict__ is not module.__dict__:
+            self._twin = twin_of(module)  # one for all calls: dynamo's guards know it
+        return self._twin
+
+    @functools.cached_property
+    def _asks_for_class(self) -> bool:
+        return self.of_instance is None and asks_for_class(self.original_class)
 
     @property
     def out_of_date(self) -> str | None:

@@ -6,8 +6,6 @@ Strict: who mends a fault takes its lines away.
 KNOWN: dict[str, str] = {
     "functions-own_function_with_a_product-auto": "bodies of autograd functions: mixed dtypes in the backward",
     "functions-own_function_with_a_product-dynamo": "bodies of autograd functions: mixed dtypes in the backward",
-    "methods-exact_type_is_asked-dynamo": "E5's cousin: under dynamo `type(self) is M` is False",
-    "methods-super_by_type-dynamo": "E5: super(type(self), self) recurses",
     "numbers-negative_zero-auto": "A3: equal is not same",
     "numbers-negative_zero_outside-auto": "A3: equal is not same",
     "numbers-signed_zero_as_an_argument-auto": "A3: equal is not same",
@@ -15,5 +13,4 @@ KNOWN: dict[str, str] = {
     "surroundings-environment_missing-auto": "A1: state outside of the model is baked in",
     "surroundings-patched_function_of_torch-auto": "A1: state outside of the model is baked in",
     "writes-class_attribute-auto": "writes through type(self) go to the dynamic subclass",
-    "writes-class_attribute-dynamo": "writes through type(self) go to the dynamic subclass",
 }
