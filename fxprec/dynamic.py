@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from fxprec import dynamo
 from fxprec.calls import Calls, Ran
+from fxprec.capture.ties import Ties, slots_of
 from fxprec.captured import rewrite
 from fxprec.dynamo_fsdp import frames_of_shards
 from fxprec.dynamo_graph import own_copy, own_graph
@@ -77,6 +78,7 @@ class DynamicGraphs:
         self._under_net = True
         self._model: weakref.ref[nn.Module] | None = None
         self._owner: weakref.ref[nn.Module] | None = None
+        self._ties: Ties | None = None
         self.found: list[tuple[GraphModule, Program, bool, Calls]] = []
         self._ran = Ran()
         self.watched = False
@@ -93,6 +95,7 @@ class DynamicGraphs:
         if capture is None:
             with CAPTURING:
                 self._model, self._owner = weakref.ref(model), weakref.ref(module)
+                self._ties = self._ties or Ties(slots_of(model))
                 capture = self._capture = self._capture or dynamo.DynamoCapture(self._original(), self)
         with self._ran.noted() as ran:
             output = self._run(capture, model, module, args, kwargs)
@@ -122,7 +125,9 @@ class DynamicGraphs:
 
     def changed(self) -> str | None:
         """What is no longer as dynamo takes for granted, so that all has to be captured anew; None: nothing."""
-        return None if self._capture is None else self._capture.granted.changed()
+        if self._capture is None or self._ties is None:
+            return None
+        return self._capture.granted.changed() or (None if self._ties.hold() else self._ties.change())
 
     def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fxprec.capture.guard_values import same
 from fxprec.capture.originals import original_class
 from fxprec.capture.surroundings import Expected, Held
+from fxprec.capture.ties import Ties
 from fxprec.capture.trusted import is_torchs
 from fxprec.torch_internals import global_hooks
 
@@ -47,6 +48,7 @@ class Slot(NamedTuple):
 
 
 _code_of = attrgetter("__code__")
+_END: Final = object()
 
 #: Something that was asked of the tensor in a slot, and the answer.
 Fact = tuple[Slot, Callable[[Tensor], Any], Any]
@@ -269,31 +271,41 @@ class _Code:
 
 
 class _Slots:
-    """Parameters and buffers: the type in each slot, NoneType for none, so that a changed bias or a DTensor shows."""
+    """Parameters and buffers: the type in each slot, NoneType for none, so that a changed bias or a DTensor shows.
+
+    And which of them are one tensor. As long as they are the very tensors of the capture, which its graph keeps,
+    nothing else is asked.
+    """
 
     def __init__(self, reads: Sequence[Reads]) -> None:
-        owners = [
-            (read, slots)
+        owners: list[tuple[str, dict[str, Any]]] = [
+            (read.label(""), slots)
             for read in reads
             for slots in (vars(read.module)["_parameters"], vars(read.module)["_buffers"])
+            if slots
         ]
-        owners = [(read, slots) for read, slots in owners if slots]
         self._slots = [slots for _, slots in owners]
-        self._labels = [read.label(name) for read, slots in owners for name in slots]
+        self._labels = [prefix + name for prefix, slots in owners for name in slots]
+        self._tensors = [*self._now(), _END]
         self._types = [*map(type, self._now())]
+        self._ties = Ties(lambda: owners)
 
     def _now(self) -> Iterator[Any]:
         return chain.from_iterable(map(dict.values, self._slots))
 
     def holds(self) -> bool:
-        return [*map(type, self._now())] == self._types
+        if all(map(is_, chain(self._now(), (_END,)), self._tensors)):
+            return True
+        return [*map(type, self._now())] == self._types and self._ties.hold()
 
     def change(self) -> str:
         now = [*map(type, self._now())]
         if len(now) != len(self._types):
             return "a parameter or buffer was added or deleted"
-        changes = zip(self._labels, self._types, now, strict=True)
-        return next(f"{label} changed from {a.__name__} to {b.__name__}" for label, a, b in changes if a is not b)
+        for label, a, b in zip(self._labels, self._types, now, strict=True):
+            if a is not b:
+                return f"{label} changed from {a.__name__} to {b.__name__}"
+        return self._ties.change() or "a parameter or buffer was replaced"
 
 
 class _Tensors:

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -118,9 +119,10 @@ def weights(model: nn.Module, graphs: Sequence[GraphModule], found: Iterable[Pla
     for place in found:
         source = place.node.args[0] if is_shadow(place.node) else None
         if isinstance(source, Node) and "." not in place.name:
-            weight = graphs[place.graph].get_parameter(str(source.target))
+            weight = attrgetter(str(source.target))(graphs[place.graph])
             low = place.node.args[1]
-            if isinstance(low, torch.dtype) and weight.dtype != low:
+            # torch.func.functional_call puts others in the places of parameters, cast anew at each call.
+            if isinstance(low, torch.dtype) and isinstance(weight, nn.Parameter) and weight.dtype != low:
                 shadows[id(weight)] = weight.numel() * low.itemsize
     return Weights(dict(parameters), len(shadows), sum(shadows.values()))
 
