@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxprec.capture.call_key import Constants, plain_constant, same_constant
 from fxprec.graph_calls import ANYTHING, LEFT_OUT
+from fxprec.passes.ir import clean_path
 
-__all__ = ["Argument", "CallForm", "Made", "Result", "Step", "Way", "arguments_of", "form_of_key"]
+__all__ = ["Argument", "CallForm", "Made", "Result", "Step", "Way", "arguments_of", "form_of_key", "reached"]
+
+#: One step in what dynamo writes as ``L['self']._modules['drop'].p``.
+_STEPS: Final = re.compile(r"\.(\w+)|\['([^']+)'\]|\[(\d+)\]")
 
 #: ``operator.getitem`` or the like, and its second argument.
 Step = tuple[Callable[[Any, Any], Any], Any]
@@ -62,14 +67,35 @@ class CallForm:
 
     Attributes:
         arguments: those of the method, in its order.
-        inputs: of each placeholder where it is among them; or the tensor, where it is none of theirs.
+        inputs: of each placeholder where it is among them; or the tensor, or number, where it is none of theirs.
         output: what the method gives, with a ``Result``, a ``Way`` or a weight in the place of each tensor; None: what
             the graph gives.
+        constants: of what the graph read of the method's module, and has built in: where it is, and what it was.
     """
 
     arguments: tuple[Argument, ...]
-    inputs: tuple[Way | Tensor, ...]
+    inputs: tuple[Way | Tensor | float, ...]
     output: tuple[Any] | None = None
+    constants: tuple[tuple[str, Any], ...] = ()
+
+    def changed(self, owner: nn.Module) -> str | None:
+        """The constant that the method's module has another value of by now; None: they are as they were."""
+        for source, value in self.constants:
+            found = reached(owner, source)
+            if found is not value and not same_constant(found, value):
+                return clean_path(source)
+        return None
+
+
+def reached(owner: nn.Module, source: str) -> Any:
+    """What dynamo's ``L['self']._modules['drop'].p`` is now; None where nothing is."""
+    found: Any = owner
+    for attribute, key, number in _STEPS.findall(source.partition("]")[2]):
+        try:
+            found = getattr(found, attribute) if attribute else found[key or int(number)]
+        except (AttributeError, LookupError, TypeError):
+            return None
+    return found
 
 
 def form_of_key(signature: inspect.Signature, names: Sequence[str], constants: Constants) -> CallForm:

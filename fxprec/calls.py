@@ -26,7 +26,7 @@ def modes_of(module: nn.Module) -> Modes:
     return tuple([each.training for each in module.modules()])
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Calls:
     """The calls that ran one graph of dynamo.
 
@@ -61,6 +61,7 @@ class Calls:
     def look(
         self,
         model: nn.Module,
+        owner: tuple[str, nn.Module],
         signature: inspect.Signature,
         call: tuple[Sequence[Any], Mapping[str, Any]],
         inputs: Sequence[Any],
@@ -72,7 +73,7 @@ class Calls:
         if self.part:
             return
         try:
-            self.form = form_of_call(self.placeholders, model, signature, call, inputs, results, output)
+            self.form = form_of_call(self.placeholders, model, owner, signature, call, inputs, results, output)
         except NoForm as why:
             self.why_not = str(why)
 
@@ -95,7 +96,7 @@ class Ran(threading.local):
         finally:
             self._runs = before
 
-    def append(self, calls: Calls, inputs: Sequence[Any], results: Sequence[Any]) -> None:
-        """A graph ran."""
-        if self._runs is not None:
+    def append(self, calls: Calls | None, inputs: Sequence[Any], results: Sequence[Any]) -> None:
+        """A graph ran; ``calls``: None where nobody knows it any more."""
+        if self._runs is not None and calls is not None:
             self._runs.append((calls, (), ()) if calls.looked_at else (calls, inputs, results))

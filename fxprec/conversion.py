@@ -441,6 +441,12 @@ class Conversion:
         if calls is not None and calls.part:
             parts = [each.calls.part for each in self._captured_of(entry) if each.calls is not None]
             self._raise_several(entry, next((part for part in parts if "graph break" in part), calls.part))
+        owner = entry.owner()
+        if calls is not None and calls.form is not None and owner is not None and (what := calls.form.changed(owner)):
+            raise NotCapturedError(
+                f"{what} of {self.name} is another than at the first call, and dynamo's graph of {self._called(entry)} "
+                "serves any: fxprec.graphs(model) gives it with that of the first call. Convert a copy of the model"
+            )
         if calls is not None and calls.form is None:
             warnings.warn(
                 f"the graph of {self._called(entry)} takes tensors one by one and gives a tuple of tensors, not what "

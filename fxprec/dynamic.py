@@ -102,7 +102,8 @@ class DynamicGraphs:
             for calls, inputs, results in ran:
                 calls.note_mode(module, self.watched)
                 if not calls.looked_at:
-                    calls.look(model, self._signature(), (args, kwargs), inputs, results, output)
+                    named = next(iter(inspect.signature(self._original()).parameters), ""), module
+                    calls.look(model, named, self._signature(), (args, kwargs), inputs, results, output)
         return output
 
     def _run(

@@ -6,6 +6,7 @@ graph that writes to such memory is rewritten again when arguments come that sha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -37,7 +38,7 @@ class ArgumentProgram:
     Attributes:
         watched: the weights for which it matters how they share memory.
         memory: how they and the inputs do; None: the program writes to none of them, or is right for all.
-        calls: what is known of the calls that ran it.
+        calls: weakly, what is known of the calls that ran it: it holds tensors of the model.
     """
 
     program: Program
@@ -46,7 +47,7 @@ class ArgumentProgram:
     inputs: _Picker
     watched: _Picker
     memory: SharedMemory | None
-    calls: Calls
+    calls: weakref.ref[Calls]
 
     @classmethod
     def of(
@@ -59,7 +60,7 @@ class ArgumentProgram:
         memory = None
         if program.writes and not any_memory:
             memory = SharedMemory(watched(given), constants_of(program.gm), inputs(given))
-        return cls(program, low, plain, inputs, watched, memory, calls)
+        return cls(program, low, plain, inputs, watched, memory, weakref.ref(calls))
 
     def serves(self, arguments: tuple[Any, ...]) -> bool:
         """Whether these share memory as those did that the graph was rewritten for."""
@@ -73,7 +74,7 @@ class ArgumentProgram:
         finally:
             if self.program.writes_weights:
                 weights.store.mark_stale()
-        ran.append(self.calls, inputs, results)
+        ran.append(self.calls(), inputs, results)
         return results
 
 

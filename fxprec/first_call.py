@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from fxprec.call_form import CallForm, Made, Result, Step, Way, arguments_of
+from fxprec.call_form import CallForm, Made, Result, Step, Way, arguments_of, reached
 from fxprec.capture.call_key import plain_constant
 from fxprec.dynamo_graph import SOURCE
 from fxprec.graph_calls import ANYTHING, held_by, in_container, number_tensor
@@ -63,6 +63,7 @@ class Placeholder:
 def form_of_call(
     placeholders: Sequence[Placeholder],
     model: nn.Module,
+    owner: tuple[str, nn.Module],
     signature: inspect.Signature,
     call: tuple[Sequence[Any], Mapping[str, Any]],
     inputs: Sequence[Any],
@@ -74,6 +75,7 @@ def form_of_call(
     Args:
         placeholders: those of the graph.
         model: whose weights there are.
+        owner: the method's module, and what it is called in the method.
         signature: that of the method, without self.
         call: its positional and keyword arguments.
         inputs, results: of the graph in that call, one a placeholder and one a result.
@@ -83,7 +85,6 @@ def form_of_call(
         NoForm: there is none.
     """
     given = _by_name(signature, *call)
-    owner = "self"
     for name in given:
         if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
             raise NoForm(f"an argument is called {name!r}")
@@ -119,7 +120,9 @@ def form_of_call(
         if isinstance(value, Tensor) and each.symbolic:
             changing += value.shape
     outputs = _Outputs(model, ways, results, changing)
-    return CallForm(arguments_of(signature, wanted), tuple(taken), (outputs.built(output),))
+    read = [(each.source, way) for each, way in zip(placeholders, taken, strict=True) if not isinstance(way, Way)]
+    constants = [(source, value) for source, value in read if source.startswith("L")]
+    return CallForm(arguments_of(signature, wanted), tuple(taken), (outputs.built(output),), tuple(constants))
 
 
 def _by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,13 +153,21 @@ def _tensors_in(value: Any, steps: tuple[Step, ...] = (), around: tuple[int, ...
 
 
 def _way(
-    source: str, value: Any, owner: str, ways: Mapping[int, Sequence[Way]], given: Mapping[str, Any]
-) -> Way | Tensor:
+    source: str,
+    value: Any,
+    owner: tuple[str, nn.Module],
+    ways: Mapping[int, Sequence[Way]],
+    given: Mapping[str, Any],
+) -> Way | Tensor | float:
     if isinstance(value, Tensor) and id(value) in ways:
         return ways[id(value)][0]
     name = source[3:-2] if source.startswith("L['") else ""
-    if isinstance(value, Tensor) and (source.startswith("G") or name.partition("'")[0] == owner):
+    if isinstance(value, Tensor) and source.startswith("G"):
         return value
+    if isinstance(value, Tensor) and name.partition("'")[0] == owner[0]:
+        held = reached(owner[1], source)
+        if held is value or type(held) is float:
+            return held
     if name not in given or not isinstance(given[name], _NUMBERS):
         raise NoForm(f"it reads {source or 'a value from somewhere'}, which is no argument")
     return Way(name, ((number_tensor, value.dtype),) if isinstance(value, Tensor) else ())

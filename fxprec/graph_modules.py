@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from operator import getitem
 from typing import Any, Final
 
+import torch
 from torch import Tensor, dtype, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -110,7 +111,12 @@ class _Writer:
                 given = {each.name: self._reached[each.name, ()] for each in looked_at}
                 gm.graph.call_function(check_arguments, (given, {each.name: each.expected for each in looked_at}))
             for old, way in zip(olds, form.inputs, strict=True):
-                new = self._constant(old, way) if isinstance(way, Tensor) else self._at(way)
+                if not isinstance(way, Way | Tensor):
+                    way = _built_in(old, way)
+                if not old.users and isinstance(way, Tensor):
+                    gm.graph.erase_node(old)
+                    continue
+                new = self._at(way) if isinstance(way, Way) else self._constant(old, way)
                 if new is not old:
                     new.meta = {**old.meta, **new.meta}
                     old.replace_all_uses_with(new)
@@ -176,6 +182,16 @@ class _Writer:
 
         with self._gm.graph.inserting_before(end):
             end.args = (built(output),)
+
+
+def _built_in(node: Node, value: float) -> Tensor:
+    """Put a number where the graph asks a tensor for it; what is left of that tensor."""
+    for item in [user for user in node.users if user.op == "call_method" and user.target == "item"]:
+        for reader in [*item.users]:
+            reader.args = map_arg(reader.args, lambda each, item=item: value if each is item else each)
+            reader.kwargs = map_arg(reader.kwargs, lambda each, item=item: value if each is item else each)
+        item.graph.erase_node(item)
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _follow(gm: GraphModule, model: nn.Module) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -213,6 +215,49 @@ def test_numbers_and_sizes_that_may_change_are_inputs():
     model(x, 5.5)
     assert_same(fxprec.graph_module(model)(x, 5.5), model(x, 5.5))
     assert_same(fxprec.graph_module(model)(x, 6.5), model(x, 6.5))
+
+
+class Scaled(nn.Module):
+    """Numbers of the model, which dynamo takes for inputs once another model of the class has others."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.fc, self.drop, self.p, self.bias = nn.Linear(8, 8), nn.Dropout(p), p, torch.randn(8)
+
+    def forward(self, x):
+        return self.drop(self.fc(x)) * self.p + self.bias
+
+
+def test_numbers_of_the_model_are_built_in():
+    for p in (0.25, 0.5, 0.75):
+        model = converted(Scaled(p).eval(), "dynamo")
+        expected, gm = model(X), fxprec.graph_module(model)
+        assert_same(gm(X), expected)
+        assert_same(torch.export.export(gm, (X,)).module()(X), expected)  # no number is asked of a tensor
+    for name, value in (("p", 0.5), ("bias", torch.zeros(8))):
+        before = getattr(model, name)
+        setattr(model, name, value)
+        with pytest.raises(fxprec.NotCapturedError, match=f"^{name} of Scaled is another than at the first call"):
+            fxprec.graph_module(model)
+        setattr(model, name, before)
+        assert fxprec.graph_module(model) is gm
+
+
+def test_forms_keep_no_model_alive():
+    class Giving(Plain):
+        def forward(self, x):
+            return self.fc(x) + self.kept, self.fc.weight
+
+    model = Giving()
+    model.kept = torch.randn(8)
+    model = converted(model, "dynamo")
+    expected = model(X)
+    assert_same(fxprec.graph_module(model)(X), expected)
+    del expected
+    dead = [weakref.ref(each) for each in (model, model.fc.weight, model.kept)]
+    del model
+    gc.collect()
+    assert [each() for each in dead] == [None] * 3
 
 
 class Kept:
