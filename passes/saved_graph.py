@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.package.importer import sys_importer
@@ -55,6 +56,13 @@ class _TorchOp:
             ) from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Functional:
+    """A function of ``torch.nn.functional`` that torch made within another and gave a name, such as ``max_pool2d``."""
+
+    name: str
+
+
 class _SavedNode(NamedTuple):
     op: str
     target: Any
@@ -80,6 +88,9 @@ class SavedGraph:
         def saved(value: Any) -> Any:
             if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator):
                 return _TorchOp.of(value)
+            if "<locals>" in getattr(value, "__qualname__", ""):
+                named = (name for name, function in vars(F).items() if function is value)
+                return next(map(_Functional, named), value)
             return _Node(numbers[value]) if isinstance(value, Node) else value
 
         nodes = []
@@ -96,6 +107,8 @@ class SavedGraph:
         def restored(value: Any) -> Any:
             if isinstance(value, _Node):
                 return made[value.number]
+            if isinstance(value, _Functional):
+                return getattr(F, value.name)
             return value.op() if isinstance(value, _TorchOp) else value
 
         for saved in self.nodes:

@@ -350,6 +350,21 @@ def test_operators_of_torch_are_found_by_name():
         pickle.loads(gone).graph()
 
 
+def test_functions_that_torch_made_within_others():
+    class Pooled(nn.Module):
+        def forward(self, x):
+            return F.max_pool1d(x, 2) + F.adaptive_max_pool1d(x, 4)
+
+    for capture in ("symbolic", "dynamo"):
+        model, _ = fxprec.convert(nn.Sequential(nn.Conv1d(4, 4, 1), Pooled()), dtype=torch.bfloat16, capture=capture)
+        gm = fxprec.graph_module(model) if model(IMAGE) is not None else None
+        for way in ("pickle", "deepcopy", "pickle of a trace"):
+            torch.manual_seed(1)
+            expected = gm(IMAGE)
+            torch.manual_seed(1)
+            assert same(EXACT[way](gm, IMAGE)(IMAGE), expected)
+
+
 def test_torch_jit_scripts_it():
     gm = Case("mlp", True).gm
     assert torch.equal(torch.jit.script(gm)(X), gm(X))
