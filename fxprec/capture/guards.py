@@ -49,6 +49,7 @@ class Slot(NamedTuple):
 
 _code_of = attrgetter("__code__")
 _END: Final = object()
+_Getter = Callable[[Any], Any]
 
 #: Something that was asked of the tensor in a slot, and the answer.
 Fact = tuple[Slot, Callable[[Tensor], Any], Any]
@@ -184,35 +185,21 @@ class _Values:
 
     def __init__(self, expected: Sequence[Expected]) -> None:
         self._containers = [each for each in expected if isinstance(each.value, Held)]
-        by_scope: dict[int, list[Expected]] = {}
-        for each in expected:
-            if not isinstance(each.value, Held):
-                by_scope.setdefault(id(each.scope), []).append(each)
-        self._expected = [each for group in by_scope.values() for each in group]
-        self._scopes = [group[0].scope for group in by_scope.values()]
-        self._getters = [_getter(group[0].scope, [each.name for each in group]) for group in by_scope.values()]
-        self._values = tuple([each.value for each in self._expected])
-        self._numbers = [
-            i
-            for i, each in enumerate(self._expected)
-            if each.exact and isinstance(each.value, int | float | complex | tuple)
-        ]
-        self._pick = _getter((), self._numbers)
-        self._picked = [self._values[i] for i in self._numbers]
-
-    def _now(self) -> tuple[Any, ...]:
-        return tuple(chain.from_iterable(map(call, self._getters, self._scopes)))  # type: ignore[arg-type]
+        self._expected = [each for each in expected if not isinstance(each.value, Held)]
+        numbers = [e for e in self._expected if e.exact and isinstance(e.value, int | float | complex | tuple)]
+        self._getters, self._scopes, self._values = _by_scope(self._expected)
+        self._of_numbers, self._number_scopes, self._numbers = _by_scope(numbers, apart=True)
 
     def holds(self) -> bool:
-        now = self._now()
-        if now != self._values:
+        if [*map(call, self._getters, self._scopes)] != self._values:  # type: ignore[arg-type]
             return False
-        numbers = self._pick(now)
-        if not all(map(is_, numbers, self._picked)):
-            if not all(map(same, numbers, self._picked)):
-                return False
-            self._picked = [*numbers]
-        return all([_holds(each.now(), each.value) for each in self._containers])
+        if self._numbers:
+            numbers = [*map(call, self._of_numbers, self._number_scopes)]  # type: ignore[arg-type]
+            if not all(map(is_, numbers, self._numbers)):
+                if not all(map(same, numbers, self._numbers)):
+                    return False
+                self._numbers = numbers
+        return not self._containers or all([_holds(each.now(), each.value) for each in self._containers])
 
     def change(self) -> str:
         for each in (*self._expected, *self._containers):
@@ -225,13 +212,20 @@ def _holds(now: Any, then: Held) -> bool:
     return now is then.container and same(now, then.snapshot)
 
 
-def _getter(scope: Any, names: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """``itemgetter``, of a class ``attrgetter``, but for none or one name a tuple too."""
-    get = attrgetter if isinstance(scope, type) else itemgetter
-    if len(names) > 1:
-        return get(*names)
-    single = get(*names) if names else None
-    return (lambda scope: (single(scope),)) if single else lambda _: ()
+def _by_scope(expected: Sequence[Expected], apart: bool = False) -> tuple[list[_Getter], list[Any], list[Any]]:
+    """For each scope what gets the values of all names in it, the scope, and the values, as it gives them.
+
+    ``apart``: one by one.
+    """
+    groups: dict[Any, list[Expected]] = {}
+    for each in expected:
+        groups.setdefault((id(each.scope), each.name) if apart else id(each.scope), []).append(each)
+    getters: list[_Getter] = []
+    for group in groups.values():
+        get = attrgetter if isinstance(group[0].scope, type) else itemgetter
+        getters.append(get(*[each.name for each in group]))
+    values = [group[0].value if len(group) == 1 else tuple([e.value for e in group]) for group in groups.values()]
+    return getters, [group[0].scope for group in groups.values()], values
 
 
 class _Code:
@@ -251,10 +245,13 @@ class _Code:
 
     def holds(self) -> bool:
         return (
-            [*map(_code_of, self._functions)] == self._codes
-            and torch.get_default_dtype() is self._dtype
-            and all([names.isdisjoint(hiding) for names, hiding in self._absent])
-            and all([f.__defaults__ is one and f.__kwdefaults__ is two for f, one, two in self._defaults])
+            torch.get_default_dtype() is self._dtype
+            and [*map(_code_of, self._functions)] == self._codes
+            and (not self._absent or all([names.isdisjoint(hiding) for names, hiding in self._absent]))
+            and (
+                not self._defaults
+                or all([f.__defaults__ is one and f.__kwdefaults__ is two for f, one, two in self._defaults])
+            )
         )
 
     def change(self) -> str:

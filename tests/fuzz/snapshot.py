@@ -22,9 +22,11 @@ Leaves = list[tuple[str, Any]]
 _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range}
 )
-#: Attributes of nn.Module that are empty, or whose keys are numbers drawn by the process.
+#: Attributes of nn.Module that are empty, or whose keys are numbers drawn by the process; and what a module is called
+#: through by ``module.compile()``, and by a reminder of ours.
 _MODULE = frozenset(
     {name for name in vars(nn.Module()) if name not in ("training", "_parameters", "_buffers", "_modules")}
+    | {"_compiled_call_impl"}
 )
 
 
