@@ -8,7 +8,8 @@ Left to the interpreter, with a graph break whose reason the report has:
 - calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
 - generators that a function returns, which dynamo runs to their end and gives as an iterator over the values.
 
-And guarded: constants by type and sign (see ``dynamo_guards``), a key that a dict did not have when it was asked.
+And guarded: constants by type and sign (see ``dynamo_guards``), a key that a dict did not have when it was asked; and
+values of numpy as tensors outside of inference mode, as they were when the guard was made.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 from fxprec.capture.tripwires import replaced
 from fxprec.dynamo_granted import Granted
@@ -96,11 +99,19 @@ def strict(granted: Granted) -> Iterator[None]:
 
         return build_inline_tracer
 
+    def out_of_inference_mode(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def from_numpy(value: Any) -> Any:
+            with torch.inference_mode(False):
+                return original(value)
+
+        return from_numpy
+
     absent = "getitem_const_raise_exception_if_absent"
     with replaced(
         [
             (classes.guards, "EQUALS_MATCH", exact(classes.guards.EQUALS_MATCH)),
             (classes.guards, "TYPE_MATCH", exact_keys(classes.guards.TYPE_MATCH)),
+            (classes.guard_module, "from_numpy", out_of_inference_mode(classes.guard_module.from_numpy)),
             (classes.dictionary, absent, missing_key(getattr(classes.dictionary, absent))),
             (classes.cached_function, "call_function", call_of_cached(classes.cached_function.call_function)),
             (classes.user_class, "call_function", call_of_class(classes.user_class.call_function)),

@@ -344,6 +344,7 @@ class DynamoClasses(NamedTuple):
     random: Any  #: a ``random.Random``: ``is_supported_random_obj``
     dictionary: Any  #: a dict: ``getitem_const_raise_exception_if_absent``, ``install_dict_contains_guard``
     guards: Any  #: what makes the guards: ``EQUALS_MATCH`` of constants, ``TYPE_MATCH``
+    guard_module: Any  #: makes tensors of numpy's values to guard them: ``from_numpy``
     user_class: Any  #: a class of the user's that is called: ``call_function``, ``value``
     graph_break: Any  #: the error that breaks a graph
 
@@ -351,6 +352,7 @@ class DynamoClasses(NamedTuple):
 def dynamo_classes() -> DynamoClasses:
     """They are imported with dynamo."""
     with needed:
+        from torch._dynamo import guards
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.guards import GuardBuilder
         from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
@@ -369,6 +371,7 @@ def dynamo_classes() -> DynamoClasses:
         random=RandomVariable,
         dictionary=ConstDictVariable,
         guards=GuardBuilder,
+        guard_module=guards,
         user_class=UserDefinedClassVariable,
         graph_break=Unsupported,
     )

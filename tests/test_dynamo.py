@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -320,3 +321,26 @@ def test_sizes_are_asked_of_the_inputs():
     assert [node.name for node in gm.graph.find_nodes(op="placeholder")] == ["x"]
     assert torch.equal(gm(x), expected)
     assert "size = x.size(0)" in gm.code and "size_1 = x.size(1)" in gm.code
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_numbers_of_numpy_in_every_grad_mode(mode):
+    class Numpy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.scale = nn.Linear(8, 8), np.float32(2)
+
+        def forward(self, x):
+            half = np.random.choice([0.5, 0.5])
+            return self.fc(x) * float(half) * float(self.scale) + torch.from_numpy(
+                np.ones(8, np.float32) * np.float32(half)
+            )
+
+    model, x = fxprec.convert(Numpy(), dtype=LOW, capture="dynamo").module, torch.randn(4, 8)
+    with mode():
+        for _ in range(2):
+            output = model(x)
+    torch.testing.assert_close(output, model.fc(x) + 0.5, rtol=0.05, atol=0.05)
+    model.scale = np.float32(4)
+    with mode():
+        torch.testing.assert_close(model(x), model.fc(x) * 2 + 0.5, rtol=0.05, atol=0.05)

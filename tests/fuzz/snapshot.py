@@ -30,6 +30,10 @@ _MODULE = frozenset(
 )
 
 
+#: Beside what begins with the library's name: a wrapper's function, and what a module is called through for reminders.
+_NOT_THE_MODEL_S = ("__wrapped__", "_compiled_call_impl")
+
+
 def leaves_of(value: Any, namespace: str) -> Leaves:
     """``namespace``: the name of the module whose classes and functions are looked into."""
     walk = _Walk(namespace)
@@ -117,7 +121,7 @@ class _Walk:
 
     def _attributes(self, path: str, value: Any) -> None:
         for name, element in value.items():
-            if not name.startswith("_fxprec") and name != "__wrapped__":
+            if not name.startswith("_fxprec") and name not in _NOT_THE_MODEL_S:
                 self.visit(f"{path}.{name}", element)
 
 
