@@ -98,7 +98,7 @@ class GradientsWarning(FxprecWarning):
 
 
 class ServiceWarning(FxprecWarning):
-    """Something slower than wished serves: no fused kernels, shipped costs in place of measured ones."""
+    """Something less than wished serves: no fused kernels, shipped costs, no graph, or one that gives bare tensors."""
 
 
 class UnusedSettingWarning(FxprecWarning):
