@@ -23,6 +23,7 @@ from fxprec.calls import Calls, Ran
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.captured import rewrite
 from fxprec.dynamo_fsdp import frames_of_shards
+from fxprec.dynamo_functions import function_of_low_dtypes
 from fxprec.dynamo_graph import own_copy, own_graph
 from fxprec.dynamo_programs import ArgumentProgram, ProgramsByMemory
 from fxprec.kernels.torch_internals import is_fx_tracing
@@ -132,6 +133,10 @@ class DynamicGraphs:
 
     def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
+        found = function_of_low_dtypes(gm, self._settings.dtype) if self._under_net else None
+        if found is not None:
+            self.in_net(*found)
+            return gm.forward
         make = functools.partial(self._argument_program, part=part)
         program = make(gm, inputs, any_memory=False)
         # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.

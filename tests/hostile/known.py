@@ -4,7 +4,5 @@ Strict: who mends a fault takes its lines away.
 """
 
 KNOWN: dict[str, str] = {
-    "functions-own_function_with_a_product-auto": "bodies of autograd functions: mixed dtypes in the backward",
-    "functions-own_function_with_a_product-dynamo": "bodies of autograd functions: mixed dtypes in the backward",
     "writes-class_attribute-auto": "writes through type(self) go to the dynamic subclass",
 }
