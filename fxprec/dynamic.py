@@ -84,6 +84,8 @@ class DynamicGraphs:
         self._ran = Ran()
         self.watched = False
         self.net_notes: dict[str, str] = {}
+        #: What runs the graphs: dynamo keeps what it was given for good, which knows them weakly.
+        self._programs: list[ArgumentProgram] = []
         self._by_memory: list[ProgramsByMemory] = []
 
     def run(self, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,7 +144,9 @@ class DynamicGraphs:
         # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
         weights, ran = weakref.ref(self._weights), self._ran
         if program.memory is None:
-            return lambda *arguments: program.run(weights(), arguments, ran)  # type: ignore[arg-type]
+            self._programs.append(program)
+            kept = weakref.ref(program)
+            return lambda *arguments: kept().run(weights(), arguments, ran)  # type: ignore[union-attr, arg-type]
         self._by_memory.append(ProgramsByMemory(own_copy(gm), make, program))
         programs = weakref.ref(self._by_memory[-1])
 

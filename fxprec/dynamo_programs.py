@@ -31,7 +31,7 @@ _MOST: Final = 8
 _Picker = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ArgumentProgram:
     """A program, and where its arguments are among those that dynamo passes.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import numpy as np
 import pytest
@@ -344,3 +346,14 @@ def test_numbers_of_numpy_in_every_grad_mode(mode):
     model.scale = np.float32(4)
     with mode():
         torch.testing.assert_close(model(x), model.fc(x) * 2 + 0.5, rtol=0.05, atol=0.05)
+
+
+def test_the_graphs_of_a_model_go_with_it():
+    """dynamo keeps what it was given as a backend's result for good."""
+    model = fxprec.convert(Mlp(), dtype=LOW, capture="dynamo").module
+    model(torch.randn(4, 8)).sum().backward()
+    (captured,) = conversion_of(model).captured
+    kept = [weakref.ref(each) for each in (captured.gm, captured.program.gm, model.up.weight)]
+    del model, captured
+    gc.collect()
+    assert [each() for each in kept] == [None, None, None]
