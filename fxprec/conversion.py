@@ -7,7 +7,7 @@ import inspect
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any, Final, NoReturn
 
@@ -129,6 +129,8 @@ class Conversion:
         self.net: dict[str, str] = {}
         self.declined: list[str] = []
         self.captures = 0
+        #: The slot of a weight that tells whether the model became low: most often it did not.
+        self._witness: tuple[Mapping[str, Any], str] = {}, ""
 
     @property
     def signature(self) -> inspect.Signature:
@@ -256,9 +258,22 @@ class Conversion:
         """Whether its weights are all low since ``model.half()`` or the like: a model that convert would refuse."""
         if self.frozen is not None or self.settings.policy.lowers_parameters:
             return False
-        dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         low = (torch.float16, torch.bfloat16)
-        return next(dtypes, None) in low and all(dtype in low for dtype in dtypes)
+        held, name = self._witness
+        weight = held.get(name)
+        if weight is not None and weight.dtype not in low:  # as at nearly every call: one is asked, not all
+            return False
+        self._witness = next(
+            (
+                (module._parameters, name)
+                for module in model.modules()
+                for name, p in module._parameters.items()
+                if p is not None and p.is_floating_point()
+            ),
+            self._witness,
+        )
+        dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+        return bool(dtypes) and all(dtype in low for dtype in dtypes)
 
     def _run_low(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.in_net(entry.whole, "its weights are low themselves by now: it runs in their dtype, as it stands")

@@ -7,6 +7,7 @@ dynamo, inductor and distributed is looked up when it is first used: importing f
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 import sys
@@ -554,8 +555,13 @@ def sharded_modules() -> list[nn.Module]:
         ImportError: torch keeps them elsewhere.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
+    if fsdp is None or not (states := _states_of_modules()):
         return []
+    return [each for each in states if isinstance(each, fsdp.FSDPModule)]
+
+
+@functools.cache
+def _states_of_modules() -> Mapping[nn.Module, Any]:
     with needed:
         from torch.distributed._composable_state import _module_state_mapping as states
-    return [each for each in states if isinstance(each, fsdp.FSDPModule)] if states else []
+    return states
