@@ -117,6 +117,9 @@ class Recorder:
         self._ties: list[tuple[Slot, Slot]] = []
         for path, module in root.named_modules():
             self._paths[id(module)] = path
+            for cls in {type(module), original_class(module)}:
+                if not is_trusted(cls):
+                    self.surroundings.contents.add(cls)  # type(self).calls += 1
             attributes = _attributes(module)
             if not attributes.keys() >= _TENSORS:  # a traced module of TorchScript's
                 why = _unfit_class(type(module)) or "keeps its parameters elsewhere"
