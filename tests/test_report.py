@@ -231,3 +231,41 @@ assert "rich.style" in sys.modules and random.getstate() == state
 """
     for first in ("str(fxprec.report(model))", "fxprec.report(model).__rich__()"):
         subprocess.run([sys.executable, "-c", script.format(first)], check=True)
+
+
+FACTOR = 2.0
+
+
+def test_it_says_what_a_static_graph_is_guarded_by() -> None:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale, self.table = nn.Linear(2, 2), 0.5, {"a": 1.0}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.scale * self.table["a"] * FACTOR
+
+    x = torch.randn(3, 2)
+    model, _ = fxprec.convert(Scaling(), (x,), dtype=torch.bfloat16)
+    assert {*fxprec.report(model).graphs[0].guarded} == {"scale", "table", "the global FACTOR"}
+    assert "\nguarded: scale, " in str(fxprec.report(model))
+    by_dynamo, _ = fxprec.convert(Scaling(), (x,), dtype=torch.bfloat16, capture="dynamo")
+    assert fxprec.report(by_dynamo).graphs[0].guarded == () and "guarded" not in str(fxprec.report(by_dynamo))
+    plain, _ = fxprec.convert(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), (x,), dtype=torch.bfloat16)
+    assert fxprec.report(plain).graphs[0].guarded == ()
+
+
+def test_many_guards_are_counted() -> None:
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            for number in range(15):
+                setattr(self, f"k{number}", float(number))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * sum(getattr(self, f"k{number}") for number in range(15))
+
+    model, _ = fxprec.convert(Many(), (torch.randn(3, 2),), dtype=torch.bfloat16)
+    assert len(fxprec.report(model).graphs[0].guarded) == 15
+    assert "k11, 3 more\n" in str(fxprec.report(model))

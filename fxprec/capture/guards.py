@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, call, contains, is_, itemgetter
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -47,6 +47,7 @@ class Slot(NamedTuple):
         return self.owner.get(self.name)
 
 
+_PARTS_OF_PROGRAMS: Final = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _code_of = attrgetter("__code__")
 _END: Final = object()
 _Getter = Callable[[Any], Any]
@@ -90,11 +91,12 @@ class Guards:
         # The root's own class and hooks are the caller's: a converted module's class is swapped, and its hooks run
         # around the graph.
         inner = [read for read in reads if read.module is not root]
+        values = [*_values_of(reads, root), *expected]
         self._checks: list[_Check] = [
             _Classes(inner),
             _Hooks([read for read in inner if read.called]),
             _Missing(reads),
-            _Values([*_values_of(reads, root), *expected]),
+            _Values(values),
             _Slots(reads),
             _Code(functions, absent),
         ]
@@ -105,6 +107,10 @@ class Guards:
         ]
         if identical or ties or facts:
             self._checks.append(_Tensors(identical, ties, facts))
+        #: For people: what the user's own code read, but for children, hooks, functions, classes and modules.
+        self.read_by_user = tuple(
+            dict.fromkeys([each.label for each in values if _is_users(each)] + [slot.path for slot, _ in identical])
+        )
 
     def failing(self) -> str | None:
         """What changed, from what to what; None if nothing did."""
@@ -353,6 +359,10 @@ def _values_of(reads: Iterable[Reads], root: nn.Module) -> Iterator[Expected]:
 
 class _Children(dict[str, Any]):
     """A copy of a module's ``_modules``: compared as a dict, not looked into."""
+
+
+def _is_users(each: Expected) -> bool:
+    return each.exact and each.name not in (*HOOKS, "_modules") and not isinstance(each.value, _PARTS_OF_PROGRAMS)
 
 
 def _difference(each: Expected) -> str | None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = ["Activations", "Explanation", "GraphReport", "Headline", "Report", "Row", "Weights", "explain", "report"]
+
+#: Names of guarded values that are printed; ``GraphReport.guarded`` has all.
+_SHOWN: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,8 @@ class GraphReport:
         method: what it is of; "" for a bare graph.
         mode: of the method's module when it was captured, "training" or "eval"; "" for a bare graph.
         counts: the headline counts it: it is of the mode that the module is in now, or no graph is.
+        guarded: attributes, globals and the like that the traced code read: once one of them has changed, another graph
+            is made. Empty for a graph of dynamo, which keeps guards of its own, and for a bare graph.
     """
 
     inputs: tuple[str, ...]
@@ -162,6 +167,7 @@ class GraphReport:
     method: str = ""
     mode: str = ""
     counts: bool = True
+    guarded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -187,6 +193,10 @@ class Report:
             method = graph.method if self.headline.methods else ""
             mode = f" ({graph.mode})" if self.headline.other_mode else ""
             title = f"\ngraph {number} of {len(self.graphs)}{mode}: {method}({', '.join(graph.inputs)})"
+            if graph.guarded:
+                more = len(graph.guarded) - _SHOWN
+                shown = [*graph.guarded[:_SHOWN], *([f"{more} more"] if more > 0 else [])]
+                title += f"\nguarded: {', '.join(shown)}"
             rows = (
                 (row.node, row.module, row.op, row.compute, row.output, row.rule, row.why, row.source)
                 for row in graph.rows
@@ -230,7 +240,10 @@ def report(model: nn.Module) -> Report:
         section = GraphReport(inputs, rows, activity, declined, regions_of(gm))
         if known is not None:
             mode = "training" if known.training else "eval"
-            section = dataclasses.replace(section, method=known.method, mode=mode, counts=known in counted)
+            guarded = known.guards.read_by_user if known.guards is not None else ()
+            section = dataclasses.replace(
+                section, method=known.method, mode=mode, counts=known in counted, guarded=guarded
+            )
         sections.append(section)
     held = weights(model, graphs, found)
     return Report(_headline(model, conversion, graphs, held, sections), tuple(sections))
