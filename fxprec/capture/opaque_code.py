@@ -1,18 +1,27 @@
 """Stop a trace before it executes what no graph can hold, such as ``time.time()`` or ``global count; count += 1``.
 
 Where such code lies is known before a function is called (see ``surroundings``); whether a trace gets there, only the
-interpreter tells: by ``sys.settrace``, for these functions alone, and only in a model that has any. A debugger's or
-coverage's own function goes on being called.
+interpreter tells, for these functions alone, and only in a model that has any: by ``sys.monitoring`` (PEP 669), which
+Python has since 3.12, and before by ``sys.settrace``. A debugger's or coverage's own function goes on being called.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Final
+
+from fxprec.capture.declined import CaptureDeclined
 
 __all__ = ["OpaqueCode"]
+
+_MONITORING: Final[Any] = getattr(sys, "monitoring", None)
+#: Of the six tools that there can be at a time, those that PEP 669 names (debugger, coverage, profiler) come last.
+_TOOLS: Final = (4, 3, 5, 2, 1, 0)
+#: The place of code that must not even be called.
+_START: Final = -1
 
 
 class OpaqueCode:
@@ -21,47 +30,105 @@ class OpaqueCode:
     def __init__(self, decline: Callable[[str], Any]) -> None:
         self._decline = decline
         self._places: dict[int, tuple[CodeType, dict[int, str]]] = {}
-        self._inside = self._watching = False
-        self._before: Callable[..., Any] | None = None
+        self._inside = False
+        self._watch = (_Traced if _MONITORING is None else _Monitored)(self._reached)
 
     def stop_at(self, code: CodeType, offsets: tuple[int, ...], why: str) -> None:
         """Decline before one of these offsets of ``code`` is executed; with none, when it is called."""
         places = self._places.setdefault(id(code), (code, {}))[1]
-        for offset in offsets or (-1,):
+        for offset in offsets or (_START,):
             places.setdefault(offset, why)
-        self._watch()
+        if self._inside:
+            self._watch.add(code)
 
     def __enter__(self) -> None:
         self._inside = True
-        self._watch()
+        for code, _ in self._places.values():
+            self._watch.add(code)
 
     def __exit__(self, *_error: object) -> None:
         self._inside = False
-        if self._watching:
-            self._watching = False
-            sys.settrace(self._before)
+        self._watch.end()
 
-    def _watch(self) -> None:
-        if self._inside and self._places and not self._watching:
+    def _reached(self, code: CodeType, offset: int) -> None:
+        why = self._places[id(code)][1].get(offset)
+        if why is not None:
+            self._decline(why)
+
+
+class _Monitored:
+    """By ``sys.monitoring``. It tells of every thread, and nothing of code that runs already when it is added."""
+
+    def __init__(self, reached: Callable[[CodeType, int], None]) -> None:
+        self._reached = reached
+        self._tool: int | None = None
+        self._codes: dict[int, CodeType] = {}
+
+    def add(self, code: CodeType) -> None:
+        """Call ``reached`` before each instruction of this code, and when it is called."""
+        events = _MONITORING.events
+        if self._tool is None:
+            self._tool = next((tool for tool in _TOOLS if _MONITORING.get_tool(tool) is None), None)
+            if self._tool is None:
+                raise CaptureDeclined("all tools of sys.monitoring are taken: what it executes cannot be watched")
+            _MONITORING.use_tool_id(self._tool, "fxprec")
+            thread = threading.get_ident()
+
+            def executes(code: CodeType, offset: int) -> None:
+                if threading.get_ident() == thread:
+                    self._reached(code, offset)
+
+            _MONITORING.register_callback(self._tool, events.INSTRUCTION, executes)
+            _MONITORING.register_callback(self._tool, events.PY_START, lambda code, _: executes(code, _START))
+        self._codes[id(code)] = code
+        _MONITORING.set_local_events(self._tool, code, events.INSTRUCTION | events.PY_START)
+
+    def end(self) -> None:
+        """Be as if there had been nothing."""
+        if self._tool is None:
+            return
+        for code in self._codes.values():
+            _MONITORING.set_local_events(self._tool, code, 0)
+        for event in (_MONITORING.events.INSTRUCTION, _MONITORING.events.PY_START):
+            _MONITORING.register_callback(self._tool, event, None)
+        _MONITORING.free_tool_id(self._tool)
+        self._tool = None
+        self._codes.clear()
+
+
+class _Traced:
+    """By ``sys.settrace``."""
+
+    def __init__(self, reached: Callable[[CodeType, int], None]) -> None:
+        self._reached = reached
+        self._codes: dict[int, CodeType] = {}
+        self._before: Callable[..., Any] | None = None
+
+    def add(self, code: CodeType) -> None:
+        """Call ``reached`` before each instruction of this code, and when it is called."""
+        if not self._codes:
             self._before = sys.gettrace()
-            self._watching = True
             sys.settrace(self._called)
+        self._codes[id(code)] = code
+
+    def end(self) -> None:
+        """Be as if there had been nothing."""
+        if self._codes:
+            self._codes.clear()
+            sys.settrace(self._before)
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         theirs = None if self._before is None else self._before(frame, event, argument)
-        found = self._places.get(id(frame.f_code))
-        if found is None:
+        if id(frame.f_code) not in self._codes:
             return theirs
-        places = found[1]
-        if -1 in places:
-            self._decline(places[-1])
+        self._reached(frame.f_code, _START)
         frame.f_trace_opcodes = True
 
         def executing(frame: FrameType, event: str, argument: Any) -> Any:
             nonlocal theirs
-            if event == "opcode" and (why := places.get(frame.f_lasti)) is not None:
-                self._decline(why)
-            if theirs is not None and (event != "opcode"):
+            if event == "opcode":
+                self._reached(frame.f_code, frame.f_lasti)
+            elif theirs is not None:
                 theirs = theirs(frame, event, argument)
             return executing
 
