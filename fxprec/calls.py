@@ -22,8 +22,8 @@ Modes = tuple[bool, ...]
 
 
 def modes_of(module: nn.Module) -> Modes:
-    """Those of a module, and of all in it."""
-    return tuple([each.training for each in module.modules()])
+    """Those of a module, and of all in it. (What TorchScript froze has none.)"""
+    return tuple([getattr(each, "training", False) for each in module.modules()])
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
