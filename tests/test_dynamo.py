@@ -136,6 +136,19 @@ def test_an_outer_compile_keeps_our_graphs(tools, capture):
     assert torch.equal(outer(x), converted(x * 2) + 1)
 
 
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_an_outer_compile_without_breaks_is_told_what_to_compile(tools, capture):
+    """Converted models are a break in it; compiled by themselves they run their graphs."""
+    converted = fxprec.convert(Mlp(), dtype=LOW, capture=capture).module
+    x = torch.randn(4, 8)
+    assert LOW in tools.matmul_dtypes(torch.compile(converted, backend="eager", fullgraph=True), x)
+    outer = torch.compile(lambda x: converted(x) + 1, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile one, use fxprec\.graph_module\(model\)"):
+        outer(x)
+    graph = fxprec.graph_module(converted)
+    assert torch.equal(torch.compile(lambda x: graph(x) + 1, backend="eager", fullgraph=True)(x), converted(x) + 1)
+
+
 def test_export_is_refused_and_the_graph_module_exports():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
     converted, _ = fxprec.convert(model)

@@ -483,6 +483,21 @@ def test_torch_jit_trace(pair, tools):
     assert torch.equal(traced(y), model(y))  # the weights are read, not baked
 
 
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_torch_jit_trace_prints_nothing(capture, capfd, caplog, recwarn):
+    """Its check compares a second trace with the first: they agree, whether or not the model was captured before."""
+    for called in (False, True):
+        model = fxprec.convert(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), dtype=LOW, capture=capture
+        )[0].eval()
+        if called:
+            model(torch.randn(2, 8))
+        torch.jit.trace(model, torch.randn(2, 8))
+    assert not [str(each.message) for each in recwarn if each.category is not DeprecationWarning]
+    assert capfd.readouterr() == ("", "") and not [r for r in caplog.records if r.levelname != "DEBUG"]
+
+
 def test_tracers_that_would_get_fp32_or_nothing_are_refused(pair):
     model, _ = pair
     model(torch.randn(2, 8))

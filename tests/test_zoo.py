@@ -102,6 +102,33 @@ def test_generate_runs_in_our_graphs():
     assert fxprec.report(converted).headline.captures >= 1
 
 
+def _generate(model):
+    return model.generate(torch.arange(1, 6)[None], max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+
+def _features(model):
+    return model.get_image_features(pixel_values=torch.ones(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "what", "method"),
+    [
+        ("t5", _generate, "T5ForConditionalGeneration.generate runs 'encoder'", "encoder"),
+        ("clip", _features, "CLIPModel.get_image_features runs 'vision_model'", "get_image_features"),
+    ],
+)
+def test_what_goes_around_forward_says_so_and_is_lowered_by_name(name, run, what, method):
+    model = fxprec.convert(ZOO[name].build().eval()).module
+    with pytest.warns(fxprec.NotLoweredWarning, match=what) as caught:
+        run(model)
+    assert f"{method!r},)" in str(caught[0].message)
+    model = fxprec.convert(ZOO[name].build().eval(), methods=(method,)).module
+    run(model)
+    with _FullPrecisionMatmuls() as heavy:
+        run(model)
+    assert heavy.found == 0
+
+
 def test_save_pretrained_round_trip(tmp_path):
     from transformers import BertForMaskedLM
 
