@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from fxprec.capture.originals import defined_method, original_class, unbound_method
+from fxprec.capture.originals import defined_method, marked, original_class, unbound_method
 from fxprec.dynamic import DynamicGraphs
 from fxprec.method_names import MethodName
 from fxprec.module_hooks import HooksSeen
@@ -183,7 +183,7 @@ def _parts_of(function: Any) -> tuple[Any, ...]:
 
 def entry_of(function: Any) -> EntryPoint | None:
     """The entry point of a function that stands on an instance for one that was set there."""
-    return getattr(function, "__dict__", {}).get(ENTRY)
+    return marked(function, ENTRY)
 
 
 def _nobody() -> None:

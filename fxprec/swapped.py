@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from fxprec.capture.originals import ORIGINAL, original_class, original_function, unbound_method
+from fxprec.capture.originals import ORIGINAL, mark, original_class, original_function, unbound_method
 from fxprec.conversion import STATE, Conversion
 from fxprec.entry_point import ENTRY, EntryPoint, entry_of
 from fxprec.errors import CaptureError, ConversionError, NotLoweredWarning, PolicyError
@@ -266,7 +266,7 @@ def _follow(module: nn.Module, name: str, late: bool = False) -> None:
     entry.adopt(module, function)
     entry.new = late
     module.__dict__[name] = wrapper = conversion.wrappers.of_instance(function, partial(_enter_function, entry))
-    wrapper.__dict__[ENTRY] = entry
+    mark(wrapper, ENTRY, entry)
     conversion.forget_with(wrapper, entry)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from fxprec.capture.originals import ORIGINAL, unbound_method
+from fxprec.capture.originals import ORIGINAL, mark, unbound_method
 from fxprec.locks import CAPTURING
 from fxprec.torch_internals import hide_from_dynamo, shown_to_dynamo
 
@@ -89,6 +89,6 @@ class Wrappers:
 
     def _add(self, wrapper: Any, original: Callable[[], Any]) -> FunctionType:
         hide_from_dynamo(wrapper, NOT_TRACED)
-        wrapper.__dict__[ORIGINAL] = original
+        mark(wrapper, ORIGINAL, original)
         self._all.add(wrapper)
         return wrapper

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import io
 import pickle
 import threading
+import types
 import warnings
 
 import pytest
@@ -497,3 +499,24 @@ def test_training_through_methods_follows_fp32():
             optimizer.step()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] != losses[1]
+
+
+def test_a_wrapper_that_takes_over_attributes_is_no_function_of_ours() -> None:
+    """``functools.wraps`` copies what is noted on a function, and so what would make it ours."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    fxprec.convert(model, dtype=torch.bfloat16)
+    expected = model(x)
+    plain = model.forward
+    model.forward = functools.wraps(plain)(lambda x: plain(x) * 2)
+    torch.testing.assert_close(model(x), expected * 2)
+    inner = model.forward  # ours, in the place of the function that was set
+    model.forward = functools.wraps(inner)(lambda x: inner(x) * 3)
+    torch.testing.assert_close(model(x), expected * 6)
+    torch.testing.assert_close(copy.deepcopy(model)(x), expected * 6)
+    model.forward = types.MethodType(
+        functools.wraps(plain.__func__)(lambda self, x: plain.__func__(self, x) * 4), model
+    )
+    torch.testing.assert_close(model(x), expected * 4)
+    fxprec.revert(model)
+    torch.testing.assert_close(model(x), expected * 4, atol=0.05, rtol=0.05)

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import _symbolic_trace
 from torch.utils.checkpoint import checkpoint
 
 from fxprec.capture.recorder import Recorder
 from fxprec.capture.trace import CaptureDeclined, trace_static
 from fxprec.capture.tripwires import TRIPWIRES
+from fxprec.kernels.torch_internals import is_fx_tracing
 
 Forward = Callable[[Any, Tensor], Any]
 
@@ -58,7 +58,7 @@ def torch_state() -> list[Any]:
     patched += [vars(owner)[name] for owner, name, _ in TRIPWIRES]
     modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")]
     numbers = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
-    return [*patched, *modes, *numbers, _symbolic_trace._is_fx_tracing_flag]
+    return [*patched, *modes, *numbers, is_fx_tracing()]
 
 
 def reason(model: Any, *names: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Final
 
 from torch import nn
 
-__all__ = ["ORIGINAL", "defined_method", "original_class", "original_function", "unbound_method"]
+__all__ = ["ORIGINAL", "defined_method", "mark", "marked", "original_class", "original_function", "unbound_method"]
 
 #: In the namespace of a class of ours: the user's class. On a function of ours: what gives the user's function.
 ORIGINAL: Final = "_fxprec_original"
@@ -23,8 +24,19 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 def original_function(function: Any) -> Any:
     """The user's function in whose place this one stands, or the function itself."""
-    gives: Callable[[], Any] | None = getattr(function, "__dict__", {}).get(ORIGINAL)
+    gives: Callable[[], Any] | None = marked(function, ORIGINAL)
     return function if gives is None else gives()
+
+
+def mark(function: FunctionType, name: str, value: Any) -> None:
+    """Note something on a function of ours."""
+    function.__dict__[name] = weakref.ref(function), value
+
+
+def marked(function: Any, name: str) -> Any:
+    """What was noted on this very function, or None: ``functools.wraps`` copies notes to a function around it."""
+    of, value = getattr(function, "__dict__", {}).get(name, (None, None))
+    return value if of is not None and of() is getattr(function, "__func__", function) else None
 
 
 def defined_method(cls: type[nn.Module], name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import torch
@@ -140,6 +141,26 @@ def forward_of_the_instance_before(t: Run):
     m = Net()
     m.forward = lambda x: m.l(x) * 3
     t.changes(m, lambda m: setattr(m, "forward", lambda x: m.l(x) - 3))
+
+
+@case
+def forward_unwrapped(t: Run):
+    """Wrapped by what takes over the attributes of the function, and unwrapped by them, as Accelerate does."""
+
+    def wrap(m):
+        plain = m.forward.__func__
+        m.forward = types.MethodType(functools.wraps(plain)(lambda self, x: plain(self, x) * 2), m)
+
+    def unwrap(m):
+        function = m.forward
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        m.forward = types.MethodType(function, m)
+
+    def take_off(m):
+        vars(m).pop("forward", None)  # ours: the class's own forward needs no place on the instance
+
+    t.changes(Two(), wrap, unwrap, take_off)
 
 
 @case
