@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxprec.kernels.torch_internals import disable_current_modes
 from fxprec.passes.torch_internals import FakeTensorMode
 
 __all__ = ["propagate_shapes", "state_dtypes"]
@@ -30,17 +31,24 @@ def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     alike: dict[object, Tensor] = {}
 
+    def fake(tensor: Tensor) -> Tensor:
+        # Of an alias: the mode, which the values keep, refers weakly to what it saw, and ``torch.utils.swap_tensors``
+        # refuses a tensor that somebody refers to so.
+        with disable_current_modes():
+            alias = tensor.detach()
+        return _widened(mode.from_tensor(alias).requires_grad_(tensor.requires_grad))
+
     class Shapes(FakeTensorProp):
         def fetch_attr(self, target: str) -> object:
             value = super().fetch_attr(target)
             if not isinstance(value, Tensor):
                 return value
             if type(value) is not nn.Parameter or value.layout is not torch.strided:
-                return _widened(mode.from_tensor(value))
+                return fake(value)
             # The layers of a model are many of a kind, and nothing here tells two such parameters apart.
             kind = (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
             if kind not in alike:
-                alike[kind] = _widened(mode.from_tensor(value))
+                alike[kind] = fake(value)
             return alike[kind]
 
     for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), tensors, strict=True):

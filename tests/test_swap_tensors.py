@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -70,11 +71,12 @@ def by_swap():
     torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def converted(breaks: bool = False, frozen: bool = False) -> Net:
+def converted(breaks: bool = False, frozen: bool = False, **settings: Any) -> Net:
     torch.manual_seed(0)
     net = Net(breaks)
     net.first.requires_grad_(not frozen)
-    return fxprec.convert(net, dtype=torch.bfloat16)[0]
+    fxprec.convert(net, dtype=torch.bfloat16, **settings)
+    return net
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: fxprec.LossScaler) -> list[Tensor | None]:
@@ -93,7 +95,10 @@ KINDS = {
     "static, ours": ({}, "ours"),
     "static, low gradients": ({}, "low gradients"),
     "static, one frozen": ({"frozen": True}, "torch"),
+    "static, with shapes": ({"example_inputs": (torch.ones(4, 8),)}, "torch"),
+    "static, lower": ({"lower": "pays"}, "torch"),
     "dynamo": ({"breaks": True}, "torch"),
+    "dynamo, with shapes": ({"breaks": True, "example_inputs": (torch.ones(4, 8),)}, "torch"),
 }
 
 
