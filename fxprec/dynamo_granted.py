@@ -29,6 +29,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
+from fxprec.capture.code_reads import names_in
 from fxprec.capture.trusted import is_stdlib, is_torchs
 from fxprec.locks import CAPTURING
 from fxprec.torch_internals import raw_environment
@@ -95,7 +96,7 @@ class Granted:
     ) -> None:
         """dynamo takes a frame with these globals and local variables, or inlines it with this closure."""
         self._asks = None
-        values, names = [*values], _names(code)
+        values, names = [*values], names_in(code)
         if "__dict__" in names or "vars" in names:
             for value in values:
                 for path, module in value.named_modules() if isinstance(value, nn.Module) else ():
@@ -203,12 +204,6 @@ def _static(name: str, cls: type) -> Any:
 
 def _codes(functions: list[FunctionType]) -> list[CodeType]:
     return [*map(_CODE, functions)]
-
-
-def _names(code: CodeType) -> set[str]:
-    """The names of globals and attributes in a code object and those within it."""
-    nested = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return set(code.co_names).union(*map(_names, nested))
 
 
 def _strings(code: CodeType) -> Iterator[str]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import CodeType, FunctionType
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
+from fxprec.capture.code_reads import names_in
 from fxprec.capture.originals import original_class
 from fxprec.capture.trusted import is_stdlib, is_torchs
 
@@ -39,7 +40,7 @@ def _asks(function: FunctionType, seen: set[CodeType]) -> bool:
     if function.__code__ in seen or is_torchs(function) or is_stdlib(function):
         return False
     seen.add(function.__code__)
-    names = _names(function.__code__)
+    names = names_in(function.__code__)
     if not _ASKED_BY.isdisjoint(names):
         return True
     called = (function.__globals__.get(name) for name in names)
@@ -52,8 +53,3 @@ def _functions(cls: type) -> Iterator[FunctionType]:
         for each in (value, *(getattr(value, name, None) for name in ("__func__", "fget", "func", "__wrapped__"))):
             if isinstance(each, FunctionType):
                 yield each
-
-
-def _names(code: CodeType) -> set[str]:
-    nested: list[Any] = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return set(code.co_names).union(*map(_names, nested))

@@ -21,7 +21,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any, Final, Literal
 
-__all__ = ["CodeReads", "Key", "Read", "Write", "code_reads"]
+__all__ = ["CodeReads", "Key", "Read", "Write", "code_reads", "names_in"]
 
 _GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _CLOSURES: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
@@ -141,3 +141,9 @@ def code_reads(code: CodeType) -> CodeReads:
 
 def _is_subscript(instruction: dis.Instruction) -> bool:
     return instruction.opname == "BINARY_SUBSCR" or (instruction.opname == "BINARY_OP" and instruction.argrepr == "[]")
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The names of globals and attributes in a code object and those within it."""
+    nested = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*map(names_in, nested))
