@@ -2,7 +2,8 @@
 
 A module whose weights graphs lower is called through one, in the way that torch has for ``module.compile()``: that is
 no hook, which would decline static capture, and no part of copies and pickles. Graphs never call it. The first run of
-such a module outside of everything that lowers warns, once a model.
+such a module outside of everything that lowers warns, once a model; so does what is left of a model that is gone (a
+wrapper that gave back what it held, such as PEFT's ``merge_and_unload``).
 """
 
 from __future__ import annotations
@@ -38,24 +39,58 @@ _OF_MODULES: Final = frozenset(dir(nn.Module))
 
 
 class Reminder:
-    """What a module is called through. Keeps nothing alive, and is none in a copy."""
+    """What a module is called through. Keeps no module alive, and is none in a copy.
 
-    def __init__(self, module: nn.Module, remind: Callable[[nn.Module], None]) -> None:
+    Args:
+        module: which is called.
+        remind: says that it runs in FP32, where it does; of the conversion, with which it goes.
+        last: says so when the conversion is gone.
+    """
+
+    def __init__(
+        self, module: nn.Module, remind: Callable[[nn.Module], None], last: Callable[[nn.Module], None]
+    ) -> None:
         self._module = weakref.ref(module)
         self._remind = weakref.WeakMethod(remind)
+        self._last = last
+
+    @property
+    def outlived(self) -> bool:
+        """Whether the conversion is gone."""
+        return self._remind() is None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return run_call(self._module(), args, kwargs)
         # A replica, or a copy by a method of its class, has the attributes of the module that it was made from.
         module: Any = called_module(sys._getframe(1)) or self._module()
-        remind = self._remind()
-        if remind is not None:
-            remind(module)
+        (self._remind() or self._last)(module)
         return run_call(module, args, kwargs)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()
+
+
+class _Left:
+    """What says, once, that a part of a model which is gone runs in FP32.
+
+    Args:
+        name: the class of the model.
+        device: where torch.autocast would lower.
+    """
+
+    def __init__(self, name: str, device: str) -> None:
+        self._name, self._device = name, device
+        self._given = threading.Lock()
+
+    def __call__(self, module: nn.Module) -> None:
+        if self._given.locked() or not _runs_full(module, self._device) or not self._given.acquire(blocking=False):
+            return
+        text = (
+            f"a {type(module).__name__} that was lowered as a part of a converted {self._name} runs in FP32: that "
+            f"{self._name} is gone, and its conversion with it. Convert what remains: fxprec.convert(model). Said once"
+        )
+        warnings.warn(text, category=NotLoweredWarning, stacklevel=user_level())
 
 
 class Reminders:
@@ -73,6 +108,15 @@ class Reminders:
         self._name, self._device, self._methods, self._meant = type(model).__name__, device, frozenset(methods), meant
         self._covered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._given = threading.Lock()  # taken for good by the thread that warns
+        self._left = _Left(self._name, device)
+
+    def replace_outlived(self) -> None:
+        """Take those of conversions that are gone away from the model: it is converted now."""
+        model = self._model()
+        for module in model.modules() if model is not None else ():
+            reminder = module.__dict__.get(CALLED_THROUGH)
+            if isinstance(reminder, Reminder) and reminder.outlived:
+                del module.__dict__[CALLED_THROUGH]
 
     def cover(self, lowered: Set[int], expected: Callable[[str], bool]) -> None:
         """Remind of the submodules that have weights which are lowered.
@@ -91,7 +135,7 @@ class Reminders:
             hooked = any(vars(module)[name] for name in HOOKS)
             low = not hooked and any(id(weight) in lowered for weight in module.parameters(recurse=False))
             if low or (isinstance(module, _LOWERED) and expected(path)):
-                module.__dict__[CALLED_THROUGH] = Reminder(module, self._remind)
+                module.__dict__[CALLED_THROUGH] = Reminder(module, self._remind, self._left)
                 self._covered.add(module)
 
     def remove(self) -> None:
@@ -103,9 +147,7 @@ class Reminders:
 
     def _remind(self, module: nn.Module) -> None:
         model = self._model()
-        if self._given.locked() or model is None or self._meant() or not _is_full(module):
-            return
-        if inside_net() or torch.is_autocast_enabled(self._device) or watcher(FX, SCRIPT, TRACING) is not None:
+        if self._given.locked() or model is None or self._meant() or not _runs_full(module, self._device):
             return
         paths = {id(part): path for path, part in model.named_modules()}
         if id(module) in paths and self._given.acquire(blocking=False):  # no replica, and not taken out of the model
@@ -136,8 +178,11 @@ def _nothing() -> None:
     """What a reminder is in a copy."""
 
 
-def _is_full(module: nn.Module) -> bool:
-    return any(parameter.dtype is torch.float32 for parameter in module.parameters(recurse=False))
+def _runs_full(module: nn.Module, device: str) -> bool:
+    """Whether a call of the module computes in FP32 now."""
+    if not any(parameter.dtype is torch.float32 for parameter in module.parameters(recurse=False)):
+        return False
+    return not (inside_net() or torch.is_autocast_enabled(device) or watcher(FX, SCRIPT, TRACING) is not None)
 
 
 def _who(frame: FrameType | None, paths: dict[int, str]) -> tuple[str | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
@@ -266,11 +267,48 @@ def test_revert_and_convert_again():
         converted(m)
 
 
-def test_the_model_that_is_gone_reminds_nobody():
-    m = converted()
-    part = m.down
+class Wrapper(nn.Module):
+    """Around a model that it gives back, as adapters do when they are merged."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = Coder()
+
+    def forward(self, x):
+        return self.base(x)
+
+    def merge_and_unload(self):
+        return self.base
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_what_is_left_of_a_model_that_is_gone_says_so_until_it_is_converted(capture):
+    torch._dynamo.reset()
+    m = converted(Wrapper, capture=capture)
+    m(X)
+    base = m.merge_and_unload()
     del m
-    assert not said(lambda: part(X))
+    gc.collect()
+    copied = copy.deepcopy(base)
+    (text,) = said(lambda: base(X), lambda: base(X))
+    assert "of a converted Wrapper" in text and "fxprec.convert(model)" in text
+    assert not said(lambda: copied(X))
+    base = converted(base, capture=capture)
+    assert not said(lambda: base(X))
+    (text,) = said(lambda: base.encode(X))
+    assert text.startswith("Coder.encode")
+
+
+def test_what_is_left_of_a_model_that_is_gone_is_quiet_where_it_is_not_full():
+    m = converted()
+    left_over, last = m.down, m.up
+    del m
+    gc.collect()
+    with torch.autocast("cpu", dtype=LOW):
+        assert not said(lambda: left_over(X))
+    assert not said(lambda: left_over.to(LOW)(X.to(LOW)))
+    assert not said(lambda: converted(nn.Sequential(last, nn.ReLU()), level="O0")(X))
+    assert not said(lambda: last(X))
 
 
 @pytest.mark.parametrize("capture", ["auto", "dynamo"])
