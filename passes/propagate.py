@@ -63,6 +63,9 @@ _OVERLOAD_RESULTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )  # fmt: skip
 
+#: Kinds of float results that stay as wide whatever arrives.
+_WIDE: Final = frozenset({"wide", "float32"})
+
 #: Higher-order ops whose bodies compute something else than the result.
 _OPAQUE: Final = frozenset({"flex_attention", "flex_attention_backward"})
 
@@ -159,6 +162,7 @@ class _Walk:
             kind = _overload_kind(overload, kind)
         operands = operands._replace(equal=row.rule is Rule.LOW)
         if isinstance(kind, tuple):
+            node.meta["wide"] = frozenset(port for port, each in enumerate(kind) if each in _WIDE)
             return tuple(RESULT_KINDS[each](operands) for each in kind)
         if kind.endswith("*"):
             value = node.meta.get("val")

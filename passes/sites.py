@@ -6,6 +6,7 @@ A *site* is one call as the policy sees it. ``data`` are the float arguments on 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -91,6 +92,8 @@ def site_of(node: Node, context: Context) -> Site:
         rule, why = Rule.KEEP, "inside autocast(enabled=False)"
     elif isinstance(info, torch.dtype) and info.is_complex:
         rule, why = Rule.KEEP, "complex numbers are never touched"
+    elif _takes_wide(node):
+        rule, why = Rule.KEEP, "of its results that are used one is FP32 whatever arrives"
     dtype = None
     if isinstance(rule, torch.dtype):
         dtype, rule = rule, Rule.FULL if rule is torch.float32 else Rule.LOW
@@ -101,6 +104,14 @@ def site_of(node: Node, context: Context) -> Site:
         bucket = data if ports is None or port in ports else kept
         bucket.extend(source for source in _nodes(argument) if carries_float(source.meta.get("dtype")))
     return Site(node, name, row, rule, dtype, why, op is not None and op.in_place, tuple(data), tuple(kept))
+
+
+def _takes_wide(node: Node) -> bool:
+    """Whether anybody uses a result that stays wide where the op is lowered (the logsumexp of an attention kernel)."""
+    wide = node.meta.get("wide")
+    return bool(wide) and any(
+        user.target is not operator.getitem or (user.args[1] in wide and bool(user.users)) for user in node.users
+    )
 
 
 def base_of(node: Node) -> Node:

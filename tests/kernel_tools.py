@@ -38,9 +38,8 @@ def run_in_the_interpreter(path: str) -> None:
     if not HAS_TRITON or INTERPRETING or importlib.util.find_spec("numpy") is None:
         pytest.skip("wants Triton and numpy, and to be outside of the interpreter")
     import numpy
-    import triton
 
-    if _release(triton.__version__) < (3, 7) and _release(numpy.__version__) >= (2, 4):
+    if triton_release() < (3, 7) and _release(numpy.__version__) >= (2, 4):
         pytest.skip("Triton before 3.7 cannot interpret loops with numpy 2.4")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter]", path]
     run = subprocess.run(
@@ -52,6 +51,13 @@ def run_in_the_interpreter(path: str) -> None:
         timeout=600,
     )
     assert run.returncode == 0 and re.search(r"\d+ passed, \d+ deselected", run.stdout), run.stdout + run.stderr
+
+
+def triton_release() -> tuple[int, ...]:
+    """Of the Triton that is installed: ``(3, 7)``."""
+    import triton
+
+    return _release(triton.__version__)
 
 
 def _release(version: str) -> tuple[int, ...]:

