@@ -131,9 +131,10 @@ def check(model: Model, context: Context, choose: random.Random) -> str | None:
     known, shapes, plain, twice = (choose.random() < share for share in (0.6, 0.25, 0.25, 0.125))
     try:
         gm = rewrite(model, context, known=known, shapes=shapes)
-        if known:
-            assert_annotations_hold(gm, *inputs())
-        dtypes = [value.dtype for value in pytree.tree_leaves(gm(*inputs()))]
+        with torch.no_grad():  # as above: eager refuses writes to views of some leaves
+            if known:
+                assert_annotations_hold(gm, *inputs())
+            dtypes = [value.dtype for value in pytree.tree_leaves(gm(*inputs()))]
         assert dtypes == [value.dtype for value in wanted], f"{dtypes}, expected {[value.dtype for value in wanted]}"
         if not ROUNDING & {name for name, _, _ in model.steps}:
             _check_values(model, gm)
