@@ -389,7 +389,6 @@ class Conversion:
 
     def remind(self, model: nn.Module) -> None:
         """From now on the first run in FP32 of a module whose weights graphs lower, or will, warns."""
-        self.reminders.replace_outlived()
         policy = self.settings.policy
         if policy.level == "O0" or policy.lowers_parameters or self.frozen is not None or self.converting:
             return

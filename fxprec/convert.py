@@ -186,6 +186,7 @@ def convert(
         put_back(module)
         raise
     conversion.converting = False
+    conversion.reminders.replace_outlived()
     conversion.remind(module)
     made.name_parameters(module)
     return Converted(module, made)

@@ -31,8 +31,9 @@ def holding(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModu
     """
     gm = LazyGraphModule({}, Graph(), name)
     modules: dict[str, nn.Module] = {"": gm}
+    targets = {path: attribute_path(path) for path in tensors}
     for path, tensor in tensors.items():
-        owner, _, leaf = attribute_path(path).rpartition(".")
+        owner, _, leaf = targets[path].rpartition(".")
         module = modules.get(owner) or _made(modules, owner)
         if isinstance(tensor, nn.Parameter):
             module.register_parameter(leaf, tensor)
@@ -40,8 +41,8 @@ def holding(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModu
             module.register_buffer(leaf, tensor)
     for node in graph.find_nodes(op="get_attr", sort=False):
         path = str(node.target)
-        if (target := attribute_path(path)) != path:
-            node.target, node.meta["path"] = target, path
+        if targets[path] != path:
+            node.target, node.meta["path"] = targets[path], path
     gm.graph = graph
     return gm
 

@@ -10,6 +10,7 @@ The node carries the path in the model as ``meta["path"]``, and the graph module
 
 from __future__ import annotations
 
+import functools
 import keyword
 import re
 from collections.abc import Mapping, MutableMapping
@@ -31,11 +32,12 @@ _UNPRINTABLE: Final = re.compile(r'["\\\x00-\x1f\x7f]|_(?=x[0-9a-f]{2}_)')
 
 def attribute_path(path: str) -> str:
     """The path in a graph module of a tensor of the model: no two have the same."""
-    first, *rest = path.split(".")
-    return ".".join([_free_name(first, _OF_GRAPHS), *[_free_name(name, _OF_MODULES) for name in rest]])
+    first, dot, rest = path.partition(".")
+    return _free_name(first, _OF_GRAPHS) + dot + (".".join(map(_free_name, rest.split("."))) if rest else "")
 
 
-def _free_name(name: str, reserved: frozenset[str]) -> str:
+@functools.lru_cache(4096)  # the same few names stand in layer after layer
+def _free_name(name: str, reserved: frozenset[str] = _OF_MODULES) -> str:
     """With an underscore behind a reserved name, and one more behind what looks like that."""
     bare = name.rstrip("_")
     if name in reserved or bare in reserved or keyword.iskeyword(bare):
