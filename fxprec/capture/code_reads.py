@@ -6,7 +6,7 @@
         if DEBUG:                             reads=(Read("global", "DEBUG", (), 4),
             log.info("called")                       Read("global", "log", ("info",), 18),
         return x / config.scale                      Read("global", "config", ("scale",), 52)),
-                                              names={"info", "scale"}, nested=())
+                                              names={"info", "scale"}, strings={"called"}, nested=())
 
 A read is a name and the attributes, or elements with a constant key, that directly follow it (``config.scale``,
 ``TABLE["a"]``); what happens to the value afterwards (it is passed on, kept, called) is not followed. The offsets tell
@@ -16,12 +16,13 @@ whether a read was executed.
 from __future__ import annotations
 
 import dis
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
 from typing import Any, Final, Literal
 
-__all__ = ["CodeReads", "Key", "Read", "Write", "code_reads", "names_in"]
+__all__ = ["CodeReads", "Key", "Read", "Write", "code_reads", "names_in", "strings_in"]
 
 _GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _CLOSURES: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
@@ -78,12 +79,14 @@ class CodeReads:
     Attributes:
         reads, writes: in the order of the code.
         names: every attribute that is read of anything, with the offsets where.
+        strings: the constants that may be names of attributes, as in ``getattr(cls, "scale")``.
         nested: code objects of the functions, lambdas, comprehensions and classes within.
     """
 
     reads: tuple[Read, ...]
     writes: tuple[Write, ...]
     names: dict[str, tuple[int, ...]]
+    strings: frozenset[str]
     nested: tuple[CodeType, ...]
 
 
@@ -136,7 +139,16 @@ def code_reads(code: CodeType) -> CodeReads:
     if chain is not None:
         reads.append(chain)
     nested = tuple(constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return CodeReads(tuple(reads), tuple(writes), names, nested)
+    return CodeReads(tuple(reads), tuple(writes), names, frozenset(strings_in(code.co_consts)), nested)
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """The strings in a constant that can be names of attributes."""
+    if isinstance(value, str):
+        yield from filter(str.isidentifier, value.split("."))
+    elif isinstance(value, tuple | list | set | frozenset | dict):
+        for each in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from strings_in(each)
 
 
 def _is_subscript(instruction: dis.Instruction) -> bool:

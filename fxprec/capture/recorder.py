@@ -107,6 +107,7 @@ class Recorder:
         self._root = root
         self._decline = decline
         self._paths: dict[int, str] = {}
+        self._classes: dict[type[nn.Module], None] = {}
         self._reads: dict[int, Reads] = {}
         self._seen: set[tuple[int, str]] = set()
         self.opaque = OpaqueCode(decline)
@@ -117,6 +118,7 @@ class Recorder:
         self._ties: list[tuple[Slot, Slot]] = []
         for path, module in root.named_modules():
             self._paths[id(module)] = path
+            self._classes[original_class(module)] = None
             for cls in {type(module), original_class(module)}:
                 if not is_trusted(cls):
                     self.surroundings.contents.add(cls)  # type(self).calls += 1
@@ -194,9 +196,8 @@ class Recorder:
     def guards(self) -> Guards:
         """The guards of everything read so far."""
         found = self.surroundings
-        for read in self._reads.values() if found.asks_types else ():
-            if (why := found.reach(original_class(read.module))) is not None:
-                self._decline(f"asks for types, and may read {why}")
+        if (why := found.reach_all(self._classes)) is not None:  # a class is asked for without a read of its module
+            self._decline(f"asks for types, and may read {why}")
         return Guards(
             self._root,
             [*self._reads.values()],

@@ -25,7 +25,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, Final, NamedTuple
 
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from fxprec.capture.code_reads import Key, Read, code_reads
+from fxprec.capture.code_reads import Key, Read, code_reads, strings_in
 from fxprec.capture.containers import Contents
 from fxprec.capture.guard_values import CONTAINERS, contents, is_container, is_plain, snapshot
 from fxprec.capture.handlers import ends_errors
@@ -166,6 +166,7 @@ class Surroundings:
         self.functions: list[types.FunctionType] = []
         self.contents = Contents()
         self.asks_types = False
+        self._makes_names = False  # perhaps getattr(type(self), f"scale{i}")
 
     @property
     def expected(self) -> list[Expected]:
@@ -177,7 +178,9 @@ class Surroundings:
 
         Functions are followed into their code. ``label``: what people call it.
         """
-        if is_plain(value) or isinstance(value, Tensor | nn.Module | Proxy):
+        if is_plain(value):
+            return self._may_name(frozenset(strings_in(value)))
+        if isinstance(value, Tensor | nn.Module | Proxy):
             return None
         known = self._looked_at.get(id(value))
         if known is None:
@@ -193,7 +196,10 @@ class Surroundings:
             self.contents.add(value, label)
             return self._first(contents(value))
         if isinstance(value, type):
+            self.asks_types = self.asks_types or value is type
             return self.reach(value)
+        if isinstance(value, operator.attrgetter | operator.methodcaller):
+            return self._may_name(frozenset(strings_in(value.__reduce__()[1])))
         if isinstance(value, types.MethodType):
             return self._held((value.__func__, value.__self__), label)
         if isinstance(value, functools.partial):
@@ -234,6 +240,7 @@ class Surroundings:
         return self._first(values)
 
     def _builtin(self, value: Any) -> str | None:
+        self._makes_names = self._makes_names or value is getattr
         owner = getattr(value, "__self__", None)
         if type(owner) in CONTAINERS:  # a bound method, such as cache.append
             return self._held([owner], getattr(value, "__qualname__", ""))
@@ -305,16 +312,20 @@ class Surroundings:
             self._stop_at(code, (), "may end an error that an op raises")
         for name in _INSIDE.intersection(found.names):
             self._stop_at(code, found.names[name], f"reads {name}, past all that is watched")
-        self.asks_types = self.asks_types or "__class__" in found.names
         if "__class__" in outer and (why := self.look_at(_CellScope(outer["__class__"]).get(""))) is not None:
             self._stop_at(code, (), f"uses super(), and may read {why}")
-        new = found.names.keys() - self._names
-        self._names |= new
-        for cls in [*self._classes] if new else ():
-            if (why := self._attributes(cls, new)) is not None:
-                self._stop_at(code, (), f"may read {why}")
+        if (why := self._may_name(found.names.keys() | found.strings)) is not None:
+            self._stop_at(code, (), f"may read {why}")
         for nested in found.nested:
             self._code(nested, names, {name: outer[name] for name in nested.co_freevars if name in outer})
+
+    def _may_name(self, names: Set[str]) -> str | None:
+        """Traced code may read attributes of these names, of any class that it gets hold of. Why it must not, or None."""
+        new = names - self._names
+        self._names |= new
+        self.asks_types = self.asks_types or "__class__" in new
+        reasons = [self._attributes(cls, new) for cls in (*self._classes,)] if new else ()
+        return next(filter(None, reasons), None)
 
     # -- reads -----------------------------------------------------------------------------------------------------
 
@@ -334,7 +345,6 @@ class Surroundings:
         value = vars(builtins).get(read.name, _MISSING)
         if value is _MISSING:
             return None
-        self.asks_types = self.asks_types or value is type
         self._expect(vars(builtins), f"the builtin {read.name}", vars(builtins), read.name, value)
         return self._chain(read.name, value, read.chain)
 
@@ -424,6 +434,15 @@ class Surroundings:
                 for name in self._names & vars(base).keys() - _OF_CLASSES if base is not cls else ():
                     self._expect_attribute(cls, name)  # no class before it has it either
         return next(filter(None, reasons), None)
+
+    def reach_all(self, classes: Collection[type]) -> str | None:
+        """The classes of the model, where traced code may ask for them. Why that cannot be guarded, or None."""
+        if not self.asks_types:
+            return None
+        if self._makes_names:
+            own = {base for cls in classes for base in cls.__mro__ if not is_trusted(base)}
+            self._may_name(frozenset().union(*map(vars, own)) - _OF_CLASSES)
+        return next(filter(None, [self.reach(cls) for cls in classes]), None)
 
     def attribute(self, cls: type, name: str) -> str | None:
         """``name``, read of an object of this class: what the class has there. Why it is opaque, or None."""

@@ -1,0 +1,96 @@
+"""A class that traced code asks for, however it does: what it reads there is guarded."""
+
+from __future__ import annotations
+
+import builtins
+import operator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxprec
+
+T = type
+CLASS = operator.attrgetter("__class__")
+NAME = "scale"
+NAMES = {"scale": 1}
+
+
+class Child(nn.Module):
+    scale = 0.25
+
+    def forward(self, x):
+        return x
+
+
+class Holder:
+    kind = type
+
+
+def of_class(module, name="scale"):
+    return getattr(module.__class__, name)
+
+
+def of(cls, name):
+    return getattr(cls, name)
+
+
+def closed_over():
+    kind = type
+    return lambda self, x: x * kind(self).scale
+
+
+#: None of them reads anything else of the module.
+WAYS = {
+    "type": lambda self, x: x * type(self).scale,
+    "__class__": lambda self, x: x * self.__class__.scale,
+    "type of a child": lambda self, x: x * type(self.child).scale,
+    "type of children": lambda self, x: x * [type(child) for child in self.children()][0].scale,
+    "map": lambda self, x: x * [*map(type, self.children())][0].scale,
+    "global type": lambda self, x: x * T(self).scale,
+    "builtins.type": lambda self, x: x * builtins.type(self).scale,
+    "default type": lambda self, x, kind=type: x * kind(self).scale,
+    "closure type": closed_over(),
+    "type of a class": lambda self, x: x * Holder.kind(self).scale,
+    "type in a dict": lambda self, x: x * {"type": type}["type"](self).scale,
+    "__mro__": lambda self, x: x * type(self).__mro__[0].scale,
+    "helper": lambda self, x: x * of_class(self),
+    "getattr __class__": lambda self, x: x * getattr(self, "__class__").scale,  # noqa: B009
+    "attrgetter": lambda self, x: x * CLASS(self).scale,
+    "methodcaller": lambda self, x: x * operator.methodcaller("__getattribute__", "__class__")(self).scale,
+    "getattr": lambda self, x: x * getattr(type(self), "scale"),  # noqa: B009
+    "attrgetter of the class": lambda self, x: x * operator.attrgetter("scale")(type(self)),
+    "name from a global": lambda self, x: x * getattr(type(self), NAME),
+    "name from a dict": lambda self, x: x * getattr(type(self), next(iter(NAMES))),
+    "name from a tuple": lambda self, x: x * [getattr(type(self), name) for name in ("scale",)][0],
+    "name made": lambda self, x: x * getattr(type(self), f"sc{'ale'}"),
+    "name joined": lambda self, x: x * getattr(type(self), "".join(["sc", "ale"])),
+    "name made for a helper": lambda self, x: x * of(type(self), "sc" + str("ale")),
+    "vars": lambda self, x: x * vars(type(self))["scale"],
+    "__dict__": lambda self, x: x * type(self).__dict__["scale"],
+    "object": lambda self, x: x * object.__getattribute__(self, "__class__").scale,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_change_of_the_class_is_followed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+
+    class Model(nn.Module):
+        scale = 0.25
+        forward = WAYS[way]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = Child()
+
+    def check(x: Tensor) -> None:
+        torch.testing.assert_close(model(x), Model()(x))
+
+    model = fxprec.convert(Model(), dtype=torch.bfloat16).module
+    check(torch.randn(4, 8))
+    Model.scale = -1.0
+    monkeypatch.setattr(Child, "scale", -1.0)
+    check(torch.randn(4, 8))
+    check(torch.randn(4, 8))
