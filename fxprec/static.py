@@ -72,8 +72,8 @@ class StaticEntry:
         return cls(captured, low, plain, low_dtypes, plain_dtypes, dtypes, watched, memory)
 
     def serves(self, tensors: tuple[Tensor, ...] | None) -> bool:
-        """Whether these inputs have the dtypes that the graph was rewritten for, share memory as those did where that
-        matters, and what tracing read still holds."""
+        """Whether these inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
+        inputs and weights share memory as those did where that matters."""
         if tensors is not None:
             if self.dtypes is None:
                 for tensor in tensors:
@@ -81,9 +81,10 @@ class StaticEntry:
                         return False
             elif self.dtypes != tuple([tensor.dtype for tensor in tensors]):
                 return False
-            if self.memory is not None and not self.memory.holds([*map(getitem, *self.watched)], tensors):
-                return False
-        return self.captured.guards.failing() is None  # type: ignore[union-attr]
+        if self.captured.guards.failing() is not None:  # type: ignore[union-attr]
+            return False
+        # The guards know now that every weight is in its place.
+        return tensors is None or self.memory is None or self.memory.holds([*map(getitem, *self.watched)], tensors)
 
     def run(self, weights: Weights, tensors: tuple[Tensor, ...]) -> Any:
         """Run the program on the weights as they are now.

@@ -156,7 +156,8 @@ class World:
         torch.optim.SGD(model.parameters(), lr=0.125).step()
 
     def _convert(self, model: nn.Module) -> nn.Module:
-        if self.kind != "ours" or is_converted(model):
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        if self.kind != "ours" or is_converted(model) or dtypes == {torch.float64}:  # which is refused
             return model
         capture = {"static": "auto"}.get(self.case.capture, self.case.capture)
         fxprec.convert(model, dtype=torch.bfloat16, level=self.case.level, capture=capture)
