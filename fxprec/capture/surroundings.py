@@ -320,7 +320,7 @@ class Surroundings:
             self._code(nested, names, {name: outer[name] for name in nested.co_freevars if name in outer})
 
     def _may_name(self, names: Set[str]) -> str | None:
-        """Traced code may read attributes of these names, of any class that it gets hold of. Why it must not, or None."""
+        """Traced code may read these attributes of any class that it gets hold of. Why it must not, or None."""
         new = names - self._names
         self._names |= new
         self.asks_types = self.asks_types or "__class__" in new
