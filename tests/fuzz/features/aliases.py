@@ -34,7 +34,8 @@ ALIASES = (
     Feature("relu_inplace", "h = F.relu(self.l$n(h), inplace=True)", init=_LAYER),
     Feature(
         "buffer_view",
-        "a = h @ self.b$n\nself.v$n.add_(1)\nh = h @ self.b$n - a",
+        # Detached: of a copy, autograd does not see that the write changes what the backward wants.
+        "a = h.detach() @ self.b$n\nself.v$n.add_(1)\nh = h @ self.b$n - a",
         init="self.register_buffer('b$n', torch.eye(4))\nself.register_buffer('v$n', self.b$n[:2])",
     ),
     Feature(
@@ -45,7 +46,7 @@ ALIASES = (
     ),
     Feature(
         "buffer_and_attribute",
-        "a = h @ self.b$n\nself.t$n.mul_(0.5)\nh = h @ self.b$n + a",
+        "a = h.detach() @ self.b$n\nself.t$n.mul_(0.5)\nh = h @ self.b$n + a",
         init="self.register_buffer('b$n', torch.eye(4) * 4)\nself.t$n = self.b$n.view(16)",
     ),
     Feature(
