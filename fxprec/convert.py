@@ -25,7 +25,7 @@ from fxprec.module import attach, put_back
 from fxprec.passes.ir import Rule
 from fxprec.passes.policy import Policy
 from fxprec.program import Executor
-from fxprec.scaling.unscaled import scales
+from fxprec.scaling.unscaled import handed_back, scales
 from fxprec.settings import Capture, Fuse, Lower, Placement, Settings
 from fxprec.warm_up import warm_up
 
@@ -189,6 +189,7 @@ def convert(
     conversion.reminders.replace_outlived()
     conversion.remind(module)
     made.name_parameters(module)
+    handed_back(made)
     return Converted(module, made)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,13 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     """The random inputs that a file of tests makes when it is imported are the same ones each time."""
     if isinstance(collector, pytest.Module):
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _left_by_others() -> None:
+    """What modules and other files of tests left behind is collected once, and not looked at by every collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

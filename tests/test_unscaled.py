@@ -291,3 +291,12 @@ def test_amp_with_a_scale_of_1(options: dict[str, Any], scaled: bool) -> None:
 @pytest.mark.parametrize("options", [{"opt_level": "O1"}, {"opt_level": "O2", "loss_scale": 64.0}], ids=str)
 def test_amp_with_scale_loss(options: dict[str, Any]) -> None:
     assert not said(lambda: amp_step(True, **options))
+
+
+def test_where_the_scaler_of_convert_scales_no_other_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, scaler = fxprec.convert(Net(), dtype=HALF)
+    monkeypatch.setattr(unscaled, "_living_scalers", lambda: pytest.fail("looked at every object of the process"))
+    optimizer = sgd(model)
+    scaler.scale(model(torch.randn(2, 3)).square().mean()).backward()
+    scaler.step(optimizer)
+    assert not unscaled._expecting()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fxprec.conversion import Conversion
     from fxprec.loss_scaler import LossScaler
 
-__all__ = ["expect_scaling", "scales", "stop_expecting"]
+__all__ = ["expect_scaling", "handed_back", "scales", "stop_expecting"]
 
 
 def scales(scaler: LossScaler) -> bool:
@@ -44,6 +44,16 @@ def expect_scaling(conversion: Conversion) -> None:
 def stop_expecting(conversion: Conversion) -> None:
     """The model is converted no more."""
     _expecting().pop(conversion, None)
+
+
+def handed_back(scaler: LossScaler) -> None:
+    """``convert`` gave its caller this scaler: mostly it is the one that scales, and no other need be looked for."""
+    _handed_back().add(scaler)
+
+
+@functools.cache
+def _handed_back() -> weakref.WeakSet[LossScaler]:
+    return weakref.WeakSet()
 
 
 #: Conversions on whose gradients no optimizer stepped yet, and the optimizers that have none of their parameters.
@@ -75,7 +85,7 @@ def _look(conversion: Conversion, optimizer: Optimizer, expecting: _Expecting) -
     if not stepped or capturing(stepped[0].device):
         return
     del expecting[conversion]
-    if any(has_scaled(scaler) for scaler in _living_scalers()):
+    if any(map(has_scaled, _handed_back())) or any(map(has_scaled, _living_scalers())):
         return
     low = conversion.settings.dtype
     marks = conversion.store.marks_of(stepped)
@@ -92,7 +102,10 @@ def _look(conversion: Conversion, optimizer: Optimizer, expecting: _Expecting) -
 
 
 def _living_scalers() -> list[GradScaler]:
-    """Every enabled scaler of this process, ours and torch's, whoever made it: torch keeps no list of them."""
+    """Every enabled scaler of this process, ours and torch's, whoever made it: torch keeps no list of them.
+
+    It looks at all objects, which takes a tenth of a second and more.
+    """
     found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), GradScaler)]
     return [scaler for scaler in found if scaler.is_enabled()]
 
