@@ -7,7 +7,9 @@ with ``run_in_the_interpreter``. ``TRITON_INTERPRET=1 pytest tests/test_multi_te
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ DEVICES = [_INTERPRETER] if INTERPRETING else [_GPU]
 compiles = pytest.mark.skipif(not HAS_TRITON or INTERPRETING, reason="wants Triton's compiler")
 #: Compute capabilities that kernels are compiled for.
 ARCHITECTURES = [80, 90, 100]
+_ROOT: Final = pathlib.Path(__file__).parents[1]
 
 
 def run_in_the_interpreter(path: str) -> None:
@@ -41,16 +44,39 @@ def run_in_the_interpreter(path: str) -> None:
 
     if triton_release() < (3, 7) and _release(numpy.__version__) >= (2, 4):
         pytest.skip("Triton before 3.7 cannot interpret loops with numpy 2.4")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter]", path]
-    run = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=pathlib.Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0 and re.search(r"\d+ passed, \d+ deselected", run.stdout), run.stdout + run.stderr
+    status, output = _server().run(path)
+    assert status == 0 and re.search(r"\d+ passed, \d+ deselected", output), output
+
+
+class _Server:
+    """A process that runs files in Triton's interpreter (``interpreter_server``): one for all files of this process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(pathlib.Path(__file__).with_name("interpreter_server.py"))],
+            env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(_ROOT)},
+            cwd=_ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, path: str) -> tuple[int, str]:
+        """The exit status of the tests of a file, and what they printed."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{path}\n")
+        self._process.stdin.flush()
+        status, name = json.loads(self._process.stdout.readline())
+        output = pathlib.Path(name)
+        try:
+            return status, output.read_text(encoding="utf-8")
+        finally:
+            output.unlink()
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
 
 
 def triton_release() -> tuple[int, ...]:
