@@ -4,6 +4,8 @@
 ``self.shift = 0.0``, then ``-0.0``  equal, and ``x / self.shift`` is another
 ``(2,)``, then ``(2.0,)``             equal, and integers times that are floats; likewise ``{1}``, or the key of a dict
 ``OrderedDict.move_to_end``          the same entries, in another order
+another function of the same code    equal, and its closure is another one: where two modules hold one function, only one
+                                    of them is asked for what its closure holds
 ==================================  ==================================================================================
 
 The checks are leaves in dynamo's own tree of guards, where it guards such a value: a graph that fails one is captured
@@ -13,13 +15,15 @@ once more, and may serve again later.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Final
 
 from fxprec.torch_internals import add_guard, guarded_value
 
-__all__ = ["exact", "exact_keys", "is_ambiguous", "spelled"]
+__all__ = ["exact", "exact_closure", "exact_keys", "is_ambiguous", "spelled"]
 
 _NUMBERS: Final = (bool, int, float, complex)
 _SEQUENCES: Final = (tuple, list)
@@ -52,6 +56,20 @@ def exact_keys(guard_on: Callable[..., None]) -> Callable[..., None]:
         if isinstance(value, dict | set | frozenset) and is_ambiguous((*value,)):
             keys = spelled({*value})
             add_guard(builder, guard, lambda now: spelled({*now}) == keys, f"the types of {[*value]}")
+
+    return guarded
+
+
+def exact_closure(guard_on: Callable[..., None]) -> Callable[..., None]:
+    """In the place of the method with which dynamo guards a function: one with a closure is the very same function."""
+
+    @functools.wraps(guard_on)
+    def guarded(builder: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+        guard_on(builder, guard, *args, **kwargs)
+        value = guarded_value(builder, guard)
+        if isinstance(value, FunctionType) and value.__closure__:
+            same = weakref.ref(value)
+            add_guard(builder, guard, lambda now: now is same(), f"the very same function {value.__qualname__}")
 
     return guarded
 

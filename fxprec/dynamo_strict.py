@@ -23,7 +23,7 @@ import torch
 
 from fxprec.capture.tripwires import replaced
 from fxprec.dynamo_granted import Granted
-from fxprec.dynamo_guards import exact, exact_keys
+from fxprec.dynamo_guards import exact, exact_closure, exact_keys
 from fxprec.torch_internals import dynamo_classes, function_behind, value_behind
 
 __all__ = ["strict"]
@@ -111,6 +111,7 @@ def strict(granted: Granted) -> Iterator[None]:
         [
             (classes.guards, "EQUALS_MATCH", exact(classes.guards.EQUALS_MATCH)),
             (classes.guards, "TYPE_MATCH", exact_keys(classes.guards.TYPE_MATCH)),
+            (classes.guards, "CLOSURE_MATCH", exact_closure(classes.guards.CLOSURE_MATCH)),
             (classes.guard_module, "from_numpy", out_of_inference_mode(classes.guard_module.from_numpy)),
             (classes.dictionary, absent, missing_key(getattr(classes.dictionary, absent))),
             (classes.cached_function, "call_function", call_of_cached(classes.cached_function.call_function)),

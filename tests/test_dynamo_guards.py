@@ -112,3 +112,37 @@ def test_an_ordered_dict_whose_entries_move():
         assert torch.allclose(converted(x), model(x), atol=0.1)
         for each in (model, converted):
             each.value.move_to_end("a")
+
+
+def scaled_by(factor):
+    def scale(x):
+        return x * factor
+
+    def put(value):
+        nonlocal factor
+        factor = value
+
+    return scale, put
+
+
+def test_a_function_that_two_modules_hold_is_told_from_another_of_the_same_code():
+    """dynamo asks for the closure by way of one of the two."""
+
+    class Part(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, x):
+            return self.scale(x)
+
+    torch._dynamo.reset()
+    scale, put = scaled_by(0.5)
+    model = nn.Sequential(Part(scale), nn.Linear(4, 4), Part(scale))
+    x = torch.randn(2, 4)
+    fxprec.convert(model, dtype=LOW, capture="dynamo")
+    model(x)
+    put(0.25)
+    model[0].scale = scaled_by(0.5)[0]
+    for _ in range(2):
+        torch.testing.assert_close(model(x), model[1](x / 2) / 4, atol=0.01, rtol=0.02)

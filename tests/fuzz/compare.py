@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.fuzz.snapshot import Leaves
 from tests.fuzz.source import Judged
 
-__all__ = ["different", "stayed_wide"]
+__all__ = ["different", "is_chaotic", "stayed_wide"]
 
 _LOW = (torch.bfloat16, torch.float16)
 #: Of the largest value of a tensor. FP32's own rounding, in another order; a state that changed is off by far more.
@@ -65,6 +65,18 @@ def stayed_wide(ours: Leaves, eager: Leaves, autocast: Leaves) -> bool:
     if len(autocast) != len(eager) or all(_same(autocast[i][1], eager[i][1]) for i in floats):
         return False
     return all(_same(ours[i][1], eager[i][1]) for i in floats)
+
+
+def is_chaotic(eager: Leaves, autocast: Leaves) -> bool:
+    """Whether rounding alone made some value another one altogether: what comes after depends on it."""
+    if len(autocast) != len(eager):
+        return False
+    pairs = [(a, b) for (_, a), (_, b) in zip(eager, autocast, strict=True) if isinstance(a, Tensor)]
+    return any(
+        a.is_floating_point() and a.shape == b.shape and a.numel() and (a.double() - b.double()).abs().amax() > _size(a)
+        for a, b in pairs
+        if isinstance(b, Tensor)
+    )
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
