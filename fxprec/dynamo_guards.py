@@ -4,8 +4,8 @@
 ``self.shift = 0.0``, then ``-0.0``  equal, and ``x / self.shift`` is another
 ``(2,)``, then ``(2.0,)``             equal, and integers times that are floats; likewise ``{1}``, or the key of a dict
 ``OrderedDict.move_to_end``          the same entries, in another order
-another function of the same code    equal, and its closure is another one: where two modules hold one function, only one
-                                    of them is asked for what its closure holds
+another function of the same code    equal, and its closure is another one: where two modules hold one function, dynamo
+                                    asks one of them alone for what its closure holds
 ==================================  ==================================================================================
 
 The checks are leaves in dynamo's own tree of guards, where it guards such a value: a graph that fails one is captured

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton  # noqa: F401  imported here for all forks
+import triton  # noqa: F401  imported here, once for all forks
 
-import fxprec.kernels  # noqa: F401
+import fxprec.kernels
 import fxprec.testing  # noqa: F401
 
 
