@@ -90,8 +90,9 @@ def _patch_known_builtins() -> None:
     def patch_builtin(package: Any, *how: Any) -> None:
         for name in names(package):
             member = getattr(package, name)
-            if interpreter.tl.core.is_builtin(member):
-                interpreter._patch_attr(package, name, member, *how)
+            if not interpreter.tl.core.is_builtin(member):  # a call within a kernel: they were all replaced before it
+                return
+            interpreter._patch_attr(package, name, member, *how)
 
     interpreter._patch_builtin = patch_builtin
 
