@@ -130,12 +130,15 @@ class Reminders:
         """
         model = self._model()
         for path, module in model.named_modules() if model is not None else ():
-            if module is model or f"{path}.forward" in self._methods or module.__dict__.get(CALLED_THROUGH) is not None:
+            attributes = module.__dict__
+            low = any(id(weight) in lowered for weight in attributes.get("_parameters", {}).values())
+            if not low and not isinstance(module, _LOWERED):
                 continue
-            hooked = any(vars(module)[name] for name in HOOKS)
-            low = not hooked and any(id(weight) in lowered for weight in module.parameters(recurse=False))
-            if low or (isinstance(module, _LOWERED) and expected(path)):
-                module.__dict__[CALLED_THROUGH] = Reminder(module, self._remind, self._left)
+            if module is model or f"{path}.forward" in self._methods or attributes.get(CALLED_THROUGH) is not None:
+                continue
+            hooked = any(attributes[name] for name in HOOKS)
+            if (low and not hooked) or (isinstance(module, _LOWERED) and expected(path)):
+                attributes[CALLED_THROUGH] = Reminder(module, self._remind, self._left)
                 self._covered.add(module)
 
     def remove(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 from fxprec.capture.guard_values import contents, is_container
@@ -54,9 +55,9 @@ def unchanged(now: Any, saved: Any) -> bool:
         return False
     if isinstance(now, set):
         return now == saved
-    if isinstance(now, Mapping):
-        return all(a is b and now[a] is saved[b] for a, b in zip(now, saved, strict=True))
-    return all(a is b for a, b in zip(now, saved, strict=True))
+    if isinstance(now, dict) or isinstance(now, Mapping):
+        return all(map(is_, now, saved)) and all(map(is_, now.values(), saved.values()))
+    return all(map(is_, now, saved))
 
 
 def refill(container: Any, saved: Any) -> None:

@@ -116,12 +116,10 @@ class Recorder:
         self._facts: dict[tuple[str, Any], Fact] = {}
         self.slots: dict[int, tuple[str, Slot]] = {}
         self._ties: list[tuple[Slot, Slot]] = []
+        swapped: dict[type[nn.Module], None] = {}
         for path, module in root.named_modules():
             self._paths[id(module)] = path
-            self._classes[original_class(module)] = None
-            for cls in {type(module), original_class(module)}:
-                if not is_trusted(cls):
-                    self.surroundings.contents.add(cls)  # type(self).calls += 1
+            self._classes[original_class(module)] = swapped[type(module)] = None
             attributes = _attributes(module)
             if not attributes.keys() >= _TENSORS:  # a traced module of TorchScript's
                 why = _unfit_class(type(module)) or "keeps its parameters elsewhere"
@@ -135,6 +133,9 @@ class Recorder:
                         self._ties.append((slot, self.slots[id(tensor)][1]))
                     else:
                         self.slots[id(tensor)] = (kind, slot)
+        for cls in self._classes | swapped:
+            if not is_trusted(cls):
+                self.surroundings.contents.add(cls)  # type(self).calls += 1
 
     def getattribute(self) -> Callable[[nn.Module, str], Any]:
         """What takes the place of ``nn.Module.__getattribute__`` (that of object)."""
