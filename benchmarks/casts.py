@@ -1,6 +1,6 @@
 """Casts executed in forward and backward of a 12-layer pre-LN GPT: eager autocast beside fxprec.
 
-    python -m benchmarks.casts [--layers 12]
+    python -m benchmarks.casts [--layers 12] [--length 32]
     TRITON_INTERPRET=1 python -m benchmarks.casts --fused
 
 Counted by a dispatch mode on a CPU in bfloat16: every ``_to_copy`` between float dtypes. The loss is inside the model,
@@ -70,11 +70,14 @@ def count(model: nn.Module, inputs: tuple[Tensor, ...], variant: str) -> CastCou
     return counts
 
 
-def rows(layers: int, variants: Iterable[str] = VARIANTS) -> list[tuple[str, ...]]:
-    """The table: variant, and casts: all, of weights, of weight gradients, of activations, of their gradients."""
+def rows(layers: int, variants: Iterable[str] = VARIANTS, length: int = 32) -> list[tuple[str, ...]]:
+    """The table: variant, and casts: all, of weights, of weight gradients, of activations, of their gradients.
+
+    :param length: of the two sequences that go in; no count depends on it.
+    """
     torch.manual_seed(0)
     model = GPT(layers=layers)
-    inputs = (torch.randint(256, (2, 32)), torch.randint(256, (2, 32)))
+    inputs = (torch.randint(256, (2, length)), torch.randint(256, (2, length)))
     table = []
     for variant in variants:
         casts = count(model, inputs, variant)
@@ -91,10 +94,11 @@ def markdown(table: list[tuple[str, ...]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Count executed casts")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--length", type=int, default=32, help="tokens of a sequence")
     parser.add_argument("--markdown", action="store_true", help="print README.md's table")
     parser.add_argument("--fused", action="store_true", help="with fused regions; set TRITON_INTERPRET=1")
     options = parser.parse_args()
-    table = rows(options.layers, FUSED if options.fused else VARIANTS)
+    table = rows(options.layers, FUSED if options.fused else VARIANTS, options.length)
     if options.markdown:
         print(markdown(table))
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -25,6 +26,13 @@ from benchmarks.convert_costs import (
 from fxprec.passes.runner import PIPELINE
 
 QUICK = (("symbolic_trace", "convert"), ("fx, through modules",), ("dynamo", "convert, dynamo"))
+
+
+@pytest.fixture(autouse=True)
+def _imported_by_now() -> None:
+    """Each sample is timed after a collection, which need not go through what the tests before it imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def stack(nodes: int, trace: float, ours: float, passes: float) -> Stack:

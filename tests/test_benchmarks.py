@@ -40,7 +40,7 @@ def test_bytes_of_a_training_step():
 
 def test_casts_with_fused_regions() -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.casts", "--fused", "--markdown"]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.casts", "--fused", "--length", "4", "--markdown"]
     run = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
     )
