@@ -8,8 +8,8 @@ Left to the interpreter, with a graph break whose reason the report has:
 - calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
 - generators that a function returns, which dynamo runs to their end and gives as an iterator over the values.
 
-And guarded: constants by type and sign (see ``dynamo_guards``), a key that a dict did not have when it was asked; and
-values of numpy as tensors outside of inference mode, as they were when the guard was made.
+And guarded: constants by type and sign (see ``dynamo_guards``), a key that a dict did not have when it was asked, constants
+of classes (before torch 2.13); and values of numpy as tensors outside of inference mode, as they were when the guard was made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from fxprec.capture.tripwires import replaced
 from fxprec.dynamo_granted import Granted
 from fxprec.dynamo_guards import exact, exact_closure, exact_keys
-from fxprec.torch_internals import dynamo_classes, function_behind, value_behind
+from fxprec.torch_internals import dynamo_classes, function_behind, guard_class_attribute, value_behind
 
 __all__ = ["strict"]
 
@@ -56,6 +56,14 @@ def strict(granted: Granted) -> Iterator[None]:
             return original(variable, *args, **kwargs)
 
         return call_function
+
+    def attribute_of_class(original: Callable[..., Any]) -> Callable[..., Any]:
+        def var_getattr(variable: Any, frame: Any, name: str) -> Any:
+            found = original(variable, frame, name)
+            guard_class_attribute(variable, found, name)
+            return found
+
+        return var_getattr
 
     returning = False
 
@@ -116,6 +124,7 @@ def strict(granted: Granted) -> Iterator[None]:
             (classes.dictionary, absent, missing_key(getattr(classes.dictionary, absent))),
             (classes.cached_function, "call_function", call_of_cached(classes.cached_function.call_function)),
             (classes.user_class, "call_function", call_of_class(classes.user_class.call_function)),
+            (classes.user_class, "var_getattr", attribute_of_class(classes.user_class.var_getattr)),
             (classes.inference_mode, "create", staticmethod(no_inference_mode)),
             (classes.inliner, "build_inline_tracer", staticmethod(inlines(classes.inliner.build_inline_tracer))),
             (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),

@@ -64,6 +64,7 @@ __all__ = [
     "global_hooks",
     "grad_modes",
     "growth_tracker",
+    "guard_class_attribute",
     "guarded_value",
     "has_scaled",
     "hide_from_dynamo",
@@ -346,7 +347,7 @@ class DynamoClasses(NamedTuple):
     dictionary: Any  #: a dict: ``getitem_const_raise_exception_if_absent``, ``install_dict_contains_guard``
     guards: Any  #: what makes the guards: ``EQUALS_MATCH`` of constants, ``TYPE_MATCH``
     guard_module: Any  #: makes tensors of numpy's values to guard them: ``from_numpy``
-    user_class: Any  #: a class of the user's that is called: ``call_function``, ``value``
+    user_class: Any  #: a class of the user's: ``call_function``, ``var_getattr``, ``value``
     graph_break: Any  #: the error that breaks a graph
 
 
@@ -376,6 +377,21 @@ def dynamo_classes() -> DynamoClasses:
         user_class=UserDefinedClassVariable,
         graph_break=Unsupported,
     )
+
+
+def guard_class_attribute(variable: Any, found: Any, name: str) -> None:
+    """Guard the constant that dynamo reads of a class; from torch 2.13 on it does so itself."""
+    if torch.__version__ >= (2, 13):
+        return
+    with needed:
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.source import AttrSource
+        from torch._dynamo.variables import ConstantVariable, EnumVariable
+    if variable.source is None or found.source is not None or name in ("__name__", "__qualname__"):
+        return
+    if isinstance(found, ConstantVariable | EnumVariable):
+        kind = GuardBuilder.CONSTANT_MATCH if isinstance(found, ConstantVariable) else GuardBuilder.ID_MATCH
+        install_guard(AttrSource(variable.source, name).make_guard(kind))
 
 
 def guarded_value(builder: Any, guard: Any) -> Any:

@@ -119,6 +119,27 @@ def test_what_a_capture_looks_at_is_told_and_can_be_guarded(monkeypatch: pytest.
     assert len(graphs) == 2
 
 
+@contract("fxprec", "guard_class_attribute")
+def test_a_constant_of_a_class_can_be_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = of_fxprec.dynamo_classes()
+    read = classes.user_class.var_getattr
+
+    def var_getattr(variable: Any, frame: Any, name: str) -> Any:
+        found = read(variable, frame, name)
+        of_fxprec.guard_class_attribute(variable, found, name)
+        return found
+
+    class Holder:
+        number = 2.0
+
+    monkeypatch.setattr(classes.user_class, "var_getattr", var_getattr)
+    held, x = Holder(), torch.ones(1)
+    compiled = torch.compile(lambda x: x * type(held).number, backend="eager")
+    assert compiled(x).item() == 2
+    Holder.number = 3.0
+    assert compiled(x).item() == 3
+
+
 @contract("fxprec", "raw_environment")
 def test_the_environment_has_a_dict_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = of_fxprec.raw_environment(os.environ).copy()
