@@ -381,15 +381,15 @@ def dynamo_classes() -> DynamoClasses:
 
 def guard_class_attribute(variable: Any, found: Any, name: str) -> None:
     """Guard the constant that dynamo reads of a class; from torch 2.13 on it does so itself."""
-    if torch.__version__ >= (2, 13):
+    if torch.__version__ >= "2.13":
         return
     with needed:
         from torch._dynamo.guards import GuardBuilder, install_guard
         from torch._dynamo.source import AttrSource
-        from torch._dynamo.variables import ConstantVariable, EnumVariable
+        from torch._dynamo.variables import ConstantVariable
     if variable.source is None or found.source is not None or name in ("__name__", "__qualname__"):
         return
-    if isinstance(found, ConstantVariable | EnumVariable):
+    if isinstance(found, ConstantVariable) or type(found).__name__ == "EnumVariable":  # which is a constant since
         kind = GuardBuilder.CONSTANT_MATCH if isinstance(found, ConstantVariable) else GuardBuilder.ID_MATCH
         install_guard(AttrSource(variable.source, name).make_guard(kind))
 
