@@ -73,7 +73,8 @@ def count(model: nn.Module, inputs: tuple[Tensor, ...], variant: str) -> CastCou
 def rows(layers: int, variants: Iterable[str] = VARIANTS, length: int = 32) -> list[tuple[str, ...]]:
     """The table: variant, and casts: all, of weights, of weight gradients, of activations, of their gradients.
 
-    :param length: of the two sequences that go in; no count depends on it.
+    Args:
+        length: tokens of each of the two sequences that go in; no count depends on it.
     """
     torch.manual_seed(0)
     model = GPT(layers=layers)

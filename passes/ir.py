@@ -11,6 +11,7 @@ key            written by      value
 ``dtype``      propagate       dtype of the node's value in the *original* FP32 program: a ``torch.dtype``,
                                ``UNKNOWN`` (nobody can tell without inputs), ``NON_TENSOR``, or a tuple of these
 ``numel``      propagate       elements of the value where shapes are known, else None (a tuple: of its elements)
+``wide``       propagate       positions of the results that are FP32 whatever arrives; absent where there are none
 ``scalar``     propagate       whether the value is known to be a 0-dim tensor
 ``precision``  decide          ``Precision``: what the node reads, computes and puts out, and why
 =============  ==============  ==================================================================================

@@ -162,7 +162,8 @@ class _Walk:
             kind = _overload_kind(overload, kind)
         operands = operands._replace(equal=row.rule is Rule.LOW)
         if isinstance(kind, tuple):
-            node.meta["wide"] = frozenset(port for port, each in enumerate(kind) if each in _WIDE)
+            if wide := frozenset(port for port, each in enumerate(kind) if each in _WIDE):
+                node.meta["wide"] = wide
             return tuple(RESULT_KINDS[each](operands) for each in kind)
         if kind.endswith("*"):
             value = node.meta.get("val")

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     find = unscaled._living_scalers
     left = find()
     monkeypatch.setattr(unscaled, "_living_scalers", lambda: [s for s in find() if all(s is not old for old in left)])
+    handed_back: weakref.WeakSet[fxprec.LossScaler] = weakref.WeakSet()
+    monkeypatch.setattr(unscaled, "_handed_back", lambda: handed_back)
 
 
 @pytest.fixture

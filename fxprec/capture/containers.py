@@ -55,7 +55,7 @@ def unchanged(now: Any, saved: Any) -> bool:
         return False
     if isinstance(now, set):
         return now == saved
-    if isinstance(now, dict) or isinstance(now, Mapping):
+    if isinstance(now, dict | Mapping):
         return all(map(is_, now, saved)) and all(map(is_, now.values(), saved.values()))
     return all(map(is_, now, saved))
 
