@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import pairwise
 from typing import Any, Final
 
@@ -161,8 +162,9 @@ def _pointers(weights: Sequence[Tensor]) -> list[int]:
 
 
 def _held(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
+    owners: dict[str, Any] = {"": gm}
     for node in gm.graph.find_nodes(op="get_attr"):
-        value: Any = gm
-        for name in str(node.target).split("."):
-            value = getattr(value, name, None)
-        yield node, value
+        path, _, name = str(node.target).rpartition(".")
+        if path not in owners:
+            owners[path] = reduce(lambda owner, part: getattr(owner, part, None), path.split("."), gm)
+        yield node, getattr(owners[path], name, None)

@@ -48,6 +48,8 @@ def named_methods(model: nn.Module, methods: Sequence[str]) -> tuple[str, ...]:
     """
     if isinstance(methods, str) or not all(isinstance(name, str) for name in methods):
         raise TypeError(f"methods={methods!r}: give a tuple of names, such as methods=('encode', 'vae.decode')")
+    if not methods:
+        return ()
     paths = {id(module): path for path, module in model.named_modules()}
     found: dict[str, str] = {}
     for text in methods:

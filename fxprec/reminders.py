@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from fxprec.capture.guards import HOOKS
+from fxprec.capture.guards import hooks_of
 from fxprec.errors import NotLoweredWarning
 from fxprec.kernels.watchers import FX, SCRIPT, TRACING, watcher
 from fxprec.net import inside_net
@@ -136,7 +136,7 @@ class Reminders:
                 continue
             if module is model or f"{path}.forward" in self._methods or attributes.get(CALLED_THROUGH) is not None:
                 continue
-            hooked = any(attributes[name] for name in HOOKS)
+            hooked = any(hooks_of(attributes))
             if (low and not hooked) or (isinstance(module, _LOWERED) and expected(path)):
                 attributes[CALLED_THROUGH] = Reminder(module, self._remind, self._left)
                 self._covered.add(module)

@@ -20,12 +20,12 @@ def new_node(
 ) -> Node:
     """``graph.create_node``; the arguments are assigned afterwards.
 
-    torch 2.13 walks through those that it is given, to warn of SymInts: a third of the time. Assigning them takes a
-    quarter of that, and so do older versions lose that quarter.
+    torch 2.13 walks through those that it is given, to warn of SymInts: a third of the time. They are assigned past
+    ``Node.__setattr__``, which takes the node out of the tables by op and target and puts it back: neither changes.
     """
     node = graph.create_node(op, target, (), {}, name, type_expr)
     if args:
-        node.args = args
+        object.__setattr__(node, "args", args)
     if kwargs:
-        node.kwargs = kwargs
+        object.__setattr__(node, "kwargs", kwargs)
     return node

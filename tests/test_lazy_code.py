@@ -15,11 +15,16 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 import fxprec
 import fxprec.captured
+from fxprec.capture import collection
 from fxprec.capture.collection import fewer_collections
 from fxprec.capture.lazy_code import holding, with_code, without_code
 from fxprec.module import conversion_of
 
 X = torch.randn(2, 4)
+
+
+def _is_old(value):
+    return any(each is value for each in gc.get_objects(generation=2))
 
 
 def net():
@@ -125,9 +130,11 @@ class TestCollection:
 
         monkeypatch.setattr(fxprec.captured, "run_passes", noted)
         fxprec.convert(net(), (X,), capture=capture)
-        assert found == [(10_000, 1_000, 5)] and gc.get_threshold() == (700, 10, 5)
+        assert found == [(1_000_000, 1_000, 5)] and gc.get_threshold() == (700, 10, 5)
 
-    def test_what_is_dropped_within_is_freed_all_the_same(self):
+    def test_what_is_dropped_within_is_freed_all_the_same(self, monkeypatch):
+        monkeypatch.setattr(collection, "_NEW", 10_000)
+
         class Node:
             pass
 
@@ -141,13 +148,30 @@ class TestCollection:
             kept = [[] for _ in range(10_100)]
             assert freed and len(kept) == 10_100
 
+    def test_what_stays_is_old_at_the_end(self):
+        before = gc.get_freeze_count()
+        gc.unfreeze()
+        with fewer_collections():
+            stays = [[]]
+            assert not _is_old(stays)
+        assert _is_old(stays) and not gc.get_freeze_count()
+        if before:  # by this suite
+            gc.freeze()
+
+    def test_what_the_user_froze_stays_frozen(self):
+        gc.freeze()
+        before = gc.get_freeze_count()
+        with fewer_collections():
+            stays = [[]]
+        assert not _is_old(stays) and gc.get_freeze_count() == before
+
     def test_it_is_as_often_after_an_error(self):
         with pytest.raises(KeyError), fewer_collections():
-            assert gc.get_threshold()[0] == 10_000
+            assert gc.get_threshold()[0] == 1_000_000
             raise KeyError
         assert gc.get_threshold() == (700, 10, 5)
 
-    @pytest.mark.parametrize("threshold", [(0, 10, 5), (50_000, 20, 100)])
+    @pytest.mark.parametrize("threshold", [(0, 10, 5), (5_000_000, 20, 100)])
     def test_who_collects_never_or_seldomer_goes_on_so(self, threshold):
         gc.set_threshold(*threshold)
         with fewer_collections():

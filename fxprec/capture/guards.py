@@ -30,10 +30,12 @@ from fxprec.capture.ties import Ties
 from fxprec.capture.trusted import is_torchs
 from fxprec.torch_internals import global_hooks
 
-__all__ = ["HOOKS", "Fact", "Guards", "Reads", "Slot"]
+__all__ = ["HOOKS", "Fact", "Guards", "Reads", "Slot", "hooks_of"]
 
 #: Attributes of a module that hold hooks which run when it is called.
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Of the attributes of a module, a tuple of them.
+hooks_of: Final = itemgetter(*HOOKS)
 
 
 class Slot(NamedTuple):
@@ -91,12 +93,12 @@ class Guards:
         # The root's own class and hooks are the caller's: a converted module's class is swapped, and its hooks run
         # around the graph.
         inner = [read for read in reads if read.module is not root]
-        values = [*_values_of(reads, root), *expected]
+        values = [*_values_of(reads), *expected]
         self._checks: list[_Check] = [
             _Classes(inner),
             _Hooks([read for read in inner if read.called]),
             _Missing(reads),
-            _Values(values),
+            _Values(values, [_Parts.of(read, hooked=read.called and read.module is not root) for read in reads]),
             _Slots(reads),
             _Code(functions, absent),
         ]
@@ -152,14 +154,15 @@ class _Classes:
 
 class _Hooks:
     def __init__(self, called: Sequence[Reads]) -> None:
-        self._labels = [*global_hooks, *(read.label(name) for read in called for name in HOOKS)]
-        self._hooks = [*global_hooks.values(), *(vars(read.module)[name] for read in called for name in HOOKS)]
+        self._called = called
+        self._hooks = [*global_hooks.values(), *chain.from_iterable(hooks_of(vars(read.module)) for read in called)]
 
     def holds(self) -> bool:
         return not any(self._hooks)
 
     def change(self) -> str:
-        return next(f"{label} got a hook" for label, hooks in zip(self._labels, self._hooks, strict=True) if hooks)
+        labels = [*global_hooks, *(read.label(name) for read in self._called for name in HOOKS)]
+        return next(f"{label} got a hook" for label, hooks in zip(labels, self._hooks, strict=True) if hooks)
 
 
 class _Missing:
@@ -189,12 +192,23 @@ class _Values:
     the very same objects; a new one is compared by its type and value, and is the one to be there from then on.
     """
 
-    def __init__(self, expected: Sequence[Expected]) -> None:
+    def __init__(self, expected: Sequence[Expected], parts: Sequence[_Parts]) -> None:
+        self._parts = parts
         self._containers = [each for each in expected if isinstance(each.value, Held)]
         self._expected = [each for each in expected if not isinstance(each.value, Held)]
+        scopes = _Scopes()
+        for each in self._expected:
+            scopes.add(each.scope, (each.name,), (each.value,))
+        for part in parts:
+            if part.children:
+                scopes.add(part.attributes, ("_modules",), (part.children,))
+            if part.hooks:
+                scopes.add(part.attributes, HOOKS, part.hooks)
+        self._getters, self._scopes, self._values = scopes.getters(), scopes.scopes, scopes.all_values()
         numbers = [e for e in self._expected if e.exact and isinstance(e.value, int | float | complex | tuple)]
-        self._getters, self._scopes, self._values = _by_scope(self._expected)
-        self._of_numbers, self._number_scopes, self._numbers = _by_scope(numbers, apart=True)
+        self._of_numbers = [_getter(each.scope, (each.name,)) for each in numbers]
+        self._number_scopes = [each.scope for each in numbers]
+        self._numbers = [each.value for each in numbers]
 
     def holds(self) -> bool:
         if [*map(call, self._getters, self._scopes)] != self._values:  # type: ignore[arg-type]
@@ -211,6 +225,9 @@ class _Values:
         for each in (*self._expected, *self._containers):
             if (text := _difference(each)) is not None:
                 return text
+        for part in self._parts:
+            if (text := part.change()) is not None:
+                return text
         return "an attribute changed"
 
 
@@ -218,20 +235,60 @@ def _holds(now: Any, then: Held) -> bool:
     return now is then.container and same(now, then.snapshot)
 
 
-def _by_scope(expected: Sequence[Expected], apart: bool = False) -> tuple[list[_Getter], list[Any], list[Any]]:
-    """For each scope what gets the values of all names in it, the scope, and the values, as it gives them.
+class _Scopes:
+    """For each scope what gets the values of all names in it, the scope, and the values, as it gives them."""
 
-    ``apart``: one by one.
+    def __init__(self) -> None:
+        self.scopes: list[Any] = []
+        self._names: dict[int, list[Any]] = {}
+        self._values: dict[int, list[Any]] = {}
+
+    def add(self, scope: Any, names: Sequence[Any], values: Sequence[Any]) -> None:
+        if id(scope) not in self._names:
+            self.scopes.append(scope)
+            self._names[id(scope)], self._values[id(scope)] = [], []
+        self._names[id(scope)] += names
+        self._values[id(scope)] += values
+
+    def getters(self) -> list[_Getter]:
+        return [*map(_getter, self.scopes, self._names.values())]
+
+    def all_values(self) -> list[Any]:
+        return [values[0] if len(values) == 1 else tuple(values) for values in self._values.values()]
+
+
+def _getter(scope: Any, names: Sequence[Any]) -> _Getter:
+    return attrgetter(*names) if isinstance(scope, type) else itemgetter(*names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Of a module the children, as a copy, and the dicts of hooks, where it was called.
+
+    Identical dicts compare as equal without a look inside, so a replaced dict of hooks shows, if it holds any.
     """
-    groups: dict[Any, list[Expected]] = {}
-    for each in expected:
-        groups.setdefault((id(each.scope), each.name) if apart else id(each.scope), []).append(each)
-    getters: list[_Getter] = []
-    for group in groups.values():
-        get = attrgetter if isinstance(group[0].scope, type) else itemgetter
-        getters.append(get(*[each.name for each in group]))
-    values = [group[0].value if len(group) == 1 else tuple([e.value for e in group]) for group in groups.values()]
-    return getters, [group[0].scope for group in groups.values()], values
+
+    attributes: dict[str, Any]
+    label: Callable[[str], str]
+    children: dict[str, Any]
+    hooks: tuple[dict[int, Any], ...]
+
+    @classmethod
+    def of(cls, read: Reads, hooked: bool) -> _Parts:
+        attributes = vars(read.module)
+        return cls(attributes, read.label, dict(attributes["_modules"]), hooks_of(attributes) if hooked else ())
+
+    def change(self) -> str | None:
+        now = self.attributes.get("_modules") or {}
+        for child in {**self.children, **now} if self.children else ():
+            if self.children.get(child) is not now.get(child):
+                return f"the submodule {self.label(child)} was replaced, added or removed"
+        for name, hooks in zip(HOOKS, self.hooks, strict=False):
+            if name not in self.attributes:
+                return f"{self.label(name)} was deleted"
+            if self.attributes[name] != hooks:
+                return f"{self.label(name)} got a hook"
+        return None
 
 
 class _Code:
@@ -345,28 +402,22 @@ class _Tensors:
         raise AssertionError("nothing changed")
 
 
-def _values_of(reads: Iterable[Reads], root: nn.Module) -> Iterator[Expected]:
+def _values_of(reads: Iterable[Reads]) -> Iterator[Expected]:
     for read in reads:
         scope = vars(read.module)
         where = f"{read.path}." if read.path else ""
         # Identical dicts compare as equal without a look inside, so a replaced dict of hooks shows, if it holds any.
-        hooks = {name: scope[name] for name in HOOKS} if read.called and read.module is not root else {}
-        children = {"_modules": _Children(scope["_modules"])} if scope["_modules"] else {}
         exact = not is_torchs(type(read.module))
-        for name, value in {**read.values, **hooks, **children}.items():
+        for name, value in read.values.items():
             yield Expected(where + name, scope, name, value, exact and name != "training")
 
 
-class _Children(dict[str, Any]):
-    """A copy of a module's ``_modules``: compared as a dict, not looked into."""
-
-
 def _is_users(each: Expected) -> bool:
-    return each.exact and each.name not in (*HOOKS, "_modules") and not isinstance(each.value, _PARTS_OF_PROGRAMS)
+    return each.exact and not isinstance(each.value, _PARTS_OF_PROGRAMS)
 
 
 def _difference(each: Expected) -> str | None:
-    label, name, value = each.label, each.name, each.value
+    label, value = each.label, each.value
     try:
         now = each.now()
     except (LookupError, AttributeError):
@@ -375,12 +426,6 @@ def _difference(each: Expected) -> str | None:
         if same(now, value.snapshot):
             return None if now is value.container else f"{label} was replaced by an equal one"
         return f"{label} changed from {_shown(value.snapshot)} to {_shown(now)}"
-    if name == "_modules":
-        children = [child for child in {**value, **now} if value.get(child) is not now.get(child)]
-        prefix = label.removesuffix("_modules")
-        return f"the submodule {prefix}{children[0]} was replaced, added or removed" if children else None
-    if name in HOOKS:
-        return None if now == value else f"{label} got a hook"
     if same(now, value):
         return None
     return f"{label} changed from {_shown(value)} to {_shown(now)}"

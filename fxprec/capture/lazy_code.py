@@ -35,10 +35,9 @@ def holding(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModu
     for path, tensor in tensors.items():
         owner, _, leaf = targets[path].rpartition(".")
         module = modules.get(owner) or _made(modules, owner)
-        if isinstance(tensor, nn.Parameter):
-            module.register_parameter(leaf, tensor)
-        else:
-            module.register_buffer(leaf, tensor)
+        # Past register_parameter, which asks whether the module has such an attribute, and calls hooks of the user's.
+        kind = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+        kind[leaf] = tensor  # type: ignore[assignment]
     for node in graph.find_nodes(op="get_attr", sort=False):
         path = str(node.target)
         if targets[path] != path:
@@ -52,7 +51,7 @@ def _made(modules: dict[str, nn.Module], path: str) -> nn.Module:
     outer, _, name = path.rpartition(".")
     around = modules.get(outer) or _made(modules, outer)
     modules[path] = made = nn.Module()
-    around.add_module(name, made)
+    around._modules[name] = made
     return made
 
 

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.guard_values import is_container, is_plain, snapshot
-from fxprec.capture.guards import HOOKS, Fact, Guards, Reads, Slot
+from fxprec.capture.guards import HOOKS, Fact, Guards, Reads, Slot, hooks_of
 from fxprec.capture.opaque_code import OpaqueCode
 from fxprec.capture.originals import original_class
 from fxprec.capture.surroundings import Held, Surroundings
@@ -168,9 +168,9 @@ class Recorder:
         reads = self._reads.get(id(module)) or self._first_read(module)
         if not reads.called:
             attributes = _attributes(module)
-            for name in HOOKS:
-                if attributes[name]:
-                    self._decline(f"submodule '{reads.path}' has hooks ({name})")
+            if any(hooks_of(attributes)):
+                name = next(name for name in HOOKS if attributes[name])
+                self._decline(f"submodule '{reads.path}' has hooks ({name})")
             reads.called = True
             self.traces(attributes.get("forward", original_class(module).forward))
 

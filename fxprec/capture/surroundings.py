@@ -179,7 +179,7 @@ class Surroundings:
         Functions are followed into their code. ``label``: what people call it.
         """
         if is_plain(value):
-            return self._may_name(frozenset(strings_in(value)))
+            return self._may_name(frozenset(strings_in(value))) if isinstance(value, str | tuple) else None
         if isinstance(value, Tensor | nn.Module | Proxy):
             return None
         known = self._looked_at.get(id(value))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Container
+from itertools import filterfalse
 from typing import Any, Final
 
 import torch
@@ -22,6 +23,8 @@ __all__ = ["ModelState", "RandomState"]
 #: The dicts that nn.Module keeps its parts in: a write there is named by the part alone.
 _PARTS: Final = frozenset({"_parameters", "_buffers", "_modules"})
 _STANDARD: Final = frozenset(vars(nn.Module()))
+#: Of these, the containers, most of them empty.
+_CONTAINERS: Final = tuple(name for name, value in vars(nn.Module()).items() if is_container(value))
 
 
 class ModelState:
@@ -30,22 +33,20 @@ class ModelState:
     def __init__(self, root: nn.Module) -> None:
         self._modules: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._filled: list[tuple[str, str, Any, Any]] = []
-        self._empty: list[tuple[str, str, Any]] = []
+        self._empty: list[Any] = []
         self._nested = Contents()
         for path, module in root.named_modules():
             attributes = module.__dict__
             self._modules.append((path, attributes, attributes.copy()))
-            for name, value in attributes.items():
-                if not is_container(value):
-                    continue
-                if name not in _STANDARD:
-                    if not is_plain(value):
-                        self._nested.add_nested(value, f"the contents of {_joined(path, name)}")
-                elif value:
+            for name in [name for name in attributes if name not in _STANDARD]:
+                value = attributes[name]
+                if is_container(value) and not is_plain(value):
+                    self._nested.add_nested(value, f"the contents of {_joined(path, name)}")
+            values = [*map(attributes.get, _CONTAINERS)]
+            self._empty += filterfalse(None, values)
+            for name, value in zip(_CONTAINERS, values, strict=True) if any(values) else ():
+                if value and is_container(value):
                     self._filled.append((path, name, value, value.copy()))
-                else:
-                    self._empty.append((path, name, value))
-        self._contents = [value for _, _, value in self._empty]
 
     def restore(self) -> str | None:
         """Undo every write; the name of the first thing written, or None if nothing was."""
@@ -58,11 +59,13 @@ class ModelState:
             if not unchanged(value, saved):
                 written.append(_described(path, name, value, saved))
                 refill(value, saved)
-        if any(self._contents):
-            for path, name, value in self._empty:
-                if value:
-                    written.append(_described(path, name, value, {}))
-                    value.clear()
+        if any(self._empty):
+            ids = {*map(id, self._empty)}
+            for path, _, saved in self._modules:
+                for name, value in saved.items():
+                    if id(value) in ids and value:
+                        written.append(_described(path, name, value, {}))
+                        value.clear()
         if (nested := self._nested.restore()) is not None:
             written.append(nested)
         return written[0] if written else None
