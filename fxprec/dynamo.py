@@ -31,6 +31,7 @@ from fxprec.torch_internals import (
     original_of_compiled,
     reset_code,
     skipped_frame,
+    tables_of_weights,
     torch_dynamo,
     wrap_inline,
 )
@@ -48,6 +49,8 @@ _CONFIG: Final = {
     "invalidate_compile_context_weakrefs": True,  # to parameters: swap_tensors refuses those
     "record_runtime_overhead": False,  # two more calls at each call, for profiles
 }
+#: There, where no dict of the modules changed, no guard is asked further in: but classes and dtypes of weights may.
+_BEFORE_2_13: Final = {"use_recursive_dict_tags_for_guards": False, "skip_tensor_guards_with_matching_dict_tags": False}
 #: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.
 _HARMLESS: Final = ("skipfiles", "no tensor-related objects", "namedtuple", "No ops traced")
 
@@ -141,8 +144,10 @@ class _Backend:
         self._broken: dict[str, int] = {}
         self.within = ""
         self.exhausted = False
+        self._tables: list[Any] = []
 
     def __call__(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self._tables += tables_of_weights(gm)
         receiver = self._receiver()
         assert receiver is not None  # it runs this very call
         broken = getattr(gm, "compile_subgraph_reason", None)
@@ -157,6 +162,12 @@ class _Backend:
             receiver.in_net(place, why)
             self._broken = dict(_counted("graph_break"))
         return receiver.rewritten(gm, inputs, part)
+
+    def forget_weights(self) -> None:
+        """dynamo is done: its tables need not refer to weights any more."""
+        for table in self._tables:
+            table.clear()
+        self._tables.clear()
 
     def seeing_through(self) -> contextlib.AbstractContextManager[Any]:
         """As the receiver has it."""
@@ -234,6 +245,8 @@ class _Compiling:
                     self.first.failed = frame.f_code is self._code
                     raise
                 result = _skip(error)
+            finally:
+                self._backend.forget_weights()
         code = frame.f_code
         if "<" in code.co_filename or code.co_filename.startswith(_OWN):
             return result
@@ -277,7 +290,8 @@ def _isolated() -> dict[str, bool]:
 
 def _configured() -> Any:
     config = torch_dynamo().config
-    return config.patch({key: value for key, value in _CONFIG.items() if hasattr(config, key)})
+    ours = _CONFIG | (_BEFORE_2_13 if torch.__version__ < "2.13" else {})
+    return config.patch({key: value for key, value in ours.items() if hasattr(config, key)})
 
 
 def _counted(category: str) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 ====================================  ==================================================================================
 ``Block.attend = other``              the methods that classes have: it inlines them, and guards the object's class
-``Block.attend.__code__ = other``     the code of functions
+``Block.attend.__code__ = other``     the code of functions, and their defaults
 ``max = clip`` in a module            that no global hides a builtin
 ``helper.scale = 2.0``                that a function or module has no attribute of a name that code mentions
 ``self.__dict__.get("scale")``        the same of the model's modules, where code reads ``__dict__`` or ``vars``
@@ -62,6 +62,7 @@ class Granted:
         #: class -> name -> what it has there, inherited or not, before a descriptor makes anything of it.
         self._methods: dict[type, dict[str, Any]] = {}
         self._functions: dict[FunctionType, CodeType] = {}
+        self._defaults: dict[FunctionType, tuple[Any, Any]] = {}
         #: namespace by its id, or that of its class -> itself, what to call it, and names that it has not.
         self._absent: dict[int, tuple[Mapping[str, Any], str, set[str]]] = {}
         self._environment: dict[Any, Any] | None = None
@@ -83,6 +84,8 @@ class Granted:
         """
         if function is not None:
             self._functions.setdefault(function, function.__code__)
+            if (function.__defaults__ or function.__kwdefaults__) and not is_torchs(function):
+                self._defaults.setdefault(function, (function.__defaults__, function.__kwdefaults__))
         for cls, name in (lookup for owner in owners for lookup in _lookups(owner, function)):
             found = inspect.getattr_static(cls, name, None)
             if found is None:
@@ -156,6 +159,8 @@ class Granted:
     def _all_asks(self) -> Iterator[_Ask]:
         functions = [*self._functions]
         yield _Ask("the code of a function was replaced", _codes, functions, [*self._functions.values()])
+        if self._defaults:
+            yield _Ask("the defaults of a function were replaced", _same_defaults, self._defaults, True)
         for cls, names in self._methods.items():
             what = f"a method of {cls.__qualname__} was replaced"
             plain = {name: value for name, value in names.items() if type(value) is FunctionType}
@@ -204,6 +209,11 @@ def _static(name: str, cls: type) -> Any:
 
 def _codes(functions: list[FunctionType]) -> list[CodeType]:
     return [*map(_CODE, functions)]
+
+
+def _same_defaults(defaults: dict[FunctionType, tuple[Any, Any]]) -> bool:
+    """By identity: they may hold what cannot be compared."""
+    return all([f.__defaults__ is one and f.__kwdefaults__ is two for f, (one, two) in defaults.items()])
 
 
 def _strings(code: CodeType) -> Iterator[str]:

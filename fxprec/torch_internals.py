@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 
@@ -93,6 +93,7 @@ __all__ = [
     "skipped_frame",
     "sparse_values",
     "step_hooks",
+    "tables_of_weights",
     "tag_activation_checkpoint",
     "torch_dynamo",
     "tree_flatten",
@@ -377,6 +378,22 @@ def dynamo_classes() -> DynamoClasses:
         user_class=UserDefinedClassVariable,
         graph_break=Unsupported,
     )
+
+
+def tables_of_weights(gm: GraphModule) -> list[Any]:
+    """Where dynamo, as it calls its backend with this graph, refers to weights weakly: ``swap_tensors`` refuses that.
+
+    torch 2.11 and later clear them (``invalidate_compile_context_weakrefs``).
+    """
+    if torch.__version__ >= "2.11":
+        return []
+    with needed:
+        from torch._guards import TracingContext
+    context = TracingContext.get()
+    values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    modes = {id(mode): mode for each in (context, *values) if (mode := getattr(each, "fake_mode", None)) is not None}
+    describers = [mode.fake_tensor_converter.meta_converter.describer for mode in modes.values()]
+    return [context.tensor_to_context, *(t for d in describers for t in (d.lookup_tensor, d.lookup_storage))]
 
 
 def guard_class_attribute(variable: Any, found: Any, name: str) -> None:

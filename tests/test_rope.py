@@ -45,7 +45,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool) 
         c, s = c[:, None], s[:, None]
     a = x[..., :rotary].double()
     pairs = a.unflatten(-1, (-1, 2)) if interleaved else a.unflatten(-1, (2, -1)).mT
-    result = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.complex(c, s))
+    result = torch.view_as_real(torch.complex(pairs[..., 0], pairs[..., 1]) * torch.complex(c, s))
     flat = result.flatten(-2) if interleaved else result.mT.flatten(-2)
     return torch.cat((flat, x[..., rotary:].double()), dim=-1)
 

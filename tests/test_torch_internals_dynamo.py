@@ -349,3 +349,26 @@ def test_a_trace_that_is_in_dynamos_way_is_known_by_its_error() -> None:
 
     torch.fx.symbolic_trace(traced)
     assert len(errors) == 1 and dynamo.met_a_trace(errors[0])
+
+
+@contract("fxprec", "tables_of_weights")
+def test_weights_that_dynamo_knows_can_be_swapped() -> None:
+    tables: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        kept.append(gm)
+        tables.extend(of_fxprec.tables_of_weights(gm))
+        return gm.forward
+
+    kept: list[torch.fx.GraphModule] = []
+    layer = torch.nn.Linear(2, 2)
+    with torch._dynamo.config.patch(of_this_torch({"invalidate_compile_context_weakrefs": True})):
+        torch.compile(layer, backend=backend)(torch.ones(1, 2))
+    assert kept and bool(tables) == (torch.__version__ < "2.11")
+    for table in tables:
+        table.clear()
+    torch.utils.swap_tensors(layer.weight, torch.nn.Parameter(torch.zeros(2, 2)))
+
+
+def of_this_torch(options: dict[str, bool]) -> dict[str, bool]:
+    return {name: value for name, value in options.items() if hasattr(torch._dynamo.config, name)}

@@ -88,10 +88,12 @@ def test_variadic_and_keyword_only_arguments(tools, capture):
     reference = Choosy()
     model, _ = fxprec.convert(copy.deepcopy(reference), capture=capture)
     x = torch.randn(2, 8)
-    for keywords in ({}, {"scale": 2.0}, {"mask": x > 0}, {"mask": None, "bias": x}, {"a": 1, "b": x}):
+    calls = ({}, {"scale": 2.0}, {"mask": x > 0}, {"mask": None, "bias": x}, {"a": 1, "b": x})
+    for keywords in calls:
         close(model(x, **keywords), reference(x, **keywords))
+    assert conversion_of(model).net == {}  # before the count: dynamo of torch 2.10 takes the mode's frames, too
+    for keywords in calls:
         assert tools.matmul_dtypes(model, x, **keywords) == {LOW: 1}
-    assert conversion_of(model).net == {}
 
 
 class Nested(nn.Module):
