@@ -148,7 +148,8 @@ class TestCollection:
             kept = [[] for _ in range(10_100)]
             assert freed and len(kept) == 10_100
 
-    def test_what_stays_is_old_at_the_end(self):
+    def test_what_stays_is_old_at_the_end(self, monkeypatch):
+        monkeypatch.setattr(collection, "_age_all", collection._Aging())
         before = gc.get_freeze_count()
         gc.unfreeze()
         with fewer_collections():
@@ -158,12 +159,16 @@ class TestCollection:
         if before:  # by this suite
             gc.freeze()
 
-    def test_what_the_user_froze_stays_frozen(self):
+    def test_what_the_user_froze_stays_frozen_and_is_counted_once(self, monkeypatch):
+        monkeypatch.setattr(collection, "_age_all", collection._Aging())
         gc.freeze()
         before = gc.get_freeze_count()
         with fewer_collections():
             stays = [[]]
         assert not _is_old(stays) and gc.get_freeze_count() == before
+        monkeypatch.setattr(gc, "get_freeze_count", pytest.fail)
+        with fewer_collections():
+            pass
 
     def test_it_is_as_often_after_an_error(self):
         with pytest.raises(KeyError), fewer_collections():

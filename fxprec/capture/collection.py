@@ -20,6 +20,25 @@ _NEW: Final = 1_000_000
 _OFTEN: Final = 1_000
 
 
+class _Aging:
+    """Makes every object one of the oldest generation, at no cost; not where the user froze some, which would thaw.
+
+    To count the frozen ones takes as long as to walk through them: once tells that somebody freezes here.
+    """
+
+    def __init__(self) -> None:
+        self._allowed = True
+
+    def __call__(self) -> None:
+        self._allowed = self._allowed and not gc.get_freeze_count()
+        if self._allowed:
+            gc.freeze()
+            gc.unfreeze()
+
+
+_age_all: Final = _Aging()
+
+
 @contextlib.contextmanager
 def fewer_collections() -> Iterator[None]:
     """Within the block the collector starts seldom, in every thread; one that is off, or starts seldomer, stays so."""
@@ -32,10 +51,3 @@ def fewer_collections() -> Iterator[None]:
         if gc.get_threshold() != before:
             _age_all()
         gc.set_threshold(*before)
-
-
-def _age_all() -> None:
-    """Make every object one of the oldest generation, at no cost; not where the user froze some, which would thaw."""
-    if not gc.get_freeze_count():
-        gc.freeze()
-        gc.unfreeze()
