@@ -12,7 +12,7 @@ EXTRAS := $(if $(filter true 1,$(CI)),dev$(comma)zoo,dev)
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
 # A file of tests stays in one process, where what its tests share is made once.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 TORCH ?= 2.10.0 2.11.0 2.13.0 2.14.1
 

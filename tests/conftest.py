@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,10 +26,20 @@ torch.set_num_threads(1)  # the tensors are tiny: threads cost more than they gi
 torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
 
 
+#: ``torch.manual_seed`` notes the stack for each kind of device that is not there: a millisecond.
+seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """The random inputs that a file of tests makes when it is imported are the same ones each time."""
     if isinstance(collector, pytest.Module):
         torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with many slow tests first: then no process is left alone with a long one at the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,7 +51,7 @@ def _left_by_others() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    seed(0)
 
 
 def context(level: str = "O1", low: torch.dtype = torch.bfloat16, **settings: Any) -> Context:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import traffic
 from benchmarks.casts import markdown, rows
-from kernel_tools import triton_release
+from kernel_tools import skip_where_loops_cannot_be_interpreted
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -41,9 +41,7 @@ def test_bytes_of_a_training_step():
 
 def test_casts_with_fused_regions() -> None:
     pytest.importorskip("triton")
-    numpy = pytest.importorskip("numpy")
-    if triton_release() < (3, 7) and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
-        pytest.skip("Triton 3.6's interpreter takes int() of an array with a dimension, which numpy 2.4 refuses")
+    skip_where_loops_cannot_be_interpreted()
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.casts", "--fused", "--length", "4", "--markdown"]
     run = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300

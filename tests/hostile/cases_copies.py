@@ -283,7 +283,15 @@ def forked(t: Run):
     in_a_process(t, "fork")
 
 
-@case(slow=True, no_dynamo="a process of its own costs seconds, and what is pickled is the same")
+_SECONDS = "a process of its own costs seconds"
+
+
+@case(
+    slow=True,
+    no_dynamo=f"{_SECONDS}, and what is pickled is the same",
+    no_twin=_SECONDS,
+    no_autocast=f"{_SECONDS}; forked compares the same numbers with it",
+)
 def spawned(t: Run):
     in_a_process(t, "spawn")
 

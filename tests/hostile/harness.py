@@ -81,7 +81,7 @@ class Outcome:
 
 def outcome(case: Case, variant: str, products: Counter[torch.dtype]) -> Outcome:
     """Run a case in one of the variants, from the same random states."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
     products.clear()
