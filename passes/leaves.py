@@ -35,4 +35,8 @@ def tracer_of(value: Any) -> Any:
         value = value.values()
     elif not isinstance(value, tuple | list):
         return None
-    return next((tracer for part in value if (tracer := tracer_of(part)) is not None), None)
+    for part in value:  # dynamo of torch 2.11, in whose captures a graph module may be, cannot run `next((... := ...))`
+        tracer = tracer_of(part)
+        if tracer is not None:
+            return tracer
+    return None

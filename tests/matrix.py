@@ -61,7 +61,9 @@ def environment(version: str) -> Path:
     if not stamp.exists() or stamp.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", home], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, f"torch=={version}", "-e", f"{ROOT}[test]"], check=True, cwd=ROOT)
+        pinned = ROOT / "constraints.txt"  # CI's torch with CI's Triton: a build for CPUs names none
+        pins = ["-c", pinned] if f"torch=={version}\n" in pinned.read_text() else []
+        subprocess.run([*pip, *pins, f"torch=={version}", "-e", f"{ROOT}[test]"], check=True, cwd=ROOT)
         stamp.write_text(wanted)
     return python
 

@@ -124,7 +124,7 @@ def inputs_kernel(
     if partials is not None:
         total = added_up(partials, parts, channel, channels, BLOCK_PARTS)
         product = added_up(partials + parts * channels, parts, channel, channels, BLOCK_PARTS) * rstd
-        first = (channel < channels) & (tl.program_id(1) == 0)
+        first = channel < tl.where(tl.program_id(1) == 0, channels, 0)
         if dbias is not None:
             tl.store(dbias + channel, total, mask=first)
         if dweight is not None:

@@ -60,7 +60,7 @@ def _store(w: Writer) -> None:
             if store.columns:
                 mask = ", mask=column < COLUMNS" if w.addresses.inside_row else ""
                 place = w.partial_place(store, offset)
-                w.line(f"earlier = tl.load({place}, mask=(tile != first) & (column < COLUMNS), other=0.0)")
+                w.line(f"earlier = tl.load({place}, mask=column < tl.where(tile != first, COLUMNS, 0), other=0.0)")
                 w.line(f"tl.store({place}, earlier + {w.text(store.value)}{mask})")
     w.store(columns=False)
     for store, offset in w.partials:
