@@ -25,7 +25,7 @@ import torch
 from fxprec.capture.tripwires import replaced
 from fxprec.dynamo_granted import Granted
 from fxprec.dynamo_guards import exact, exact_closure, exact_keys
-from fxprec.torch_internals import dynamo_classes, function_behind, guard_class_attribute, value_behind
+from fxprec.torch_internals import GUARDS_CLASSES, dynamo_classes, function_behind, guard_class_attribute, value_behind
 
 __all__ = ["strict"]
 
@@ -125,7 +125,7 @@ def strict(granted: Granted) -> Iterator[None]:
             (classes.dictionary, absent, missing_key(getattr(classes.dictionary, absent))),
             (classes.cached_function, "call_function", call_of_cached(classes.cached_function.call_function)),
             (classes.user_class, "call_function", call_of_class(classes.user_class.call_function)),
-            (classes.user_class, "var_getattr", attribute_of_class(classes.user_class.var_getattr)),
+            *([] if GUARDS_CLASSES else [_replaced(classes.user_class, "var_getattr", attribute_of_class)]),
             (classes.inference_mode, "create", staticmethod(no_inference_mode)),
             (classes.inliner, "build_inline_tracer", staticmethod(inlines(classes.inliner.build_inline_tracer))),
             (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
@@ -135,6 +135,10 @@ def strict(granted: Granted) -> Iterator[None]:
         ]
     ):
         yield
+
+
+def _replaced(owner: Any, name: str, by: Callable[[Any], Any]) -> tuple[Any, str, Any]:
+    return owner, name, by(getattr(owner, name))
 
 
 def _is_library(value: Any, *packages: str) -> bool:

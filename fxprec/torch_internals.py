@@ -27,6 +27,7 @@ from fxprec.kernels.torch_internals import needed, optional
 
 __all__ = [
     "CALLED_THROUGH",
+    "GUARDS_CLASSES",
     "BatchNorm",
     "FrameAction",
     "NormBase",
@@ -396,10 +397,12 @@ def tables_of_weights(gm: GraphModule) -> list[Any]:
     return [context.tensor_to_context, *(t for d in describers for t in (d.lookup_tensor, d.lookup_storage))]
 
 
+#: Whether dynamo guards the constants that it reads of classes.
+GUARDS_CLASSES: Final = torch.__version__ >= "2.13"
+
+
 def guard_class_attribute(variable: Any, found: Any, name: str) -> None:
-    """Guard the constant that dynamo reads of a class; from torch 2.13 on it does so itself."""
-    if torch.__version__ >= "2.13":
-        return
+    """Guard the constant that dynamo reads of a class (``GUARDS_CLASSES`` where it does so itself)."""
     with needed:
         from torch._dynamo.guards import GuardBuilder, install_guard
         from torch._dynamo.source import AttrSource

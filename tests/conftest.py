@@ -42,6 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])
 
 
+# An eighth of the time of all tests went into collections of what stays anyway.
+gc.set_threshold(50_000, 20, 100)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _left_by_others() -> None:
     """What modules and other files of tests left behind is collected once, and not looked at by every collection."""

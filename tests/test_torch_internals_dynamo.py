@@ -119,20 +119,21 @@ def test_what_a_capture_looks_at_is_told_and_can_be_guarded(monkeypatch: pytest.
     assert len(graphs) == 2
 
 
-@contract("fxprec", "guard_class_attribute")
-def test_a_constant_of_a_class_can_be_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    classes = of_fxprec.dynamo_classes()
-    read = classes.user_class.var_getattr
-
-    def var_getattr(variable: Any, frame: Any, name: str) -> Any:
-        found = read(variable, frame, name)
-        of_fxprec.guard_class_attribute(variable, found, name)
-        return found
-
+@contract("fxprec", "guard_class_attribute", "GUARDS_CLASSES")
+def test_a_constant_of_a_class_is_guarded_or_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     class Holder:
         number = 2.0
 
-    monkeypatch.setattr(classes.user_class, "var_getattr", var_getattr)
+    if not of_fxprec.GUARDS_CLASSES:
+        variables = of_fxprec.dynamo_classes().user_class
+        read = variables.var_getattr
+
+        def var_getattr(variable: Any, frame: Any, name: str) -> Any:
+            found = read(variable, frame, name)
+            of_fxprec.guard_class_attribute(variable, found, name)
+            return found
+
+        monkeypatch.setattr(variables, "var_getattr", var_getattr)
     held, x = Holder(), torch.ones(1)
     compiled = torch.compile(lambda x: x * type(held).number, backend="eager")
     assert compiled(x).item() == 2

@@ -48,6 +48,8 @@ class World:
     Attributes:
         log: what statements gave: a kind and its leaves.
         stopped: the statement failed with an error of torch: no further one is comparable.
+
+    The world under autocast is in FP32 until a model is converted: weights that were trained before are the same ones.
     """
 
     kind: Literal["eager", "autocast", "ours"]
@@ -55,6 +57,7 @@ class World:
     log: list[tuple[str, Leaves]] = field(default_factory=list)
     stopped: str | None = None
     _bypassed: bool = False
+    _converted: bool = False
 
     def __post_init__(self) -> None:
         self.name = f"fuzzed_{next(_NUMBER)}"
@@ -133,7 +136,8 @@ class World:
         return torch.randint(0, 4, (rows,), generator=torch.Generator().manual_seed(seed))
 
     def _run(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        context = torch.autocast("cpu", torch.bfloat16) if self.kind == "autocast" else contextlib.nullcontext()
+        cast = self.kind == "autocast" and self._converted
+        context = torch.autocast("cpu", torch.bfloat16) if cast else contextlib.nullcontext()
         try:
             with context:
                 output = model(*args, **kwargs)
@@ -157,7 +161,8 @@ class World:
 
     def _convert(self, model: nn.Module) -> nn.Module:
         dtypes = {parameter.dtype for parameter in model.parameters()}
-        if self.kind != "ours" or is_converted(model) or dtypes == {torch.float64}:  # which is refused
+        self._converted = self._converted or dtypes != {torch.float64}  # which is refused
+        if self.kind != "ours" or is_converted(model) or dtypes == {torch.float64}:
             return model
         capture = {"static": "auto"}.get(self.case.capture, self.case.capture)
         fxprec.convert(model, dtype=torch.bfloat16, level=self.case.level, capture=capture)
