@@ -48,6 +48,7 @@ __all__ = [
     "disabled_for_dynamo",
     "dispatch_mode_stack",
     "dynamo_classes",
+    "dynamo_sees_torchs_own_call",
     "end_allocation",
     "flatten_dense_tensors",
     "for_fx",
@@ -279,6 +280,23 @@ def torch_dynamo() -> Any:
         import torch._dynamo
 
         return torch._dynamo
+
+
+@contextlib.contextmanager
+def dynamo_sees_torchs_own_call() -> Iterator[None]:
+    """Around a trace of torch.fx, which replaces ``nn.Module.__call__``.
+
+    What stands there when dynamo is imported, which many functions of torch do at their first call, dynamo takes for
+    torch's own; of modules with another one it traces all that looks for hooks, and guards what it reads there.
+    """
+    own = nn.Module.__call__
+    early = "torch._dynamo.utils" in sys.modules
+    try:
+        yield
+    finally:
+        for name in () if early else ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+            if name in sys.modules:
+                vars(sys.modules[name])["unpatched_nn_module_call"] = own
 
 
 def hide_from_dynamo(function: Any, why: str) -> None:

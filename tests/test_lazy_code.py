@@ -34,6 +34,7 @@ def net():
 @pytest.fixture(params=["symbolic", "dynamo"])
 def converted(request):
     """A converted model that was called, by either capture; a graph of dynamo's returns a tuple."""
+    torch._dynamo.reset()
     module, _ = fxprec.convert(net(), (X,), capture=request.param)
     module(X)
     return module

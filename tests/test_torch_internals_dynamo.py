@@ -7,6 +7,8 @@ import functools
 import os
 import random
 import shutil
+import subprocess
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -350,6 +352,26 @@ def test_a_trace_that_is_in_dynamos_way_is_known_by_its_error() -> None:
 
     torch.fx.symbolic_trace(traced)
     assert len(errors) == 1 and dynamo.met_a_trace(errors[0])
+
+
+_IMPORTS_DYNAMO = """
+import sys, torch
+from fxprec.torch_internals import dynamo_sees_torchs_own_call
+
+own = torch.nn.Module.__call__
+assert "torch._dynamo.utils" not in sys.modules
+with dynamo_sees_torchs_own_call():
+    torch.nn.Module.__call__ = lambda *args: None  # as torch.fx does
+    import torch._dynamo.variables.nn_module as variables
+    torch.nn.Module.__call__ = own
+assert torch._dynamo.utils.unpatched_nn_module_call is own
+assert variables.unpatched_nn_module_call is own
+"""
+
+
+@contract("fxprec", "dynamo_sees_torchs_own_call")
+def test_dynamo_that_is_imported_in_a_trace_takes_no_tracer_for_torch() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _IMPORTS_DYNAMO], check=True)
 
 
 @contract("fxprec", "tables_of_weights")

@@ -44,7 +44,7 @@ from fxprec.capture.tripwires import trips
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.locks import CAPTURING
-from fxprec.torch_internals import forget_tracer, global_hooks, runs_code_of
+from fxprec.torch_internals import dynamo_sees_torchs_own_call, forget_tracer, global_hooks, runs_code_of
 
 __all__ = ["CaptureDeclined", "StaticCapture", "call_key", "default_key", "trace_static"]
 
@@ -144,7 +144,8 @@ def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
     graph: fx.Graph | None = None
     reason = ""
     try:
-        graph = tracer.trace(root if is_module else _no_module)
+        with dynamo_sees_torchs_own_call():
+            graph = tracer.trace(root if is_module else _no_module)
     except CaptureDeclined as declined:
         reason = declined.reason
         _leave_contexts(declined)
