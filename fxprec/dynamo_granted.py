@@ -6,6 +6,7 @@
 ``max = clip`` in a module            that no global hides a builtin
 ``helper.scale = 2.0``                that a function or module has no attribute of a name that code mentions
 ``self.__dict__.get("scale")``        the same of the model's modules, where code reads ``__dict__`` or ``vars``
+``vars(block)["weight"] = w``         that no attribute of an instance, or of its class, hides a parameter or child
 ``os.getenv("SCALE")``                the environment
 ``Shape.register(Square)``            what abstract classes are told of others
 ====================================  ==================================================================================
@@ -30,6 +31,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor, nn
 
 from fxprec.capture.code_reads import names_in
+from fxprec.capture.lookups import Lookups
 from fxprec.capture.trusted import is_stdlib, is_torchs
 from fxprec.locks import CAPTURING
 from fxprec.torch_internals import raw_environment
@@ -65,6 +67,8 @@ class Granted:
         self._defaults: dict[FunctionType, tuple[Any, Any]] = {}
         #: namespace by its id, or that of its class -> itself, what to call it, and names that it has not.
         self._absent: dict[int, tuple[Mapping[str, Any], str, set[str]]] = {}
+        self._modules: set[nn.Module] = set()
+        self._lookups: list[Lookups] = []
         self._environment: dict[Any, Any] | None = None
         self._registered: object = None
         self._asks: list[_Ask] | None = None
@@ -92,12 +96,19 @@ class Granted:
                 self._lacks(cls.__qualname__, vars(cls), {name}, cls)
             else:
                 self._methods.setdefault(cls, {}).setdefault(name, found)
-        self.frame(code, scope, [value], (function.__closure__ or ()) if function is not None else ())
+        self._runs(code, scope, [value], (function.__closure__ or ()) if function is not None else ())
 
-    def frame(
-        self, code: CodeType, scope: dict[str, Any], values: Iterable[Any], closure: Iterable[CellType] = ()
-    ) -> None:
-        """dynamo takes a frame with these globals and local variables, or inlines it with this closure."""
+    def frame(self, code: CodeType, scope: dict[str, Any], values: Iterable[Any]) -> None:
+        """dynamo takes a frame with these globals and local variables."""
+        values = [*values]
+        self._runs(code, scope, values, ())
+        for value in values:
+            if isinstance(value, nn.Module) and "_modules" in vars(value):  # not while it is made
+                modules = [module for module in value.modules() if module not in self._modules]
+                self._modules.update(modules)
+                self._lookups += [Lookups(modules)] if modules else []
+
+    def _runs(self, code: CodeType, scope: dict[str, Any], values: Iterable[Any], closure: Iterable[CellType]) -> None:
         self._asks = None
         values, names = [*values], names_in(code)
         if "__dict__" in names or "vars" in names:
@@ -171,6 +182,8 @@ class Granted:
         for scope, label, absent in self._absent.values():
             if absent:
                 yield _Ask(f"{label} got a new attribute", scope.keys().isdisjoint, frozenset(absent), True)
+        for lookups in self._lookups:
+            yield _Ask("an attribute hides a parameter, buffer or child", Lookups.holds, lookups, True)
         if self._environment is not None:
             yield _Ask("the environment changed", raw_environment, os.environ, self._environment)
         if self._registered is not None:

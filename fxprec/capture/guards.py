@@ -5,7 +5,8 @@ The check runs at every call, so it is a handful of C loops over flat lists: abo
 - attributes that are no tensors (``training``, ``eps``, ``scale``), globals, closure variables, attributes of classes:
   the very same object, or one of the same type that no program can tell from it; containers with all that is in them;
 - children, and which tensor slots hold a parameter, a tensor or None (not which tensor: those are read at each call);
-- classes and their ``forward``, methods overridden on an instance, attributes that were asked for and missing;
+- classes and their ``forward``, methods overridden on an instance, attributes that were asked for and missing, names
+  of tensors and children that an attribute of the instance or of its class hides;
 - hooks, global ones too; tied weights, still tied; shape or device of parameters, where they were asked for;
 - the code of the functions that were traced, and torch's default dtype.
 """
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.capture.guard_values import same
+from fxprec.capture.lookups import Lookups
 from fxprec.capture.originals import original_class
 from fxprec.capture.surroundings import Expected, Held
 from fxprec.capture.ties import Ties
@@ -63,6 +65,7 @@ class Reads:
     """What was read of one module: ``values`` and ``tensors`` of the instance.
 
     ``missing``: names found on the class that the instance must not override. ``absent``: names found nowhere.
+    ``walked``: which of ``_modules``, ``_parameters``, ``_buffers`` were read as a whole (``children()``, ``len``).
     """
 
     path: str
@@ -72,6 +75,7 @@ class Reads:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     absent: set[str] = field(default_factory=set)
+    walked: set[str] = field(default_factory=set)
 
     def label(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
@@ -100,6 +104,8 @@ class Guards:
             _Missing(reads),
             _Values(values, [_Parts.of(read, hooked=read.called and read.module is not root) for read in reads]),
             _Slots(reads),
+            _Walked(reads),
+            Lookups(read.module for read in reads),
             _Code(functions, absent),
         ]
         identical = [
@@ -185,6 +191,25 @@ class _Missing:
         return next(f"{label} was set" for label, is_there in zip(self._labels, found, strict=True) if is_there)
 
 
+class _Walked:
+    """The names of children, parameters or buffers, and their order, of modules that the forward walked through."""
+
+    def __init__(self, reads: Sequence[Reads]) -> None:
+        self._parts = [(vars(read.module)[name], read.label(name)) for read in reads for name in sorted(read.walked)]
+        self._names = [[*part] for part, _ in self._parts]
+        self._dicts = [part for part, _ in self._parts]
+        self._all = [*chain.from_iterable(self._dicts)]
+
+    def holds(self) -> bool:
+        return [*chain.from_iterable(self._dicts)] == self._all
+
+    def change(self) -> str:
+        for (part, label), names in zip(self._parts, self._names, strict=True):
+            if [*part] != names:
+                return f"{label} changed from {_shown(names)} to {_shown([*part])}"
+        raise AssertionError("nothing changed")
+
+
 class _Values:
     """One ``itemgetter`` call a scope, one comparison of all values, identity first.
 
@@ -202,8 +227,8 @@ class _Values:
         for part in parts:
             if part.children:
                 scopes.add(part.attributes, ("_modules",), (part.children,))
-            if part.hooks:
-                scopes.add(part.attributes, HOOKS, part.hooks)
+            if part.dicts:
+                scopes.add(part.attributes, [*part.dicts], [*part.dicts.values()])
         self._getters, self._scopes, self._values = scopes.getters(), scopes.scopes, scopes.all_values()
         numbers = [e for e in self._expected if e.exact and isinstance(e.value, int | float | complex | tuple)]
         self._of_numbers = [_getter(each.scope, (each.name,)) for each in numbers]
@@ -263,7 +288,7 @@ def _getter(scope: Any, names: Sequence[Any]) -> _Getter:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Of a module the children, as a copy, and the dicts of hooks, where it was called.
+    """Of a module the children, as a copy, the dicts of its tensors, and those of hooks, where it was called.
 
     Identical dicts compare as equal without a look inside, so a replaced dict of hooks shows, if it holds any.
     """
@@ -271,23 +296,28 @@ class _Parts:
     attributes: dict[str, Any]
     label: Callable[[str], str]
     children: dict[str, Any]
-    hooks: tuple[dict[int, Any], ...]
+    dicts: dict[str, dict[Any, Any]]
 
     @classmethod
     def of(cls, read: Reads, hooked: bool) -> _Parts:
         attributes = vars(read.module)
-        return cls(attributes, read.label, dict(attributes["_modules"]), hooks_of(attributes) if hooked else ())
+        dicts = {name: attributes[name] for name in ("_parameters", "_buffers") if attributes[name]}
+        if hooked:
+            dicts.update(zip(HOOKS, hooks_of(attributes), strict=True))
+        return cls(attributes, read.label, dict(attributes["_modules"]), dicts)
 
     def change(self) -> str | None:
         now = self.attributes.get("_modules") or {}
         for child in {**self.children, **now} if self.children else ():
             if self.children.get(child) is not now.get(child):
                 return f"the submodule {self.label(child)} was replaced, added or removed"
-        for name, hooks in zip(HOOKS, self.hooks, strict=False):
+        for name, then in self.dicts.items():
             if name not in self.attributes:
                 return f"{self.label(name)} was deleted"
-            if self.attributes[name] != hooks:
+            if name in HOOKS and self.attributes[name] != then:
                 return f"{self.label(name)} got a hook"
+            if name not in HOOKS and self.attributes[name] is not then:
+                return f"{self.label(name)} was replaced"
         return None
 
 
@@ -344,17 +374,18 @@ class _Slots:
             for slots in (vars(read.module)["_parameters"], vars(read.module)["_buffers"])
             if slots
         ]
-        self._slots = [slots for _, slots in owners]
+        self._slots = [slots.values() for _, slots in owners]
         self._labels = [prefix + name for prefix, slots in owners for name in slots]
-        self._tensors = [*self._now(), _END]
+        self._ended = [*self._slots, (_END,)]  # one tensor less shows
+        self._tensors = [*chain.from_iterable(self._ended)]
         self._types = [*map(type, self._now())]
         self._ties = Ties(lambda: owners)
 
     def _now(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._slots))
+        return chain.from_iterable(self._slots)
 
     def holds(self) -> bool:
-        if all(map(is_, chain(self._now(), (_END,)), self._tensors)):
+        if all(map(is_, chain.from_iterable(self._ended), self._tensors)):
             return True
         return [*map(type, self._now())] == self._types and self._ties.hold()
 

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.guard_values import is_container, is_plain, snapshot
 from fxprec.capture.guards import HOOKS, Fact, Guards, Reads, Slot, hooks_of
+from fxprec.capture.lookups import PARTS
 from fxprec.capture.opaque_code import OpaqueCode
 from fxprec.capture.originals import original_class
 from fxprec.capture.surroundings import Held, Surroundings
@@ -29,11 +30,10 @@ from fxprec.torch_internals import CALLED_THROUGH
 
 __all__ = ["Recorder", "unfit"]
 
-_PARTS: Final = ("_modules", "_parameters", "_buffers")
 _TENSORS: Final = {"_parameters", "_buffers"}
 _STANDARD: Final = frozenset(vars(nn.Module()))
 #: Read at every call of a module and no business of a guard, or guarded for every module that was read.
-_INTERNAL: Final = frozenset(dir(nn.Module())) - {"training", *_PARTS}
+_INTERNAL: Final = frozenset(dir(nn.Module())) - {"training", *PARTS}
 _METHODS: Final = _INTERNAL - _STANDARD - {CALLED_THROUGH}
 _SHAPE: Final = attrgetter("shape")
 _FACTS: Final = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -244,7 +244,9 @@ class Recorder:
 
     def _read(self, reads: Reads, name: str, value: Any) -> None:
         attributes = _attributes(reads.module)
-        if name in ("_parameters", "_buffers"):
+        if name in PARTS:
+            reads.walked.add(name)
+        if name in _TENSORS:
             # for instance by next(self.parameters()).device: what needs no arithmetic is open to the forward
             for tensor_name in value:
                 self._add_fact(Slot(value, tensor_name, reads.label(tensor_name)), _FACTS)

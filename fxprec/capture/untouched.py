@@ -17,11 +17,10 @@ from torch import nn
 
 from fxprec.capture.containers import Contents, refill, unchanged
 from fxprec.capture.guard_values import is_container, is_plain
+from fxprec.capture.lookups import PARTS
 
 __all__ = ["ModelState", "RandomState"]
 
-#: The dicts that nn.Module keeps its parts in: a write there is named by the part alone.
-_PARTS: Final = frozenset({"_parameters", "_buffers", "_modules"})
 _STANDARD: Final = frozenset(vars(nn.Module()))
 #: Of these, the containers, most of them empty.
 _CONTAINERS: Final = tuple(name for name, value in vars(nn.Module()).items() if is_container(value))
@@ -76,7 +75,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _described(path: str, name: str, value: Any, saved: Any) -> str:
-    if name in _PARTS:
+    if name in PARTS:
         return _joined(path, _first_difference(value, saved))
     return f"the contents of {_joined(path, name)}"
 

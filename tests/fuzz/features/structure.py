@@ -82,6 +82,51 @@ STRUCTURE = (
         ops=("$m.ls$n.pop()", "$m.ls$n.append(torch.sigmoid)", "$m.ls$n[0] = torch.relu"),
     ),
     Feature(
+        "empty_list",
+        "for layer in self.ls$n:\n    h = layer(h)\nh = h * (1 + len(self.ls$n))",
+        init="self.ls$n = nn.ModuleList()",
+        ops=("$m.ls$n.append(nn.Linear(4, 4))", "$m.ls$n.append(nn.Tanh())", "$m.ls$n = nn.ModuleList()"),
+    ),
+    Feature(
+        "walked_tensors",
+        "for value in (*self.in$n.parameters(), *self.in$n.buffers()):\n    h = h * value + 1",
+        init="self.in$n = nn.Module()",
+        ops=(
+            "$m.in$n.register_parameter('a', nn.Parameter(torch.full((4,), 1.0 * $v)))",
+            "$m.in$n.register_parameter('b', nn.Parameter(torch.full((4,), 1.0 * $v)))",
+            "$m.in$n.register_buffer('c', torch.full((4,), $v))",
+            "del $m.in$n.a",
+        ),
+    ),
+    Feature(
+        "order_of_children",
+        "for layer in self.ls$n.values():\n    h = layer(h)",
+        init="self.ls$n = nn.ModuleDict({'a': nn.Linear(4, 4), 'b': nn.Tanh()})",
+        ops=("$m.ls$n['a'] = $m.ls$n.pop('a')", "$m.ls$n['b'] = $m.ls$n.pop('b')"),
+    ),
+    Feature(
+        "hidden_by_an_attribute",
+        "h = self.l$n(h) * self.k$n",
+        init="self.l$n = nn.Linear(4, 4)\nself.k$n = nn.Parameter(torch.full((4,), 1.0 * $v))",
+        ops=(
+            "vars($m)['k$n'] = torch.full((4,), $v)",
+            "vars($m).pop('k$n', None)",
+            "vars($m.l$n)['bias'] = torch.full((4,), $v)",
+            "vars($m.l$n).pop('bias', None)",
+        ),
+    ),
+    Feature(
+        "attributes_replaced",
+        "h = self.l$n(h)",
+        init="self.l$n = nn.Linear(4, 4)",
+        ops=(
+            "vars($m.l$n).update(vars(nn.Linear(4, 4)))",
+            "$m.l$n._parameters = dict($m.l$n._parameters)",
+            "$m.l$n.weight = nn.Parameter(torch.eye(4) * $v)",
+        ),
+        weight=0.5,
+    ),
+    Feature(
         "index_of_layer",
         "h = self.ls$n[self.i$n](h)",
         init="self.ls$n = nn.ModuleList([nn.Linear(4, 4), nn.Tanh()])\nself.i$n = 0",
