@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,9 @@ torch.set_num_threads(1)  # the tensors are tiny: threads cost more than they gi
 # After a compilation dynamo times its guards, for a line in its log, and flushes the processor's caches before that:
 # up to 36 ms. Replaced before dynamo, which is imported later, takes it over.
 torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
+
+# dynamo writes a record of all that it does where somebody listens, as pytest does: a tenth of its time.
+logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 
 
 #: ``torch.manual_seed`` notes the stack for each kind of device that is not there: a millisecond.
