@@ -89,6 +89,7 @@ def _serve(rank: int, port: int, rendezvous: int) -> None:
             except BaseException:  # pytest's own are no Exceptions
                 answer = False, traceback.format_exc()
             gc.collect()  # a sharded model that lives on changes what the next one does
+            gc.freeze()  # what stays is not looked at again
             parent.send_bytes(pickle.dumps(answer))  # send() would pass tensors on as open files of this process
     dist.destroy_process_group()
 
