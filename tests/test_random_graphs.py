@@ -41,7 +41,7 @@ CONTEXTS = st.builds(
     placement=st.sampled_from(["mincut", "autocast"]),
     native_mixed=st.booleans(),
 )
-FEW = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def expected(model: Model) -> list[Tensor]:
