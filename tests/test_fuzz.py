@@ -22,6 +22,7 @@ from fxprec.passes.casts import CASTS
 from fxprec.shadows import ShadowStore
 from tests.fuzz import programs, stateful
 from tests.fuzz.__main__ import main
+from tests.fuzz.feature import Feature
 from tests.fuzz.features import FEATURES
 from tests.fuzz.kinds import Kind
 from tests.fuzz.source import Case, Judged, Part, Statement, case_of
@@ -119,6 +120,18 @@ def test_a_model_that_stays_in_fp32_is_noticed(capture: str) -> None:
 def unchanged(conversion: Conversion, entry: EntryPoint, model: nn.Module, module: nn.Module, *given: Any) -> Any:
     args, kwargs = given
     return entry.unbound(module, *args, **kwargs)
+
+
+def test_an_output_that_no_weight_changes_is_not_taken_for_fp32s() -> None:
+    cancels = Feature(
+        "cancels", "h = self.l$n(h)\nh = h - h.clone() + torch.rand_like(h)", init="self.l$n = nn.Linear(4, 4)"
+    )
+    script = ("m = convert(m)", "run(m, x(2, 0))")
+    made = replace(case([], [*script], "rounded"), classes=((Part(1, 1, cancels),),))
+    with mock.patch.object(stateful, "_is_rounding", lambda *given: False):
+        wrong = stateful.check(made)
+    assert wrong is not None and "lower" in wrong.what
+    assert stateful.check(made) is None
 
 
 def test_a_forward_that_runs_twice_is_noticed() -> None:

@@ -47,6 +47,7 @@ class World:
 
     Attributes:
         log: what statements gave: a kind and its leaves.
+        nudge: seeds by what weights are off from conversion on: half of what bfloat16 tells apart.
         stopped: the statement failed with an error of torch: no further one is comparable.
 
     The world under autocast is in FP32 until a model is converted: weights that were trained before are the same ones.
@@ -54,6 +55,7 @@ class World:
 
     kind: Literal["eager", "autocast", "ours"]
     case: Case
+    nudge: int | None = None
     log: list[tuple[str, Leaves]] = field(default_factory=list)
     stopped: str | None = None
     _bypassed: bool = False
@@ -161,6 +163,8 @@ class World:
 
     def _convert(self, model: nn.Module) -> nn.Module:
         dtypes = {parameter.dtype for parameter in model.parameters()}
+        if self.nudge is not None and not self._converted:
+            _nudged(model, torch.Generator().manual_seed(self.nudge))
         self._converted = self._converted or dtypes != {torch.float64}  # which is refused
         if self.kind != "ours" or is_converted(model) or dtypes == {torch.float64}:
             return model
@@ -208,6 +212,13 @@ class World:
 
 def _scaled(state: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
     return {name: value * factor if value.is_floating_point() else value for name, value in state.items()}
+
+
+def _nudged(model: nn.Module, generator: torch.Generator) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + signs * 2.0**-9)
 
 
 def _scale_weights(module: nn.Module) -> None:
