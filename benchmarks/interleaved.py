@@ -198,6 +198,7 @@ def measure(
     """
     names = [*steps]
     rounds: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
+    thaws = not gc.get_freeze_count()  # what others froze stays so
     gc.collect()
     gc.freeze()  # what the models hold need not be looked through between rounds
     try:
@@ -211,7 +212,8 @@ def measure(
                 gc.enable()
     finally:
         gc.enable()
-        gc.unfreeze()
+        if thaws:
+            gc.unfreeze()
     return {name: Samples(tuple(each)) for name, each in rounds.items()}
 
 

@@ -57,13 +57,6 @@ def _left_by_others() -> None:
     gc.freeze()
 
 
-@pytest.fixture
-def collected() -> None:
-    """For tests of what collects garbage often: not what the earlier tests of their file left."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     seed(0)

@@ -25,7 +25,7 @@ ONE_STEP = step.Plan(Schedule(warm_up=2, rounds=1, steps=1, settle=0), host_time
 
 
 @pytest.fixture(autouse=True)
-def _on_the_host(monkeypatch, collected):
+def _on_the_host(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
