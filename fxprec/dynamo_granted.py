@@ -4,7 +4,7 @@
 ``Block.attend = other``              the methods that classes have: it inlines them, and guards the object's class
 ``Block.attend.__code__ = other``     the code of functions, and their defaults
 ``max = clip`` in a module            that no global hides a builtin
-``helper.scale = 2.0``                that a function or module has no attribute of a name that code mentions
+``helper.scale = 2.0``                that a function, module or object has no attribute of a name that code mentions
 ``self.__dict__.get("scale")``        the same of the model's modules, where code reads ``__dict__`` or ``vars``
 ``vars(block)["weight"] = w``         that no attribute of an instance, or of its class, hides a parameter or child
 ``os.getenv("SCALE")``                the environment
@@ -129,6 +129,8 @@ class Granted:
         for value in (*(scope[name] for name in names if name in scope), *values, *_contents(closure)):
             if isinstance(value, FunctionType | ModuleType) and not _is_library(value):
                 self._lacks(value.__name__, vars(value), names.union(_strings(code)))
+            elif _has_attributes(value):
+                self._lacks(type(value).__name__, vars(value), names.union(_strings(code)))
             if isinstance(value, abc.ABCMeta) and not _is_library(value):
                 self._registered = abc.get_cache_token()
 
@@ -241,6 +243,13 @@ def _contents(closure: Iterable[CellType]) -> Iterator[Any]:
     for cell in closure:
         with contextlib.suppress(ValueError):  # an empty one
             yield cell.cell_contents
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether it is an object that anybody may set one on; dynamo guards itself what a module lacks."""
+    return (
+        hasattr(value, "__dict__") and not isinstance(value, type | Tensor | nn.Module) and not is_torchs(type(value))
+    )
 
 
 def _is_library(thing: Any) -> bool:

@@ -6,9 +6,9 @@ declines the trace, and so does the first look at a module that static capture l
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
-from functools import cached_property
 from operator import attrgetter
 from types import FunctionType, MethodType, NoneType
 from typing import Any, Final
@@ -190,6 +190,11 @@ class Recorder:
         """The forward used the shape of this parameter or buffer as a constant."""
         self._add_fact(self.slots[id(tensor)][1], _SHAPE)
 
+    def asks_missing(self, tensor: Tensor, name: str) -> None:
+        """The forward asked this parameter or buffer for an attribute that nobody set on it."""
+        slot = self.slots[id(tensor)][1]
+        self._facts[slot.path, name] = (slot, functools.partial(_has_set, name), False)
+
     def _add_fact(self, slot: Slot, ask: Callable[[Tensor], Any]) -> None:
         if slot.tensor() is not None:
             self._facts[slot.path, ask] = (slot, ask, ask(slot.tensor()))
@@ -199,6 +204,8 @@ class Recorder:
         found = self.surroundings
         if (why := found.reach_all(self._classes)) is not None:  # a class is asked for without a read of its module
             self._decline(f"asks for types, and may read {why}")
+        for label, tensor in found.tensors.values():
+            self._add_fact(Slot({"": tensor}, "", label), _FACTS)
         return Guards(
             self._root,
             [*self._reads.values()],
@@ -237,7 +244,7 @@ class Recorder:
     def _about_to_read(self, reads: Reads, name: str) -> None:
         """Reading may run code, of a property or another descriptor: it is looked through before."""
         raw = _raw(original_class(reads.module), name)
-        if isinstance(raw, property | cached_property):
+        if isinstance(raw, property | functools.cached_property):
             self.traces_method(reads.module, name)
         elif hasattr(raw, "__get__") and name not in _attributes(reads.module) and not is_trusted(type(raw)):
             self._decline(f"the forward reads {reads.label(name)} through a descriptor ({type(raw).__name__})")
@@ -256,6 +263,7 @@ class Recorder:
         if name in attributes:
             if isinstance(value, Tensor):
                 reads.tensors[name] = value
+                self._add_fact(Slot(attributes, name, reads.label(name)), _FACTS)
             elif value is attributes[name]:
                 self._look_at(reads, name, value)
                 held = is_container(value) and not is_plain(value)
@@ -272,6 +280,11 @@ class Recorder:
             value = value.__func__
         if (why := self.surroundings.look_at(value, reads.label(name))) is not None:
             self._decline(f"the forward reads {reads.label(name)}, {why}")
+
+
+def _has_set(name: str, tensor: Tensor) -> bool:
+    """Whether somebody set an attribute on a tensor."""
+    return name in vars(tensor)
 
 
 def _raw(cls: type, name: str) -> Any:

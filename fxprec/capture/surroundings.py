@@ -42,10 +42,11 @@ from fxprec.capture.trusted import is_stdlib, is_torchs, is_trusted
 
 __all__ = ["Expected", "Held", "Surroundings"]
 
-#: Attributes that hand out what an object holds, past everything that watches.
+#: Attributes that hand out what an object holds, a tensor too, past everything that watches.
 _INSIDE: Final = frozenset(
     "__dict__ __globals__ __closure__ __code__ __defaults__ __kwdefaults__ __func__ __self__ __getattribute__ "
-    "__subclasses__ f_back f_locals f_globals gi_frame cell_contents".split()
+    "__subclasses__ f_back f_locals f_globals gi_frame cell_contents "
+    "tolist numpy data_ptr untyped_storage storage __array__ __dlpack__".split()
 )
 #: In the namespace of every class, and of no interest.
 _OF_CLASSES: Final = frozenset(
@@ -153,6 +154,7 @@ class Surroundings:
         absent: names that are builtins, by the globals that must not have them.
         contents: what containers held before the trace.
         asks_types: a function asks for the class of something.
+        tensors: those that are no attributes, by id, with what people call them: no graph holds them, but their shapes.
     """
 
     def __init__(self, stop_at: Callable[[types.CodeType, tuple[int, ...], str], None]) -> None:
@@ -165,6 +167,7 @@ class Surroundings:
         self._names: set[str] = set()
         self.functions: list[types.FunctionType] = []
         self.contents = Contents()
+        self.tensors: dict[int, tuple[str, Tensor]] = {}
         self.asks_types = False
         self._makes_names = False  # perhaps getattr(type(self), f"scale{i}")
 
@@ -181,6 +184,8 @@ class Surroundings:
         if is_plain(value):
             return self._may_name(frozenset(strings_in(value))) if isinstance(value, str | tuple) else None
         if isinstance(value, Tensor | nn.Module | Proxy):
+            if isinstance(value, Tensor):
+                self.tensors[id(value)] = label or "a tensor", value
             return None
         known = self._looked_at.get(id(value))
         if known is None:
@@ -221,7 +226,7 @@ class Surroundings:
             for name in attributes:  # a frozen one can be forced
                 self._expect(attributes, f"{label}.{name}", attributes, name, attributes[name])
             return self._held((kind, *(getattr(value, field.name, None) for field in fields(kind))), label)
-        if is_torchs(kind) and not isinstance(value, torch.Generator):
+        if is_torchs(kind) and is_trusted(kind) and not isinstance(value, torch.Generator):
             return None
         if kind.__module__ == "numpy" and not hasattr(value, "__setitem__"):  # a dtype, a scalar, a ufunc
             return None

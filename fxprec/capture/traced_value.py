@@ -202,6 +202,7 @@ class TracedTensor(TracedValue):
         if name.startswith("__") or not hasattr(type(self.tensor), name):
             if name in vars(self.tensor):
                 self.tracer.decline(f"reads the attribute '{name}' that somebody set on a parameter or buffer")
+            self.tracer.recorder.asks_missing(self.tensor, name)
             raise AttributeError(f"'{type(self.tensor).__name__}' object has no attribute '{name}'")
         if name in _OF_AUTOGRAD:
             self.tracer.decline(f"reads .{name} of a tensor")

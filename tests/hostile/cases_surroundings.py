@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+import types
 
 import numpy
 import torch
@@ -164,3 +165,90 @@ def builtin_shadowed(t: Run):
         t.defer(lambda: globals().pop("max"))
 
     t.changes(net(lambda s, x: s.l(x) * max(2.0, 5.0)), change)
+
+
+@case
+def warn_only_of_determinism(t: Run):
+    def on(m):
+        t.defer(lambda: torch.use_deterministic_algorithms(False))
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+    t.changes(net(lambda s, x: s.l(x) * (2 if torch.is_deterministic_algorithms_warn_only_enabled() else 1)), on)
+
+
+@case
+def anomaly_mode(t: Run):
+    def on(m):
+        t.defer(lambda: torch.autograd.set_detect_anomaly(False))
+        torch.autograd.set_detect_anomaly(True)
+
+    t.changes(net(lambda s, x: s.l(x) * (2 if torch.is_anomaly_enabled() else 1)), on)
+
+
+@case
+def flag_of_a_backend(t: Run):
+    model = net(lambda s, x: s.l(x) * (2 if torch.backends.cudnn.benchmark else 1))
+    t.changes(model, lambda m: t.patch(torch.backends.cudnn, "benchmark", True))
+
+
+@case
+def flag_of_an_object_of_torchs(t: Run):
+    flags = torch.backends.cuda.matmul
+
+    def on(m):
+        t.defer(lambda: setattr(flags, "allow_tf32", False))
+        flags.allow_tf32 = True
+
+    t.changes(net(lambda s, x: s.l(x) * (2 if torch.backends.cuda.matmul.allow_tf32 else 1)), on)
+
+
+@case
+def flag_that_a_function_tells(t: Run):
+    def off(m):
+        t.defer(lambda: torch.backends.cuda.enable_flash_sdp(True))
+        torch.backends.cuda.enable_flash_sdp(False)
+
+    t.changes(net(lambda s, x: s.l(x) * (2 if torch.backends.cuda.flash_sdp_enabled() else 1)), off)
+
+
+@case
+def numbers_of_a_tensor(t: Run):
+    numbers = torch.ones(1)
+    t.changes(net(lambda s, x: s.l(x) * numbers.tolist()[0]), lambda m: numbers.fill_(3.0))
+
+
+@case
+def numbers_of_a_tensor_as_an_array(t: Run):
+    numbers = torch.ones(1)
+    t.changes(net(lambda s, x: s.l(x) * float(numbers.numpy()[0])), lambda m: numbers.fill_(3.0))
+
+
+@case
+def size_of_a_tensor(t: Run):
+    sized = torch.ones(1)
+    t.changes(net(lambda s, x: s.l(x) * sized.numel()), lambda m: sized.resize_(3))
+
+
+@case
+def size_of_an_attribute(t: Run):
+    model = net(lambda s, x: s.l(x) * s.sized.numel(), sized=torch.ones(1))
+    t.changes(model, lambda m: setattr(m.sized, "data", t.wide(torch.ones(3))))
+
+
+@case
+def attribute_that_a_parameter_lacks(t: Run):
+    model = net(lambda s, x: s.l(x) * getattr(s.l.weight, "tag", 1.0))
+    t.changes(model, lambda m: setattr(m.l.weight, "tag", 3.0), lambda m: delattr(m.l.weight, "tag"))
+
+
+@case
+def attribute_that_an_object_lacks(t: Run):
+    settings = types.SimpleNamespace()
+
+    def forward(s, x):
+        try:
+            return s.l(x) * settings.factor
+        except AttributeError:
+            return s.l(x)
+
+    t.changes(net(forward), lambda m: setattr(settings, "factor", 3.0))
