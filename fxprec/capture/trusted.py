@@ -27,7 +27,7 @@ _PURE: Final = frozenset(
 _NOT: Final = (
     *("numpy.random", "torch.random", "torch.cuda.random", "functools._lru_cache_wrapper"),
     *("torch.backends", "torch.cuda.memory", "torch.cuda.graphs", "torch.distributed.distributed_c10d"),
-    *("torch._tensor_str", "torch.autograd.anomaly_mode", "torch.utils.deterministic"),
+    *("torch.autograd.anomaly_mode", "torch.utils.deterministic"),
 )
 #: What looks at the interpreter's state, leaves something behind, or ends errors.
 _BUILTINS: Final = frozenset(

@@ -187,8 +187,12 @@ def anomaly_mode(t: Run):
 
 @case
 def flag_of_a_backend(t: Run):
-    model = net(lambda s, x: s.l(x) * (2 if torch.backends.cudnn.benchmark else 1))
-    t.changes(model, lambda m: t.patch(torch.backends.cudnn, "benchmark", True))
+    def off(m):
+        flags = torch.backends.mkldnn.flags(enabled=False)
+        t.defer(lambda: flags.__exit__(None, None, None))
+        flags.__enter__()
+
+    t.changes(net(lambda s, x: s.l(x) * (2 if torch.backends.mkldnn.enabled else 1)), off)
 
 
 @case
