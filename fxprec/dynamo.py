@@ -236,7 +236,7 @@ class _Compiling:
             for message in _NOISE:
                 warnings.filterwarnings("ignore", message=message)
             self._backend.listen()
-            granted.frame(frame.f_code, frame.f_globals, frame.f_locals.values())
+            granted.frame(frame.f_code, frame.f_globals, frame.f_locals)
             self._backend.within = "" if self._is_first(frame) else f"a piece begins in {_place(frame.f_code)}"
             try:
                 result = self._inner(frame, *args, **kwargs)

@@ -57,6 +57,9 @@ class Granted:
     """What one capture takes for granted; ``changed()`` is None while all of it is so.
 
     Collecting needs the lock of captures.
+
+    Attributes:
+        kept: locals of the frame that dynamo takes now which hold the same object at each call.
     """
 
     def __init__(self) -> None:
@@ -69,6 +72,7 @@ class Granted:
         self._absent: dict[int, tuple[Mapping[str, Any], str, set[str]]] = {}
         self._modules: set[nn.Module] = set()
         self._lookups: list[Lookups] = []
+        self.kept: Set[str] = frozenset()
         self._environment: dict[Any, Any] | None = None
         self._registered: object = None
         self._asks: list[_Ask] | None = None
@@ -76,7 +80,13 @@ class Granted:
     # -- collecting ------------------------------------------------------------------------------------------------
 
     def inlined(
-        self, function: FunctionType | None, code: CodeType, scope: dict[str, Any], value: Any, owners: list[type]
+        self,
+        function: FunctionType | None,
+        code: CodeType,
+        scope: dict[str, Any],
+        value: Any,
+        owners: list[type],
+        lasts: bool,
     ) -> None:
         """dynamo inlines a function.
 
@@ -85,6 +95,7 @@ class Granted:
             code, scope: its code and globals.
             value: its first argument, where dynamo has it.
             owners: classes that it may have been found in: that of its first argument.
+            lasts: whether that argument is there before the call and after it.
         """
         if function is not None:
             self._functions.setdefault(function, function.__code__)
@@ -96,19 +107,26 @@ class Granted:
                 self._lacks(cls.__qualname__, vars(cls), {name}, cls)
             else:
                 self._methods.setdefault(cls, {}).setdefault(name, found)
-        self._runs(code, scope, [value], (function.__closure__ or ()) if function is not None else ())
+        lasting = [
+            *_contents((function.__closure__ or ()) if function is not None else ()),
+            *([value] if lasts else ()),
+        ]
+        self._runs(code, scope, [value], lasting)
 
-    def frame(self, code: CodeType, scope: dict[str, Any], values: Iterable[Any]) -> None:
+    def frame(self, code: CodeType, scope: dict[str, Any], variables: Mapping[str, Any]) -> None:
         """dynamo takes a frame with these globals and local variables."""
-        values = [*values]
-        self._runs(code, scope, values, ())
+        modules = {name for name, value in variables.items() if isinstance(value, nn.Module)}
+        self.kept = modules.union(code.co_freevars).intersection(variables)
+        values = [*variables.values()]
+        self._runs(code, scope, values, [variables[name] for name in self.kept])
         for value in values:
             if isinstance(value, nn.Module) and "_modules" in vars(value):  # not while it is made
                 modules = [module for module in value.modules() if module not in self._modules]
                 self._modules.update(modules)
                 self._lookups += [Lookups(modules)] if modules else []
 
-    def _runs(self, code: CodeType, scope: dict[str, Any], values: Iterable[Any], closure: Iterable[CellType]) -> None:
+    def _runs(self, code: CodeType, scope: dict[str, Any], values: Iterable[Any], lasting: Iterable[Any]) -> None:
+        """``lasting``: of the values, and beside them, those that the next call meets again."""
         self._asks = None
         values, names = [*values], names_in(code)
         if "__dict__" in names or "vars" in names:
@@ -117,16 +135,17 @@ class Granted:
                     self._lacks(path or type(module).__name__, vars(module), names.union(_strings(code)))
         for value in values:
             self._classes(value, names, set())
-        if (code, id(scope)) in self._seen:
-            return
-        self._seen.add((code, id(scope)))
         if self._environment is None and not names.isdisjoint(("environ", "environb", "getenv")):
             self._environment = raw_environment(os.environ).copy()
         module = ModuleType(str(scope.get("__name__", "a module")))
         if _is_library(module):
             return
-        self._lacks(module.__name__, scope, names & _BUILTINS)
-        for value in (*(scope[name] for name in names if name in scope), *values, *_contents(closure)):
+        around: list[Any] = []
+        if (code, id(scope)) not in self._seen:
+            self._seen.add((code, id(scope)))
+            self._lacks(module.__name__, scope, names & _BUILTINS)
+            around = [scope[name] for name in names if name in scope]
+        for value in (*around, *lasting):
             if isinstance(value, FunctionType | ModuleType) and not _is_library(value):
                 self._lacks(value.__name__, vars(value), names.union(_strings(code)))
             elif _has_attributes(value):

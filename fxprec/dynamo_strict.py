@@ -25,7 +25,14 @@ import torch
 from fxprec.capture.tripwires import replaced
 from fxprec.dynamo_granted import Granted
 from fxprec.dynamo_guards import exact, exact_closure, exact_keys
-from fxprec.torch_internals import GUARDS_CLASSES, dynamo_classes, function_behind, guard_class_attribute, value_behind
+from fxprec.torch_internals import (
+    GUARDS_CLASSES,
+    dynamo_classes,
+    function_behind,
+    guard_class_attribute,
+    outlives_call,
+    value_behind,
+)
 
 __all__ = ["strict"]
 
@@ -103,7 +110,10 @@ def strict(granted: Granted) -> Iterator[None]:
             first = getattr(function, "obj", None)
             first = next(iter(args), None) if first is None else first
             value, owners = (None, []) if first is None else value_behind(first)
-            granted.inlined(function_behind(function), function.get_code(), function.get_globals(), value, owners)
+            lasts = outlives_call(first, granted.kept)
+            granted.inlined(
+                function_behind(function), function.get_code(), function.get_globals(), value, owners, lasts
+            )
             return original(parent, function, args, *rest, **more)
 
         return build_inline_tracer

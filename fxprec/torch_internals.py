@@ -12,7 +12,7 @@ import inspect
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Final, NamedTuple
 
@@ -78,6 +78,7 @@ __all__ = [
     "late_hooks_of",
     "node_name_of",
     "original_of_compiled",
+    "outlives_call",
     "place_scale",
     "raw_environment",
     "reset_code",
@@ -476,6 +477,18 @@ def value_behind(variable: Any) -> tuple[Any, list[type]]:
         return value, [variable.python_type()]
     except NotImplementedError:
         return value, []
+
+
+def outlives_call(variable: Any, kept: Container[str]) -> bool:
+    """Whether what a variable of dynamo's stands for was there before the call, and is there after it.
+
+    Args:
+        kept: locals of the frame of which that is known; others are arguments, or made by the code before a break.
+    """
+    source: Any = getattr(variable, "source", None)
+    while hasattr(source, "base"):
+        source = source.base
+    return source is not None and (not hasattr(source, "local_name") or source.local_name in kept)
 
 
 #: The dict behind ``os.environ`` (Python's, not torch's), which is compared 30 times faster.

@@ -10,6 +10,7 @@ import os
 import time
 import types
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -222,14 +223,89 @@ def test_what_keeps_changing_runs_in_the_net_at_last():
     del os.environ[KEY]
 
 
-@pytest.mark.parametrize("make", [lambda: Model(_of_tensors), Child])
-def test_nothing_changed_costs_no_capture(make):
+class Found:
+    """An object that gets its attributes one after the other, and asks for them before."""
+
+    def __init__(self, value=None):
+        if value is not None:
+            self.keep(value)
+
+    def keep(self, value):
+        self.times = getattr(self, "times", 0) + 1
+        self.value = value
+
+
+class Output(OrderedDict):
+    """As the outputs of transformers are: a dict whose items are attributes, too."""
+
+    def __init__(self, value):
+        super().__init__(value=value)
+        self.value = value
+
+    def __setattr__(self, name, value):
+        if name in self.keys() and value is not None:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+
+class Keeps(nn.Module):
+    """Its forward writes to an object that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, found):
+        found.keep(self.fc(x))
+        return found.value * found.times
+
+
+def _break_between(self, x):
+    found = Found()
+    torch._dynamo.graph_break()
+    found.keep(x)
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "graphs"),
+    [
+        (lambda: Model(_of_tensors), tuple, 1),
+        (Child, tuple, 1),
+        (lambda: Model(lambda s, x: Found(x).value), tuple, 1),
+        (lambda: Model(lambda s, x: Output(x)), tuple, 1),
+        (Keeps, lambda: (Found(),), 1),
+        (lambda: Model(_break_between), tuple, 1),
+    ],
+    ids=["tensors", "super", "an object that it makes", "an output", "an argument", "an object from before a break"],
+)
+def test_nothing_changed_costs_no_capture(make, given, graphs):
     model = fxprec.convert(make(), dtype=LOW, capture="dynamo").module
     x = torch.randn(4, 8)
     for _ in range(3):
-        model(x)
+        model(x, *given())
     conversion = conversion_of(model)
-    assert conversion.captures == 1 and conversion.methods["forward"].restarts == 0
+    assert conversion.captures == graphs and conversion.methods["forward"].restarts == 0
+
+
+class Factor:
+    def of(self):
+        try:
+            return self.factor
+        except AttributeError:
+            return 2.0
+
+
+def test_each_object_that_lacks_an_attribute_is_asked():
+    """Not the first alone that a method runs on."""
+    model = Model(lambda s, x: x * s.first.of() + s.second.of())
+    model.first, model.second = Factor(), Factor()
+    converted = fxprec.convert(model, dtype=LOW, capture="dynamo").module
+    x = torch.randn(4, 8)
+    for each in (model.first, model.second):
+        before = converted(x)
+        each.factor = 8.0
+        assert not torch.allclose(converted(x), before, rtol=0.1)
 
 
 def test_a_model_that_is_dropped_is_not_kept_by_what_it_was_granted():
@@ -243,7 +319,7 @@ def test_a_model_that_is_dropped_is_not_kept_by_what_it_was_granted():
 
 def test_a_super_call_asks_each_class_that_could_come_before():
     granted = Granted()
-    granted.inlined(Base.forward, Base.forward.__code__, globals(), None, [Child])
+    granted.inlined(Base.forward, Base.forward.__code__, globals(), None, [Child], False)
     assert granted.changed() is None
     for owner in (Child, Between, Base):
         had, plain = "forward" in vars(owner), owner.forward

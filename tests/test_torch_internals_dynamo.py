@@ -82,14 +82,16 @@ def test_what_dynamo_takes_liberties_with_can_be_refused() -> None:
             compiled(torch.ones(1))
 
 
-@contract("fxprec", "function_behind", "value_behind", "guarded_value", "add_guard")
+@contract("fxprec", "function_behind", "value_behind", "outlives_call", "guarded_value", "add_guard")
 def test_what_a_capture_looks_at_is_told_and_can_be_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = of_fxprec.dynamo_classes()
     inlined: list[tuple[object, object, object]] = []
+    lasting: list[bool] = []
     build, guard_on = classes.inliner.build_inline_tracer, classes.guards.EQUALS_MATCH
 
     def built(parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
         inlined.append((of_fxprec.function_behind(function), *of_fxprec.value_behind(args[0])))
+        lasting.append(of_fxprec.outlives_call(args[0], {"holder"}))
         return build(parent, function, args, *rest, **more)
 
     def guarded(builder: Any, guard: Any, *rest: Any, **more: Any) -> None:
@@ -114,7 +116,7 @@ def test_what_a_capture_looks_at_is_told_and_can_be_guarded(monkeypatch: pytest.
     compiled(torch.ones(1))
     compiled(torch.ones(1))
     assert [function for function, _, _ in inlined] == [_plus_one, read] and len(graphs) == 1
-    assert inlined[0][2] == [Tensor]
+    assert inlined[0][2] == [Tensor] and lasting == [False, True]
     assert inlined[1][1:] == (holder, [types.SimpleNamespace])
     holder.number = -0.0  # equal
     compiled(torch.ones(1))

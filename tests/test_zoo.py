@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
+from fxprec.module import conversion_of
 from fxprec.testing import count_casts
 from zoo import ZOO
 
@@ -85,6 +86,9 @@ def test_one_step(name):
     assert ours.cosine(fp32) >= min(0.98, eager.cosine(fp32))
     assert ours.fp32_matmuls <= eager.fp32_matmuls
     assert ours.casts.total <= eager.casts.total, (ours.casts, eager.casts)
+    captures = conversion_of(converted).captures
+    converted(**inputs)
+    assert conversion_of(converted).captures == captures, "an equal call is captured again"
 
 
 def test_generate_runs_in_our_graphs():
