@@ -25,7 +25,7 @@ test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 matrix:
-	HF_HUB_OFFLINE=1 $(PYTHON) tests/matrix.py $(TORCH) -- $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(PYTHON) tests/tools/matrix.py $(TORCH) -- $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

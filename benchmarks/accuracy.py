@@ -36,7 +36,7 @@ from benchmarks.tasks import TASKS, Task
 from benchmarks.training_step import Setup, Step, tf32
 from benchmarks.variants import BASELINE, VARIANTS, Variant
 from benchmarks.workloads import named
-from fxprec.module import is_converted
+from fxprec.model.module import is_converted
 
 __all__ = ["DEFAULT", "Run", "Verdict", "compare", "main", "verdict"]
 

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node, Tracer, symbolic_trace
 
 import fxprec
-import fxprec.captured
+import fxprec.model.captured
 from fxprec.capture.collection import fewer_collections
-from fxprec.capture.trace import trace_static
-from fxprec.kernels.rows.derive import make_plan
-from fxprec.kernels.rows.region import FusedRegion
-from fxprec.kernels.rows.spec import spec_of
+from fxprec.capture.symbolic.trace import trace_static
+from fxprec.kernels.rows.program.spec import spec_of
+from fxprec.kernels.rows.run.derive import make_plan
+from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.context import Context
 from fxprec.passes.fuse import fuse
 from fxprec.passes.insert_casts import actual_dtype
-from fxprec.passes.policy import Policy
+from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import PIPELINE, run_passes
-from fxprec.shapes import propagate_shapes
+from fxprec.programs.shapes import propagate_shapes
 
 __all__ = [
     "ALL", "GROUPS", "REGIONS", "STANDS_ON", "WAYS", "Budget", "Mlp", "Stack", "budgets", "derivations", "exponent",
@@ -253,7 +253,7 @@ def _passes_timed() -> Iterator[list[tuple[int, float]]]:
         spent.append((nodes, time.process_time() - started))
         return result
 
-    with mock.patch.object(fxprec.captured, "run_passes", timed):
+    with mock.patch.object(fxprec.model.captured, "run_passes", timed):
         yield spent
 
 

@@ -42,7 +42,7 @@ from benchmarks.kernel_report import Report, Row, machine
 from benchmarks.problems import PROBLEMS, Problem, Setup, Source
 from benchmarks.regions import QUICK_REGION, REGIONS
 from benchmarks.timing import Clock, DeviceClock, HostClock, Series, Work, copy_work
-from fxprec.kernels.triton_support import interpreting
+from fxprec.kernels.launch.triton_support import interpreting
 
 __all__ = ["check", "main", "rows", "sources"]
 

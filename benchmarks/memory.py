@@ -38,7 +38,7 @@ from benchmarks.results import environment, save, save_figure
 from benchmarks.training_step import Setup, tf32
 from benchmarks.variants import BASELINE, VARIANTS, Variant
 from benchmarks.workloads import NAMES, SIZES, Workload, named, workloads
-from fxprec.module import is_converted
+from fxprec.model.module import is_converted
 
 __all__ = ["DEFAULT", "chosen", "chunked", "main", "measure", "rows_of"]
 

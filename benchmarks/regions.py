@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import fxprec
 from benchmarks.problems import Problem, Setup, Source
-from fxprec.kernels.rows.region import FusedRegion
-from fxprec.kernels.rows.structure import structure_of
-from fxprec.kernels.triton_support import can_launch
+from fxprec.kernels.launch.triton_support import can_launch
+from fxprec.kernels.rows.program.structure import structure_of
+from fxprec.kernels.rows.run.accounting import bytes_moved
+from fxprec.kernels.rows.run.region import FusedRegion
 
 __all__ = ["QUICK_REGION", "REGIONS", "regions"]
 
@@ -133,7 +134,7 @@ def _moved(region: FusedRegion, inputs: tuple[Tensor, ...], ours: Callable[..., 
     forward = sum(x.numel() * x.itemsize for x in (*inputs, *outputs))
     if not region.plans:
         return forward, None
-    return forward, region.plans[-1].bytes_moved()[1] - forward
+    return forward, bytes_moved(region.plans[-1])[1] - forward
 
 
 _MODELS: Final = {"GPT-2 small": _gpt2, "BERT-base": _bert, "Llama 1B": _llama, "ViT-B/16": _vit}

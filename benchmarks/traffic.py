@@ -30,8 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fxprec
-from fxprec.kernels import multi_tensor_adam, multi_tensor_norm
-from fxprec.module import conversion_of, is_converted
+from fxprec.kernels.optim import adam as multi_tensor_adam
+from fxprec.kernels.optim import norm as multi_tensor_norm
+from fxprec.model.module import conversion_of, is_converted
 
 __all__ = ["COLUMNS", "Traffic", "markdown", "rows"]
 

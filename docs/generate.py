@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from fxprec.passes.ir import Rule
-from fxprec.passes.op_rows_modules import MODULE_EXCEPTIONS, MODULE_OPS
-from fxprec.passes.op_table import OP_TABLE, OpRule
+from fxprec.passes.graph.ir import Rule
+from fxprec.passes.ops.rows.modules import MODULE_EXCEPTIONS, MODULE_OPS
+from fxprec.passes.ops.table import OP_TABLE, OpRule
 
 PAGE: Final = Path(__file__).with_name("precision.md")
 

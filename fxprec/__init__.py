@@ -32,13 +32,14 @@ from fxprec.errors import (
     UntestedTorchWarning,
     UnusedSettingWarning,
 )
-from fxprec.inference import accumulate, freeze, refresh
 from fxprec.inspection.report import explain, report
 from fxprec.kernels.torch_internals import MISSING
-from fxprec.loss_scaler import LossScaler
-from fxprec.module import graph_module, graphs, original, revert
-from fxprec.passes.ir import Rule
-from fxprec.passes.policy import Policy
+from fxprec.model.inference import accumulate, freeze, refresh
+from fxprec.model.module import graph_module, graphs, original, revert
+from fxprec.model.saved_names import find_saved_names
+from fxprec.passes.graph.ir import Rule
+from fxprec.passes.policy.policy import Policy
+from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.tested_torch import warn_if_untested
 from fxprec.whole_step import CapturedStep, capture_step
 
@@ -96,6 +97,7 @@ _ON_USE = ("amp", "fp16_utils", "optim", "parallel", "testing")
 
 
 warn_if_untested(torch.__version__, MISSING)
+find_saved_names()
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from fxprec.calibration import calibrate
-from fxprec.cost_files import costs_of, path_of, write
+from fxprec.costs.calibration import calibrate
+from fxprec.costs.files import costs_of, path_of, write
 from fxprec.inspection.text import columns, plain, titled
-from fxprec.passes.device_costs import DeviceCosts, Work
-from fxprec.passes.ir import dtype_name
+from fxprec.passes.costs.device_costs import DeviceCosts, Work
+from fxprec.passes.graph.ir import dtype_name
 
 __all__ = ["main"]
 

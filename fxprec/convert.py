@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from fxprec.checks import check_module_overrides, refuse_unfit, settled_device
-from fxprec.cost_files import cpu_flags, has_bfloat16_units
-from fxprec.default_scaler import make_scaler
+from fxprec.costs.files import cpu_flags, has_bfloat16_units
 from fxprec.errors import SlowDtypeWarning
-from fxprec.loss_scaler import LossScaler
-from fxprec.method_names import named_methods
-from fxprec.module import attach, put_back
-from fxprec.passes.ir import Rule
-from fxprec.passes.policy import Policy
-from fxprec.program import Executor
-from fxprec.scaling.unscaled import handed_back, scales
+from fxprec.model.checks import check_module_overrides, refuse_unfit, settled_device
+from fxprec.model.method_names import named_methods
+from fxprec.model.module import attach, put_back
+from fxprec.model.unscaled import handed_back, scales
+from fxprec.model.warm_up import warm_up
+from fxprec.passes.graph.ir import Rule
+from fxprec.passes.policy.policy import Policy
+from fxprec.programs.program import Executor
+from fxprec.scaling.default_scaler import make_scaler
+from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.settings import Capture, Fuse, Lower, Placement, Settings
-from fxprec.warm_up import warm_up
 
 __all__ = ["Converted", "convert"]
 
@@ -127,7 +127,7 @@ def convert(
             it takes, loses time on this device, by the costs that ``python -m fxprec calibrate`` measured or else
             shipped ones; the report names those ops, and which costs. The sizes are those of example_inputs or of the
             first call, also for later calls with other sizes; forward alone counts where gradients are off then.
-            Or costs of one's own, a ``fxprec.passes.device_costs.DeviceCosts``.
+            Or costs of one's own, a ``fxprec.passes.costs.device_costs.DeviceCosts``.
         fuse: "auto": regions between matmuls become Triton kernels on CUDA, elsewhere native mixed kernels serve;
             True: Triton regions, or an error; "aten": regions that run op by op, to look at; False: neither, every
             node stays visible; ``{"fused_*gelu*": False}``: as "auto", but not the regions with such names.

@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fxprec.cost_files import costs_of
+from fxprec.costs.files import costs_of
 from fxprec.errors import PolicyError
 from fxprec.passes.context import Context
-from fxprec.passes.device_costs import DeviceCosts
-from fxprec.passes.policy import Policy
-from fxprec.passes.policy_terms import did_you_mean
-from fxprec.program import Executor
+from fxprec.passes.costs.device_costs import DeviceCosts
+from fxprec.passes.policy.policy import Policy
+from fxprec.passes.policy.terms import did_you_mean
+from fxprec.programs.program import Executor
 
 __all__ = ["Settings", "one_of", "why_no_kernels"]
 
@@ -153,7 +153,7 @@ class Settings:
 
 def why_no_kernels(device: str) -> str:
     """Why fused kernels do not run on a device of this type; "" where they do."""
-    from fxprec.kernels.triton_support import why_not  # which loads Triton
+    from fxprec.kernels.launch.triton_support import why_not  # which loads Triton
 
     return why_not(device)
 

@@ -27,10 +27,10 @@ from torch.fx import GraphModule
 from fxprec.inspection.annotations import assert_annotations_hold
 from fxprec.inspection.cast_count import CastCount, count_casts
 from fxprec.inspection.nodes import Place, is_inserted, op_name, places, rewritten_graphs, select, source_line
-from fxprec.module import conversion_of
-from fxprec.passes import ir
-from fxprec.passes.ir import Precision, dtype_name
-from fxprec.passes.op_table import rule_of
+from fxprec.model.module import conversion_of
+from fxprec.passes.graph import ir
+from fxprec.passes.graph.ir import Precision, dtype_name
+from fxprec.passes.ops.table import rule_of
 
 __all__ = [
     "CastCount",

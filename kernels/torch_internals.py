@@ -1,8 +1,8 @@
 """Private names of torch that the kernels need, and nowhere else: each under a plain name, checked when imported.
 
 A name that a version of torch has moved is told by name. Without a needed one the import fails; without an optional one
-something is slower, and ``MISSING`` keeps what. ``tests/test_torch_internals.py`` finds private names in other files,
-and tests what is relied on of each of these.
+something is slower, and ``MISSING`` keeps what. ``tests/house/test_torch_internals.py`` finds private names in other
+files, and tests what is relied on of each of these.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from fxprec.passes.device_costs import DeviceCosts
-from fxprec.passes.policy import Policy
+from fxprec.passes.costs.device_costs import DeviceCosts
+from fxprec.passes.policy.policy import Policy
 
 __all__ = ["Context"]
 

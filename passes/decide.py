@@ -48,10 +48,10 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from fxprec.passes.context import Context
-from fxprec.passes.ir import PassResult
-from fxprec.passes.pays import what_pays
-from fxprec.passes.placement_autocast import place_as_autocast
-from fxprec.passes.placement_mincut import place_by_cut
+from fxprec.passes.graph.ir import PassResult
+from fxprec.passes.placement.autocast import place_as_autocast
+from fxprec.passes.placement.mincut import place_by_cut
+from fxprec.passes.placement.pays import what_pays
 
 __all__ = ["decide"]
 

@@ -33,14 +33,14 @@ from typing import Final
 import torch
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.aliases import alias_roots, written_roots
 from fxprec.passes.canonicalize import subgraphs
-from fxprec.passes.casts import CASTS, cast
 from fxprec.passes.context import Context
-from fxprec.passes.grad_mode import recorded
+from fxprec.passes.graph.casts import CASTS, cast
+from fxprec.passes.graph.grad_mode import recorded
+from fxprec.passes.graph.ir import Op, PassResult, Precision, Rule
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
-from fxprec.passes.ir import Op, PassResult, Precision, Rule
-from fxprec.passes.op_names import cast_target
+from fxprec.passes.ops.aliases import alias_roots, written_roots
+from fxprec.passes.ops.names import cast_target
 
 __all__ = ["fold_casts"]
 

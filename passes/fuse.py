@@ -29,11 +29,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.kernels.rows.region import FusedRegion
+from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph, subgraphs
-from fxprec.passes.casts import CASTS
 from fxprec.passes.context import Context
-from fxprec.passes.exact_graph import LazyGraphModule
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
@@ -42,7 +40,9 @@ from fxprec.passes.fusion.row_operations import drops
 from fxprec.passes.fusion.seeds import draw_seeds_like
 from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
 from fxprec.passes.fusion.wide_sums import accumulate_wide
-from fxprec.passes.ir import Op, PassResult, Precision, Rule, is_scalar
+from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.exact_graph import LazyGraphModule
+from fxprec.passes.graph.ir import Op, PassResult, Precision, Rule, is_scalar
 
 __all__ = ["fuse", "region_names"]
 

@@ -40,12 +40,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
-from fxprec.passes.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.canonicalize import subgraphs
-from fxprec.passes.casts import cast, cast_each, cast_if_float, cast_saturating
 from fxprec.passes.context import Context
-from fxprec.passes.grad_mode import recorded
-from fxprec.passes.ir import (
+from fxprec.passes.graph.casts import cast, cast_each, cast_if_float, cast_saturating
+from fxprec.passes.graph.grad_mode import recorded
+from fxprec.passes.graph.ir import (
     CASTABLE,
     UNKNOWN,
     DTypeInfo,
@@ -57,9 +56,10 @@ from fxprec.passes.ir import (
     is_castable,
     is_scalar,
 )
-from fxprec.passes.new_node import new_node
-from fxprec.passes.op_names import cast_target
-from fxprec.passes.op_table import rule_of
+from fxprec.passes.graph.new_node import new_node
+from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
+from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.table import rule_of
 
 __all__ = ["actual_dtype", "insert_casts", "original_dtype", "wanted_dtypes"]
 

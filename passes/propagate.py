@@ -35,11 +35,11 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.fake_results import fake_result, numel_of, value_dtype
-from fxprec.passes.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op, PassResult, Rule, arg_nodes, is_scalar
-from fxprec.passes.op_table import rule_of
-from fxprec.passes.promotion import NUMBERS, RESULT_KINDS, Operands, first
-from fxprec.passes.special_results import SPECIAL, Facts
+from fxprec.passes.dtypes.fake_results import fake_result, numel_of, value_dtype
+from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, first
+from fxprec.passes.dtypes.special_results import SPECIAL, Facts
+from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op, PassResult, Rule, arg_nodes, is_scalar
+from fxprec.passes.ops.table import rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name_of, schema_of
 
 __all__ = ["propagate"]

@@ -16,14 +16,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.errors import InvariantError
-from fxprec.passes.aliases import alias_roots, written_by
 from fxprec.passes.canonicalize import every_graph
-from fxprec.passes.casts import CASTS, cast, cast_if_float
 from fxprec.passes.context import Context
-from fxprec.passes.grad_mode import recorded
+from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
+from fxprec.passes.graph.grad_mode import recorded
+from fxprec.passes.graph.ir import CASTABLE, UNKNOWN, Op, PassResult, Precision, Rule, dtype_name
 from fxprec.passes.insert_casts import actual_dtype, original_dtype, wanted_dtypes
-from fxprec.passes.ir import CASTABLE, UNKNOWN, Op, PassResult, Precision, Rule, dtype_name
-from fxprec.passes.op_table import rule_of
+from fxprec.passes.ops.aliases import alias_roots, written_by
+from fxprec.passes.ops.table import rule_of
 
 __all__ = ["INVARIANTS", "Invariant", "Violation", "check", "verify"]
 

@@ -21,7 +21,7 @@ import torch
 
 from fxprec.amp.casting import cast_arguments, widest
 from fxprec.amp.state import Kind, state
-from fxprec.module import conversion_of, is_converted
+from fxprec.model.module import conversion_of, is_converted
 
 __all__ = ["decorated", "disable_casts", "float_function", "half_function", "is_decorated", "promote_function"]
 

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from fxprec.amp.properties import Properties
 from fxprec.errors import NoGradientsError
-from fxprec.loss_scaler import LossScaler
 from fxprec.scaling.arguments import checked_bounds
 from fxprec.scaling.floor import SMALLEST_SCALE
+from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.scaling.stages import DELAYED, OPEN
 from fxprec.torch_internals import growth_tracker, scaler_states
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from fxprec.amp.casting import CastOutputs
 from fxprec.amp.properties import Properties
 from fxprec.amp.registered import with_registered
-from fxprec.checks import settled_device
 from fxprec.convert import convert
 from fxprec.errors import ConversionError
-from fxprec.loss_scaler import LossScaler
-from fxprec.module import conversion_of, is_converted, put_back
-from fxprec.passes.ir import Rule
-from fxprec.passes.policy import Policy
+from fxprec.model.checks import settled_device
+from fxprec.model.module import conversion_of, is_converted, put_back
+from fxprec.passes.graph.ir import Rule
+from fxprec.passes.policy.policy import Policy
+from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.settings import Settings
 from fxprec.torch_internals import BatchNorm
 

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import torch
 
-from fxprec.passes.ir import CASTABLE
-from fxprec.passes.policy import Level
+from fxprec.passes.graph.ir import CASTABLE
+from fxprec.passes.policy.policy import Level
 
 __all__ = ["Properties", "properties_of"]
 

@@ -23,10 +23,10 @@ from torch.fx import Graph, Node
 from fxprec.amp.functions import decorated, is_decorated
 from fxprec.amp.state import Kind, Registration, state
 from fxprec.errors import UnusedSettingWarning
-from fxprec.passes.ir import Rule
-from fxprec.passes.op_names import canonical_op
-from fxprec.passes.op_table import rule_of
-from fxprec.passes.policy import Policy
+from fxprec.passes.graph.ir import Rule
+from fxprec.passes.ops.names import canonical_op
+from fxprec.passes.ops.table import rule_of
+from fxprec.passes.policy.policy import Policy
 
 __all__ = [
     "Registration",

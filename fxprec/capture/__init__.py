@@ -1,1 +1,1 @@
-"""Static capture: torch.fx tracing that notices what it must not do, and guards for what it read."""
+"""From a user's forward to a graph of it: by static tracing, or by torch._dynamo; and what both need."""

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from fxprec.capture.state_names import attribute_path
 from fxprec.passes.canonicalize import every_graph
-from fxprec.passes.exact_graph import LazyGraphModule, made_exact
+from fxprec.passes.graph.exact_graph import LazyGraphModule, made_exact
 
 __all__ = ["attach", "holding", "with_code", "without_code"]
 

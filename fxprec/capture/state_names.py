@@ -19,7 +19,7 @@ from typing import Any, Final
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from fxprec.passes.exact_graph import LazyGraphModule
+from fxprec.passes.graph.exact_graph import LazyGraphModule
 
 __all__ = ["attribute_path", "keep_model_keys"]
 

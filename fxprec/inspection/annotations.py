@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from fxprec.module import is_converted
-from fxprec.passes.ir import CASTABLE, Precision, Rule, dtype_name
-from fxprec.program import Executor, Program, lift, without_autocast
+from fxprec.model.module import is_converted
+from fxprec.passes.graph.ir import CASTABLE, Precision, Rule, dtype_name
+from fxprec.programs.program import Executor, Program, lift, without_autocast
 from fxprec.torch_internals import tree_leaves
 
 __all__ = ["assert_annotations_hold"]
@@ -37,7 +37,7 @@ def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None
 
     ran: list[str] = []
     if is_converted(model):
-        with torch.random.fork_rng(), mock.patch("fxprec.captured.lift", _checking_lift(ran)):
+        with torch.random.fork_rng(), mock.patch("fxprec.model.captured.lift", _checking_lift(ran)):
             copy.deepcopy(model)(*args, **kwargs)
     elif isinstance(model, GraphModule) and any("precision" in node.meta for node in model.graph.nodes):
         with torch.random.fork_rng(), _buffers_kept(model):

@@ -20,8 +20,8 @@ from fxprec.inspection.nodes import (
     shown_dtype,
     source_line,
 )
-from fxprec.passes.casts import cast_if_float
-from fxprec.passes.ir import Precision, arg_nodes, dtype_name, module_path, weight_path
+from fxprec.passes.graph.casts import cast_if_float
+from fxprec.passes.graph.ir import Precision, arg_nodes, dtype_name, module_path, weight_path
 
 __all__ = ["Explanation", "explain"]
 

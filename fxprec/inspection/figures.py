@@ -14,8 +14,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxprec.inspection.nodes import Place, is_inserted, is_shadow
-from fxprec.passes.ir import CASTABLE, UNKNOWN, Op, Precision, dtype_name
-from fxprec.passes.op_table import rule_of
+from fxprec.passes.graph.ir import CASTABLE, UNKNOWN, Op, Precision, dtype_name
+from fxprec.passes.ops.table import rule_of
 
 __all__ = ["Activations", "Weights", "activations", "count", "weights"]
 

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxprec.captured import Captured
-from fxprec.module import conversion_of, graphs, is_converted
+from fxprec.model.captured import Captured
+from fxprec.model.module import conversion_of, graphs, is_converted
 from fxprec.passes.canonicalize import body_of
-from fxprec.passes.casts import CASTS
-from fxprec.passes.ir import Op, Precision, dtype_name, module_path
-from fxprec.passes.policy_terms import did_you_mean
-from fxprec.program import is_weight_cast
+from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.ir import Op, Precision, dtype_name, module_path
+from fxprec.passes.policy.terms import did_you_mean
+from fxprec.programs.program import is_weight_cast
 
 __all__ = [
     "Place",

@@ -9,7 +9,8 @@ from typing import Final
 
 from torch.fx import GraphModule
 
-from fxprec.kernels.rows.region import FusedRegion
+from fxprec.kernels.rows.run.accounting import bytes_moved, kernels
+from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph
 
 __all__ = ["REGION_COLUMNS", "RegionReport", "region_cells", "region_line", "regions_of"]
@@ -53,8 +54,8 @@ def regions_of(gm: GraphModule) -> tuple[RegionReport, ...]:
 def _report(region: FusedRegion) -> RegionReport:
     nodes = len([node for node in region.graph_module.graph.nodes if node.op not in ("placeholder", "output")])
     plan = region.plans[-1] if region.plans and region.path == "triton" else None
-    kernels, moved, bound = (plan.kernels, *plan.bytes_moved()) if plan is not None else (0, 0, 0)
-    return RegionReport(region.name, nodes, region.path, region.reason, kernels, moved, bound)
+    count, moved, bound = (kernels(plan), *bytes_moved(plan)) if plan is not None else (0, 0, 0)
+    return RegionReport(region.name, nodes, region.path, region.reason, count, moved, bound)
 
 
 def region_cells(region: RegionReport) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxprec.conversion import Conversion
 from fxprec.errors import NotCapturedError
 from fxprec.inspection.explanation import Explanation, explain
 from fxprec.inspection.figures import Activations, Weights, activations, count, weights
@@ -31,8 +30,9 @@ from fxprec.inspection.nodes import (
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.inspection.unnamed import unnamed_methods
-from fxprec.module import conversion_of, is_converted
-from fxprec.passes.ir import Precision, Rule, dtype_name, module_path
+from fxprec.model.conversion import Conversion
+from fxprec.model.module import conversion_of, is_converted
+from fxprec.passes.graph.ir import Precision, Rule, dtype_name, module_path
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

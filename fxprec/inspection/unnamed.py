@@ -8,7 +8,7 @@ Found in the bytecode by the names of submodules, without running anything::
         return self.encode(x).flatten(1)
 
 What a method gets at in other ways (``getattr(self, name)``, ``self.children()``) is not found; the warning of the
-first such run names it (see ``fxprec.reminders``).
+first such run names it (see ``fxprec.model.reminders``).
 """
 
 from __future__ import annotations

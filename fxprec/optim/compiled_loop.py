@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fxprec.kernels.tensor_lists import is_dense
+from fxprec.capture.locks import CAPTURING
+from fxprec.kernels.launch.observers import unwatched
+from fxprec.kernels.optim.lists import is_dense
 from fxprec.kernels.torch_internals import is_traceable_wrapper_subclass
-from fxprec.kernels.watchers import unwatched
-from fxprec.locks import CAPTURING
 from fxprec.torch_internals import compiled_standalone, cpp_compiler
 
 __all__ = ["LEAST", "Loop", "check_compiler", "compiled", "why_no_loop"]

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxprec.errors import GradientsWarning
-from fxprec.low_gradients import Wishes, widened
 from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.shadows import stores
+from fxprec.shadows.low_gradients import Wishes, widened
 
 __all__ = ["ask_for_low_gradients", "checked_low_gradients", "end_low_gradients"]
 

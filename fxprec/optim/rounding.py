@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxprec.kernels.stochastic_rounding import rounding_offset, stochastic_round
+from fxprec.kernels.launch.rounding import rounding_offset, stochastic_round
 
 __all__ = ["Rounding"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.kernels.tensor_lists import is_dense
+from fxprec.kernels.optim.lists import is_dense
 from fxprec.optim.counters import Counters
 from fxprec.optim.parts import Part
 from fxprec.optim.rounding import Rounding

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.kernels import multi_tensor_adam, multi_tensor_norm, multi_tensor_sgd
-from fxprec.kernels.multi_tensor import MultiTensorPlan
-from fxprec.kernels.multi_tensor_adam import AdamSettings
-from fxprec.kernels.multi_tensor_sgd import SgdSettings
-from fxprec.kernels.tensor_lists import is_dense
-from fxprec.kernels.triton_support import HAS_TRITON, interpreting
+from fxprec.kernels.launch.triton_support import HAS_TRITON, interpreting
+from fxprec.kernels.optim import adam as multi_tensor_adam
+from fxprec.kernels.optim import norm as multi_tensor_norm
+from fxprec.kernels.optim import sgd as multi_tensor_sgd
+from fxprec.kernels.optim.adam import AdamSettings
+from fxprec.kernels.optim.lists import is_dense
+from fxprec.kernels.optim.sgd import SgdSettings
+from fxprec.kernels.optim.tables import MultiTensorPlan
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import scalar
 

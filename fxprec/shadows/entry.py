@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fxprec.errors import StaleShadowError
-from fxprec.kernels.watchers import SCRIPT, TRACING, TRANSFORM, watcher
-from fxprec.low_gradients import Wish, cast_with_low_gradient
+from fxprec.kernels.launch.observers import SCRIPT, TRACING, TRANSFORM, watcher
+from fxprec.shadows.low_gradients import Wish, cast_with_low_gradient
 from fxprec.torch_internals import run_before
 
 __all__ = ["Entry", "is_lasting", "is_traced", "stale"]

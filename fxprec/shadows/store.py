@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fxprec.low_gradients import refuse_ddp, widen, wish_for
 from fxprec.shadows.entry import Entry, is_lasting, is_traced, stale
+from fxprec.shadows.low_gradients import refuse_ddp, widen, wish_for
 from fxprec.shadows.plan import Plan
 from fxprec.torch_internals import foreach_copy_
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fxprec.capture.untouched import RandomState
 from fxprec.errors import CaptureError
-from fxprec.loss_scaler import LossScaler
+from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.torch_internals import set_called
 from fxprec.whole_step import cuda
 from fxprec.whole_step.batch import Batch

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxprec.conversion import Conversion
-from fxprec.inference import accumulate
-from fxprec.loss_scaler import LossScaler
-from fxprec.module import conversion_of, is_converted
+from fxprec.model.conversion import Conversion
+from fxprec.model.inference import accumulate
+from fxprec.model.module import conversion_of, is_converted
 from fxprec.scaling.gradients import parameters_of
+from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.shadows import ShadowStore
 from fxprec.whole_step.batch import Batch
 from fxprec.whole_step.scales import forget_iteration

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from fxprec.loss_scaler import LossScaler
+from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.torch_internals import fresh_states, place_scale, scale_names, scaler_states
 
 __all__ = ["forget_iteration", "refuse_open_iteration", "scale_rule", "scale_tensors", "scaler_untouched"]

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.kernels.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 from fxprec.kernels.nn.batch_norm_backward import BACKWARD
 from fxprec.kernels.nn.batch_norm_statistics import STATISTICS, channel_statistics
 from fxprec.kernels.nn.batch_norm_tiles import (
@@ -38,7 +39,6 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     program_place,
     tiles,
 )
-from fxprec.kernels.triton_support import can_launch, constexpr, jit, tl
 
 __all__ = ["batch_norm", "bytes_moved", "reference"]
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxprec.kernels.kernel_op import KernelOp
+from fxprec.kernels.launch.kernel_op import KernelOp
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 from fxprec.kernels.nn.batch_norm_tiles import (
     BACKWARD_BYTES,
     STAGES,
@@ -34,7 +35,6 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     program_place,
     tiles,
 )
-from fxprec.kernels.triton_support import can_launch, constexpr, jit, tl
 
 __all__ = ["BACKWARD"]
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxprec.kernels.kernel_op import KernelOp
+from fxprec.kernels.launch.kernel_op import KernelOp
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 from fxprec.kernels.nn.batch_norm_tiles import (
     FORWARD_BYTES,
     STAGES,
@@ -28,7 +29,6 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     program_place,
     tiles,
 )
-from fxprec.kernels.triton_support import can_launch, constexpr, jit, tl
 
 __all__ = ["STATISTICS", "channel_statistics"]
 

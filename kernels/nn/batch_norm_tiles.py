@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.triton_support import constant, constexpr, jit, tl
+from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl
 
 __all__ = [
     "BACKWARD_BYTES",

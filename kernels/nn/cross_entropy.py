@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.kernels.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.nn.cross_entropy_arguments import check_arguments
 from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference

@@ -20,9 +20,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, int64, jit, tl
 from fxprec.kernels.nn.cross_entropy_reference import launch_in_torch
 from fxprec.kernels.nn.cross_entropy_tiles import edge_places, row_middle, sum_tile, write_tile
-from fxprec.kernels.triton_support import can_launch, constexpr, int64, jit, tl
 
 __all__ = ["Plan", "cross_entropy_kernel", "launch", "plan", "starts_alike"]
 

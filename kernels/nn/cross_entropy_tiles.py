@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxprec.kernels.triton_support import constexpr, jit, tl
+from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
 __all__ = ["edge_places", "row_middle", "sum_tile", "write_tile"]
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fxprec.kernels.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 
 __all__ = ["bytes_moved", "geglu", "geglu_packed", "reference", "reference_packed", "swiglu", "swiglu_packed"]
 

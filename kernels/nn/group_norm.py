@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxprec.kernels.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.nn.group_norm_kernels import group_backward_kernel, group_forward_kernel
 from fxprec.kernels.nn.norm_launch import add_parts, on_device, processors
-from fxprec.kernels.triton_support import can_launch
 
 __all__ = ["bytes_moved", "group_norm", "reference"]
 

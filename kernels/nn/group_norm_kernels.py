@@ -8,7 +8,7 @@ programs each with a share of the pixels, in two launches (PHASE 1, then 2), whi
 
 from __future__ import annotations
 
-from fxprec.kernels.triton_support import constexpr, jit, tl
+from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
 __all__ = ["group_backward_kernel", "group_forward_kernel"]
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxprec.kernels.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.nn import cross_entropy_reference
 from fxprec.kernels.nn.cross_entropy_arguments import DTYPES, check_linear_arguments
 from fxprec.kernels.nn.cross_entropy_kernels import launch

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.philox import drop_threshold, dropout_scale, keep_mask
+from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.nn.norm_long_rows import columns_kernel, long_backward_kernel, long_forward_kernel
 from fxprec.kernels.nn.norm_rows import backward_kernel, finish_kernel, forward_kernel
-from fxprec.kernels.philox import drop_threshold, dropout_scale, keep_mask
-from fxprec.kernels.triton_support import can_launch
 
 __all__ = ["add_parts", "dropped", "launch_backward", "launch_forward", "normalised", "on_device", "processors"]
 

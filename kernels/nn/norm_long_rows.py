@@ -8,8 +8,8 @@ Column sums, which no longer fit beside a row, are a kernel of their own: dy and
 
 from __future__ import annotations
 
+from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 from fxprec.kernels.nn.norm_rows import dropout_factor, weight_row
-from fxprec.kernels.triton_support import constexpr, jit, tl
 
 __all__ = ["columns_kernel", "long_backward_kernel", "long_forward_kernel"]
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.kernels.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.philox import draw_seeds, drop_threshold
 from fxprec.kernels.nn.norm_launch import (
     BACKWARD_COLUMNS,
     dropped,
@@ -23,7 +24,6 @@ from fxprec.kernels.nn.norm_launch import (
     launch_forward,
     normalised,
 )
-from fxprec.kernels.philox import draw_seeds, drop_threshold
 
 __all__ = ["NormOps", "check_arguments", "norm_bytes"]
 

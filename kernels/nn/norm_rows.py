@@ -14,8 +14,8 @@ that are too long.
 
 from __future__ import annotations
 
-from fxprec.kernels.philox import keep_tile
-from fxprec.kernels.triton_support import constexpr, jit, tl
+from fxprec.kernels.launch.philox import keep_tile
+from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
 __all__ = ["backward_kernel", "finish_kernel", "forward_kernel"]
 

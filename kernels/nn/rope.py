@@ -20,8 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.kernel_op import KernelOp
-from fxprec.kernels.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.kernel_op import KernelOp
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 
 __all__ = ["bytes_moved", "reference", "rope", "rope_qk"]
 

@@ -11,10 +11,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.kernel_op import KernelOp
+from fxprec.kernels.launch.kernel_op import KernelOp
+from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watcher
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 from fxprec.kernels.torch_internals import keeps_graph, storage_owners
-from fxprec.kernels.triton_support import can_launch, constexpr, jit, tl
-from fxprec.kernels.watchers import ANY_MODE, COMPILER, TRANSFORM, watcher
 
 __all__ = ["scaled_gradient", "wants_gradients_now"]
 

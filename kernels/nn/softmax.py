@@ -17,10 +17,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.philox import draw_seeds, drop_threshold, dropout_scale, keep_mask
+from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.nn.softmax_kernels import launch_backward, launch_forward
-from fxprec.kernels.philox import draw_seeds, drop_threshold, dropout_scale, keep_mask
-from fxprec.kernels.triton_support import can_launch
 
 __all__ = ["bytes_moved", "reference", "softmax"]
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.philox import drop_threshold, dropout_scale, keep_tile
-from fxprec.kernels.triton_support import constexpr, jit, tl
+from fxprec.kernels.launch.philox import drop_threshold, dropout_scale, keep_tile
+from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
 __all__ = ["launch_backward", "launch_forward"]
 

@@ -18,10 +18,10 @@ from typing import Any, Final
 from torch.fx import Graph, Node
 
 from fxprec.errors import InvariantError
-from fxprec.passes.aliases import alias_roots, written_roots
 from fxprec.passes.fusion.row_operations import is_row_operation
-from fxprec.passes.ir import Op
-from fxprec.passes.op_table import rule_of
+from fxprec.passes.graph.ir import Op
+from fxprec.passes.ops.aliases import alias_roots, written_roots
+from fxprec.passes.ops.table import rule_of
 
 __all__ = ["memory_of", "order_of_effects", "sort", "stretches"]
 

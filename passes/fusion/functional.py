@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from fxprec.kernels.rows.lowering import LOWERINGS
-from fxprec.passes.aliases import alias_roots, written_by
-from fxprec.passes.casts import cast
+from fxprec.kernels.rows.program.lowering import LOWERINGS
 from fxprec.passes.fusion.effects import stretches
+from fxprec.passes.graph.casts import cast
+from fxprec.passes.graph.ir import Op
 from fxprec.passes.insert_casts import actual_dtype
-from fxprec.passes.ir import Op
-from fxprec.passes.op_table import rule_of
+from fxprec.passes.ops.aliases import alias_roots, written_by
+from fxprec.passes.ops.table import rule_of
 
 __all__ = ["make_functional"]
 

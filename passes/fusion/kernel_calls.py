@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node, Proxy
 
-from fxprec.kernels.watchers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
-from fxprec.passes.aliases import alias_roots, written_roots
-from fxprec.passes.casts import cast
-from fxprec.passes.ir import Op, Precision
-from fxprec.passes.leaves import leaf
+from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.passes.graph.casts import cast
+from fxprec.passes.graph.ir import Op, Precision
+from fxprec.passes.graph.leaves import leaf
+from fxprec.passes.ops.aliases import alias_roots, written_roots
 
 __all__ = ["batch_norm", "call_kernels", "cross_entropy", "is_served"]
 
@@ -86,7 +86,7 @@ def is_served(x: Any) -> bool:
     """Whether a kernel takes this tensor; compilers and exporters get torch's own ops."""
     if torch.compiler.is_compiling() or x.dtype not in _FLOATS:
         return False
-    from fxprec.kernels.triton_support import can_launch
+    from fxprec.kernels.launch.triton_support import can_launch
 
     return can_launch(x.device)
 

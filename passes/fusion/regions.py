@@ -24,8 +24,8 @@ from torch.fx import Graph, Node
 
 from fxprec.passes.fusion.effects import memory_of, stretches
 from fxprec.passes.fusion.row_operations import drops, is_row_operation, reduced_dimensions
-from fxprec.passes.ir import Op, arg_nodes
-from fxprec.passes.op_table import rule_of
+from fxprec.passes.graph.ir import Op, arg_nodes
+from fxprec.passes.ops.table import rule_of
 
 __all__ = ["Region", "find_regions", "saves"]
 

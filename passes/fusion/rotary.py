@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, Proxy
 
-from fxprec.passes.ir import Op
-from fxprec.passes.leaves import leaf
+from fxprec.passes.graph.ir import Op
+from fxprec.passes.graph.leaves import leaf
 
 __all__ = ["recognize_rotary", "rope"]
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from fxprec.kernels.rows.lowering import LOWERINGS, ROW_REDUCTIONS
-from fxprec.passes.ir import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes
+from fxprec.kernels.rows.program.lowering import LOWERINGS, ROW_REDUCTIONS
+from fxprec.passes.graph.ir import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes
 
 __all__ = ["drops", "is_row_operation", "reduced_dimensions"]
 

@@ -20,9 +20,9 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.passes.casts import CASTS, cast
 from fxprec.passes.fusion.row_operations import is_row_operation
-from fxprec.passes.ir import CASTABLE, Op, Precision, Rule
+from fxprec.passes.graph.casts import CASTS, cast
+from fxprec.passes.graph.ir import CASTABLE, Op, Precision, Rule
 
 __all__ = ["SplitBias", "put_back", "split_biases"]
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from fxprec.passes.ir import Op, Precision
-from fxprec.passes.op_table import rule_of
+from fxprec.passes.graph.ir import Op, Precision
+from fxprec.passes.ops.table import rule_of
 
 __all__ = ["accumulate_wide"]
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from fxprec.capture.trace import trace_static
-from fxprec.passes.casts import CASTS
+from fxprec.capture.symbolic.trace import trace_static
 from fxprec.passes.context import Context
-from fxprec.passes.ir import format_graph
-from fxprec.passes.policy import Policy
+from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.ir import format_graph
+from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import run_passes
-from fxprec.shapes import propagate_shapes
+from fxprec.programs.shapes import propagate_shapes
 from fxprec.testing import assert_annotations_hold
 from tests.fuzz.steps import STEPS, Values
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-import fxprec.captured
-import fxprec.conversion
-import fxprec.dynamo
-from fxprec.passes.casts import CASTS
-from fxprec.program import Executor, Program, lift
-from fxprec.weights import Weights
+import fxprec.capture.dynamo.analysis
+import fxprec.model.captured
+import fxprec.model.conversion
+from fxprec.passes.graph.casts import CASTS
+from fxprec.programs.program import Executor, Program, lift
+from fxprec.programs.weights import Weights
 
 __all__ = ["casts_that_do_not_round", "no_dynamo"]
 
@@ -31,10 +31,10 @@ __all__ = ["casts_that_do_not_round", "no_dynamo"]
 def casts_that_do_not_round() -> Iterator[None]:
     """For conversions that are made and called within the block."""
     with (
-        mock.patch.object(fxprec.captured, "lift", _lift),
+        mock.patch.object(fxprec.model.captured, "lift", _lift),
         # FP64 holds FP32, there and back: shadows that are real ones, renewed as ever, and exact
-        mock.patch.object(fxprec.conversion, "Weights", lambda dtype: Weights(torch.float64)),
-        mock.patch.object(fxprec.conversion.Conversion, "net_context", lambda self: contextlib.nullcontext()),
+        mock.patch.object(fxprec.model.conversion, "Weights", lambda dtype: Weights(torch.float64)),
+        mock.patch.object(fxprec.model.conversion.Conversion, "net_context", lambda self: contextlib.nullcontext()),
     ):
         yield
 
@@ -65,5 +65,5 @@ def _copied(value: Any, dtype: torch.dtype) -> Any:
 def no_dynamo() -> Iterator[None]:
     """What a static trace declines runs as it is, in the net: a hundred times faster than by dynamo."""
 
-    with mock.patch.object(fxprec.dynamo, "why_not_now", lambda: "static capture alone is tested"):
+    with mock.patch.object(fxprec.capture.dynamo.analysis, "why_not_now", lambda: "static capture alone is tested"):
         yield

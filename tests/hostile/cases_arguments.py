@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils import _pytree as pytree
 
-from hostile.harness import Cases, Run
-from hostile.models import net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import net
 
 CASES = case = Cases("arguments")
 

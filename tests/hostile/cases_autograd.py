@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hostile.harness import Cases, Run
-from hostile.models import Net, Two, again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Net, Two, again, net
 
 CASES = case = Cases("autograd")
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fxprec
-from hostile.harness import Cases, Run
-from hostile.models import Net, Two, again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Net, Two, again, net
 
 CASES = case = Cases("changes")
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hostile.harness import Cases, Run
-from hostile.models import Two, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Two, net
 
 CASES = case = Cases("containers")
 

@@ -12,8 +12,8 @@ import torch
 import torch.multiprocessing
 from torch import nn
 
-from hostile.harness import Cases, Run
-from hostile.models import Net, Two
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Net, Two
 
 CASES = case = Cases("copies")
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hostile.harness import Cases, Run
-from hostile.models import Two, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Two, net
 
 CASES = case = Cases("dtypes")
 

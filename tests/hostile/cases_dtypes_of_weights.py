@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hostile.harness import Cases, Run
-from hostile.models import Two, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Two, net
 
 CASES = case = Cases("dtypes_of_weights")
 

@@ -10,8 +10,8 @@ import warnings
 import torch
 from torch import nn
 
-from hostile.harness import Cases, Run
-from hostile.models import again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import again, net
 
 CASES = case = Cases("effects")
 

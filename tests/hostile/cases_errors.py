@@ -9,8 +9,8 @@ import tempfile
 import torch
 from torch import nn
 
-from hostile.harness import Cases, Run
-from hostile.models import Net, Two, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Net, Two, net
 
 CASES = case = Cases("errors")
 

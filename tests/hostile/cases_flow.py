@@ -6,8 +6,8 @@ import contextlib
 
 import torch
 
-from hostile.harness import Cases, Run
-from hostile.models import Two, again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Two, again, net
 
 CASES = case = Cases("flow")
 

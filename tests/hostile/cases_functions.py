@@ -7,8 +7,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hostile.harness import Cases, Run
-from hostile.models import Two, again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Two, again, net
 
 CASES = case = Cases("functions")
 

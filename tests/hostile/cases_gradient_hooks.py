@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.modules import module as modules
 
-from hostile.harness import Cases, Run
-from hostile.models import Two, again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Two, again, net
 
 CASES = case = Cases("gradient_hooks")
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from hostile.harness import Cases, Run
-from hostile.models import Two, again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Two, again, net
 
 CASES = case = Cases("hooks")
 

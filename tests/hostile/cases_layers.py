@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hostile.harness import Cases, Run
-from hostile.models import Net, Two, again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Net, Two, again, net
 
 CASES = case = Cases("layers")
 

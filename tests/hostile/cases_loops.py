@@ -7,8 +7,8 @@ import itertools
 import torch
 from torch import nn
 
-from hostile.harness import Cases, Run
-from hostile.models import Two, again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Two, again, net
 
 CASES = case = Cases("loops")
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hostile.harness import Cases, Run
-from hostile.models import net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import net
 
 CASES = case = Cases("memory")
 

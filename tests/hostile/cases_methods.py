@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import fxprec
-from hostile.harness import Cases, Run
-from hostile.models import Net, Two, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Net, Two, net
 
 CASES = case = Cases("methods")
 

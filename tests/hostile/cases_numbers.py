@@ -9,8 +9,8 @@ import math
 import numpy
 import torch
 
-from hostile.harness import Cases, Run
-from hostile.models import again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import again, net
 
 CASES = case = Cases("numbers")
 

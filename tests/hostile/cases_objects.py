@@ -11,8 +11,8 @@ import weakref
 import torch
 from torch import nn
 
-from hostile.harness import Cases, Run
-from hostile.models import Net, again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Net, again, net
 
 CASES = case = Cases("objects")
 

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from hostile.harness import Cases, Run
-from hostile.models import Net, Two, again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Net, Two, again, net
 
 CASES = case = Cases("oddities")
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hostile.harness import Cases, Run
-from hostile.models import Net, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Net, net
 
 CASES = case = Cases("parts")
 

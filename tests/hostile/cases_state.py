@@ -9,8 +9,8 @@ import types
 
 import torch
 
-from hostile.harness import Cases, Run
-from hostile.models import Net, again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Net, again, net
 
 CASES = case = Cases("state")
 

@@ -14,8 +14,8 @@ import numpy
 import torch
 import torch.nn.functional as F
 
-from hostile.harness import Cases, Run
-from hostile.models import again, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import again, net
 
 CASES = case = Cases("surroundings")
 

@@ -19,8 +19,8 @@ from torch.func import (
     vmap,
 )
 
-from hostile.harness import Cases, Run
-from hostile.models import Two, net
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Two, net
 
 CASES = case = Cases("transforms")
 

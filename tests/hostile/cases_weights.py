@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from hostile.harness import Cases, Run
-from hostile.models import Two, again
+from tests.hostile.harness import Cases, Run
+from tests.hostile.models import Two, again
 
 CASES = case = Cases("weights")
 

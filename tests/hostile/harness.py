@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import fxprec
-from hostile.counting import counted
-from hostile.known import KNOWN
-from hostile.portrait import Leaf, error, size
-from hostile.run import LOW, Run
+from tests.hostile.counting import counted
+from tests.hostile.known import KNOWN
+from tests.hostile.portrait import Leaf, error, size
+from tests.hostile.run import LOW, Run
 
 #: Beside twice autocast's error: an ulp of bfloat16 of the largest value, for both may round differently.
 EPS = 2.0**-7

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fxprec
-from hostile.models import again
-from hostile.portrait import Leaf, portrait
+from tests.hostile.models import again
+from tests.hostile.portrait import Leaf, portrait
 
 LOW = torch.bfloat16
 

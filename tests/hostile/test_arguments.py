@@ -1,6 +1,6 @@
 """Arguments: starred, by keyword, by default, callables, modules, constants."""
 
-from hostile.cases_arguments import CASES
-from hostile.harness import suite
+from tests.hostile.cases_arguments import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

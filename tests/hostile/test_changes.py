@@ -1,6 +1,6 @@
 """What changes between conversion, or capture, and a call: attributes, submodules, forwards, flags."""
 
-from hostile.cases_changes import CASES
-from hostile.harness import suite
+from tests.hostile.cases_changes import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

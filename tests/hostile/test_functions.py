@@ -1,6 +1,6 @@
 """Checkpoints, autograd functions of one's own, hooks of saved tensors, anomaly mode."""
 
-from hostile.cases_functions import CASES
-from hostile.harness import suite
+from tests.hostile.cases_functions import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

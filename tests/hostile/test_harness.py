@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import fxprec
-from hostile.counting import counted
-from hostile.harness import Case, Run, check
-from hostile.known import KNOWN
-from hostile.models import Net, net
+from tests.hostile.counting import counted
+from tests.hostile.harness import Case, Run, check
+from tests.hostile.known import KNOWN
+from tests.hostile.models import Net, net
 
 
 def wrong(run: Callable[[Run], None], capture: str = "auto", **special: str) -> str:
@@ -94,7 +94,7 @@ def test_a_twin_that_is_none() -> None:
 
 def test_known_faults_are_of_cases_that_there_are() -> None:
     files = pathlib.Path(__file__).parent.glob("cases_*.py")
-    groups = [importlib.import_module(f"hostile.{file.stem}").CASES for file in files]
+    groups = [importlib.import_module(f"tests.hostile.{file.stem}").CASES for file in files]
     names = [f"{group.group}-{case.name}" for group in groups for case in group]
     assert not [name for name, count in Counter(names).items() if count > 1]
     assert {known.rpartition("-")[0] for known in KNOWN} <= set(names)

@@ -1,6 +1,6 @@
 """Hooks of modules, tensors, parameters, state dicts; of one module, or of all."""
 
-from hostile.cases_hooks import CASES
-from hostile.harness import suite
+from tests.hostile.cases_hooks import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

@@ -1,6 +1,6 @@
 """Layers with ways of their own: norms, recurrent, lazy, scripted, shared, attention, embeddings."""
 
-from hostile.cases_layers import CASES
-from hostile.harness import suite
+from tests.hostile.cases_layers import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

@@ -1,6 +1,6 @@
 """Loops, generators, iteration over children and parameters."""
 
-from hostile.cases_loops import CASES
-from hostile.harness import suite
+from tests.hostile.cases_loops import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

@@ -1,6 +1,6 @@
 """Other methods than forward, children called directly, generation loops."""
 
-from hostile.cases_methods import CASES
-from hostile.harness import suite
+from tests.hostile.cases_methods import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

@@ -1,6 +1,6 @@
 """Numbers and flags that are equal and not the same, and kinds of constants."""
 
-from hostile.cases_numbers import CASES
-from hostile.harness import suite
+from tests.hostile.cases_numbers import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

@@ -1,6 +1,6 @@
 """What a forward reaches from the module: objects, classes, descriptors, properties, slots, bound methods."""
 
-from hostile.cases_objects import CASES
-from hostile.harness import suite
+from tests.hostile.cases_objects import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

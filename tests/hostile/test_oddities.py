@@ -1,6 +1,6 @@
 """Modules of unusual classes, and names that collide: with torch's, with fx's, with Python's."""
 
-from hostile.cases_oddities import CASES
-from hostile.harness import suite
+from tests.hostile.cases_oddities import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

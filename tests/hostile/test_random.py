@@ -1,6 +1,6 @@
 """Randomness in a forward: dropout, noise, seeds, generators, forks."""
 
-from hostile.cases_random import CASES
-from hostile.harness import suite
+from tests.hostile.cases_random import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

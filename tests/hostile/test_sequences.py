@@ -1,6 +1,6 @@
 """Recurrent layers, attention, embeddings, losses."""
 
-from hostile.cases_sequences import CASES
-from hostile.harness import suite
+from tests.hostile.cases_sequences import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

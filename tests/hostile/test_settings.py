@@ -1,6 +1,6 @@
 """The ways of convert and of what goes with it, in hostile order: example inputs, freeze, accumulate, wrappers."""
 
-from hostile.cases_settings import CASES
-from hostile.harness import suite
+from tests.hostile.cases_settings import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

@@ -1,6 +1,6 @@
 """State in Python that a forward reads, outside of the model and in it."""
 
-from hostile.cases_state import CASES
-from hostile.harness import suite
+from tests.hostile.cases_state import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

@@ -1,6 +1,6 @@
 """What surrounds a forward: environment, clocks, random sources, patched functions, default dtype, iterators."""
 
-from hostile.cases_surroundings import CASES
-from hostile.harness import suite
+from tests.hostile.cases_surroundings import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

@@ -1,6 +1,6 @@
 """torch.func: vmap, grad, jvp, jacobians, functional_call, stacked models."""
 
-from hostile.cases_transforms import CASES
-from hostile.harness import suite
+from tests.hostile.cases_transforms import CASES
+from tests.hostile.harness import suite
 
 test_static, test_dynamo = suite(CASES)

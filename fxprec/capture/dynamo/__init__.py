@@ -1,0 +1,1 @@
+"""Capture by torch._dynamo, held to what the interpreter does."""

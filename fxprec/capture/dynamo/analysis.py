@@ -1,0 +1,360 @@
+"""torch._dynamo's bytecode analysis, with a backend, a code object and a configuration of our own.
+
+Every graph that dynamo finds in a forward is handed to a ``GraphReceiver``; what dynamo leaves to the interpreter
+(between graph breaks, in a frame that it skips, beyond its recompile limit) is reported with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+from torch.fx import GraphModule
+
+from fxprec.capture.collection import fewer_collections
+from fxprec.capture.dynamo.granted import Granted
+from fxprec.capture.dynamo.strict import strict
+from fxprec.capture.locks import CAPTURING
+from fxprec.kernels.launch.observers import ANY_MODE, SCRIPT, TRANSFORM, tracing_mode, watcher
+from fxprec.torch_internals import (
+    FrameAction,
+    disabled_for_dynamo,
+    dispatch_mode_stack,
+    original_of_compiled,
+    reset_code,
+    skipped_frame,
+    tables_of_weights,
+    torch_dynamo,
+    wrap_inline,
+)
+
+__all__ = ["DynamoCapture", "GraphReceiver", "why_not_now"]
+
+#: Patched around each compilation, never around a call (that costs 23 us).
+_CONFIG: Final = {
+    "recompile_limit": 64,
+    "accumulated_recompile_limit": 2**20,  # of all conversions of a class together
+    "skip_nnmodule_hook_guards": False,
+    "optimize_ddp": False,
+    "allow_rnn": True,
+    "allow_unspec_int_on_nn_module": True,  # a step counter: dynamic from its second value on
+    "invalidate_compile_context_weakrefs": True,  # to parameters: swap_tensors refuses those
+    "record_runtime_overhead": False,  # two more calls at each call, for profiles
+}
+#: There, where no dict of the modules changed, no guard is asked further in: but classes and dtypes of weights may.
+_BEFORE_2_13: Final = {"use_recursive_dict_tags_for_guards": False, "skip_tensor_guards_with_matching_dict_tags": False}
+#: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.
+_HARMLESS: Final = ("skipfiles", "no tensor-related objects", "namedtuple", "No ops traced")
+
+#: Our own functions, on the way into a module (reminders): what breaks there breaks further in.
+_OWN: Final = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+#: In the reason that dynamo gives beyond its recompile limit.
+_BEYOND_LIMIT: Final = "custom frame execution strategy"
+#: Where torch 2.10 keeps a reason to itself, such as a graph break in a loop.
+_UNTOLD: Final = "this torch does not say why"
+#: dynamo's warnings of what it does by itself (its look at the gradients of non-leaf tensors of a module with backward
+#: hooks, caches that it goes through) and of breaks, which our report lists.
+_NOISE: Final = (
+    "The .grad attribute of a Tensor that is not a leaf",
+    "Dynamo detected a call to a `functools.lru_cache`",
+    "Dynamo does not know how to trace",
+)
+
+
+class GraphReceiver(Protocol):
+    """Where a capture reports to."""
+
+    def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
+        """Rewrite one captured graph; return what runs it with dynamo's arguments.
+
+        ``part``: why it is a part of the method only; "" where it is the whole.
+        """
+        ...
+
+    def in_net(self, where: str, why: str) -> None:
+        """Code outside our graphs, and the reason."""
+        ...
+
+    def seeing_through(self) -> contextlib.AbstractContextManager[Any]:
+        """A context for one compilation, in which our wrappers are the functions that they stand for."""
+        ...
+
+
+class DynamoCapture:
+    """One function under dynamo with a code object, and so a cache and a recompile limit, of its own.
+
+    Args:
+        function: the original forward, unbound: called as ``function(module, *args, **kwargs)``.
+        receiver: gets the graphs and the reasons. Held weakly: dynamo keeps every backend it has seen for good.
+        fullgraph: refuse graph breaks.
+
+    Attributes:
+        granted: what it takes for granted, beside dynamo's guards.
+    """
+
+    def __init__(self, function: Callable[..., Any], receiver: GraphReceiver, *, fullgraph: bool = False) -> None:
+        backend = self._backend = _Backend(receiver)
+        context = torch_dynamo().optimize(backend, nopython=fullgraph, **_isolated())
+        twin = _own_code(function)
+        self.granted = Granted()
+        self._compiling = _Compiling(context.callback, backend, twin, self.granted)  # type: ignore[attr-defined]
+        context.callback = self._compiling  # type: ignore[attr-defined]
+        self._run = context(twin)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether dynamo's limit was reached."""
+        return self._backend.exhausted
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function, capturing what was not captured yet."""
+        skipped = self._compiling.skipped
+        self._compiling.first.failed = False
+        try:
+            output = self._run(*args, **kwargs)
+        except BaseException:
+            while skipped:  # dynamo gives up a function in which an error was raised for good: let it look again
+                reset_code(skipped.pop())
+            raise
+        if skipped:
+            skipped.clear()
+        return output
+
+    def failed_at_first(self, error: BaseException) -> bool:
+        """Whether an error of the latest call in this thread came from compiling its first frame: nothing ran yet."""
+        return failed_while_tracing(error) and self._compiling.first.failed
+
+
+class _FirstFrame(threading.local):
+    failed = False
+
+
+class _Backend:
+    def __init__(self, receiver: GraphReceiver) -> None:
+        self._receiver = weakref.ref(receiver)
+        self._seen: dict[str, int] = {}
+        self._broken: dict[str, int] = {}
+        self.within = ""
+        self.exhausted = False
+        self._tables: list[Any] = []
+
+    def __call__(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self._tables += tables_of_weights(gm)
+        receiver = self._receiver()
+        assert receiver is not None  # it runs this very call
+        broken = getattr(gm, "compile_subgraph_reason", None)
+        part = self.within
+        if broken is not None and broken.graph_break:
+            stack = [frame for frame in broken.user_stack if not frame.filename.startswith(_OWN)]
+            where = stack[-1] if stack else None
+            why = str(broken.reason).strip().split("\n")[0]
+            place = f"{where.filename}:{where.lineno} in {where.name}" if where else "?"
+            why = "graph break: " + (self.given_up() or why if why == "step_unsupported" else why)
+            part = f"{place}: {why}"
+            receiver.in_net(place, why)
+            self._broken = dict(_counted("graph_break"))
+        return receiver.rewritten(gm, inputs, part)
+
+    def forget_weights(self) -> None:
+        """dynamo is done: its tables need not refer to weights any more."""
+        for table in self._tables:
+            table.clear()
+        self._tables.clear()
+
+    def seeing_through(self) -> contextlib.AbstractContextManager[Any]:
+        """As the receiver has it."""
+        receiver = self._receiver()
+        return contextlib.nullcontext() if receiver is None else receiver.seeing_through()
+
+    def listen(self) -> None:
+        """Note what dynamo could not take so far."""
+        self._seen = dict(_counted("unimplemented"))
+        self._broken = dict(_counted("graph_break"))
+
+    def given_up(self) -> str:
+        """The heading of what dynamo could not take since."""
+        return _latest("unimplemented", self._seen)
+
+    def compiled(self, code: types.CodeType) -> None:
+        """Report a break that made no graph: nothing came before it."""
+        why = _latest("graph_break", self._broken)
+        receiver = self._receiver()
+        if why and receiver is not None:
+            receiver.in_net(_place(code), f"graph break: {why}")
+
+    def skipped(self, code: types.CodeType, reason: str) -> None:
+        """Report a function that dynamo leaves to the interpreter."""
+        if _BEYOND_LIMIT in reason:
+            self.exhausted = True
+            why = f"beyond dynamo's limit of {_CONFIG['recompile_limit']} captures of one function"
+        else:
+            why = f"dynamo skips it: {self.given_up() or reason.split(chr(10))[0]}"
+        receiver = self._receiver()
+        if receiver is not None:
+            receiver.in_net(_place(code), why)
+
+
+class _Compiling:
+    """dynamo's compile callback, with our configuration around it, and an ear for functions that it skips.
+
+    A frame that dynamo fails to compile after others ran is left to the interpreter, which is in the net: to run the
+    whole forward again would repeat what it wrote. ``first`` tells, in each thread, of a failure before anything ran.
+    """
+
+    def __init__(self, inner: Any, backend: _Backend, function: types.FunctionType, granted: Granted) -> None:
+        self._inner = inner
+        self._backend = backend
+        self._function = function
+        self._code = function.__code__
+        self._code_around: types.CodeType = wrap_inline(function).__code__  # type: ignore[attr-defined]
+        self.first = _FirstFrame()
+        self._torchdynamo_orig_backend = inner  # dynamo's cache compares backends through this name
+        self.skipped: list[types.CodeType] = []
+        self._granted = weakref.ref(granted)  # it holds the model's attributes, and dynamo this, for good
+
+    def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        granted = self._granted()
+        assert granted is not None  # it belongs to what runs this very call
+        with contextlib.ExitStack() as stack:
+            for context in (
+                CAPTURING,
+                self._backend.seeing_through(),
+                _configured(),
+                strict(granted),
+                fewer_collections(),
+            ):
+                stack.enter_context(context)
+            stack.enter_context(warnings.catch_warnings())
+            for message in _NOISE:
+                warnings.filterwarnings("ignore", message=message)
+            self._backend.listen()
+            granted.frame(frame.f_code, frame.f_globals, frame.f_locals)
+            self._backend.within = "" if self._is_first(frame) else f"a piece begins in {_place(frame.f_code)}"
+            try:
+                result = self._inner(frame, *args, **kwargs)
+            except Exception as error:
+                if frame.f_code is self._code or not failed_while_tracing(error) or backend_error(error) is not None:
+                    self.first.failed = frame.f_code is self._code
+                    raise
+                result = _skip(error)
+            finally:
+                self._backend.forget_weights()
+        code = frame.f_code
+        if "<" in code.co_filename or code.co_filename.startswith(_OWN):
+            return result
+        reason = self._skip_reason(result, code)
+        if reason and not any(harmless in reason for harmless in _HARMLESS):
+            self.skipped.append(code)
+            self._backend.skipped(code, reason)
+        else:
+            self._backend.compiled(code)
+        return result
+
+    def _is_first(self, frame: Any) -> bool:
+        """Whether it is the function's, or the one that dynamo puts around those of torch, whose frames it skips."""
+        around = frame.f_code is self._code_around and frame.f_locals.get("fn") is self._function
+        return around or frame.f_code is self._code
+
+    def _skip_reason(self, result: Any, code: types.CodeType) -> str | None:
+        """Why dynamo leaves a function to the interpreter; None or nothing where it does not, or nothing is lost."""
+        if hasattr(result, "skip_reason") or result is None:
+            return getattr(result, "skip_reason", None)
+        if result.guarded_code is not None:  # torch < 2.13 keeps the reason to itself
+            return None
+        if result.frame_exec_strategy.cur_action != FrameAction.SKIP:
+            return _BEYOND_LIMIT
+        untold = _UNTOLD if code is self._code else ""  # further in, most of these functions have no tensors
+        return self._backend.given_up() or untold
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _skip(error: Exception) -> Any:
+    """What tells dynamo to leave a frame to the interpreter."""
+    return skipped_frame(f"dynamo fails there: {str(error).splitlines()[0]}")
+
+
+def _isolated() -> dict[str, bool]:
+    """Recompilations counted for each capture apart, where dynamo can (torch 2.13), in functions further in as well."""
+    return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+
+
+def _configured() -> Any:
+    config = torch_dynamo().config
+    ours = _CONFIG | (_BEFORE_2_13 if torch.__version__ < "2.13" else {})
+    return config.patch({key: value for key, value in ours.items() if hasattr(config, key)})
+
+
+def _counted(category: str) -> dict[str, int]:
+    """dynamo's own count of the constructs that it met and could not take, by reason."""
+    return torch_dynamo().utils.counters[category]
+
+
+def _latest(category: str, seen: dict[str, int]) -> str:
+    """The heading of the latest reason that was counted since."""
+    new = [reason for reason, times in _counted(category).items() if times > seen.get(reason, 0)]
+    return new[-1].rpartition("***\n\n")[2].split("\n")[0] if new else ""
+
+
+def _place(code: types.CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+
+
+def _own_code(function: Callable[..., Any]) -> types.FunctionType:
+    """A twin of ``function`` with a code object of its own: dynamo counts recompilations per code object."""
+    if not disabled_for_dynamo(function):
+        function = original_of_compiled(function)
+    if not isinstance(function, types.FunctionType):
+        inner = function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs)
+
+        function = call
+    twin = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+def met_a_trace(error: BaseException) -> bool:
+    """Whether dynamo refused to run because torch.fx traces something, in whatever thread."""
+    return "using FX to symbolically trace" in str(error)
+
+
+def failed_while_tracing(error: BaseException) -> bool:
+    """Whether an op failed on dynamo's fake tensors (nothing has run yet) rather than in a graph or in the net."""
+    return isinstance(error, torch_dynamo().exc.TorchDynamoException)
+
+
+def backend_error(error: BaseException) -> BaseException | None:
+    """The error of our own passes that dynamo wrapped, if it is one."""
+    if isinstance(error, torch_dynamo().exc.BackendCompilerFailed):
+        return error.__cause__ or getattr(error, "inner_exception", None)
+    return None
+
+
+def why_not_now() -> str | None:
+    """Why dynamo must not be entered now: it would skip the frame, for good. None where it may be."""
+    if watcher(ANY_MODE):
+        if (tracing := tracing_mode()) is not None:
+            return f"under {type(tracing).__name__}"
+        for mode in dispatch_mode_stack():
+            if not getattr(type(mode), "ignore_compile_internals", lambda: False)():
+                return f"under the dispatch mode {type(mode).__name__}, in which dynamo runs no compiled code"
+    seen_by = watcher(TRANSFORM, SCRIPT)
+    return None if seen_by is None else f"under {seen_by.name}"

@@ -1,0 +1,157 @@
+"""dynamo, for the time of a compilation, held to what the interpreter does where it takes liberties.
+
+Left to the interpreter, with a graph break whose reason the report has:
+
+- calls of ``functools.lru_cache`` and ``cache``, through which dynamo traces as though nothing had been kept;
+- numbers drawn from a ``random.Random`` of the user's, whose state dynamo bakes in;
+- ``torch.inference_mode``: tensors of a graph's are cast outside of it, and are no inference tensors then;
+- calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
+- generators that a function returns, which dynamo runs to their end and gives as an iterator over the values.
+
+And guarded: constants by type and sign (see ``dynamo_guards``), a key that a dict did not have when it was asked,
+constants of classes (before torch 2.13); and values of numpy as tensors outside of inference mode, as they were when
+the guard was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fxprec.capture.dynamo.granted import Granted
+from fxprec.capture.dynamo.guards import exact, exact_closure, exact_keys
+from fxprec.capture.tripwires import replaced
+from fxprec.torch_internals import (
+    GUARDS_CLASSES,
+    dynamo_classes,
+    function_behind,
+    guard_class_attribute,
+    outlives_call,
+    value_behind,
+)
+
+__all__ = ["strict"]
+
+
+@contextlib.contextmanager
+def strict(granted: Granted) -> Iterator[None]:
+    """Within the block what dynamo compiles keeps to the interpreter. Under the lock of captures.
+
+    Args:
+        granted: gets what dynamo inlines.
+    """
+    classes = dynamo_classes()
+    breaks = classes.graph_break
+
+    def call_of_cached(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
+            cached = variable.wrapper_obj
+            if hasattr(cached, "cache_info") and not _is_library(cached, "torch"):
+                raise breaks(f"a call of {cached.__qualname__}, which keeps its results (functools.lru_cache)")
+            return original(variable, *args, **kwargs)
+
+        return call_function
+
+    def call_of_class(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
+            meta = type(variable.value)
+            if meta.__call__ is not type.__call__ and not _is_library(meta):
+                raise breaks(f"a call of {variable.value.__qualname__}, whose metaclass has a __call__")
+            return original(variable, *args, **kwargs)
+
+        return call_function
+
+    def attribute_of_class(original: Callable[..., Any]) -> Callable[..., Any]:
+        def var_getattr(variable: Any, frame: Any, name: str) -> Any:
+            found = original(variable, frame, name)
+            guard_class_attribute(variable, found, name)
+            return found
+
+        return var_getattr
+
+    returning = False
+
+    def end_of_frame(original: Callable[..., Any]) -> Callable[..., Any]:
+        def end(frame: Any, *args: Any) -> None:
+            nonlocal returning
+            returning = True
+            try:
+                original(frame, *args)
+            finally:
+                returning = False
+
+        return end
+
+    def no_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reconstruct(variable: Any, codegen: Any) -> None:
+            if returning:  # else one that the frame is in the middle of, at a graph break
+                raise breaks(f"the generator {variable.get_name()}, which runs later")
+            original(variable, codegen)
+
+        return reconstruct
+
+    def missing_key(original: Callable[..., Any]) -> Callable[..., Any]:
+        def getitem(variable: Any, frame: Any, key: Any) -> Any:
+            if key not in variable:
+                variable.install_dict_contains_guard(frame, [key])
+            return original(variable, frame, key)
+
+        return getitem
+
+    def no_inference_mode(*_: Any, **__: Any) -> None:
+        raise breaks("torch.inference_mode")
+
+    def inlines(original: Callable[..., Any]) -> Callable[..., Any]:
+        def build_inline_tracer(parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
+            first = getattr(function, "obj", None)
+            first = next(iter(args), None) if first is None else first
+            value, owners = (None, []) if first is None else value_behind(first)
+            lasts = outlives_call(first, granted.kept)
+            granted.inlined(
+                function_behind(function), function.get_code(), function.get_globals(), value, owners, lasts
+            )
+            return original(parent, function, args, *rest, **more)
+
+        return build_inline_tracer
+
+    def out_of_inference_mode(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def from_numpy(value: Any) -> Any:
+            with torch.inference_mode(False):
+                return original(value)
+
+        return from_numpy
+
+    absent = "getitem_const_raise_exception_if_absent"
+    with replaced(
+        [
+            (classes.guards, "EQUALS_MATCH", exact(classes.guards.EQUALS_MATCH)),
+            (classes.guards, "TYPE_MATCH", exact_keys(classes.guards.TYPE_MATCH)),
+            (classes.guards, "CLOSURE_MATCH", exact_closure(classes.guards.CLOSURE_MATCH)),
+            (classes.guard_module, "from_numpy", out_of_inference_mode(classes.guard_module.from_numpy)),
+            (classes.dictionary, absent, missing_key(getattr(classes.dictionary, absent))),
+            (classes.cached_function, "call_function", call_of_cached(classes.cached_function.call_function)),
+            (classes.user_class, "call_function", call_of_class(classes.user_class.call_function)),
+            *([] if GUARDS_CLASSES else [_replaced(classes.user_class, "var_getattr", attribute_of_class)]),
+            (classes.inference_mode, "create", staticmethod(no_inference_mode)),
+            (classes.inliner, "build_inline_tracer", staticmethod(inlines(classes.inliner.build_inline_tracer))),
+            (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
+            (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
+            (classes.frame, classes.end, end_of_frame(getattr(classes.frame, classes.end))),
+            (classes.generator, "reconstruct", no_generator(classes.generator.reconstruct)),
+        ]
+    ):
+        yield
+
+
+def _replaced(owner: Any, name: str, by: Callable[[Any], Any]) -> tuple[Any, str, Any]:
+    return owner, name, by(getattr(owner, name))
+
+
+def _is_library(value: Any, *packages: str) -> bool:
+    """Whether a class or function is of these packages: of torch or the standard library, if none is named."""
+    package = str(getattr(value, "__module__", "")).partition(".")[0]
+    return package in packages if packages else package == "torch" or package in sys.stdlib_module_names

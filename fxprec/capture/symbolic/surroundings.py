@@ -1,0 +1,512 @@
+"""What traced functions read outside of the modules of the model: to guard, to put back, or to stop at.
+
+A trace runs Python once; whatever it read is a constant of the graph. The modules' attributes are watched while the
+trace runs (see ``recorder``). Globals, closure variables, defaults, and what is reached through them (a class, a module
+of the user's, a dict) are found in the bytecode, before a function is called:
+
+====================================  ==========================================================================
+``DEBUG``, ``config.scale``           its value is guarded: the same object, or an equal one of the same type
+``TABLE["a"]``                        the contents of the container are guarded, and put back if the trace wrote
+``helper(x)``, ``utils.helper(x)``    the function is guarded, and looked through in the same way
+``Settings.scale``, ``Helper()``      the class is guarded, attributes and functions alike
+``rng.random()``, ``time.time()``     opaque: the trace stops there, if it comes there, before that is executed
+``global count; count += 1``          likewise
+====================================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import inspect
+import operator
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from fxprec.capture.code_reads import Key, Read, code_reads, strings_in
+from fxprec.capture.containers import Contents
+from fxprec.capture.guard_values import CONTAINERS, contents, is_container, is_plain, snapshot
+from fxprec.capture.symbolic.handlers import ends_errors
+from fxprec.capture.tripwires import unpatched
+from fxprec.capture.trusted import is_stdlib, is_torchs, is_trusted
+
+__all__ = ["Expected", "Held", "Surroundings"]
+
+#: Attributes that hand out what an object holds, a tensor too, past everything that watches.
+_INSIDE: Final = frozenset(
+    "__dict__ __globals__ __closure__ __code__ __defaults__ __kwdefaults__ __func__ __self__ __getattribute__ "
+    "__subclasses__ f_back f_locals f_globals gi_frame cell_contents "
+    "tolist numpy data_ptr untyped_storage storage __array__ __dlpack__".split()
+)
+#: In the namespace of every class, and of no interest.
+_OF_CLASSES: Final = frozenset(
+    "__dict__ __weakref__ __doc__ __module__ __qualname__ __annotations__ __annotate__ __annotate_func__ "
+    "__annotations_cache__ __firstlineno__ __static_attributes__ __parameters__ __orig_bases__ __abstractmethods__ "
+    "_abc_impl __match_args__ __dataclass_params__ __dataclass_fields__ __slots__ __hash__".split()
+)
+_PROPERTIES: Final = (property, functools.cached_property)
+_BUILTINS: Final = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+)
+_made: Final = make_dataclass("_made", [("listed", list, field(default_factory=list))])
+#: What a generated ``__init__`` has as the default of a field with a factory.
+_FACTORY: Final = inspect.signature(_made).parameters["listed"].default
+#: Objects of the standard library that cannot change.
+_UNCHANGING: Final[tuple[Any, ...]] = (
+    operator.itemgetter,
+    operator.attrgetter,
+    operator.methodcaller,
+    re.Pattern,
+    types.GenericAlias,
+    types.UnionType,
+    typing.TypeVar,
+    type(typing.Any),
+    type(typing.Optional[int]),  # noqa: UP045
+    type(vars(NamedTuple("_", [("field", int)]))["field"]),
+    types.MemberDescriptorType,  # a slot
+    type(_FACTORY),
+)
+_MISSING: Final = object()
+_IMPURE: Final = "which looks at more than its arguments"
+
+
+class Expected(NamedTuple):
+    """A value that must still be there: ``scope[name]``, of a class its attribute; ``label`` for people.
+
+    ``exact``: only torch's own code reads it otherwise, to which True, 1 and 1.0 are the same.
+    """
+
+    label: str
+    scope: Any
+    name: Any
+    value: Any
+    exact: bool = True
+
+    def now(self) -> Any:
+        """What is there; LookupError or AttributeError if nothing is."""
+        return getattr(self.scope, self.name) if isinstance(self.scope, type) else self.scope[self.name]
+
+
+class Held(NamedTuple):
+    """A container that must be the same one, and hold what it held."""
+
+    container: Any
+    snapshot: Any
+
+
+class _CellScope(Mapping[str, Any]):
+    """The content of a closure cell, looked up as in a dict."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:  # emptied
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Where the names of a function are looked up: its globals, and the closure cells that were there before."""
+
+    globals: dict[str, Any]
+    cells: Mapping[str, types.CellType]
+
+    @classmethod
+    def of(cls, function: types.FunctionType) -> _Names:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        return cls(function.__globals__, dict(cells))
+
+
+class Surroundings:
+    """Collects what the functions of one trace read.
+
+    Args:
+        stop_at: called with a code object, offsets in it (none: its very start) and a reason: the trace must not get
+            there.
+
+    Attributes:
+        functions: those whose code was looked through.
+        absent: names that are builtins, by the globals that must not have them.
+        contents: what containers held before the trace.
+        asks_types: a function asks for the class of something.
+        tensors: those that are no attributes, by id, with what people call them: no graph holds them, but their shapes.
+    """
+
+    def __init__(self, stop_at: Callable[[types.CodeType, tuple[int, ...], str], None]) -> None:
+        self._stop_at = stop_at
+        self._expected: dict[tuple[int, Any], Expected] = {}
+        self._looked_at: dict[int, tuple[Any, str | None]] = {}  # with the object, so that its id stays its own
+        self._codes: set[tuple[int, int, tuple[int, ...]]] = set()
+        self._classes: set[type] = set()
+        self.absent: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self._names: set[str] = set()
+        self.functions: list[types.FunctionType] = []
+        self.contents = Contents()
+        self.tensors: dict[int, tuple[str, Tensor]] = {}
+        self.asks_types = False
+        self._makes_names = False  # perhaps getattr(type(self), f"scale{i}")
+
+    @property
+    def expected(self) -> list[Expected]:
+        """What the graph holds only for."""
+        return [*self._expected.values()]
+
+    def look_at(self, value: Any, label: str = "") -> str | None:
+        """Look through a value that traced code gets hold of. None, or why it is opaque: "an object (Random) ...".
+
+        Functions are followed into their code. ``label``: what people call it.
+        """
+        if is_plain(value):
+            return self._may_name(frozenset(strings_in(value))) if isinstance(value, str | tuple) else None
+        if isinstance(value, Tensor | nn.Module | Proxy):
+            if isinstance(value, Tensor):
+                self.tensors[id(value)] = label or "a tensor", value
+            return None
+        known = self._looked_at.get(id(value))
+        if known is None:
+            self._looked_at[id(value)] = value, None  # it may hold itself
+            known = self._looked_at[id(value)] = value, self._look_at(value, label)
+        return known[1]
+
+    def _look_at(self, value: Any, label: str) -> str | None:
+        kind = type(value)
+        if kind is types.FunctionType:
+            return self._function(value)
+        if is_container(value):
+            self.contents.add(value, label)
+            return self._first(contents(value))
+        if isinstance(value, type):
+            self.asks_types = self.asks_types or value is type
+            return self.reach(value)
+        if isinstance(value, operator.attrgetter | operator.methodcaller):
+            return self._may_name(frozenset(strings_in(value.__reduce__()[1])))
+        if isinstance(value, types.MethodType):
+            return self._held((value.__func__, value.__self__), label)
+        if isinstance(value, functools.partial):
+            return self._held((value.func, *value.args, value.keywords), label)
+        if isinstance(value, staticmethod | classmethod):
+            return self.look_at(value.__func__)
+        if isinstance(value, property):
+            return self._first(each for each in (value.fget, value.fset, value.fdel) if each is not None)
+        if isinstance(value, functools.cached_property):
+            return self.look_at(value.func)
+        if isinstance(value, types.ModuleType):
+            return None if is_trusted(value) else f"the module {value.__name__}, which may change inside"
+        if isinstance(value, _UNCHANGING):
+            return None
+        if isinstance(value, _BUILTINS):
+            return self._builtin(value)
+        if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            attributes = getattr(value, "__dict__", {})
+            for name in attributes:  # a frozen one can be forced
+                self._expect(attributes, f"{label}.{name}", attributes, name, attributes[name])
+            return self._held((kind, *(getattr(value, field.name, None) for field in fields(kind))), label)
+        if is_torchs(kind) and is_trusted(kind) and not isinstance(value, torch.Generator):
+            return None
+        if kind.__module__ == "numpy" and not hasattr(value, "__setitem__"):  # a dtype, a scalar, a ufunc
+            return None
+        return f"an object ({kind.__name__}) that may change inside"
+
+    def _first(self, values: Iterable[Any]) -> str | None:
+        """The first reason; all are looked at."""
+        return next((why for why in [self.look_at(value) for value in values] if why is not None), None)
+
+    def _held(self, values: Iterable[Any], label: str) -> str | None:
+        """What an object holds for good: containers among it may change inside."""
+        values = [*values]
+        for value in values:
+            if is_container(value) and not is_plain(value):
+                self._expect(value, f"what {label} holds", {label: value}, label, value)
+        return self._first(values)
+
+    def _builtin(self, value: Any) -> str | None:
+        self._makes_names = self._makes_names or value is getattr
+        owner = getattr(value, "__self__", None)
+        if type(owner) in CONTAINERS:  # a bound method, such as cache.append
+            return self._held([owner], getattr(value, "__qualname__", ""))
+        return (
+            None
+            if is_trusted(value)
+            else f"{getattr(value, '__qualname__', value)}, which looks at more than its arguments"
+        )
+
+    # -- functions -------------------------------------------------------------------------------------------------
+
+    def _function(self, function: types.FunctionType) -> str | None:
+        if not is_trusted(function):
+            if is_torchs(function) or is_stdlib(function):
+                return f"{function.__module__}.{function.__qualname__}, {_IMPURE}"
+            self._function_of_user(function)
+        else:
+            self._trusted_function(function)
+        wrapped = vars(function).get("__wrapped__")
+        return None if wrapped is None else self.look_at(wrapped)
+
+    def _function_of_user(self, function: types.FunctionType) -> None:
+        self.functions.append(function)
+        if vars(function):
+            self.contents.add(vars(function))
+        code, keywords = function.__code__, function.__kwdefaults__ or {}
+        if (why := self._held((*(function.__defaults__ or ()), *keywords.values()), function.__qualname__)) is not None:
+            self._stop_at(code, (), f"has a default that is {why}")
+        for name, default in keywords.items():
+            self._expect(keywords, f"the default {name} of {function.__qualname__}", keywords, name, default)
+        names = _Names.of(function)
+        self._code(code, names, names.cells)
+
+    def _trusted_function(self, function: types.FunctionType) -> None:
+        """Not followed, but for the user's function that a decorator of torch's holds, and for what was patched."""
+        names = _Names.of(function)
+        for cell in names.cells.values():
+            held = _CellScope(cell).get("")
+            if isinstance(held, types.FunctionType) and not is_trusted(held):
+                self.look_at(held)
+        if names.globals.get("__name__", "").startswith("torch.nn.modules."):
+            for read in code_reads(function.__code__).reads:
+                owner = names.globals.get(read.name)
+                if isinstance(owner, types.ModuleType) and len(read.chain) == 1:
+                    self._patchable(owner, str(read.chain[0]))
+
+    def _patchable(self, owner: types.ModuleType, name: str) -> None:
+        """``F.linear`` in the code of ``nn.Linear``: still the same function, or one that the user put there."""
+        function = vars(owner).get(name)
+        if isinstance(function, types.FunctionType | types.BuiltinFunctionType):
+            self._expect(vars(owner), f"{owner.__name__}.{name}", vars(owner), name, function)
+            if not is_trusted(function):
+                self.look_at(function)
+
+    def _code(self, code: types.CodeType, names: _Names, outer: Mapping[str, types.CellType]) -> None:
+        """One code object; ``outer``: the cells of its closure that were there before the trace."""
+        key = id(code), id(names.globals), tuple(map(id, outer.values()))
+        if key in self._codes:
+            return
+        self._codes.add(key)
+        found = code_reads(code)
+        for read in found.reads:
+            if (why := self._read(read, names, outer)) is not None:
+                self._stop_at(code, read.offsets[-1:], f"reads {read}: {why}")
+        for write in found.writes:
+            if write.kind == "global" or write.name in outer:
+                self._stop_at(code, write.offsets, f"sets the {write.kind} variable {write.name}")
+        if ends_errors(code):
+            self._stop_at(code, (), "may end an error that an op raises")
+        for name in _INSIDE.intersection(found.names):
+            self._stop_at(code, found.names[name], f"reads {name}, past all that is watched")
+        if "__class__" in outer and (why := self.look_at(_CellScope(outer["__class__"]).get(""))) is not None:
+            self._stop_at(code, (), f"uses super(), and may read {why}")
+        if (why := self._may_name(found.names.keys() | found.strings)) is not None:
+            self._stop_at(code, (), f"may read {why}")
+        for nested in found.nested:
+            self._code(nested, names, {name: outer[name] for name in nested.co_freevars if name in outer})
+
+    def _may_name(self, names: Set[str]) -> str | None:
+        """Traced code may read these attributes of any class that it gets hold of. Why it must not, or None."""
+        new = names - self._names
+        self._names |= new
+        self.asks_types = self.asks_types or "__class__" in new
+        reasons = [self._attributes(cls, new) for cls in (*self._classes,)] if new else ()
+        return next(filter(None, reasons), None)
+
+    # -- reads -----------------------------------------------------------------------------------------------------
+
+    def _read(self, read: Read, names: _Names, outer: Mapping[str, types.CellType]) -> str | None:
+        """Guard what this names. Why it cannot be guarded, or None."""
+        if read.kind == "import":
+            return self._imported(read, names)
+        if read.kind == "closure":
+            if read.name not in outer:  # a variable of the traced function around
+                return None
+            cell = outer[read.name]
+            scope: Mapping[str, Any] = _CellScope(cell)
+            return self._root(cell, f"the closure variable {read.name}", scope, read)
+        if read.name in names.globals:
+            return self._root(names.globals, f"the global {read.name}", names.globals, read)
+        self.absent.setdefault(id(names.globals), (names.globals, set()))[1].add(read.name)
+        value = vars(builtins).get(read.name, _MISSING)
+        if value is _MISSING:
+            return None
+        self._expect(vars(builtins), f"the builtin {read.name}", vars(builtins), read.name, value)
+        return self._chain(read.name, value, read.chain)
+
+    def _root(self, owner: Any, label: str, scope: Mapping[str, Any], read: Read) -> str | None:
+        value = scope.get(read.name, _MISSING)
+        if value is _MISSING:
+            return None
+        why = self._chain(label, value, read.chain)
+        if why is None:
+            self._expect(owner, label, scope, read.name, value)
+        return why
+
+    def _imported(self, read: Read, names: _Names) -> str | None:
+        package = names.globals.get("__package__") or ""
+        for name in (read.name, f"{package}.{read.name}" if read.name else package):
+            module = sys.modules.get(name)
+            if module is not None:
+                if read.chain and not hasattr(module, str(read.chain[0])):
+                    module = sys.modules[name.partition(".")[0]]  # import a.b as c
+                return self._chain(name, module, read.chain)
+        return "a module that is imported only then"
+
+    def _chain(self, label: str, value: Any, chain: tuple[str | Key, ...]) -> str | None:
+        """Guard attribute after attribute, as far as they can be told without running code."""
+        steps: list[tuple[Any, str, Any]] = []
+        for name in chain:
+            if isinstance(name, Key):
+                if type(value) not in CONTAINERS or not _has(value, name.value):
+                    break
+                label = f"{label}{name}"
+                steps.append((value, label, name.value))
+                value = value[name.value]
+                continue
+            if is_plain(value) or isinstance(value, Tensor | nn.Module) or type(value) in CONTAINERS:
+                break
+            if isinstance(value, type) and issubclass(value, enum.Enum):
+                return None
+            if isinstance(value, type) and not is_trusted(type(value)):
+                return f"an attribute of {value.__qualname__}, whose metaclass {type(value).__qualname__} may run code"
+            scope = _namespace(value, name)
+            if scope is None:
+                if isinstance(value, types.ModuleType) and is_trusted(value):
+                    return None  # such as torch._VF, made when it is asked for
+                break
+            label = f"{label.removeprefix('the global ')}.{name}"
+            found = scope[name]
+            if isinstance(value, types.FunctionType):
+                self.contents.add(vars(value))
+            elif isinstance(value, type) and isinstance(found, classmethod):
+                self.reach(value)
+            if _may_be_patched(value):
+                steps.append((value if isinstance(value, type) else scope, label, name))
+            value = found
+        why = self.look_at(value, label)
+        for scope, label, name in steps if why is None else ():
+            expected = Expected(label, scope, name, None)
+            if not isinstance(scope, type) or _plainly_read(scope, name):
+                self._expect(scope, label, scope, name, expected.now())
+        return why
+
+    def _expect(self, owner: Any, label: str, scope: Any, name: Any, value: Any) -> None:
+        key = id(owner), name
+        if key not in self._expected:
+            value = unpatched(value)
+            if is_container(value) and not is_plain(value):
+                value = Held(value, snapshot(value))
+            self._expected[key] = Expected(label, scope, name, value)
+
+    # -- classes ---------------------------------------------------------------------------------------------------
+
+    def reach(self, cls: type) -> str | None:
+        """A class that traced code gets hold of: its attributes, those of a module by the names that code reads."""
+        if issubclass(cls, torch.Generator):
+            return "torch.Generator, whose numbers are other ones each time"
+        own = [base for base in cls.__mro__ if not is_trusted(base)]
+        if any(map(is_stdlib, own)):
+            return f"the class {cls.__qualname__}, {_IMPURE}"
+        reasons = []
+        if not is_trusted(type(cls)) and (own_code := self._names & vars(type(cls)).keys() - _OF_CLASSES):
+            return f"{cls.__qualname__}.{min(own_code)}, of its metaclass"
+        for base in own:
+            if base not in self._classes:
+                self._classes.add(base)
+                self.contents.add(base)
+                named = self._names if issubclass(base, nn.Module | enum.Enum) else vars(base).keys()
+                reasons.append(self._attributes(base, named))
+                for name in self._names & vars(base).keys() - _OF_CLASSES if base is not cls else ():
+                    self._expect_attribute(cls, name)  # no class before it has it either
+        return next(filter(None, reasons), None)
+
+    def reach_all(self, classes: Collection[type]) -> str | None:
+        """The classes of the model, where traced code may ask for them. Why that cannot be guarded, or None."""
+        if not self.asks_types:
+            return None
+        if self._makes_names:
+            own = {base for cls in classes for base in cls.__mro__ if not is_trusted(base)}
+            self._may_name(frozenset().union(*map(vars, own)) - _OF_CLASSES)
+        return next(filter(None, [self.reach(cls) for cls in classes]), None)
+
+    def attribute(self, cls: type, name: str) -> str | None:
+        """``name``, read of an object of this class: what the class has there. Why it is opaque, or None."""
+        base = next((base for base in cls.__mro__ if name in vars(base)), None)
+        if base is None:
+            return None
+        raw = vars(base)[name]
+        if isinstance(raw, classmethod):
+            self.reach(cls)
+        if (why := self.look_at(raw, f"{cls.__qualname__}.{name}")) is None and not is_torchs(base):
+            self._expect_attribute(cls, name)
+        return why
+
+    def _attributes(self, cls: type, names: Collection[str]) -> str | None:
+        """Guard these attributes of a class. Why one that traced code may read cannot be."""
+        reasons = []
+        for name in sorted(set(names) & vars(cls).keys() - _OF_CLASSES):
+            why = self.look_at(vars(cls)[name], f"{cls.__qualname__}.{name}")
+            if why is None:
+                self._expect_attribute(cls, name)
+            elif name in self._names:
+                reasons.append(f"{cls.__qualname__}.{name}: {why}")
+        return reasons[0] if reasons else None
+
+    def _expect_attribute(self, cls: type, name: str) -> None:
+        if _plainly_read(cls, name):
+            self._expect(cls, f"{cls.__qualname__}.{name}", cls, name, getattr(cls, name))
+
+
+def _namespace(value: Any, name: str) -> Mapping[str, Any] | None:
+    """The dict that an attribute is found in; None where code would run, or there is no such attribute."""
+    if isinstance(value, type):
+        return next((vars(base) for base in value.__mro__ if name in vars(base)), None)
+    if not isinstance(type(value).__getattribute__, types.WrapperDescriptorType):  # one in Python
+        return None
+    if any(hasattr(vars(base).get(name), "__set__") for base in type(value).__mro__):
+        return None  # a property
+    attributes = getattr(value, "__dict__", {})
+    return attributes if name in attributes else None
+
+
+def _plainly_read(cls: type, name: str) -> bool:
+    """Whether to read it of the class runs no code of the user's."""
+    raw = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    return not hasattr(raw, "__get__") or is_trusted(type(raw))
+
+
+def _has(container: Any, key: Any) -> bool:
+    try:
+        container[key]
+    except (LookupError, TypeError):
+        return False
+    return not hasattr(type(container), "__missing__") or key in container
+
+
+def _may_be_patched(owner: Any) -> bool:
+    """Whether its attributes are worth a guard: not those of torch's own objects and classes."""
+    if isinstance(owner, types.ModuleType):
+        return True
+    if isinstance(owner, type | types.FunctionType):
+        return not is_trusted(owner)
+    return not is_torchs(type(owner))

@@ -1,0 +1,216 @@
+"""Static capture: one symbolic trace of a forward, with what it read as guards, or a reason why not.
+
+::
+
+    class Net(nn.Module):                            %x = placeholder
+        def forward(self, x, mask=None):             %fc_weight = get_attr[fc.weight]
+            x = F.relu(self.fc(x))                   %fc_bias = get_attr[fc.bias]
+            if mask is not None:             ->      %linear = linear(%x, %fc_weight, %fc_bias)
+                x = x * mask                         %relu = relu(%linear)
+            return x / self.scale                    %truediv = truediv(%relu, 2.0)
+                                                     return %truediv        (guard: scale is 2.0)
+
+The trace goes through modules of torch.nn down to functionals, and takes any input shape. The model is left as it was:
+whatever the forward wrote is undone, and declines the capture, since the graph would not write it. What is left to
+dynamo, each with a reason that names module or line: control flow on values, hooks on submodules, activation
+checkpointing, regions of autocast or of a grad mode, autograd functions, recurrent layers, randomness drawn in Python.
+
+What it read outside of the model is guarded too, or declines the capture (see ``surroundings``): globals, closures,
+defaults, classes, and whatever is reached from them. What it wrote there is undone, and declines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import traceback as fx_traceback
+
+from fxprec.capture.call_key import call_key, default_key
+from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.lazy_code import holding
+from fxprec.capture.locks import CAPTURING
+from fxprec.capture.symbolic.constant_writes import spoiled_constant
+from fxprec.capture.symbolic.guards import Guards
+from fxprec.capture.symbolic.recorder import unfit
+from fxprec.capture.symbolic.tracer import ForwardTracer
+from fxprec.capture.tripwires import trips
+from fxprec.capture.untouched import ModelState, RandomState
+from fxprec.kernels.torch_internals import is_fx_tracing
+from fxprec.torch_internals import dynamo_sees_torchs_own_call, forget_tracer, global_hooks, runs_code_of
+
+__all__ = ["CaptureDeclined", "StaticCapture", "call_key", "default_key", "trace_static"]
+
+
+@dataclass(frozen=True)
+class StaticCapture:
+    """A traced forward.
+
+    Attributes:
+        gm: the graph; get_attr nodes name parameters and buffers by their path in the model, and hold the same tensors.
+        guards: what must still hold for the graph to be right.
+        arguments: names of the tensor arguments, in the order of the placeholders.
+        owners: path of each parameter and buffer -> the dict of its module that holds it.
+    """
+
+    gm: fx.GraphModule
+    guards: Guards
+    arguments: tuple[str, ...]
+    owners: Mapping[str, dict[str, Any]]
+
+
+def trace_static(
+    module_or_function: nn.Module | Callable[..., Any],
+    tensor_arguments: Sequence[str],
+    constants: Mapping[str, object],
+    method: Callable[..., Any] | None = None,
+    path: str = "",
+) -> StaticCapture:
+    """Trace a method of a module, or a function of tensors.
+
+    Args:
+        module_or_function: what to trace; a module's own ``forward`` attribute counts.
+        tensor_arguments: the arguments that become placeholders.
+        constants: values of the others; arguments in neither keep their defaults.
+        method: bound, in the place of the module's forward.
+        path: of the submodule that has the method.
+
+    Raises:
+        CaptureDeclined: the forward cannot be captured so; the model is as it was.
+    """
+    is_module = isinstance(module_or_function, nn.Module)
+    root = module_or_function if is_module else nn.Module()
+    with CAPTURING, contextlib.ExitStack() as stack:
+        if is_fx_tracing():
+            raise CaptureDeclined("another torch.fx trace is running")
+        stack.enter_context(_neutral())
+        if any(global_hooks.values()):
+            raise CaptureDeclined("hooks are registered for all modules")
+        if (why := unfit(root)) is not None:
+            raise CaptureDeclined(f"the model {why}")
+        forward = method or (root.forward if is_module else module_or_function)
+        arguments = _bound(forward, tensor_arguments, constants)
+        tracer = ForwardTracer(root, _interpreted(root, forward) or forward, arguments, tensor_arguments, path)
+        graph = _trace(tracer, root, is_module)
+        if not is_module and (code := getattr(forward, "__code__", None)) is not None:  # for stack traces
+            runs_code_of(graph, code)
+        _check_constants(tracer, graph)
+        guards = tracer.recorder.guards()
+        name = type(root).__name__ if is_module else getattr(forward, "__name__", "function")
+        owners = {slot.path: slot.owner for _, slot in tracer.recorder.slots.values()}
+        training = root.get_submodule(path).training
+        return StaticCapture(_graph_module(tracer, graph, name, training), guards, tuple(tensor_arguments), owners)
+
+
+def _bound(
+    forward: Callable[..., Any], tensor_arguments: Sequence[str], constants: Mapping[str, object]
+) -> inspect.BoundArguments:
+    try:
+        signature = inspect.signature(forward)
+    except ValueError as error:
+        raise CaptureDeclined(str(error)) from None
+    for name in (*tensor_arguments, *constants):
+        if name not in signature.parameters:
+            raise TypeError(f"the forward has no argument {name!r}: {signature}")
+    return inspect.BoundArguments(signature, OrderedDict(constants))
+
+
+def _interpreted(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Run a GraphModule node by node, so that new nodes take over the old ones' module paths and source lines."""
+    if not isinstance(root, fx.GraphModule) or getattr(forward, "__func__", None) is not type(root).forward:
+        return None
+    for node in root.graph.nodes:
+        if (what := trips(node.target)) is not None:
+            raise CaptureDeclined(what)
+    interpreter = fx.Interpreter(root)
+
+    def run(*args: Any) -> Any:
+        with fx_traceback.preserve_node_meta():
+            return interpreter.run(*args)
+
+    return run
+
+
+def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
+    """Run the trace; put the model and the random number generators back, whatever happens."""
+    model, random = ModelState(root), RandomState()
+    graph: fx.Graph | None = None
+    reason = ""
+    try:
+        with dynamo_sees_torchs_own_call():
+            graph = tracer.trace(root if is_module else _no_module)
+    except CaptureDeclined as declined:
+        reason = declined.reason
+        _leave_contexts(declined)
+    except (KeyboardInterrupt, SystemExit):  # the user's, not the forward's
+        raise
+    except BaseException as error:  # such as asyncio.CancelledError, which a forward may raise at its first call only
+        where = tracer.lines.place_of_error(error.__traceback__)
+        message = (str(error).splitlines() or [""])[0]
+        reason = f"tracing failed with {type(error).__name__}: {message}" + (f", at {where}" if where else "")
+        _leave_contexts(error)
+    finally:
+        moved, written, outside = random.restore(), model.restore(), tracer.recorder.surroundings.contents.restore()
+    if tracer.declined is not None:
+        reason = tracer.declined.reason
+    elif written is not None and not reason:
+        reason = f"the forward writes {written} of the model"
+    elif outside is not None and not reason:
+        reason = f"the forward writes {outside}"
+    elif moved is not None and not reason:
+        reason = f"the forward draws random numbers in Python ({moved})"
+    if reason or graph is None:
+        raise CaptureDeclined(reason)
+    forget_tracer(graph)
+    return graph
+
+
+def _leave_contexts(error: BaseException) -> None:
+    """End the generators that the trace was interrupted in: that of a checkpoint would keep its saved-tensor hooks."""
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None
+
+
+def _no_module() -> None:
+    """For fx, which wants a function with code: a plain callable may have none, and ForwardTracer calls it itself."""
+
+
+def _check_constants(tracer: ForwardTracer, graph: fx.Graph) -> None:
+    node = spoiled_constant(graph, tracer.made)
+    if node is None:
+        return
+    if node.op == "output":
+        raise CaptureDeclined("the forward returns a tensor that it makes anew at each call")
+    line = (node.stack_trace or "").rpartition("\n")[2].strip()
+    raise CaptureDeclined(f"the forward writes into a tensor that the graph would keep, at `{line}`")
+
+
+def _graph_module(tracer: ForwardTracer, graph: fx.Graph, name: str, training: bool) -> fx.GraphModule:
+    used: set[object] = set()
+    for node in graph.find_nodes(op="get_attr", sort=False):
+        if node.users:
+            used.add(node.target)
+        else:  # for instance of `if self.bias is not None`
+            graph.erase_node(node)
+    gm = holding({path: tensor for path, tensor in tracer.attributes.items() if path in used}, graph, name)
+    gm.training = training
+    return gm
+
+
+@contextlib.contextmanager
+def _neutral() -> Iterator[None]:
+    """Outside of the caller's inference mode, grad mode and autocast: constants made now serve every later call."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

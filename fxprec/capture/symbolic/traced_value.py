@@ -1,0 +1,241 @@
+"""The stand-ins for tensors while a forward is traced: fx's Proxy without its silent wrong turns.
+
+====================================  ==========================================================================
+the forward says                      plain ``torch.fx.Proxy``, and what these do instead
+====================================  ==========================================================================
+``x += y``                            records ``x = x + y``, though others may see x: records ``operator.iadd``
+``x[i] = y``                          fails: records ``operator.setitem``
+``isinstance(x, Tensor)``             says no: the truth where it is certain, otherwise declines
+``hasattr(x, "decompose")``           says yes: the truth for arguments and weights
+``x.requires_grad = True``            is lost: declines
+``self.weight.shape``                 is a Proxy, which no ``if`` takes: the shape itself, guarded
+``a, b = x.shape``                    disassembles the forward each time: once
+====================================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node, Tracer
+from torch.fx.proxy import Attribute, Proxy
+
+from fxprec.capture.symbolic.recorder import Recorder
+from fxprec.capture.symbolic.source import SourceLines
+from fxprec.passes.ops.names import canonical_op
+from fxprec.passes.ops.table import rule_of
+from fxprec.torch_internals import for_fx, node_name_of
+
+__all__ = ["CheckedInput", "TracedAttribute", "TracedTensor", "TracedValue"]
+
+_OWN: Final = frozenset({"tracer", "node", "root", "attr", "_node", "tensor", "rank", "channels"})
+_IN_PLACE: Final = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
+#: What autograd keeps beside a tensor's values: there, or None, as calls before left it.
+_OF_AUTOGRAD: Final = frozenset({"grad", "grad_fn", "_grad", "_grad_fn", "_base", "_version", "names"})
+_NUMBER_METHODS: Final = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "item"})
+#: torch's own Python code that asks what a value is on the user's behalf.
+_ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, type(nn.Parameter).__instancecheck__.__code__})
+
+
+class ValueTracer(Tracer):
+    """What stand-ins ask of the tracer that makes them, besides what fx's has."""
+
+    lines: SourceLines
+    recorder: Recorder
+
+    def decline(self, reason: str) -> NoReturn:
+        """Give the trace up: "the forward ..."."""
+        raise NotImplementedError
+
+    def is_method(self, function: Any) -> bool:
+        """Whether a call of it is a call of a method of tensors."""
+        raise NotImplementedError
+
+    def unpacks(self, code: CodeType) -> Mapping[int, int]:
+        """Where the code takes a value apart, and into how many."""
+        raise NotImplementedError
+
+
+class TracedValue(Proxy):
+    """What an operation gave: mostly a tensor, but a size or a tuple too."""
+
+    tracer: ValueTracer
+
+    @classmethod
+    def __torch_function__(
+        cls, orig_method: Any, types: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # As fx has it, but for a walk through all arguments in search of other tracers: create_arg meets them.
+        if not args or not issubclass(type(args[0]), TracedValue) or isinstance(orig_method, for_fx):
+            return super().__torch_function__(orig_method, types, args, kwargs)
+        tracer, name = args[0].tracer, orig_method.__name__
+        if tracer.is_method(orig_method):
+            return tracer.create_proxy("call_method", name, args, kwargs or {})
+        return tracer.create_proxy(
+            "call_function", orig_method, args, kwargs or {}, name=node_name_of(tracer.graph, name)
+        )
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        # isinstance() asks for it when the real type does not match; torch and fx get the real one. So does C code
+        # that the forward calls, which has no frame of its own: but then the forward need not name isinstance.
+        code = sys._getframe(1).f_code
+        if code in _ASKS_FOR_USER or ("isinstance" in code.co_names and self.tracer.lines.is_user(code)):
+            return self._claimed()
+        return type(self)
+
+    def _claimed(self) -> type:
+        if not _is_tensor(self.node):
+            self.tracer.decline("asks for the type of a traced value")
+        return Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or (self.node.op == "placeholder" and not hasattr(Tensor, name)):
+            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        if name in _OF_AUTOGRAD:
+            self.tracer.decline(f"reads .{name} of a tensor")
+        return TracedAttribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _OWN:
+            self.tracer.decline(f"sets the attribute '{name}' of a traced tensor")
+        object.__setattr__(self, name, value)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __iter__(self) -> Iterator[Any]:
+        frame = sys._getframe(1)
+        count = self.tracer.unpacks(frame.f_code).get(frame.f_lasti)
+        if count is None:
+            self.tracer.decline("iterates over a traced value")
+        create = self.tracer.create_proxy
+        return iter([create("call_function", operator.getitem, (self, i), {}) for i in range(count)])
+
+    def __len__(self) -> int:
+        return self.tracer.decline("takes len() of a traced value")
+
+    def __int__(self) -> int:
+        return self.tracer.decline("makes a Python number of a traced value")
+
+    def __float__(self) -> float:
+        return self.tracer.decline("makes a Python number of a traced value")
+
+
+def _in_place(target: Callable[[Any, Any], Any], otherwise: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def method(self: TracedValue, other: Any) -> Any:
+        # fx prints iadd as a statement, which would rebind the name that later users of a number read
+        recorded = otherwise if _is_number(self.node) else target
+        return self.tracer.create_proxy("call_function", recorded, (self, other), {})
+
+    return method
+
+
+for _name in _IN_PLACE:
+    _bare = f"{_name}_" if _name in ("and", "or") else _name
+    setattr(TracedValue, f"__i{_name}__", _in_place(getattr(operator, f"i{_name}"), getattr(operator, _bare)))
+
+
+def _is_tensor(node: Node) -> bool:
+    """Whether the value is certainly one tensor."""
+    if node.op == "placeholder":
+        return True
+    op = canonical_op(node)
+    rule = None if op is None or _is_number(node) else rule_of(op.name)
+    if rule is None or not isinstance(rule.result, str):
+        return False
+    return rule.result not in ("none", "unknown") and not rule.result.endswith("*")
+
+
+def _is_number(node: Node) -> bool:
+    """Sizes, and what is computed from nothing but sizes."""
+    if node.op == "call_method":
+        return node.target in _NUMBER_METHODS
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim")
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    computes = getattr(node.target, "__module__", None) in ("_operator", "math", "builtins")
+    return computes and all(map(_is_number, node.all_input_nodes))
+
+
+class TracedAttribute(Attribute, TracedValue):  # type: ignore[misc]
+    """``x.shape`` or ``x.relu``, before it is known whether it is called."""
+
+
+class TracedTensor(TracedValue):
+    """A parameter or buffer: its shape is known, and guarded where the forward asks for it."""
+
+    tensor: Tensor
+
+    def _claimed(self) -> type:
+        return type(self.tensor)
+
+    def _shape(self) -> torch.Size:
+        self.tracer.recorder.asks_shape(self.tensor)
+        return self.tensor.shape
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape()
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shape())
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._shape() if dim is None else self._shape()[dim]
+
+    def dim(self) -> int:
+        return len(self._shape())
+
+    def numel(self) -> int:
+        return self._shape().numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        return self._shape()[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(type(self.tensor), name):
+            if name in vars(self.tensor):
+                self.tracer.decline(f"reads the attribute '{name}' that somebody set on a parameter or buffer")
+            self.tracer.recorder.asks_missing(self.tensor, name)
+            raise AttributeError(f"'{type(self.tensor).__name__}' object has no attribute '{name}'")
+        if name in _OF_AUTOGRAD:
+            self.tracer.decline(f"reads .{name} of a tensor")
+        return TracedAttribute(self, name)
+
+
+class CheckedInput(TracedValue):
+    """The input of a batch norm whose rank a recorded call checks: torch's own check, run while tracing, must pass."""
+
+    rank: int
+    channels: int
+
+    def dim(self) -> int:
+        return self.rank
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.channels if dim is not None else self.tracer.decline("asks for the size of a traced value")

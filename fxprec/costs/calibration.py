@@ -1,0 +1,259 @@
+"""Measure what matrix products, convolutions, attention, pointwise ops and casts take here: ``fxprec calibrate``.
+
+A handful of sizes a kind of work, FP32 and the low dtype in turns, the fastest run of each: a few seconds in all. What
+is measured is what a call takes from Python on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import date
+from math import inf
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxprec.costs.files import processor_name
+from fxprec.errors import ServiceWarning
+from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
+
+__all__ = ["calibrate"]
+
+#: Seconds for one size and dtype, and runs at least.
+_SECONDS: Final = 0.04
+_RUNS: Final = 3
+#: No larger size is tried once a call took this long: from there on time is in proportion.
+_LONGEST: Final = 0.03
+#: What tells that a busy machine disturbed a measurement: it took so many times as long as one of a larger size, or,
+#: of the smallest size, so many seconds. Then it is measured again, so many times.
+_DISTURBED: Final = 1.5
+_TOO_LONG: Final = 5e-4
+_AGAIN: Final = 4
+
+Run = Callable[[], object]
+
+
+class _Case(NamedTuple):
+    """One size of one kind of work: how much it is, and what does it in a dtype, ``calls`` times over."""
+
+    amount: float
+    make: Callable[[torch.device, torch.dtype], Run]
+    calls: int = 1
+
+
+def calibrate(
+    device: torch.device | str = "cpu",
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16),
+    quick: bool = False,
+) -> DeviceCosts:
+    """Measure this machine, with the present number of threads and the present precision of FP32 products.
+
+    Args:
+        device: "cpu" or "cuda" (the current one).
+        dtypes: low dtypes, each beside FP32.
+        quick: only the smallest two sizes of everything, for a test of the command: the result is worthless.
+
+    Raises:
+        ValueError: a device of another type; CUDA where there is none.
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(device)!r}: there are costs of cpu and cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch finds no CUDA device here")
+    low = list(dtypes)
+    clock = _cuda_seconds if device.type == "cuda" else _seconds
+    curves: dict[torch.dtype, dict[Work, Curve]] = {dtype: {} for dtype in (torch.float32, *low)}
+    disturbed: list[str] = []
+    for work, cases in _CASES.items():
+        bench = _Bench(clock, device, cases[:2] if quick else cases, 0.0 if quick else _SECONDS)
+        bench.run(low if work is Work.CAST else [torch.float32, *low])
+        for dtype, of_dtype in bench.curves().items():
+            curves[dtype][work] = of_dtype
+        disturbed += [str(work)] if bench.disturbed() and not quick else []
+    if disturbed:
+        warnings.warn(
+            f"the machine was busy while {', '.join(disturbed)} were measured: these costs may be wrong. "
+            "Run it again when nothing else runs",
+            category=ServiceWarning,
+            stacklevel=2,
+        )
+    return DeviceCosts(
+        device=device.type,
+        name=processor_name(device.type),
+        threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        source=f"calibrated on {date.today().isoformat()}",
+        curves=curves,
+    )
+
+
+class _Bench:
+    """The sizes of one kind of work. ``best``: dtype -> size (by position) -> seconds."""
+
+    def __init__(self, clock: Callable[[Run], float], device: torch.device, cases: Sequence[_Case], budget: float):
+        self._clock, self._device, self._cases, self._budget = clock, device, cases, budget
+        self.best: dict[torch.dtype, dict[int, float]] = {}
+
+    def run(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Measure all sizes, and once more those that cannot be right."""
+        self.best = {dtype: {} for dtype in dtypes}
+        waiting = list(dtypes)
+        for position in range(len(self._cases)):
+            self._measure(position, waiting)
+            waiting = [
+                dtype for dtype in waiting if self.best[dtype][position] * self._cases[position].calls < _LONGEST
+            ]
+        for _ in range(_AGAIN if self._budget else 0):
+            for position, of_position in self.disturbed().items():
+                self._measure(position, of_position)
+
+    def disturbed(self) -> dict[int, list[torch.dtype]]:
+        """Sizes that cannot have taken that long, with the dtypes."""
+        found: dict[int, list[torch.dtype]] = {}
+        for dtype, seconds in self.best.items():
+            for position, took in seconds.items():
+                beyond = any(took > _DISTURBED * seconds[larger] for larger in seconds if larger > position)
+                if beyond or (position == 0 and took > _TOO_LONG):
+                    found.setdefault(position, []).append(dtype)
+        return found
+
+    def curves(self) -> dict[torch.dtype, Curve]:
+        """More work never takes less time: what noise is left is cut off at the time of a larger size."""
+        return {
+            dtype: Curve(
+                tuple(
+                    (self._cases[position].amount, _rounded(min(of for at, of in seconds.items() if at >= position)))
+                    for position in seconds
+                )
+            )
+            for dtype, seconds in self.best.items()
+        }
+
+    def _measure(self, position: int, dtypes: Sequence[torch.dtype]) -> None:
+        """Dtypes in turns, so that a busy moment of the machine hits them alike; the fastest run counts."""
+        case = self._cases[position]
+        runs = [(self.best[dtype], case.make(self._device, dtype)) for dtype in dtypes]
+        for _, run in runs:
+            run()
+        end, done = time.perf_counter() + self._budget * len(runs), 0
+        while done < _RUNS or time.perf_counter() < end:
+            for best, run in runs:
+                best[position] = min(best.get(position, inf), self._clock(run) / case.calls)
+            done += 1
+
+
+def _rounded(seconds: float) -> float:
+    """To four digits, more than any clock here is good for."""
+    return float(f"{seconds:.4g}")
+
+
+def _seconds(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(run: Run) -> float:
+    """A call among many: its launch, or what the device takes where that is longer."""
+    torch.cuda.synchronize()
+    start, calls = time.perf_counter(), 0
+    while calls < 20 or (time.perf_counter() - start < 1e-3 and calls < 500):
+        run()
+        calls += 1
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls
+
+
+def _random(device: torch.device, dtype: torch.dtype, *shape: int, gradient: bool = False) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype).requires_grad_(gradient)
+
+
+def _product(m: int, k: int, n: int) -> Callable[[torch.device, torch.dtype], Run]:
+    def make(device: torch.device, dtype: torch.dtype) -> Run:
+        x, weight = _random(device, dtype, m, k), _random(device, dtype, n, k)
+        return lambda: F.linear(x, weight)
+
+    return make
+
+
+def _convolution(batch: int, channels: int, size: int, out: int, backward: bool) -> _Case:
+    def make(device: torch.device, dtype: torch.dtype) -> Run:
+        x, weight = _random(device, dtype, batch, channels, size, size), _random(device, dtype, out, channels, 3, 3)
+        if not backward:
+            return lambda: F.conv2d(x, weight, padding=1)
+        gradient = _random(device, dtype, batch, out, size, size)
+        same = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+        return lambda: torch.ops.aten.convolution_backward(gradient, x, weight, None, *same)
+
+    return _Case(2 * 9 * batch * channels * size * size * out, make)
+
+
+def _attention(batch: int, heads: int, length: int, width: int, backward: bool) -> _Case:
+    def make(device: torch.device, dtype: torch.dtype) -> Run:
+        shape = (batch, heads, length, width)
+        query, key, value = (_random(device, dtype, *shape, gradient=backward) for _ in range(3))
+        if not backward:
+            return lambda: F.scaled_dot_product_attention(query, key, value)
+        out, gradient = F.scaled_dot_product_attention(query, key, value), _random(device, dtype, *shape)
+        return lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)
+
+    return _Case(4 * batch * heads * length * length * width, make)
+
+
+def _pointwise(elements: int) -> _Case:
+    def make(device: torch.device, dtype: torch.dtype) -> Run:
+        x = _random(device, dtype, elements)
+        return lambda: (F.gelu(x), x + x)
+
+    return _Case(elements, make, calls=2)
+
+
+def _cast(elements: int) -> _Case:
+    """Down and up, forward and backward; small ones in a chain, so that what autograd itself takes is a small part."""
+    chain = 8 if elements < 2**18 else 1
+
+    def make(device: torch.device, dtype: torch.dtype) -> Run:
+        x = _random(device, torch.float32, elements, gradient=True)
+
+        def run() -> None:
+            y = x
+            for _ in range(chain):
+                y = y.to(dtype).float()
+            torch.autograd.grad(y, x, x.detach())
+
+        return run
+
+    return _Case(elements, make, calls=4 * chain)
+
+
+#: (batch, input channels, size, output channels)
+_CONVOLUTIONS: Final = (
+    (1, 16, 8, 16),
+    (1, 32, 14, 32),
+    (1, 64, 14, 64),
+    (8, 64, 14, 64),
+    (8, 64, 28, 64),
+    (8, 128, 28, 128),
+)
+_THIN: Final = ((1, 1, 14, 8), (1, 1, 28, 32), (8, 1, 28, 32), (64, 1, 28, 32), (4, 3, 112, 64))
+#: (batch, heads, length, width)
+_HEADS: Final = ((1, 2, 16, 16), (1, 4, 32, 16), (2, 4, 64, 32), (4, 8, 128, 64), (4, 8, 256, 64))
+_ELEMENTS: Final = tuple(2**power for power in (9, 12, 15, 18, 20, 22, 24))
+
+_CASES: Final[dict[Work, tuple[_Case, ...]]] = {
+    Work.MATMUL: tuple(_Case(2 * n**3, _product(n, n, n)) for n in (16, 32, 64, 128, 256, 512, 1024)),
+    Work.STREAM: tuple(_Case(n * n + 16 * n, _product(8, n, n)) for n in (64, 128, 256, 512, 1024, 2048)),
+    Work.CONVOLUTION: tuple(_convolution(*sizes, backward=False) for sizes in _CONVOLUTIONS),
+    Work.CONVOLUTION_BACKWARD: tuple(_convolution(*sizes, backward=True) for sizes in _CONVOLUTIONS),
+    Work.THIN_CONVOLUTION: tuple(_convolution(*sizes, backward=False) for sizes in _THIN),
+    Work.THIN_CONVOLUTION_BACKWARD: tuple(_convolution(*sizes, backward=True) for sizes in _THIN),
+    Work.ATTENTION: tuple(_attention(*sizes, backward=False) for sizes in _HEADS),
+    Work.ATTENTION_BACKWARD: tuple(_attention(*sizes, backward=True) for sizes in _HEADS),
+    Work.POINTWISE: tuple(map(_pointwise, _ELEMENTS)),
+    Work.CAST: tuple(map(_cast, _ELEMENTS)),
+}  # fmt: skip

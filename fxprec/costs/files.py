@@ -1,0 +1,155 @@
+"""Where device costs are kept, one JSON file a machine; and which serve a conversion, those or shipped ones."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import re
+import warnings
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from fxprec.costs.shipped import shipped
+from fxprec.errors import ServiceWarning
+from fxprec.passes.costs.device_costs import DeviceCosts
+
+__all__ = ["costs_of", "cpu_flags", "has_bfloat16_units", "path_of", "processor_name", "read", "write"]
+
+#: What /proc/cpuinfo and torch call the instructions: of x86, of Arm.
+_BFLOAT16_UNITS: Final = frozenset({"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "svebf16", "sve_bf16"})
+
+
+def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
+    """The costs that were measured on this machine by ``python -m fxprec calibrate``, else those that are shipped.
+
+    A file that cannot be read, or is another machine's or another torch's, is passed over with a warning.
+
+    Args:
+        device: "cpu" or "cuda".
+        dtype: the low dtype that is asked about.
+    """
+    path = path_of(device)
+    try:
+        found = read(path)
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        _warn(path, str(error), device)
+    else:
+        why = _stale(found, device, dtype)
+        if not why:
+            return found
+        _warn(path, why, device)
+    threads = torch.get_num_threads()
+    return shipped(device, processor_name(device), threads, has_bfloat16_units())
+
+
+def path_of(device: str) -> Path:
+    """Where the costs of this machine's device, with the present number of threads, belong.
+
+    The folder is ``$FXPREC_CACHE_DIR``, else ``$XDG_CACHE_HOME/fxprec``, else ``~/.cache/fxprec``.
+    """
+    own, general = os.environ.get("FXPREC_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    folder = Path(own) if own else Path(general or Path.home() / ".cache") / "fxprec"
+    threads = f"-{torch.get_num_threads()}-threads" if device == "cpu" else ""
+    name = re.sub(r"\W+", "-", processor_name(device)).strip("-").lower()
+    return folder / f"costs-{device}-{name}{threads}.json"
+
+
+def read(path: Path) -> DeviceCosts:
+    """Read a file that ``write`` made.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is something else, or broken, or may not be read.
+    """
+    try:
+        return DeviceCosts.from_dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it holds no costs that this version reads ({type(error).__name__}: {error})") from None
+
+
+def write(costs: DeviceCosts, path: Path) -> None:
+    """Write costs to a file: all of it or nothing, whoever reads meanwhile.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(_text(costs))
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+_NO_SPACE: Final = str.maketrans("", "", " \n")
+
+
+def _text(costs: DeviceCosts) -> str:
+    """JSON, a curve a line."""
+    data = json.dumps(costs.to_dict(), indent=1)
+    return re.sub(r"\[[\s\d.,e+\-\[\]]+\]", lambda found: found[0].translate(_NO_SPACE).replace(",", ", "), data) + "\n"
+
+
+@functools.cache
+def processor_name(device: str) -> str:
+    """What the GPU or CPU calls itself."""
+    if device == "cuda":
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets of the CPU, as /proc/cpuinfo and torch name them; empty where neither tells."""
+    told = getattr(torch.cpu, "get_capabilities", dict)()
+    named = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    return frozenset(named).union(name for name, there in told.items() if there is True)
+
+
+def has_bfloat16_units() -> bool:
+    """Whether the CPU multiplies bfloat16 itself; elsewhere torch converts, and loses."""
+    return not _BFLOAT16_UNITS.isdisjoint(cpu_flags())
+
+
+def _cpuinfo(key: str) -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:  # no Linux
+        return ""
+    line = next((line for line in text.splitlines() if line.startswith(key)), "")
+    return line.partition(":")[2].strip()
+
+
+def _stale(costs: DeviceCosts, device: str, dtype: torch.dtype) -> str:
+    """Why costs are not this machine's; "" where they are."""
+    threads = torch.get_num_threads() if device == "cpu" else 0
+    for what, have, want in (
+        ("device", costs.device, device),
+        ("processor", costs.name, processor_name(device)),
+        ("threads", costs.threads, threads),
+        ("torch", _release(costs.torch), _release(torch.__version__)),
+    ):
+        if have != want:
+            return f"its {what} is {have}, here it is {want}"
+    return "" if dtype in costs.curves else f"it knows nothing of {dtype}"
+
+
+def _release(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def _warn(path: Path, why: str, device: str) -> None:
+    warnings.warn(
+        f"{path} is not used: {why}. Shipped costs serve; measure again: python -m fxprec calibrate --device {device}",
+        category=ServiceWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,105 @@
+"""Device costs for machines that were not calibrated: one measured CPU, and estimates for the rest.
+
+- A CPU with bfloat16 units: an AMD EPYC 9004 (AVX512-BF16), torch 2.13, measured with one thread and with two
+  (``costs/*.json``, the fastest of three runs of ``python -m fxprec calibrate``). More threads are taken to do 0.85
+  times as much more work each in the same time, while a call costs the same.
+- Another CPU: an estimate. FP32 as above; products in a low dtype are converted on the way and take longer than FP32.
+- A100, and H100 or H200: estimates from the published rates at usual efficiencies, FP32 products without TF32, and the
+  usual cost of a launch from Python. Sources: NVIDIA's data sheets; 60 to 80 % of the peak where shapes are good.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Final
+
+import torch
+
+from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
+
+__all__ = ["shipped"]
+
+#: Threads of the CPU that was measured -> its file.
+_MEASURED: Final = {1: "costs/epyc-9004-1-thread.json", 2: "costs/epyc-9004-2-threads.json"}
+_THREAD: Final = 0.85
+_PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.POINTWISE, Work.CAST}
+#: Work in a low dtype that a CPU without units for it does in the time of one unit of FP32 work.
+_EMULATED: Final = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What a GPU does in a second, in 1e12: FLOP of products in FP32 and low, of fused attention, bytes of memory."""
+
+    full: float
+    low: float
+    attention_full: float
+    attention_low: float
+    bytes: float
+
+
+_HOPPER: Final = _Rates(full=45, low=650, attention_full=25, attention_low=450, bytes=3.0)
+_AMPERE: Final = _Rates(full=15, low=220, attention_full=9, attention_low=150, bytes=1.3)
+#: Seconds of a launch from Python: of a product, of a convolution, of fused attention, of a pointwise op or a cast.
+_LAUNCH: Final = {"product": 8e-6, "convolution": 15e-6, "attention": 20e-6, "pointwise": 5e-6}
+#: A convolution's share of the rate of products; of few channels: of the bytes' rate, FLOP a byte.
+_CONVOLUTION: Final = 0.7
+_THIN: Final = 4.0
+
+
+def shipped(device: str, name: str, threads: int, bfloat16_units: bool) -> DeviceCosts:
+    """The costs of the nearest class of device.
+
+    Args:
+        device: "cpu" or "cuda".
+        name: what the processor calls itself.
+        threads: of torch's, on a CPU.
+        bfloat16_units: whether a CPU multiplies bfloat16 itself.
+    """
+    if device == "cuda":
+        hopper = any(model in name for model in ("H100", "H200", "GH200", "H800", "H20"))
+        rates, kind = (_HOPPER, "H100 and H200") if hopper else (_AMPERE, "A100")
+        return DeviceCosts(device, name, 0, f"shipped for {kind}, an estimate", _gpu(rates))
+    kind = "with bfloat16 units" if bfloat16_units else "without bfloat16 units, an estimate"
+    return DeviceCosts(device, name, threads, f"shipped for CPUs {kind}", _cpu(threads, bfloat16_units))
+
+
+def _cpu(threads: int, bfloat16_units: bool) -> dict[torch.dtype, dict[Work, Curve]]:
+    base = max(measured for measured in _MEASURED if measured <= max(threads, 1))
+    curves = {dtype: {**of_work} for dtype, of_work in _measured(base).curves.items()}
+    if not bfloat16_units:
+        full = curves[torch.float32]
+        curves[torch.bfloat16] |= {work: full[work].faster(_EMULATED) for work in _PRODUCTS}
+    factor = 1 + _THREAD * (threads / base - 1)
+    return {dtype: {work: curve.faster(factor) for work, curve in of.items()} for dtype, of in curves.items()}
+
+
+@functools.cache
+def _measured(threads: int) -> DeviceCosts:
+    return DeviceCosts.from_dict(json.loads(files("fxprec").joinpath(_MEASURED[threads]).read_text(encoding="utf-8")))
+
+
+def _gpu(rates: _Rates) -> dict[torch.dtype, dict[Work, Curve]]:
+    low = _gpu_curves(rates.low, rates.attention_low, rates.bytes, 2)
+    low[Work.CAST] = Curve.linear(_LAUNCH["pointwise"], rates.bytes * 1e12 / 6)
+    full = _gpu_curves(rates.full, rates.attention_full, rates.bytes, 4)
+    return {torch.float32: full, torch.bfloat16: low, torch.float16: low}
+
+
+def _gpu_curves(products: float, attention: float, moved: float, itemsize: int) -> dict[Work, Curve]:
+    elements = moved * 1e12 / itemsize
+    convolutions = _CONVOLUTION * products * 1e12
+    return {
+        Work.MATMUL: Curve.linear(_LAUNCH["product"], products * 1e12),
+        Work.STREAM: Curve.linear(_LAUNCH["product"], elements),
+        Work.CONVOLUTION: Curve.linear(_LAUNCH["convolution"], convolutions),
+        Work.CONVOLUTION_BACKWARD: Curve.linear(2 * _LAUNCH["convolution"], convolutions / 2),
+        Work.THIN_CONVOLUTION: Curve.linear(_LAUNCH["convolution"], _THIN * elements),
+        Work.THIN_CONVOLUTION_BACKWARD: Curve.linear(2 * _LAUNCH["convolution"], _THIN * elements / 3),
+        Work.ATTENTION: Curve.linear(_LAUNCH["attention"], attention * 1e12),
+        Work.ATTENTION_BACKWARD: Curve.linear(2 * _LAUNCH["attention"], attention * 1e12 / 2.5),
+        Work.POINTWISE: Curve.linear(_LAUNCH["pointwise"], elements / 2),
+    }

@@ -1,0 +1,67 @@
+"""A captured graph, rewritten: what a capture gives, and a conversion keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from fxprec.capture.call_key import Constants
+from fxprec.capture.symbolic.guards import Guards
+from fxprec.passes.graph.ir import weight_path
+from fxprec.passes.runner import run_passes
+from fxprec.programs.calls import Calls, modes_of
+from fxprec.programs.program import Program, lift
+from fxprec.settings import Settings
+
+__all__ = ["Captured", "rewrite"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """One rewritten graph of a method, or of a piece of it between two graph breaks.
+
+    Attributes:
+        method: its name, as ``MethodName`` writes it.
+        entry: number of the entry point that it serves: that of the class, or of a function set on the instance.
+        gm: the graph that users see.
+        program: what runs for it.
+        training: the mode that the method's module was in.
+        guards: what static capture read; None for a graph of dynamo, which guards by itself.
+        key: of a static graph: the arguments that are tensors, and the constants that the others are.
+        calls: of a graph of dynamo: what is known of the calls that ran it.
+    """
+
+    method: str
+    entry: int
+    gm: GraphModule
+    program: Program
+    training: bool
+    guards: Guards | None = None
+    key: tuple[tuple[str, ...], Constants] | None = None
+    calls: Calls | None = None
+
+    def fits(self, owner: nn.Module) -> bool:
+        """Whether a call of the method's module, in the modes that it and those in it are in, may run it."""
+        if self.calls is not None:
+            return modes_of(owner) in self.calls.modes
+        return self.guards is None or self.guards.failing() is None
+
+    def reads_dtypes_of(self, model: nn.Module, frozen: Container[str]) -> bool:
+        """Whether the model's weights have the dtypes that it was captured with, but for those that became low."""
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        for node in self.gm.graph.find_nodes(op="get_attr"):
+            path = weight_path(node)
+            known = path in tensors and path not in frozen and node.meta.get("kind") == "parameter"
+            if known and node.meta.get("dtype", tensors[path].dtype) != tensors[path].dtype:
+                return False
+        return True
+
+
+def rewrite(gm: GraphModule, settings: Settings) -> Program:
+    """Run the passes on a captured graph, in place, and make its program."""
+    run_passes(gm, settings.context(gradients=torch.is_grad_enabled()))
+    return lift(gm, settings.dtype, settings.executor, settings.device)

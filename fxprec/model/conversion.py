@@ -1,0 +1,630 @@
+"""What runs when a converted module is called: which graph, on which weights, and what serves where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import nn
+from torch.fx import Proxy
+from torch.nn.parameter import is_lazy
+
+from fxprec.capture.call_key import Constants, call_key, default_key
+from fxprec.capture.collection import fewer_collections
+from fxprec.capture.dynamo import analysis as dynamo
+from fxprec.capture.locks import CAPTURING
+from fxprec.capture.pytrees import has_low_input, restore_dtypes
+from fxprec.capture.stepwise import is_stepwise, stepwise
+from fxprec.capture.symbolic.trace import CaptureDeclined
+from fxprec.capture.user_line import user_level
+from fxprec.errors import (
+    CaptureError,
+    ConversionError,
+    NotCapturedError,
+    ServiceWarning,
+    SeveralGraphsError,
+    UnusedSettingWarning,
+)
+from fxprec.kernels.launch.observers import unwatched
+from fxprec.kernels.torch_internals import is_fx_tracing
+from fxprec.model.captured import Captured, rewrite
+from fxprec.model.dynamic import LeftToNet
+from fxprec.model.entry_point import MOST_RESTARTS, EntryPoint
+from fxprec.model.method_names import MethodName
+from fxprec.model.net import Net, inside_net
+from fxprec.model.reminders import Reminders
+from fxprec.model.static import OtherDtypes, StaticEntry
+from fxprec.model.twins import twin_of
+from fxprec.model.wrappers import Wrappers
+from fxprec.passes.canonicalize import every_graph
+from fxprec.passes.fuse import region_names
+from fxprec.passes.graph.ir import Rule
+from fxprec.passes.policy.terms import did_you_mean
+from fxprec.programs.call_form import CallForm, form_of_key
+from fxprec.programs.weights import Weights
+from fxprec.settings import Settings
+
+__all__ = ["STATE", "Conversion"]
+
+#: The attribute of a converted module that holds its conversion.
+STATE: Final = "_fxprec"
+#: Why a function that was just set on the instance runs in the net.
+_NEW: Final = "it was set on the instance, and is captured from its second call on"
+
+
+class Conversion:
+    """The state of one converted module. Never saved: a copied or loaded module is converted again from ``settings``.
+
+    Attributes:
+        methods: by name, "forward" first: what runs in the places of the model's methods.
+        wrappers: the functions that stand there.
+        captured: the rewritten graphs that calls can reach, in the order of their capture. Nobody else keeps a list.
+        net: 'where' -> 'why' of what ran outside them, under torch.autocast.
+        declined: why static capture was declined, per argument pattern.
+        captures: how often a forward, or a piece of one, was captured.
+        calls: how often a method was called.
+        bypassed: how many ``fxprec.original`` blocks are open.
+        frozen: names of the weights whose FP32 masters ``fxprec.freeze`` dropped.
+        settled: a call has gone through: what is refused from now on does not undo the conversion.
+        converting: ``convert`` is still at it, and will undo what is refused.
+        undo: puts back what the conversion changed besides class and forward, until then.
+    """
+
+    def __init__(self, settings: Settings, module: nn.Module, frozen: frozenset[str] | None = None) -> None:
+        self.settings = settings
+        self.module = weakref.ref(module)
+        self.original_class = type(module)
+        self.name = self.original_class.__name__
+        self.weights = Weights(settings.dtype)
+        self.store = self.weights.store
+        self.wrappers = Wrappers()
+        own = weakref.ref(self)  # which owns the reminders
+        self.reminders = Reminders(
+            module, settings.device, ("forward", *settings.methods), lambda: (c := own()) is None or c.bypassed > 0
+        )
+        self._numbers = itertools.count()
+        self._gone: list[int] = []
+        self.methods = {name: self.entry_point(name) for name in ("forward", *settings.methods)}
+        self._functions: dict[int, weakref.ref[Any]] = {}
+        self.calls = 0
+        self.bypassed = 0
+        self.frozen = frozen
+        self.settled = False
+        self.converting = False
+        self.undo: Callable[[], None] | None = None
+        self._forget()
+        self._warned_autocast = False
+        self._policy_checked = not settings.policy.overrides and not settings.policy.rules and not settings.chooses
+
+    def entry_point(self, name: str) -> EntryPoint:
+        """A new one, which nobody knows yet."""
+        return EntryPoint(
+            self.settings, self.weights, MethodName.parse(name), next(self._numbers), self.net_context, self.wrappers
+        )
+
+    def forget_with(self, function: Callable[..., Any], entry: EntryPoint) -> None:
+        """Forget the graphs of a function that was set on an instance when nobody can call it any more."""
+        gone, number = self._gone, entry.number
+        self._functions[number] = weakref.ref(function, lambda _: gone.append(number))
+
+    def entries(self) -> list[EntryPoint]:
+        """What calls of the methods run, in the order of ``methods``."""
+        return [active for entry in self.methods.values() if (active := entry.active) is not None]
+
+    def start_over(self) -> None:
+        """Forget every capture: the code is another one now."""
+        self._forget()
+        for entry in {*self.methods.values(), *self.entries()}:
+            entry.start_over()
+
+    def _forget(self) -> None:
+        self.captured: list[Captured] = []
+        self.net: dict[str, str] = {}
+        self.declined: list[str] = []
+        self.captures = 0
+        #: The slot of a weight that tells whether the model became low: most often it did not.
+        self._witness: tuple[Mapping[str, Any], str] = {}, ""
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """That of the original forward, without self."""
+        return self.method("forward").signature
+
+    # -- calling ---------------------------------------------------------------------------------------------------
+
+    def __call__(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of a method of ``module`` runs."""
+        if self.bypassed:
+            return entry.unbound(entry.stand_in(module), *args, **kwargs)
+        if torch.compiler.is_exporting():
+            self._refuse_tracer("torch.export", "torch.export.export(fxprec.graph_module(model), inputs)")
+        if is_fx_tracing() and any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
+            self._refuse_tracer("torch.fx.symbolic_trace", "it is fxprec.graph_module(model)")
+        if torch.is_autocast_enabled(self.settings.device) and not self._warned_autocast and not inside_net():
+            self._warn_autocast()
+        model = self.module()
+        if model is None or module is not entry.owner():
+            return self.run_in_net(entry, module, args, kwargs, "a replica of the converted module")
+        if self.frozen is not None and module.training and torch.is_grad_enabled():
+            self.refuse_if_frozen("a training forward")
+        if not self.settled and any(map(is_lazy, model.parameters())):
+            self.start_over()  # what was declined now may be captured at the next call
+            return self.run_in_net(
+                entry, module, args, kwargs, "lazy modules take their shapes, and classes, from a first call"
+            )
+        if entry.new:
+            entry.new = False
+            return self.run_in_net(entry, module, args, kwargs, _NEW)
+        if entry.code_changed:
+            entry.start_over()
+            self._drop(self._captured_of(entry))
+        self.weights.begin(model)
+        self.calls += 1
+        output = self._run(entry, model, module, args, kwargs)
+        self.check_policy(model)
+        if not self.settled:
+            self.settled, self.undo = True, None
+        return self.restored(output, args, kwargs) if self.restores else output
+
+    @property
+    def restores(self) -> torch.dtype | None:
+        """The low dtype, where weights have it that were FP32 in the original program: the graphs cannot tell."""
+        lowered = self.frozen is not None or self.settings.policy.lowers_parameters
+        return self.settings.dtype if lowered and self.settings.keep_output_dtype else None
+
+    def _run(
+        self, entry: EntryPoint, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        static = entry.static
+        if entry.steps is not None:
+            reason = CaptureDeclined(f"{entry.called_here} is {entry.steps}, which runs after the call")
+            self._refuse_if_symbolic(entry, reason)
+            output = self.run_in_net(entry, module, args, kwargs, reason.reason)
+            if not entry.called:
+                self._warn_nothing_captured(entry)
+            entry.called = True
+            return output
+        if static.allowed:
+            try:
+                names, constants, tensors = call_key(entry.signature, args, kwargs)
+                found = static.find(names, constants, tensors)
+                if found is None and self._became_low(model):
+                    return self._run_low(entry, module, args, kwargs)
+                found = found or self._trace(entry, model, names, constants, tensors)
+            except CaptureDeclined as reason:
+                self._refuse_if_symbolic(entry, reason)
+            else:
+                try:
+                    return found.run(self.weights, tensors)
+                except OtherDtypes:
+                    self._drop(static.retire(found))
+                return self._run(entry, model, module, args, kwargs)
+        return self._run_dynamic(entry, model, module, args, kwargs)
+
+    def _run_dynamic(
+        self, entry: EntryPoint, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._became_low(model):
+            return self._run_low(entry, module, args, kwargs)
+        why = dynamo.why_not_now() or entry.hooks.late
+        if why is None and (what := entry.out_of_date) is not None:
+            if entry.restarts < MOST_RESTARTS:
+                self._renew(entry)
+                return self._run(entry, model, module, args, kwargs)
+            why = f"{what}, after {MOST_RESTARTS} changes of that kind"
+        if why is not None:
+            return self.run_in_net(entry, module, args, kwargs, why)
+        dynamic = entry.dynamic
+        known, calls, first, entry.called = len(self.net), self.calls, not entry.called, True
+        try:
+            output = dynamic.run(model, entry.stand_in(module), args, kwargs)
+        except LeftToNet as reason:
+            return self.run_in_net(entry, module, args, kwargs, str(reason))
+        finally:
+            if dynamic.found or dynamic.net_notes:
+                self._take_found(entry)
+        if first and not self._captured_of(entry) and calls == self.calls:  # it called no other method that has graphs
+            if len(self.net) == known:
+                self.in_net(entry.whole, "dynamo found nothing in it to capture")
+            self._warn_nothing_captured(entry)
+        if is_stepwise(output):
+            self.in_net(f"what {entry.called_here} returns", f"a {type(output).__name__}, which runs after the call")
+        return self.restored(output, args, kwargs) if self.net else output
+
+    def _renew(self, entry: EntryPoint) -> None:
+        """Forget what dynamo captured, and what is said of it: it is out of date."""
+        with CAPTURING:
+            if entry.out_of_date is None:  # another thread was at it
+                return
+            entry.restarts += 1
+            self._drop([captured for captured in self._captured_of(entry) if captured.guards is None])
+            others = {where for other in self.methods.values() if other is not entry for where in other.outside}
+            for where in entry.outside - others:
+                self.net.pop(where, None)
+            if entry.hooks.gone:  # which kept static capture away
+                self.declined = [why for why in self.declined if why not in entry.declined]
+                entry.start_over()
+            else:
+                entry.start_dynamic_over()
+
+    def _became_low(self, model: nn.Module) -> bool:
+        """Whether its weights are all low since ``model.half()`` or the like: a model that convert would refuse."""
+        if self.frozen is not None or self.settings.policy.lowers_parameters:
+            return False
+        low = (torch.float16, torch.bfloat16)
+        held, name = self._witness
+        weight = held.get(name)
+        if weight is not None and weight.dtype not in low:  # as at nearly every call: one is asked, not all
+            return False
+        self._witness = next(
+            (
+                (module._parameters, name)
+                for module in model.modules()
+                for name, p in module._parameters.items()
+                if p is not None and p.is_floating_point()
+            ),
+            self._witness,
+        )
+        dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+        return bool(dtypes) and all(dtype in low for dtype in dtypes)
+
+    def _run_low(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.in_net(entry.whole, "its weights are low themselves by now: it runs in their dtype, as it stands")
+        return entry.unbound(entry.stand_in(module), *args, **kwargs)
+
+    # -- the net ---------------------------------------------------------------------------------------------------
+
+    def run_in_net(
+        self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: str
+    ) -> Any:
+        """The original method under torch.autocast: lowered, though not by our graphs. Recorded."""
+        with self.net_context():
+            output = entry.unbound(entry.stand_in(module), *args, **kwargs)
+        self.in_net(entry.whole, why)
+        return self.restored(output, args, kwargs)
+
+    def in_net(self, where: str, why: str) -> None:
+        """Record what runs outside our graphs."""
+        self.net.setdefault(where, why)
+
+    def net_context(self) -> contextlib.AbstractContextManager[Any]:
+        """torch.autocast in the low dtype; at O0 nothing."""
+        if self.settings.policy.level == "O0":
+            return contextlib.nullcontext()
+        return Net(self.settings.device, self.settings.dtype)
+
+    def restored(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Low outputs as FP32, unless the caller passed low inputs, or wants them as they come.
+
+        Of outputs that run later, step by step, each step is in the net, and what it gives is restored.
+        """
+        as_it_comes = not self.settings.keep_output_dtype or has_low_input((args, kwargs), self.settings.dtype)
+
+        def restore(value: Any) -> Any:
+            return value if as_it_comes else restore_dtypes(value, self.settings.dtype)
+
+        return stepwise(restore(output), self.net_context, restore)
+
+    # -- capture ---------------------------------------------------------------------------------------------------
+
+    def _trace(
+        self,
+        entry: EntryPoint,
+        model: nn.Module,
+        names: tuple[str, ...],
+        constants: Constants,
+        tensors: tuple[torch.Tensor, ...] | None,
+    ) -> StaticEntry:
+        """Capture statically for a call that no graph serves.
+
+        Raises:
+            CaptureDeclined: there can be no graph; nothing was run.
+        """
+        static = entry.static
+        with CAPTURING, unwatched(), fewer_collections():
+            if (found := static.find(names, constants, tensors)) is not None:  # another thread was at it
+                return found
+            try:
+                root, method = self._traceable(entry, model)
+                with self.wrappers.traced():
+                    capture = static.trace(root, names, constants, tensors, method, entry.name.path)
+            except CaptureDeclined as reason:
+                entry.declined.append(reason.reason if entry.key == "forward" else f"{entry.key}: {reason.reason}")
+                self.declined.append(entry.declined[-1])
+                self._drop(static.give_up())
+                raise
+            program = rewrite(capture.gm, self.settings)
+            captured = Captured(
+                entry.key,
+                entry.number,
+                capture.gm,
+                program,
+                capture.gm.training,
+                capture.guards,
+                (names, constants),
+            )
+            found = StaticEntry.of(capture, captured, tensors)
+            self._captured_at_last(entry)
+            self._drop(static.add(names, constants, found))
+            self.captured.append(captured)
+            self.captures += 1
+            self.remind(model)
+            return found
+
+    def _take_found(self, entry: EntryPoint) -> None:
+        """Keep what a call under dynamo captured."""
+        with CAPTURING:
+            dynamic = entry.dynamic
+            found, notes = dynamic.found, dynamic.net_notes
+            dynamic.found, dynamic.net_notes = [], {}
+        self.captured += [
+            Captured(entry.key, entry.number, gm, program, training, calls=calls)
+            for gm, program, training, calls in found
+        ]
+        self.captures += len(found)
+        self._drop_gone()
+        if found:
+            self._captured_at_last(entry)
+        if found and (model := self.module()) is not None:
+            self.remind(model)
+        if (owner := entry.owner()) is not None:
+            entry.hooks.note(owner)
+        entry.outside.update(notes)
+        for where, why in notes.items():
+            self.in_net(where, why)
+
+    def _drop_gone(self) -> None:
+        """Forget the graphs of functions that nobody can call any more."""
+        while self._gone:
+            number = self._gone.pop()
+            self._functions.pop(number, None)
+            self.captured = [captured for captured in self.captured if captured.entry != number]
+
+    def remind(self, model: nn.Module) -> None:
+        """From now on the first run in FP32 of a module whose weights graphs lower, or will, warns."""
+        policy = self.settings.policy
+        if policy.level == "O0" or policy.lowers_parameters or self.frozen is not None or self.converting:
+            return
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        low = {id(tensors.get(name)) for captured in self.captured for name in captured.program.low}
+        known = self.settings.pays or all(map(self._captured_of, self.entries()))
+        known = known or any(override.kind != "modules" for override in policy.overrides)  # which need a graph
+        modules = {} if known else dict(model.named_modules())
+        stays = (torch.float32, Rule.FULL, Rule.KEEP)
+        self.reminders.cover(low, lambda path: not known and policy.of_module(path, modules) not in stays)
+
+    def _captured_at_last(self, entry: EntryPoint) -> None:
+        if self.net.get(entry.whole) == _NEW:
+            del self.net[entry.whole]
+
+    def _drop(self, dead: list[Captured]) -> None:
+        """Forget graphs that no call can reach any more."""
+        self.captured = [captured for captured in self.captured if captured not in dead]
+
+    @property
+    def ran_in_net(self) -> bool:
+        """Whether there were calls, and no graph for any of them."""
+        return self.settled and not self.captured and bool(self.net)
+
+    def _captured_of(self, entry: EntryPoint) -> list[Captured]:
+        return [captured for captured in self.captured if captured.entry == entry.number]
+
+    def capture_now(self, model: nn.Module) -> None:
+        """Capture each method statically for the call that one expects, if it can be: others take a call."""
+        for entry in self.entries():
+            self._capture_expected(entry, model)
+
+    def _capture_expected(self, entry: EntryPoint, model: nn.Module) -> None:
+        if not self._captured_of(entry):
+            self._capture_alike(entry, model, None)
+
+    def _capture_alike(self, entry: EntryPoint, model: nn.Module, other: Captured | None) -> None:
+        """Capture a method statically as it is now, for calls like those that another graph is for."""
+        if not entry.static.allowed or entry.steps is not None:
+            return
+        if self.settings.pays:  # which waits for the sizes of a call
+            return
+        try:
+            key = None if other is None else other.key
+            self._trace(entry, model, *(key or default_key(entry.signature, entry.name.name)), None)
+        except CaptureDeclined as reason:
+            self._refuse_if_symbolic(entry, reason)
+
+    def active(self, model: nn.Module, method: str = "forward") -> Captured:
+        """The whole graph of a method that was captured last for the present modes.
+
+        Raises:
+            SeveralGraphsError: it has several.
+            NotCapturedError: it has none for these modes; static capture was tried.
+        """
+        entry = self.method(method)
+        if (captured := self._present(entry, model)) is None:
+            found = self._captured_of(entry)
+            if not self._became_low(model):
+                self._capture_alike(entry, model, found[-1] if found else None)
+            if (captured := self._present(entry, model)) is None:
+                entry.dynamic.watched = True
+                self._raise_not_captured(entry)
+        calls = captured.calls
+        if calls is not None and calls.part:
+            parts = [each.calls.part for each in self._captured_of(entry) if each.calls is not None]
+            self._raise_several(entry, next((part for part in parts if "graph break" in part), calls.part))
+        owner = entry.owner()
+        if calls is not None and calls.form is not None and owner is not None and (what := calls.form.changed(owner)):
+            raise NotCapturedError(
+                f"{what} of {self.name} is another than at the first call, and dynamo's graph of {self._called(entry)} "
+                "serves any: fxprec.graphs(model) gives it with that of the first call. Convert a copy of the model"
+            )
+        if calls is not None and calls.form is None:
+            warnings.warn(
+                f"the graph of {self._called(entry)} takes tensors one by one and gives a tuple of tensors, not what "
+                f"{entry.called_here} gives: {calls.why_not}. Its inputs are named after where they come from",
+                category=ServiceWarning,
+                stacklevel=user_level(),
+            )
+        return captured
+
+    def form_of(self, captured: Captured) -> CallForm | None:
+        """How a graph is called; None for one that takes and gives what dynamo left to it."""
+        if captured.calls is not None:
+            return captured.calls.form
+        entry = next((each for each in self.entries() if each.number == captured.entry), None)
+        return None if entry is None or captured.key is None else form_of_key(entry.signature, *captured.key)
+
+    def _present(self, entry: EntryPoint, model: nn.Module) -> Captured | None:
+        """What a call in the modes of now, with weights of these dtypes, would run of what was captured: the latest."""
+        owner = entry.owner()
+        if owner is None:
+            return None
+        for captured in reversed(self._captured_of(entry)):
+            if not captured.reads_dtypes_of(model, self.frozen or ()):
+                self._drop(entry.static.forget(captured))
+            elif captured.fits(owner):
+                return captured
+        return None
+
+    def all_graphs(self, model: nn.Module) -> list[Captured]:
+        """Those that calls of the methods run, capturing statically what can be."""
+        self.capture_now(model)
+        self._drop_gone()
+        if not self.captured:
+            self._raise_not_captured(self.method("forward"))
+        running = {entry.number for entry in self.entries()}
+        # A function set on the instance may call what was there before, unless its own graphs hold that too.
+        running |= {
+            entry.number
+            for entry in self.methods.values()
+            if entry.active is None or not self._captured_of(entry.active)
+        }
+        return [captured for captured in self.captured if captured.entry in running]
+
+    def in_present_mode(self, among: Iterable[Captured]) -> list[Captured]:
+        """The graphs of the mode (training or not) that their method's module is in; where there is none, all of it."""
+        among = [*among]
+        training = {entry.number: owner.training for entry in self.entries() if (owner := entry.owner()) is not None}
+        fit = [captured for captured in among if training.get(captured.entry) == captured.training]
+        some = {captured.entry for captured in fit}
+        return [captured for captured in among if captured in fit or captured.entry not in some]
+
+    def method(self, name: str) -> EntryPoint:
+        """The entry point of that name; the path of a module stands for its forward.
+
+        Raises:
+            ValueError: there is none; with the nearest names.
+        """
+        named = self.methods.get(name) or self.methods.get(f"{name}.forward")
+        if named is None:
+            raise ValueError(
+                f"method={name!r}: {self.name} was converted with {', '.join(self.methods)}"
+                f"{did_you_mean(name, self.methods)}; name others when converting: convert(model, methods=({name!r},))"
+            )
+        return named.active or named
+
+    def _traceable(self, entry: EntryPoint, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
+        """The model as it was before its conversion, with the very same attributes, and its method: for a trace.
+
+        The model itself stays as it is, since other threads may call it meanwhile.
+        """
+        if entry.of_instance is not None:  # may be bound to the module
+            return model, entry.of_instance
+        twin = twin_of(model)
+        return twin, MethodType(entry.unbound, twin.get_submodule(entry.name.path))
+
+    def lowered_weights(self, module: nn.Module) -> list[str]:
+        """Names of the parameters that every graph so far reads in the low dtype only."""
+        tensors = dict(module.named_parameters(remove_duplicate=False))
+        low = {id(tensors.get(name)) for captured in self.captured for name in captured.program.low}
+        plain = {id(tensors.get(name)) for captured in self.captured for name in captured.program.plain}
+        return [name for name, value in module.named_parameters() if id(value) in low - plain]
+
+    # -- refusals --------------------------------------------------------------------------------------------------
+
+    def check_policy(self, module: nn.Module) -> None:
+        """Once every method has graphs, or was called: raise PolicyError if an override matched nothing in any."""
+        if self._policy_checked or not self.captured:
+            return
+        if not all(entry.called or self._captured_of(entry) for entry in self.entries()):
+            return
+        everything = [node for each in self.captured for graph in every_graph(each.gm) for node in graph.graph.nodes]
+        ops = {node.meta["op"].name for node in everything if "op" in node.meta}
+        self.settings.policy.check_matches(ops, dict(module.named_modules()), {node.name for node in everything})
+        self.settings.check_regions([name for each in self.captured for name in region_names(each.gm)])
+        self._policy_checked = True
+
+    def refuse_if_frozen(self, what: str) -> None:
+        if self.frozen is not None:
+            raise ConversionError(
+                f"{what}: the model was frozen by fxprec.freeze, its FP32 weights are gone. "
+                "Keep the original checkpoint, and load and train an unfrozen model"
+            )
+
+    def _refuse_if_symbolic(self, entry: EntryPoint, reason: CaptureDeclined) -> None:
+        if self.settings.capture == "symbolic":
+            raise CaptureError(
+                f"capture='symbolic' cannot take {self._called(entry)}: {reason}. "
+                "Leave capture out: dynamo takes such models"
+            ) from None
+
+    def _refuse_tracer(self, tracer: str, instead: str) -> NoReturn:
+        raise ConversionError(
+            f"{tracer} of the converted {self.name}: its forward runs graphs of its own. "
+            f"Take the rewritten graph: {instead}"
+        )
+
+    def _warn_autocast(self) -> None:
+        self._warned_autocast = True
+        warnings.warn(
+            f"the converted {self.name} was called under torch.autocast: its own graphs decide "
+            "what is lowered and run with autocast off. Leave the autocast context away",
+            category=UnusedSettingWarning,
+            stacklevel=user_level(),
+        )
+
+    def _served(self) -> str:
+        """How it runs where there is no graph."""
+        under = "" if self.settings.policy.level == "O0" else f" under torch.autocast({self.settings.device!r})"
+        return f"runs{under} as it stands"
+
+    def _called(self, entry: EntryPoint) -> str:
+        return self.name if entry.key == "forward" else f"{self.name}.{entry.key}"
+
+    def _raise_not_captured(self, entry: EntryPoint) -> NoReturn:
+        if self.ran_in_net:
+            where, why = next(iter(self.net.items()))
+            raise NotCapturedError(f"{self._called(entry)} has no graph: it {self._served()}. {where}: {why}")
+        waits = ["lower='pays' asks for sizes"] if self.settings.pays else []
+        declined = [why for why in self.declined if entry.key == "forward" or why.startswith(f"{entry.key}: ")]
+        why = "".join(f" ({reason})" for reason in (declined or waits)[-1:])
+        if self._captured_of(entry):
+            owner = entry.owner()
+            mode = "training" if owner is not None and owner.training else "eval"
+            raise NotCapturedError(
+                f"no graph of {self._called(entry)} is for the modes that its modules are in now ({mode}){why}: "
+                "call it once so, and look again; fxprec.graphs(model) gives those of other modes"
+            )
+        give = "or give convert(model, example_inputs=(...)), " if entry.key == "forward" else ""
+        raise NotCapturedError(
+            f"{self._called(entry)} is captured at its first call{why}: call it once, {give}and look again"
+        )
+
+    def _raise_several(self, entry: EntryPoint, part: str) -> NoReturn:
+        raise SeveralGraphsError(
+            f"{self._called(entry)} has no graph of its own: it is captured in pieces, with Python code between them "
+            f"({part}). fxprec.graphs(model) gives the pieces; to have one graph, write {entry.called_here} without "
+            "such breaks"
+        )
+
+    def _warn_nothing_captured(self, entry: EntryPoint) -> None:
+        why = "; ".join(dict.fromkeys(self.net.values()))
+        warnings.warn(
+            f"no graph of {self._called(entry)} was captured: it {self._served()}. Why: {why}",
+            category=ServiceWarning,
+            stacklevel=user_level(),
+        )

@@ -1,0 +1,208 @@
+"""The graphs that dynamo captures of one method, and torch.autocast below as a net.
+
+A forward that symbolic tracing cannot take is captured at its first call. Every graph that dynamo finds is rewritten;
+what it leaves to the interpreter runs under ``torch.autocast`` in the same dtype and is recorded. Capturing under
+autocast also makes dynamo bake ``finfo(x.dtype)`` and ``dtype=x.dtype`` as the low dtype where it is one. Nothing is
+silently FP32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from fxprec.capture.dynamo import analysis as dynamo
+from fxprec.capture.dynamo.fsdp import frames_of_shards
+from fxprec.capture.dynamo.functions import function_of_low_dtypes
+from fxprec.capture.dynamo.graph import own_copy, own_graph
+from fxprec.capture.locks import CAPTURING
+from fxprec.capture.ties import Ties, slots_of
+from fxprec.kernels.torch_internals import is_fx_tracing
+from fxprec.model.captured import rewrite
+from fxprec.model.method_names import MethodName
+from fxprec.model.wrappers import Wrappers
+from fxprec.programs.calls import Calls, Ran
+from fxprec.programs.dynamo_programs import ArgumentProgram, ProgramsByMemory
+from fxprec.programs.memory import mark_all_shared, mark_shared
+from fxprec.programs.program import Program
+from fxprec.programs.weights import Weights
+from fxprec.settings import Settings
+
+__all__ = ["DynamicGraphs", "LeftToNet"]
+
+
+class LeftToNet(Exception):
+    """Dynamo cannot take the forward, of which nothing ran yet."""
+
+
+class DynamicGraphs:
+    """Dynamic capture of one method.
+
+    Args:
+        settings: those of the conversion.
+        weights: where the graphs read low weights.
+        name: of the method.
+        net: makes the context in which everything outside of the graphs runs.
+        wrappers: what the captures see through.
+        original: gives the untouched method, as a function whose first argument is the module.
+        signature: gives its signature, without self.
+
+    Attributes:
+        seeing_through: makes the context of a compilation.
+        found: the graphs captured since somebody took them: graph, program, mode of the method's module, its calls.
+        watched: each call notes the modes of all modules, since somebody asked for a graph that fits them.
+        net_notes: 'where' -> 'why' of what runs outside of them, likewise.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        weights: Weights,
+        name: MethodName,
+        net: Callable[[], contextlib.AbstractContextManager[Any]],
+        wrappers: Wrappers,
+        original: Callable[[], Callable[..., Any]],
+        signature: Callable[[], inspect.Signature],
+    ) -> None:
+        self._settings, self._weights, self._net, self._original = settings, weights, net, original
+        self._signature = signature
+        self._name = name
+        self.seeing_through = wrappers.compiled
+        self._capture: dynamo.DynamoCapture | None = None
+        self._under_net = True
+        self._model: weakref.ref[nn.Module] | None = None
+        self._owner: weakref.ref[nn.Module] | None = None
+        self._ties: Ties | None = None
+        self.found: list[tuple[GraphModule, Program, bool, Calls]] = []
+        self._ran = Ran()
+        self.watched = False
+        self.net_notes: dict[str, str] = {}
+        #: What runs the graphs: dynamo keeps what it was given for good, which knows them weakly.
+        self._programs: list[ArgumentProgram] = []
+        self._by_memory: list[ProgramsByMemory] = []
+
+    def run(self, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the graphs for this call of a method of ``module``, which is in ``model``, capturing them if need be.
+
+        Raises:
+            LeftToNet: dynamo cannot take it; nothing ran.
+        """
+        capture = self._capture
+        if capture is None:
+            with CAPTURING:
+                self._model, self._owner = weakref.ref(model), weakref.ref(module)
+                self._ties = self._ties or Ties(slots_of(model))
+                capture = self._capture = self._capture or dynamo.DynamoCapture(self._original(), self)
+        with self._ran.noted() as ran:
+            output = self._run(capture, model, module, args, kwargs)
+            for calls, inputs, results in ran:
+                calls.note_mode(module, self.watched)
+                if not calls.looked_at:
+                    named = next(iter(inspect.signature(self._original()).parameters), ""), module
+                    calls.look(model, named, self._signature(), (args, kwargs), inputs, results, output)
+        return output
+
+    def _run(
+        self,
+        capture: dynamo.DynamoCapture,
+        model: nn.Module,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        try:
+            with contextlib.ExitStack() as stack:
+                if self._under_net:
+                    stack.enter_context(self._net())
+                if self._weights.come_and_go:
+                    stack.enter_context(frames_of_shards(model))
+                return capture.call(module, *args, **kwargs)
+        except RuntimeError as error:
+            return self._after(error, model, module, args, kwargs)
+
+    def changed(self) -> str | None:
+        """What is no longer as dynamo takes for granted, so that all has to be captured anew; None: nothing."""
+        if self._capture is None or self._ties is None:
+            return None
+        return self._capture.granted.changed() or (None if self._ties.hold() else self._ties.change())
+
+    def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
+        """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
+        found = function_of_low_dtypes(gm, self._settings.dtype) if self._under_net else None
+        if found is not None:
+            self.in_net(*found)
+            return gm.forward
+        make = functools.partial(self._argument_program, part=part)
+        program = make(gm, inputs, any_memory=False)
+        # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
+        weights, ran = weakref.ref(self._weights), self._ran
+        if program.memory is None:
+            self._programs.append(program)
+            kept = weakref.ref(program)
+            return lambda *arguments: kept().run(weights(), arguments, ran)  # type: ignore[union-attr, arg-type]
+        self._by_memory.append(ProgramsByMemory(own_copy(gm), make, program))
+        programs = weakref.ref(self._by_memory[-1])
+
+        def run(*arguments: Any) -> Any:
+            return programs().serving(arguments).run(weights(), arguments, ran)  # type: ignore[union-attr, arg-type]
+
+        return run
+
+    def _argument_program(self, gm: GraphModule, inputs: Sequence[Any], any_memory: bool, part: str) -> ArgumentProgram:
+        """Rewrite one graph for these arguments; ``any_memory``: for any, however they share memory."""
+        model, module = self._model and self._model(), self._owner and self._owner()
+        assert model is not None and module is not None  # they run this very call
+        gm, arguments = own_graph(gm, inputs, model, self._name.path)
+        calls = Calls.of(gm, part)
+        if any_memory:
+            mark_all_shared(gm)
+        else:
+            placeholders = gm.graph.find_nodes(op="placeholder")
+            mark_shared(gm, dict(zip(placeholders, [inputs[i] for i in arguments.inputs], strict=True)))
+        program = rewrite(gm, self._settings)
+        self.found.append((gm, program, module.training, calls))
+        return ArgumentProgram.of(program, arguments, inputs, any_memory, calls)
+
+    def in_net(self, where: str, why: str) -> None:
+        """Code outside our graphs, and the reason."""
+        self.net_notes.setdefault(where, why)
+
+    def _after(
+        self, error: RuntimeError, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What to do about an error of a call: perhaps it was none of the model's own."""
+        capture = self._capture
+        assert capture is not None
+        ours = dynamo.backend_error(error)
+        if ours is not None:
+            raise ours
+        if dynamo.met_a_trace(error):  # of another thread; it comes before anything has run
+            with CAPTURING:
+                if not is_fx_tracing():  # else it is a trace of this thread's own
+                    return self._run(capture, model, module, args, kwargs)
+        if not capture.failed_at_first(error):
+            raise error  # A part of the forward ran, or all: it must not run again.
+        if self._under_net:
+            with contextlib.suppress(Exception):
+                return self._without_net(module, args, kwargs)
+        raise LeftToNet(f"dynamo: {str(error).splitlines()[0]}")
+
+    def _without_net(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What eager autocast itself cannot run (mixed dtypes in scatter_add) is captured whole, with autocast off."""
+        capture = dynamo.DynamoCapture(self._original(), self, fullgraph=True)
+        found, notes = [*self.found], {**self.net_notes}
+        try:
+            output = capture.call(module, *args, **kwargs)
+        except BaseException:
+            self.found, self.net_notes = found, notes
+            raise
+        self._capture, self._under_net = capture, False
+        self.net_notes = {}
+        return output

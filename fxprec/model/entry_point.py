@@ -1,0 +1,190 @@
+"""One method of a converted model: its untouched code, and how its graphs are captured."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from operator import attrgetter, is_
+from types import FunctionType
+from typing import Any, Final
+
+from torch import nn
+
+from fxprec.capture.originals import defined_method, marked, original_class, unbound_method
+from fxprec.capture.stepwise import steps_of
+from fxprec.model.dynamic import DynamicGraphs
+from fxprec.model.method_names import MethodName
+from fxprec.model.module_hooks import HooksSeen
+from fxprec.model.static import StaticGraphs
+from fxprec.model.twins import asks_for_class, twin_of
+from fxprec.model.wrappers import Wrappers
+from fxprec.programs.weights import Weights
+from fxprec.settings import Settings
+
+__all__ = ["ENTRY", "MOST_RESTARTS", "EntryPoint", "entry_of"]
+
+#: How often what dynamo captured may be out of date, before the net serves: each costs a capture.
+MOST_RESTARTS: Final = 8
+
+_PARTS: Final = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+#: On the function that stands among an instance's attributes: its entry point.
+ENTRY: Final = "_fxprec_entry"
+
+
+class EntryPoint:
+    """What a converted model runs in the place of one of its methods.
+
+    Args:
+        settings, weights: those of the conversion.
+        name: of the method.
+        number: tells it from others of that name.
+        net: makes the context for what runs outside of the graphs.
+        wrappers: what captures see through.
+
+    Attributes:
+        owner: weakly, the module that has the method: the model or a submodule; None before it was adopted.
+        of_instance: a function that the instance itself has under that name, already bound; None: the class has it.
+        called: a call has come to dynamo.
+        hooks: of modules, that were there when dynamo captured.
+        restarts: how often what dynamo captured was forgotten, since it was out of date.
+        outside: 'where' of what its calls ran outside of graphs.
+        declined: why static capture was declined.
+        new: it may be there for one call only, and did not have it yet.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        weights: Weights,
+        name: MethodName,
+        number: int,
+        net: Callable[[], contextlib.AbstractContextManager[Any]],
+        wrappers: Wrappers,
+    ) -> None:
+        self.name = name
+        self.key = str(name)
+        self.number = number
+        self.owner: Callable[[], nn.Module | None] = _nobody
+        self.original_class: type[nn.Module] = nn.Module
+        self.of_instance: Callable[..., Any] | None = None
+        self.called = self.new = False
+        self.restarts = 0
+        self._settings, self._weights, self._net, self._wrappers = settings, weights, net, wrappers
+        self.start_over()
+
+    def adopt(self, owner: nn.Module, of_instance: Callable[..., Any] | None = None) -> None:
+        """From now on it is a method of this module."""
+        self.owner, self.original_class, self.of_instance = weakref.ref(owner), original_class(owner), of_instance
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget every capture: the code is another one now."""
+        self.static = StaticGraphs(self._settings.capture)
+        self.declined: list[str] = []
+        self._twin: nn.Module | None = None
+        self.start_dynamic_over()
+        self._function = getattr(self.original_class, self.name.name, None)
+        self._defined = defined_method(self.original_class, self.name.name)
+        self._code = _parts_of(self._function)
+        self.__dict__.pop("signature", None)
+        self.__dict__.pop("steps", None)
+        self.__dict__.pop("_asks_for_class", None)
+
+    def start_dynamic_over(self) -> None:
+        """Forget what dynamo captured."""
+        self.hooks = HooksSeen()
+        self.outside: set[str] = set()
+        self.dynamic = DynamicGraphs(
+            self._settings,
+            self._weights,
+            self.name,
+            self._net,
+            self._wrappers,
+            lambda: self.unbound,
+            lambda: self.signature,
+        )
+
+    def stand_in(self, module: nn.Module) -> nn.Module:
+        """What the untouched method runs on: ``module``, or a twin where it may ask for the class."""
+        if not self._asks_for_class or type(module) is self.original_class:
+            return module
+        if self._twin is None or self._twin.__dict__ is not module.__dict__:
+            self._twin = twin_of(module)  # one for all calls: dynamo's guards know it
+        return self._twin
+
+    @functools.cached_property
+    def _asks_for_class(self) -> bool:
+        return self.of_instance is None and asks_for_class(self.original_class)
+
+    @property
+    def out_of_date(self) -> str | None:
+        """Why what dynamo captured must not run any more, or None."""
+        if self.hooks.gone and self.restarts < MOST_RESTARTS:  # else its guards tell
+            return "a hook was removed"
+        return self.dynamic.changed()
+
+    @property
+    def code_changed(self) -> bool:
+        """Whether the class got another function since, or the function other code or defaults."""
+        if self.of_instance is not None:
+            return False
+        function = getattr(self.original_class, self.name.name, None)
+        if function is not self._function:  # of some descriptors it is another one at each look
+            return defined_method(self.original_class, self.name.name) is not self._defined
+        return not all(map(is_, _parts_of(function), self._code))
+
+    @property
+    def active(self) -> EntryPoint | None:
+        """What a call runs: itself, or that of a function set on the instance; None where there is no method (yet)."""
+        owner = self.owner()
+        if owner is None:
+            return None
+        set_on_it = entry_of(owner.__dict__.get(self.name.name))
+        return set_on_it or (self if hasattr(self.original_class, self.name.name) else None)
+
+    @property
+    def whole(self) -> str:
+        """What to call all of it, in a report."""
+        return "the whole forward" if self.key == "forward" else f"the whole of {self.key}"
+
+    @property
+    def unbound(self) -> Callable[..., Any]:
+        """The untouched method as a function whose first argument is the module."""
+        bound = self.of_instance
+        if bound is None:
+            return unbound_method(self.original_class, self.name.name)
+        return lambda _, *args, **kwargs: bound(*args, **kwargs)
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """That of the original, without self."""
+        if self.of_instance is not None:
+            return inspect.signature(self.of_instance)
+        signature = inspect.signature(self.unbound)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    @functools.cached_property
+    def steps(self) -> str | None:
+        """What a call makes in place of running the method, such as a generator; None: it runs it."""
+        return steps_of(self.unbound if self.of_instance is None else self.of_instance)
+
+    @property
+    def called_here(self) -> str:
+        """What to call it in a sentence."""
+        return "the forward" if self.key == "forward" else self.key
+
+
+def _parts_of(function: Any) -> tuple[Any, ...]:
+    return _PARTS(function) if type(function) is FunctionType else ()
+
+
+def entry_of(function: Any) -> EntryPoint | None:
+    """The entry point of a function that stands on an instance for one that was set there."""
+    return marked(function, ENTRY)
+
+
+def _nobody() -> None:
+    return None

@@ -1,0 +1,86 @@
+"""Shadows under the user's hand: refresh, accumulate, and freeze for deployment."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from fxprec.errors import ConversionError, GradientsWarning
+from fxprec.model.module import conversion_of, graphs
+from fxprec.shadows import stores
+from fxprec.shadows.low_gradients import widened
+
+__all__ = ["accumulate", "freeze", "refresh"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def refresh(model: nn.Module) -> None:
+    """Copy every weight to its shadow now: after ``param.data.mul_()`` and the like, which torch does not record.
+
+    For writes through ``.data`` before a forward under ``no_grad``; and after a step of ``fxprec.optim``, which wrote
+    the shadows, before any forward (a WGAN's ``p.data.clamp_()``). After a step of any other optimizer training
+    forwards refresh by themselves.
+    """
+    conversion_of(model).store.refresh()
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Gradient accumulation: the weights stay as they are in the block, so only its first forward refreshes shadows.
+
+    Gradients that an optimizer keeps low (``low_gradients=True``) become FP32 for good, with a warning: sums over
+    micro-batches lose too much. ``low_gradients="accumulate"`` keeps them.
+    """
+    store = conversion_of(model).store
+    if changed := widened(model.parameters()):
+        for each in stores():  # another model may share weights
+            each.forget(changed)
+        warnings.warn(
+            f"fxprec.accumulate: the gradients of {len(changed)} parameters are FP32 from now on, since low-precision "
+            "sums over micro-batches lose too much. low_gradients='accumulate' keeps them low; leave low_gradients out "
+            "to have FP32 ones without this warning",
+            category=GradientsWarning,
+            stacklevel=3,
+        )
+    with store.accumulating():
+        yield
+
+
+def freeze(model: _Model) -> _Model:
+    """Drop the FP32 masters of the lowered weights, for deployment: half the memory. Returns the model, in eval mode.
+
+    A weight that every graph reads in the low dtype becomes low itself; one that some graph reads in FP32 stays. All
+    gradients are dropped. Training forwards and ``load_state_dict`` afterwards raise ConversionError; there is no way
+    back but the checkpoint.
+
+    Raises:
+        NotCapturedError: nothing captured yet: which weights are lowered is known from the graphs.
+        ConversionError: frozen already, or not converted.
+    """
+    conversion = conversion_of(model)
+    conversion.refuse_if_frozen("freeze")
+    if conversion.bypassed:
+        raise ConversionError("freeze within fxprec.original(model): leave that block first")
+    graphs(model)
+    model.eval()
+    names = conversion.lowered_weights(model)
+    with torch.no_grad():
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            parameter = model.get_submodule(path)._parameters[leaf]
+            assert parameter is not None
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(conversion.settings.dtype)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.grad = None  # as large as the weights, and of no use any more
+    conversion.store.clear()
+    conversion.reminders.remove()
+    conversion.frozen = frozenset(names)
+    return model

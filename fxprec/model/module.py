@@ -1,0 +1,216 @@
+"""A converted module: the user's own object, of a subclass of its class whose forward runs the rewritten graph.
+
+As FSDP2 does, the object's class is swapped for a dynamic subclass. isinstance, attributes, parameter identity, keys,
+hooks and ``super().forward`` stay as they were; the subclass keeps the names of the class and the signature of forward,
+and pickles and copies as the original plus the conversion to redo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NoReturn, TypeVar
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from fxprec.capture.originals import original_class
+from fxprec.errors import ConversionError, FxprecError
+from fxprec.model.captured import Captured
+from fxprec.model.conversion import STATE, Conversion
+from fxprec.model.swapped import Swapped, as_original, follow_all, portable, put_back, swap_class, swap_hosts, take_off
+from fxprec.model.unscaled import expect_scaling
+from fxprec.programs.graph_modules import made_presentable
+from fxprec.settings import Settings
+
+__all__ = ["attach", "conversion_of", "graph_module", "graphs", "is_converted", "original", "put_back", "revert"]
+
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+
+#: Where a forward of the instance travelled in the state of a copy, up to version 0.1.
+_FORWARD: Final = "_fxprec_forward"
+
+
+def is_converted(module: object) -> bool:
+    """Whether ``module`` itself was converted."""
+    return isinstance(module, torch.nn.Module) and STATE in module.__dict__
+
+
+def conversion_of(module: object) -> Conversion:
+    """The state of a converted module.
+
+    Raises:
+        ConversionError: it is not converted.
+    """
+    if not is_converted(module):
+        inner = getattr(module, "module", None)
+        if is_converted(inner):
+            raise ConversionError(
+                f"{type(module).__name__} is a wrapper: pass the converted {type(inner).__name__} inside it, "
+                "wrapped.module"
+            )
+        raise ConversionError(
+            f"{type(module).__name__} is not converted: call fxprec.convert(model) first, "
+            "and pass the module that it returned"
+        )
+    return module.__dict__[STATE]  # type: ignore[attr-defined]
+
+
+def attach(module: torch.nn.Module, settings: Settings, frozen: frozenset[str] | None = None) -> Conversion:
+    """Swap the class of ``module``; nothing is captured yet."""
+    conversion = Conversion(settings, module, frozen)
+    swap_class(module, _Converted, conversion, "", _namespace(module))
+    module.__dict__[STATE] = conversion
+    follow_all(module)
+    swap_hosts(conversion, module)
+    if settings.scales and settings.dtype is torch.float16:
+        expect_scaling(conversion)
+    return conversion
+
+
+def revert(module: _Module) -> _Module:
+    """Undo ``convert``: the class and forward of the original. Parameters stay (at O3: low). Returns the module."""
+    conversion_of(module)
+    take_off(module)
+    return module
+
+
+@contextlib.contextmanager
+def original(module: _Module) -> Iterator[_Module]:
+    """Within the block the module runs its untouched forward, in its own dtypes."""
+    conversion = conversion_of(module)
+    conversion.bypassed += 1
+    try:
+        yield module
+    finally:
+        conversion.bypassed -= 1
+
+
+def graph_module(module: torch.nn.Module, method: str = "forward") -> GraphModule:
+    """The rewritten graph as a self-contained GraphModule: reads the module's own parameters, casts explicitly.
+
+    It is that of the modes (train, eval) which the module and those in it are in now, of several the one captured last.
+    It is called as the method is, and gives what the method gives, in its containers; what the method writes to Python
+    objects it does not. Arguments that are built into it (numbers, flags, which keys a dict has; with dynamo dtypes and
+    sizes too) are checked: a call with others raises ``OtherCallError``.
+
+    Args:
+        module: a converted module.
+        method: which one's graph, as named in ``convert(methods=...)``.
+
+    Raises:
+        NotCapturedError: nothing was captured yet for these modes (a forward that needs dynamo, without such a call).
+        SeveralGraphsError: the method was captured in pieces: ``graphs`` gives them.
+        ValueError: that method was not converted.
+    """
+    conversion = conversion_of(module)
+    return _presented(conversion, module, conversion.active(module, method))
+
+
+def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
+    """All rewritten graphs so far: a method has one for each set of flags (train and eval), argument pattern, and piece
+    between breaks."""
+    conversion = conversion_of(module)
+    found = conversion.all_graphs(module)
+    return tuple(_presented(conversion, module, captured) for captured in found)
+
+
+def _presented(conversion: Conversion, module: torch.nn.Module, captured: Captured) -> GraphModule:
+    return made_presentable(captured.gm, module, conversion.restores, conversion.form_of(captured))
+
+
+class _Converted(Swapped):
+    """A module that was converted."""
+
+    def train(self: Any, mode: bool = True) -> Any:
+        conversion: Conversion = self.__dict__[STATE]
+        conversion.store.mark_stale()
+        return super().train(mode)  # type: ignore[misc]
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        conversion: Conversion = self.__dict__[STATE]
+        conversion.refuse_if_frozen("load_state_dict")
+        try:
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            conversion.store.mark_stale()
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """As an object of the original class, to be converted again: a class made at run time has no name to import."""
+        conversion = conversion_of(self)
+        cls = conversion.original_class
+        make, args, *rest = super().__reduce_ex__(protocol)
+        args = tuple(cls if argument is type(self) else portable(argument) for argument in args)
+        return (_rebuild, (conversion.settings, conversion.frozen, make, args), *map(portable, rest))
+
+    def __setstate__(self: Any, state: Any) -> None:
+        if isinstance(state, dict) and _FORWARD in state:
+            state = dict(state)
+            state["forward"] = state.pop(_FORWARD)
+        super().__setstate__(state)  # type: ignore[misc]
+        follow_all(self)
+        swap_hosts(conversion_of(self), self)
+
+    def __prepare_scriptable__(self: Any) -> NoReturn:
+        raise ConversionError(
+            f"torch.jit.script of the converted {type(self).__name__} would compile the original forward, in FP32: "
+            "torch.jit.trace it, or script it before it is converted"
+        )
+
+
+def _namespace(module: torch.nn.Module) -> dict[str, Any]:
+    """What the dynamic subclass has that depends on the class."""
+    cls = type(module)
+    namespace: dict[str, Any] = {} if hasattr(module, "graph") else {"graph": _GraphAttribute(), "__dir__": _names}
+    if hasattr(cls, "__deepcopy__"):
+        namespace["__deepcopy__"] = lambda self, memo: _copied(self, lambda module: module.__deepcopy__(memo))
+    if hasattr(cls, "__copy__"):
+        namespace["__copy__"] = lambda self: _copied(self, lambda module: module.__copy__())
+    if issubclass(cls, GraphModule):
+        namespace["recompile"] = _recompile
+    return namespace
+
+
+class _GraphAttribute:
+    """``model.graph``: the rewritten torch.fx graph. No data descriptor: a model may set a ``graph`` of its own."""
+
+    def __get__(self, module: torch.nn.Module | None, owner: type) -> Graph | _GraphAttribute:
+        return self if module is None else graph_module(module).graph
+
+
+def _names(module: torch.nn.Module) -> list[str]:
+    """For ``dir``: without ``graph`` where there is none, since who goes through all (``torch.jit.trace``) reads it."""
+    names = [name for name in original_class(module).__dir__(module) if name != "graph"]
+    with contextlib.suppress(FxprecError):
+        if conversion_of(module).captured and module.graph:
+            names.append("graph")
+    return names
+
+
+def _copied(module: torch.nn.Module, copied: Callable[[Any], Any]) -> Any:
+    """For a class that copies itself (a GraphModule): the copy is converted too."""
+    conversion = conversion_of(module)
+    with as_original(module):
+        result = copied(module)
+    if isinstance(result, torch.nn.Module) and not is_converted(result):
+        attach(result, conversion.settings, conversion.frozen)
+    return result
+
+
+def _recompile(module: GraphModule) -> Any:
+    """A GraphModule writes its new code to its class: that must be the original one, and the code is traced again."""
+    conversion = conversion_of(module)
+    before = module.code
+    with as_original(module):
+        result = module.recompile()
+    if module.code != before:
+        conversion.start_over()
+    return result
+
+
+def _rebuild(
+    settings: Settings, frozen: frozenset[str] | None, make: Callable[..., Any], args: tuple[Any, ...]
+) -> torch.nn.Module:
+    module = make(*args)
+    attach(module, settings, frozen)
+    return module

@@ -1,0 +1,224 @@
+"""The statically captured graphs of one method: which of them serves a call, and when another one is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter, getitem
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import get_overridable_functions
+
+from fxprec.capture.call_key import Constants
+from fxprec.capture.symbolic.trace import CaptureDeclined, StaticCapture, trace_static
+from fxprec.model.captured import Captured
+from fxprec.programs.memory import SharedMemory, constants_of, mark_shared
+from fxprec.programs.shapes import propagate_shapes
+from fxprec.programs.weights import Weights
+
+__all__ = ["OtherDtypes", "StaticEntry", "StaticGraphs"]
+
+#: Input dtypes for which a graph captured without inputs is right as it stands: its run-time tests tell them apart.
+_ASSUMED: Final = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+
+#: Graphs for the same tensor arguments, before dynamo takes over: a number that changes with every call (a step, a
+#: temperature) is a constant of a static graph, and an input of dynamo's.
+_ENOUGH: Final = 8
+#: With capture="symbolic", where dynamo may not: the oldest graph makes room.
+_MOST: Final = 64
+
+#: Where tensors are read from at each call: the dicts of their modules, and their names there.
+_Places = tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
+
+
+_dtype_of: Final = attrgetter("dtype")
+
+
+class OtherDtypes(Exception):
+    """The weights have other dtypes than when the graph was captured; nothing ran."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StaticEntry:
+    """One graph, ready to run: guards, program, and where its weights are read from at each call.
+
+    Reading by (dict, key) makes functional_call, parametrizations and replaced tensors count. ``dtypes``: the input
+    dtypes it was rewritten for; None: FP32 floats were assumed. ``memory``: how the inputs and the weights in
+    ``watched`` share memory; None: the graph writes to none of them.
+    """
+
+    captured: Captured
+    low: _Places
+    plain: _Places
+    low_dtypes: list[torch.dtype]
+    plain_dtypes: list[torch.dtype]
+    dtypes: tuple[torch.dtype, ...] | None
+    watched: _Places
+    memory: SharedMemory | None
+
+    @classmethod
+    def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
+        """The entry of a trace and of what became of it; ``tensors`` as for ``StaticGraphs.trace``."""
+        dtypes = None if tensors is None else tuple(tensor.dtype for tensor in tensors)
+        program, owners = captured.program, capture.owners
+        low, plain = _places(owners, program.low), _places(owners, program.plain)
+        watched = _places(owners, (*program.low, *program.watched))
+        memory = None
+        if program.writes:
+            memory = SharedMemory([*map(getitem, *watched)], constants_of(program.gm), tensors)
+        low_dtypes, plain_dtypes = ([tensor.dtype for tensor in map(getitem, *places)] for places in (low, plain))
+        return cls(captured, low, plain, low_dtypes, plain_dtypes, dtypes, watched, memory)
+
+    def serves(self, tensors: tuple[Tensor, ...] | None) -> bool:
+        """Whether these inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
+        inputs and weights share memory as those did where that matters."""
+        if tensors is not None:
+            if self.dtypes is None:
+                for tensor in tensors:
+                    if tensor.dtype not in _ASSUMED or not tensor.dim():
+                        return False
+            elif self.dtypes != tuple([tensor.dtype for tensor in tensors]):
+                return False
+        if self.captured.guards.failing() is not None:  # type: ignore[union-attr]
+            return False
+        # The guards know now that every weight is in its place.
+        return tensors is None or self.memory is None or self.memory.holds([*map(getitem, *self.watched)], tensors)
+
+    def run(self, weights: Weights, tensors: tuple[Tensor, ...]) -> Any:
+        """Run the program on the weights as they are now.
+
+        Raises:
+            OtherDtypes: these are others than the graph was rewritten for (``model.double()``).
+        """
+        plain = [*map(getitem, *self.plain)]
+        if [*map(_dtype_of, plain)] != self.plain_dtypes:
+            raise OtherDtypes
+        given = [*map(getitem, *self.low)]
+        looked = weights.store.looked
+        low = weights.read(given)
+        # A weight of another dtype is in other memory, which the store looks at closely.
+        if looked != weights.store.looked and [*map(_dtype_of, given)] != self.low_dtypes:
+            raise OtherDtypes
+        program = self.captured.program
+        try:
+            return program.function(*low, *plain, *tensors)
+        finally:
+            if program.writes_weights:
+                weights.store.mark_stale()
+
+
+class StaticGraphs:
+    """The graphs of one method by argument pattern. It traces and chooses; who asked for a graph keeps it.
+
+    Attributes:
+        allowed: False once the model was found to be one that dynamo must take.
+    """
+
+    def __init__(self, capture: str) -> None:
+        self._symbolic = capture == "symbolic"
+        self.allowed = capture != "dynamo"
+        self._entries: dict[tuple[str, ...], dict[Constants, list[StaticEntry]]] = {}
+
+    def find(
+        self, names: tuple[str, ...], constants: Constants, tensors: tuple[Tensor, ...] | None
+    ) -> StaticEntry | None:
+        """The graph that serves a call, if there is one."""
+        of_names = self._entries.get(names)
+        if of_names is not None:
+            for entry in of_names.get(constants, ()):
+                if entry.serves(tensors):
+                    return entry
+        return None
+
+    def trace(
+        self,
+        traced: nn.Module | Callable[..., Any],
+        names: tuple[str, ...],
+        constants: Constants,
+        tensors: tuple[Tensor, ...] | None,
+        method: Callable[..., Any] | None = None,
+        path: str = "",
+    ) -> StaticCapture:
+        """Trace for a call that no graph serves.
+
+        Args:
+            traced: the original module, or a function.
+            names: the arguments that are tensors.
+            constants: names and values of the others.
+            tensors: the tensors of the call; None where there is no call yet.
+            method, path: of the module, as for ``trace_static``.
+
+        Raises:
+            CaptureDeclined: there can be no graph; nothing was run.
+        """
+        of_names = self._entries.get(names, {})
+        known = len(_all(of_names))
+        if known >= _ENOUGH and not self._symbolic:
+            raise CaptureDeclined(f"{known} graphs, and again {_what_changed(of_names, names, constants)}")
+        get_overridable_functions()  # torch caches them for good: not while they are patched for a trace
+        capture = trace_static(traced, names, dict(constants), method, path)
+        if tensors is not None:
+            propagate_shapes(capture.gm, tensors)
+        inputs = capture.gm.graph.find_nodes(op="placeholder")
+        mark_shared(capture.gm, dict(zip(inputs, tensors or (), strict=False)))
+        return capture
+
+    def add(self, names: tuple[str, ...], constants: Constants, entry: StaticEntry) -> list[Captured]:
+        """Serve such calls by this graph from now on. Returns the graphs that made room for it."""
+        of_names = self._entries.setdefault(names, {})
+        known = _all(of_names)
+        dropped = known[:1] if len(known) >= _MOST else []
+        for old in dropped:
+            self._forget(of_names, old)
+        of_names.setdefault(constants, []).insert(0, entry)
+        return [old.captured for old in dropped]
+
+    def retire(self, entry: StaticEntry) -> list[Captured]:
+        """No call is served by it any more. Returns its graph."""
+        for of_names in self._entries.values():
+            self._forget(of_names, entry)
+        return [entry.captured]
+
+    def forget(self, captured: Captured) -> list[Captured]:
+        """No call is served by this graph any more, if it is one of these. Returns it."""
+        for of_names in self._entries.values():
+            for entry in _all(of_names):
+                if entry.captured is captured:
+                    return self.retire(entry)
+        return []
+
+    def give_up(self) -> list[Captured]:
+        """From now on dynamo serves. Returns the graphs that no call reaches any more."""
+        if self._symbolic:
+            return []
+        dropped = [entry.captured for of_names in self._entries.values() for entry in _all(of_names)]
+        self.allowed = False
+        self._entries.clear()
+        return dropped
+
+    def _forget(self, of_names: dict[Constants, list[StaticEntry]], entry: StaticEntry) -> None:
+        for constants, entries in [*of_names.items()]:
+            of_names[constants] = [other for other in entries if other is not entry]
+            if not of_names[constants]:
+                del of_names[constants]
+
+
+def _all(of_names: Mapping[Constants, list[StaticEntry]]) -> list[StaticEntry]:
+    return [entry for entries in of_names.values() for entry in entries]
+
+
+def _what_changed(of_names: Mapping[Constants, list[StaticEntry]], names: tuple[str, ...], constants: Constants) -> str:
+    """What made a further trace necessary, for the report."""
+    values = [dict(key) for key in (*of_names, constants)]
+    changing = [name for name in values[0] if len({repr(value.get(name)) for value in values}) > _ENOUGH // 2]
+    if changing:
+        return f"another value of the argument '{changing[0]}'"
+    failing = [entry.captured.guards.failing() for entry in of_names.get(constants, ())]  # type: ignore[union-attr]
+    return next((why for why in failing if why), f"other dtypes of {', '.join(names)}")
+
+
+def _places(owners: Mapping[str, Mapping[str, Any]], targets: tuple[str, ...]) -> _Places:
+    """For each target where it lives: the dict of its module, and its name there."""
+    return tuple([owners[target] for target in targets]), tuple([target.rpartition(".")[2] for target in targets])

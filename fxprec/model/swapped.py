@@ -1,0 +1,279 @@
+"""Classes that stand for the user's: of a converted model, and of each module in it whose methods it runs.
+
+As FSDP2 does, an object's class is swapped for a dynamic subclass. A function that somebody sets on the instance in the
+place of a method (``model.forward = f``) is followed: it gets an entry point of its own, and what ran before goes on
+under the names by which others kept it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any, Final
+
+from torch import nn
+
+from fxprec.capture.originals import ORIGINAL, mark, original_class, original_function, unbound_method
+from fxprec.capture.user_line import user_level
+from fxprec.errors import CaptureError, ConversionError, NotLoweredWarning, PolicyError
+from fxprec.model.conversion import STATE, Conversion
+from fxprec.model.entry_point import ENTRY, EntryPoint, entry_of
+from fxprec.model.unscaled import stop_expecting
+from fxprec.model.wrappers import NOT_TRACED
+from fxprec.torch_internals import hide_from_dynamo, set_eval_frame
+
+__all__ = [
+    "Swapped",
+    "as_original",
+    "follow_all",
+    "is_host",
+    "portable",
+    "put_back",
+    "swap_class",
+    "swap_hosts",
+    "take_off",
+]
+
+#: In the namespace of a host's class: what gives the conversion, while it lives.
+_CONVERSION: Final = "_fxprec_conversion"
+#: In the namespace of each class: attribute -> the name of the method in the model.
+_METHODS: Final = "_fxprec_methods"
+#: Where metaclasses come from that register nothing.
+_PLAIN_METACLASSES: Final = ("builtins", "abc", "typing", "torch")
+
+
+class Swapped:
+    """What every dynamic subclass has, before the class that it stands for."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Nothing: a registry that the user's class keeps of its subclasses is no place for ours; see ``_subclass``."""
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        followed = name in type(self)._fxprec_methods  # before the class itself may be set
+        super().__setattr__(name, value)
+        if followed:
+            _follow(self, name, late=True)
+
+
+class _Host(Swapped):
+    """A module within a converted model some of whose methods run its graphs."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """As an object of the original class: a copied model makes hosts of its own."""
+        make, args, *rest = super().__reduce_ex__(protocol)
+        cls = original_class(self)
+        args = tuple(cls if argument is type(self) else portable(argument) for argument in args)
+        return (operator.call, (make, *args), *map(portable, rest))
+
+
+def swap_class(
+    module: nn.Module, base: type[Swapped], conversion: Conversion, path: str, namespace: dict[str, Any]
+) -> None:
+    """Make ``module``, at ``path`` of the model, one of a subclass whose methods enter the conversion."""
+    cls = type(module)
+    entries = [entry for entry in conversion.methods.values() if entry.name.path == path]
+    wrappers = {}
+    for entry in entries:
+        name = entry.name.name
+        entry.adopt(module)
+        if hasattr(cls, name):  # else only the instance has it
+            wrappers[name] = conversion.wrappers.of_class(cls, name, partial(_enter_method, entry.key))
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, ORIGINAL: cls}
+    keys = {entry.name.name: entry.key for entry in entries}
+    module.__class__ = _subclass(cls, base, {**names, **wrappers, _METHODS: keys, **namespace})
+
+
+def _subclass(cls: type[nn.Module], base: type[Swapped], namespace: dict[str, Any]) -> type:
+    """A subclass that a metaclass of the user's does not hear of: it may register classes, or want its own arguments.
+
+    It is of that metaclass all the same, and what the standard library's need (``ABCMeta``) is made.
+    """
+    kind = type(cls)
+    plain = (meta for meta in kind.__mro__ if meta.__module__.partition(".")[0] in _PLAIN_METACLASSES)
+    return next(meta for meta in plain if "__new__" in vars(meta)).__new__(kind, cls.__name__, (base, cls), namespace)
+
+
+def swap_hosts(conversion: Conversion, model: nn.Module) -> None:
+    """Swap the classes of the submodules whose methods the conversion runs; those that are not there yet are left."""
+    for path in dict.fromkeys(entry.name.path for entry in conversion.methods.values() if entry.name.path):
+        try:
+            host = model.get_submodule(path)
+        except AttributeError:
+            continue
+        if not is_host(host):  # one that a shallow copy shares stays the first model's
+            swap_class(host, _Host, conversion, path, {_CONVERSION: weakref.ref(conversion)})
+            follow_all(host)
+
+
+def is_host(module: nn.Module) -> bool:
+    """Whether a conversion of a module around it runs methods of this one. If that is gone, the class goes back."""
+    gives = getattr(type(module), _CONVERSION, None)
+    if gives is not None and gives() is None and not is_wrapped(module):
+        _plain_again(module)
+        return False
+    return gives is not None
+
+
+def take_off(model: nn.Module) -> None:
+    """Give a converted model and its hosts their classes and functions back.
+
+    Raises:
+        ConversionError: another class stands around one of ours by now; nothing was changed.
+    """
+    conversion: Conversion = model.__dict__[STATE]
+    owners = {id(owner): owner for entry in conversion.methods.values() if (owner := entry.owner()) is not None}
+    for owner in owners.values():
+        if is_wrapped(owner):
+            raise ConversionError(
+                f"{type(owner).__name__} was wrapped after it was converted (fully_shard changes the class too): "
+                "revert before wrapping"
+            )
+    del model.__dict__[STATE]
+    for owner in owners.values():
+        _plain_again(owner)
+    conversion.store.clear()
+    conversion.reminders.remove()
+    stop_expecting(conversion)
+
+
+def _plain_again(module: nn.Module) -> None:
+    module.__dict__.update(portable({name: module.__dict__[name] for name in _followed(module)}))
+    module.__class__ = original_class(module)
+
+
+def put_back(model: nn.Module) -> None:
+    """Revert a conversion that was refused after all: the model is exactly as it was, at O3 too."""
+    undo = model.__dict__[STATE].undo
+    take_off(model)
+    if undo is not None:
+        undo()
+
+
+@contextlib.contextmanager
+def as_original(model: nn.Module) -> Iterator[None]:
+    """The model itself as it was before its conversion, for a while."""
+    swapped, attributes = model.__class__, model.__dict__
+    kept = {name: attributes[name] for name in (STATE, *_followed(model))}
+    plain = portable(kept)
+    model.__class__ = original_class(model)  # type: ignore[assignment]
+    del attributes[STATE]
+    attributes.update(plain)
+    try:
+        yield
+    finally:
+        attributes.update(kept)
+        model.__class__ = swapped
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether another class stands around ours by now, which cannot be taken away from below it."""
+    return ORIGINAL not in vars(type(module))
+
+
+def portable(value: Any) -> Any:
+    """A part of a module's state as it would be without its conversion."""
+    if not isinstance(value, dict):
+        return value
+    plain = {name: part for name, part in value.items() if name != STATE}
+    return {name: part if (entry := entry_of(part)) is None else entry.of_instance for name, part in plain.items()}
+
+
+def follow_all(module: nn.Module) -> None:
+    """As ``_follow``, every function that has the place of a method."""
+    for name in type(module)._fxprec_methods:  # type: ignore[attr-defined]
+        _follow(module, name)
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def _conversion_at(module: nn.Module) -> Conversion | None:
+    own = module.__dict__.get(STATE)
+    if own is not None:
+        return own
+    gives: Callable[[], Conversion | None] | None = getattr(type(module), _CONVERSION, None)
+    found = gives() if gives is not None else None
+    if gives is not None and found is None and not is_host(module):
+        warnings.warn(
+            f"{type(module).__name__} runs in FP32: the converted model that ran its methods is gone. Keep the model, "
+            "or convert this part by itself",
+            category=NotLoweredWarning,
+            stacklevel=user_level(),
+        )
+    return found
+
+
+def _enter_method(key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of a method of the class."""
+    conversion = _conversion_at(module)
+    if conversion is None:  # a method that was kept from before ``revert``
+        return unbound_method(original_class(module), key.rpartition(".")[2])(module, *args, **kwargs)
+    return _enter(conversion, conversion.methods[key], module, args, kwargs)
+
+
+def _enter_function(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of a function that was set on the instance."""
+    module = entry.owner()
+    conversion = None if module is None else _conversion_at(module)
+    if module is None or conversion is None:
+        return entry.unbound(module, *args, **kwargs)
+    return _enter(conversion, entry, module, args, kwargs)
+
+
+def _enter(
+    conversion: Conversion, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if conversion.wrappers.traced_here:
+        return entry.unbound(module, *args, **kwargs)
+    outer = set_eval_frame(None)
+    try:
+        return conversion(entry, module, args, kwargs)
+    except (CaptureError, PolicyError):
+        model = conversion.module()
+        if model is not None and not conversion.settled and not conversion.converting and not is_wrapped(model):
+            put_back(model)  # refused at its first call
+        raise
+    finally:
+        set_eval_frame(outer)
+
+
+def _follow(module: nn.Module, name: str, late: bool = False) -> None:
+    """A function that the instance has in the place of a method gets an entry point; the method itself goes away.
+
+    Args:
+        late: it was set just now. Some are set for one call, as Lightning's redirection of forward does: captured from
+            the second call on.
+    """
+    function = module.__dict__.get(name)
+    conversion = _conversion_at(module)
+    if function is None or conversion is None or not callable(function):
+        return
+    known = entry_of(function)
+    if known is not None and known.owner() is module:
+        return
+    key = type(module)._fxprec_methods[name]  # type: ignore[attr-defined]
+    original = getattr(original_class(module), name, None)
+    if isinstance(function, MethodType) and function.__self__ is module:
+        if original is not None and original_function(function.__func__) is original:
+            del module.__dict__[name]
+            return
+    entry = conversion.entry_point(key)
+    entry.adopt(module, function)
+    entry.new = late
+    module.__dict__[name] = wrapper = conversion.wrappers.of_instance(function, partial(_enter_function, entry))
+    mark(wrapper, ENTRY, entry)
+    conversion.forget_with(wrapper, entry)
+
+
+for _function in (_enter_method, _enter_function, _enter, _follow):
+    hide_from_dynamo(_function, NOT_TRACED)
+
+
+def _followed(module: nn.Module) -> Iterator[str]:
+    """Names of the functions of the instance that have entry points."""
+    return (name for name in type(module)._fxprec_methods if entry_of(module.__dict__.get(name)) is not None)  # type: ignore[attr-defined]

@@ -1,0 +1,113 @@
+"""Capture at convert time from example inputs, leaving no trace on them, attributes, buffers and random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fxprec.capture.stand_ins import stand_ins
+from fxprec.capture.untouched import ModelState, RandomState
+from fxprec.errors import FxprecError
+from fxprec.model.conversion import Conversion
+from fxprec.torch_internals import NormBase
+
+__all__ = ["warm_up"]
+
+
+def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
+    """Run the converted forward once on the example inputs, so that its graph exists with dtypes and shapes.
+
+    Raises:
+        TypeError: not a tuple or dict; the wrong count or an unknown keyword.
+        ValueError: a tensor on another device than the parameters, or of a shape that the model does not take.
+    """
+    args, kwargs = _split(example_inputs)
+    name = conversion.name
+    try:
+        conversion.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"example_inputs {list(kwargs) or len(args)} do not fit {name}.forward{conversion.signature}: {error}. "
+            "Give a tuple of positional or a dict of keyword arguments, as the model is called"
+        ) from None
+    _same_device(module, conversion, args, kwargs)
+    try:
+        if any(is_lazy(parameter) for parameter in module.parameters()):
+            _materialize(module, conversion, *stand_ins(module, args, kwargs))
+        args, kwargs = stand_ins(module, args, kwargs)
+        with _untouched(module):
+            module(*args, **kwargs)
+    except FxprecError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(tuple(a.shape)) for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        raise ValueError(
+            f"example_inputs of shapes {shapes}: {name}.forward failed on them: {error}. "
+            "Give inputs on which the model runs"
+        ) from error
+
+
+def _split(example_inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple | list):
+        return tuple(example_inputs), {}
+    raise TypeError(
+        f"example_inputs must be a tuple of positional or a dict of keyword inputs, not {type(example_inputs).__name__}"
+        + (": write (x,)" if isinstance(example_inputs, Tensor) else "")
+        + (f": write level={example_inputs!r}" if isinstance(example_inputs, str) else "")
+        + (": convert takes no optimizer" if isinstance(example_inputs, torch.optim.Optimizer) else "")
+    )
+
+
+def _same_device(module: nn.Module, conversion: Conversion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    devices = {parameter.device.type for parameter in module.parameters()} or {conversion.settings.device}
+    for where, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, Tensor) and value.dim() and value.device.type not in devices:
+            raise ValueError(
+                f"example input {where!r} is on {value.device}, the parameters of {conversion.name} are on "
+                f"{' and '.join(sorted(devices))}: move it there with .to({conversion.settings.device!r})"
+            )
+
+
+def _materialize(module: nn.Module, conversion: Conversion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Lazy modules take their shapes, and so their classes, from a first call: those stay, all else is undone."""
+    shapeless = [part for part in module.modules() if any(map(is_lazy, part.buffers(recurse=False)))]
+    conversion.bypassed += 1
+    try:
+        with torch.no_grad(), _buffers_kept(module):
+            module(*args, **kwargs)
+    finally:
+        conversion.bypassed -= 1
+    for part in shapeless:
+        if isinstance(part, NormBase):  # made, and written, by that call
+            part.reset_running_stats()
+
+
+@contextlib.contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Attributes, buffers and every random number generator as they were, afterwards."""
+    state, random = ModelState(module), RandomState()
+    try:
+        with _buffers_kept(module):
+            yield
+    finally:
+        state.restore()
+        random.restore()
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not is_lazy(buffer)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not (buffer.is_meta or torch.equal(buffer, before)):
+                    buffer.copy_(before)

@@ -1,0 +1,94 @@
+"""The functions that stand in the places of a converted module's methods: each enters the conversion.
+
+A user's outer torch.compile breaks at them and keeps our graphs. While a capture of our own runs, it sees the user's
+functions in their places: a forward that calls a converted ``encode`` is one graph still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, Final
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from fxprec.capture.locks import CAPTURING
+from fxprec.capture.originals import ORIGINAL, mark, unbound_method
+from fxprec.torch_internals import hide_from_dynamo, shown_to_dynamo
+
+__all__ = ["NOT_TRACED", "Wrappers"]
+
+#: What an outer ``torch.compile(fullgraph=True)`` says, which would break there, and a strict ``torch.export``.
+NOT_TRACED: Final = (
+    "a model converted by fxprec captures its own graphs; to export or compile one, use fxprec.graph_module(model)"
+)
+
+
+class Wrappers:
+    """The wrappers of one model, which its captures see through."""
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakSet[FunctionType] = weakref.WeakSet()
+        self._tracing: int | None = None
+        self._compiling = 0
+
+    def of_class(self, cls: type[nn.Module], name: str, enter: Callable[..., Any]) -> FunctionType:
+        """What takes the place of ``cls.name`` in a subclass: ``enter(module, args, kwargs)``."""
+        known = unbound_method(cls, name)
+        plain = known is getattr(cls, name)
+
+        @functools.wraps(known)
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():  # for a capture of ours: from any other one it is hidden
+                return (getattr(cls, name) if plain else known)(self, *args, **kwargs)
+            return enter(self, args, kwargs)
+
+        return self._add(method, lambda: getattr(cls, name))
+
+    def of_instance(self, function: Callable[..., Any], enter: Callable[..., Any]) -> FunctionType:
+        """What takes the place of a function, already bound, among the attributes of an instance."""
+
+        @functools.wraps(function)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return function(*args, **kwargs)
+            return enter(args, kwargs)
+
+        return self._add(method, lambda: function)
+
+    @property
+    def traced_here(self) -> bool:
+        """Whether this thread traces the model: then the user's own functions run."""
+        return self._tracing is not None and self._tracing == threading.get_ident()
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """For the time of a symbolic trace in this thread, which holds CAPTURING."""
+        self._tracing = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._tracing = None
+
+    @contextlib.contextmanager
+    def compiled(self) -> Iterator[None]:
+        """For the time of one compilation by dynamo, which looks into the wrappers."""
+        with CAPTURING, contextlib.ExitStack() as stack:
+            if not self._compiling:
+                stack.enter_context(shown_to_dynamo([*self._all]))
+            self._compiling += 1
+            try:
+                yield
+            finally:
+                self._compiling -= 1
+
+    def _add(self, wrapper: Any, original: Callable[[], Any]) -> FunctionType:
+        hide_from_dynamo(wrapper, NOT_TRACED)
+        mark(wrapper, ORIGINAL, original)
+        self._all.add(wrapper)
+        return wrapper

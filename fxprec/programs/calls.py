@@ -1,0 +1,102 @@
+"""What is known of the calls that ran a graph of dynamo."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from fxprec.programs.call_form import CallForm
+from fxprec.programs.first_call import NoForm, Placeholder, form_of_call
+
+__all__ = ["Calls", "Modes", "Ran", "modes_of"]
+
+#: Whether each of the modules in one is training.
+Modes = tuple[bool, ...]
+
+
+def modes_of(module: nn.Module) -> Modes:
+    """Those of a module, and of all in it. (What TorchScript froze has none.)"""
+    return tuple([getattr(each, "training", False) for each in module.modules()])
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Calls:
+    """The calls that ran one graph of dynamo.
+
+    Attributes:
+        part: why the graph is a part of the method only; "" where it is the whole.
+        placeholders: what dynamo said of its inputs.
+        modes: of the method's module, in such calls.
+        looked_at: one has gone through.
+        form: how the method was called, and what it gave; None: the graph cannot be called so.
+        why_not: and why.
+    """
+
+    part: str
+    placeholders: tuple[Placeholder, ...]
+    modes: set[Modes] = field(default_factory=set)
+    looked_at: bool = False
+    form: CallForm | None = None
+    why_not: str = ""
+    _training: bool | None = None
+
+    @classmethod
+    def of(cls, gm: GraphModule, part: str) -> Calls:
+        """``gm``: before it is rewritten."""
+        return cls(part, tuple(map(Placeholder.of, gm.graph.find_nodes(op="placeholder"))))
+
+    def note_mode(self, module: nn.Module, closely: bool) -> None:
+        """A call of this module ran it; ``closely``: the modes of those in it may have changed, and not its own."""
+        if closely or module.training is not self._training:
+            self._training = module.training
+            self.modes.add(modes_of(module))
+
+    def look(
+        self,
+        model: nn.Module,
+        owner: tuple[str, nn.Module],
+        signature: inspect.Signature,
+        call: tuple[Sequence[Any], Mapping[str, Any]],
+        inputs: Sequence[Any],
+        results: Sequence[Any],
+        output: Any,
+    ) -> None:
+        """Find the form of a call. See ``form_of_call``."""
+        self.looked_at = True
+        if self.part:
+            return
+        try:
+            self.form = form_of_call(self.placeholders, model, owner, signature, call, inputs, results, output)
+        except NoForm as why:
+            self.why_not = str(why)
+
+
+_Run = tuple[Calls, Sequence[Any], Sequence[Any]]
+
+
+class Ran(threading.local):
+    """The graphs that ran in the call that goes on, each with its inputs and results; the latter while they matter."""
+
+    def __init__(self) -> None:
+        self._runs: list[_Run] | None = None
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[list[_Run]]:
+        """The list, during one call."""
+        before, self._runs = self._runs, []
+        try:
+            yield self._runs
+        finally:
+            self._runs = before
+
+    def append(self, calls: Calls | None, inputs: Sequence[Any], results: Sequence[Any]) -> None:
+        """A graph ran; ``calls``: None where nobody knows it any more."""
+        if self._runs is not None and calls is not None:
+            self._runs.append((calls, (), ()) if calls.looked_at else (calls, inputs, results))

@@ -1,0 +1,200 @@
+"""A rewritten graph as a function of its weights and inputs: what runs.
+
+The graph that users see reads each parameter by ``get_attr`` and casts it, and stands on its own. The program made from
+it takes the weights as arguments, low ones as their shadows, so that one call costs no attribute walks and no weight
+casts, and works on whatever tensors stand in for the parameters (functional_call, parametrizations, DTensors). Dropouts
+that do nothing are left out::
+
+    %w = get_attr[fc.weight]                          %fc_weight_bf16 = placeholder    (a shadow)
+    %w_bf16 = cast(%w, torch.bfloat16)       ->       %x = placeholder
+    %linear = linear(%x, %w_bf16)                     %linear = linear(%x, %fc_weight_bf16)
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from fxprec.passes.graph.casts import cast
+from fxprec.passes.graph.ir import Op, weight_path
+from fxprec.passes.graph.leaves import leaf, tracer_of
+from fxprec.passes.graph.new_node import new_node
+from fxprec.passes.ops.aliases import alias_roots
+from fxprec.passes.torch_internals import HigherOrderOperator
+from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
+
+__all__ = ["Executor", "Program", "checkpointed", "is_weight_cast", "lift", "run_checkpoints"]
+
+Executor = Literal["eager", "inductor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """``function(*low, *plain, *inputs)``.
+
+    Attributes:
+        function: runs the graph, with torch.autocast off: the graph itself says what is lowered.
+        low: paths in the model of the weights whose low-precision shadows come first, in order.
+        plain: paths of the parameters and buffers that come next, as they are.
+        gm: the lifted graph.
+        writes: it writes to inputs, parameters or buffers: it is right for those alone that share memory with each
+            other as they did when it was captured.
+        watched: of ``plain`` those for which that matters: what it writes, and what it reads a copy of.
+        writes_weights: it writes to parameters: afterwards their shadows are stale.
+    """
+
+    function: Callable[..., Any]
+    low: tuple[str, ...]
+    plain: tuple[str, ...]
+    gm: GraphModule
+    writes: bool = False
+    watched: tuple[str, ...] = ()
+    writes_weights: bool = False
+
+
+#: What cannot be part of a Python name.
+_NO_NAME = re.compile(r"\W")
+
+
+def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device: str = "cpu") -> Program:
+    """Make the program of a rewritten, self-contained graph. Constants and subgraphs stay attributes."""
+    shadows = {node: node.args[0] for node in gm.graph.nodes if is_weight_cast(node, low)}
+    weights = [node for node in gm.graph.find_nodes(op="get_attr") if node.meta.get("kind") in ("parameter", "buffer")]
+    read = {node: None for node in weights if any(user not in shadows for user in node.users)}
+    graph = Graph()
+    slots = {("low", weight_path(node)): node for node in shadows.values()}
+    slots |= {("plain", weight_path(node)): node for node in read}
+    placeholders: dict[tuple[str, str], Node] = {}
+    taken: set[str] = set()
+    for (kind, path), node in slots.items():
+        name = _argument(f"{kind}_{path}", taken)
+        placeholders[kind, path] = graph.create_node("placeholder", name, (), {}, name)
+        placeholders[kind, path].meta.update(node.meta)
+    values: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        if node in shadows:
+            values[node] = placeholders["low", weight_path(shadows[node])]
+        elif node.op == "get_attr" and node.meta.get("kind") in ("parameter", "buffer"):
+            if node in read:
+                values[node] = placeholders["plain", weight_path(node)]
+        elif node.op == "output":
+            graph.output(map_arg(node.args[0], values.__getitem__))
+        elif _is_idle_dropout(node):
+            values[node] = values[node.args[0]]
+        else:
+            args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
+            values[node] = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
+            values[node].meta.update(node.meta)  # in place: assigning to an attribute of a node moves it in tables
+    run_checkpoints(graph)
+    _bind_patched(graph)
+    lifted = GraphModule(gm, graph, class_name="Program")
+    function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")
+    named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}
+    written = [node for node in gm.graph.nodes if node.meta.get("written")]
+    writes_weights = any(node.meta.get("kind") == "parameter" for node in written)
+    function = without_autocast(function, device)
+    matters = {node.target for node in _written_or_copied(gm.graph)} if written else ()
+    watched = tuple(target for target in named["plain"] if target in matters)
+    return Program(function, named["low"], named["plain"], lifted, bool(written), watched, writes_weights)
+
+
+def _written_or_copied(graph: Graph) -> set[Node]:
+    """What lies outside and is written, cast, or read by a region or body, which may stand elsewhere than it did."""
+    roots = alias_roots(graph)
+    found: set[Node] = set()
+    for node in graph.nodes:
+        op: Op | None = node.meta.get("op")
+        casts = op is not None and op.name == "to"
+        if casts or node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+            found.update(roots[source] for source in node.all_input_nodes)
+    return {node for node in roots if node.meta.get("written") or roots[node] in found}
+
+
+def without_autocast(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The one place where autocast goes off: not ``torch.autocast(enabled=False)``, which costs ten times as much."""
+    is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+
+    def run(*args: Any) -> Any:
+        if not is_enabled(device):
+            return function(*args)
+        set_enabled(device, False)
+        try:
+            return function(*args)
+        finally:
+            set_enabled(device, True)
+
+    return run
+
+
+def _argument(path: str, taken: set[str]) -> str:
+    """A new name for an argument of the generated function: a path such as "blocks.layer-1.weight" is none."""
+    name = base = path.replace(".", "_")
+    if not base.isidentifier():
+        name = base = _NO_NAME.sub("_", path)
+    while name in taken:
+        name = f"{base}_{len(taken)}"
+    taken.add(name)
+    return name
+
+
+def is_weight_cast(node: Node, low: torch.dtype) -> bool:
+    """Whether a shadow can stand in the place of this node: not of a weight that the graph itself writes to."""
+    if node.target is not cast or node.args[1] is not low:
+        return False
+    source = node.args[0]
+    if not isinstance(source, Node) or source.op != "get_attr":
+        return False
+    return source.meta.get("kind") == "parameter" and not source.meta.get("written")
+
+
+def _is_idle_dropout(node: Node) -> bool:
+    """Whether it hands its very input on: not training, or a probability of 0. A call would cost as much as a cast."""
+    if node.target is not F.dropout or not node.args or not isinstance(node.args[0], Node):
+        return False
+    given: dict[str, object] = {**dict(zip(("input", "p", "training"), node.args, strict=False)), **node.kwargs}
+    return given.get("training", True) is False or given.get("p", 0.5) == 0
+
+
+def _bind_patched(graph: Graph) -> None:
+    """Generated code finds functions of torch by their names, where somebody may have put another one since."""
+    for node in graph.nodes:
+        target = node.target
+        if isinstance(target, FunctionType) and target.__module__.startswith("torch."):
+            named = getattr(sys.modules.get(target.__module__), target.__name__, target)
+            if named is not target:
+                node.target = _bound(target)
+
+
+def _bound(function: FunctionType) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    return call
+
+
+def run_checkpoints(graph: Graph) -> None:
+    """dynamo's operator for activation checkpointing only tags nodes for a later compiler: run a real checkpoint."""
+    for node in graph.find_nodes(op="call_function", target=tag_activation_checkpoint()):
+        node.target = checkpointed
+
+
+def checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Run a checkpointed region: activations are recomputed in the backward, with the same random numbers."""
+    if tracer_of((args, kwargs)) is not None:
+        return leaf(checkpointed, body, *args, **kwargs)
+    from torch.utils.checkpoint import checkpoint
+
+    options = {"preserve_rng_state": kwargs.get("preserve_rng_state", True)}
+    if (context := checkpoint_context(body)) is not None:
+        options["context_fn"] = context
+    return checkpoint(body.forward, *args, use_reentrant=False, **options)

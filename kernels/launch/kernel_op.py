@@ -1,0 +1,141 @@
+"""A kernel as a torch op: seen by torch.compile, torch.export and dispatch modes, and short where nobody looks.
+
+A kernel file writes the launcher of its forward, what the result looks like (fake), what the backward needs
+(setup_context) and the backward, and makes one ``KernelOp`` of them. Calling it takes one of three ways::
+
+    a tracer, a dispatch mode, a transform or a tensor subclass   torch.ops.fxprec.<name>      (about 25 us a call)
+    otherwise, where a gradient will be wanted                    torch.autograd.Function      (about 12 us)
+    otherwise                                                     the launcher itself
+
+The backward launches its own ``KernelOp``, which has no autograd: with ``create_graph=True`` gradients are enabled
+there, and the backward returns ``eager_gradients`` instead, which autograd can differentiate again.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watcher
+
+__all__ = ["KernelOp", "eager_gradients"]
+
+_KERNELS: Final[dict[str, KernelOp]] = {}
+
+
+class KernelOp:
+    """``op(*inputs)``: one kernel, as ``torch.ops.fxprec.<name>`` and by the shortest way.
+
+    :param name: of the op, unique in the namespace ``fxprec``.
+    :param forward: the launcher. Its annotations are the op's schema (Tensor, Tensor | None, int, float, bool, ...;
+        returns Tensor or a tuple of them); it returns no input and no view of one, and writes to none but those named.
+    :param fake: the same arguments to empty tensors of the results' shapes, dtypes and strides.
+    :param backward: ``backward(ctx, *grads)``, as of torch.autograd.Function: a gradient (or None) for each input.
+    :param setup_context: ``setup_context(ctx, inputs, output)``, as of torch.library.register_autograd.
+    :param mutates_args: names of the arguments that ``forward`` writes to; such an op has no backward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        backward: Callable[..., Any] | None = None,
+        setup_context: Callable[..., None] | None = None,
+        mutates_args: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        self.launch = forward
+        _KERNELS[name] = self
+        self.op = torch.library.custom_op(f"fxprec::{name}", forward, mutates_args=tuple(mutates_args))
+        self.op.register_fake(fake)
+        self._function: Any = None
+        self._transformed: Any = None
+        if backward is not None:
+            self.op.register_autograd(backward, setup_context=setup_context)
+            self._function = _function(name, forward, backward, setup_context)
+            self._transformed = _transformed(name, self.op, backward, setup_context)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the kernel. All inputs positionally, defaults included."""
+        if _watched(inputs):
+            if self._transformed is not None and watcher(TRANSFORM):
+                return self._transformed.apply(*inputs)
+            return self.op(*inputs)
+        if self._function is not None and torch.is_grad_enabled() and any(map(_wants_gradient, inputs)):
+            return self._function.apply(*inputs)
+        return self.launch(*inputs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a module that holds one hold the very same one."""
+        return _by_name, (self.name, self.launch.__module__)
+
+
+def eager_gradients(
+    reference: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``reference(*inputs)``, an eager form of the kernel, that can be differentiated themselves.
+
+    :param inputs: those of the forward, tensors as autograd knows them (``ctx.saved_tensors``).
+    :param grads: of the results; None where a result had no gradient.
+    :returns: for each input its gradient; None where it wants none.
+    """
+    wanted = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
+    gradients: list[Tensor | None] = [None] * len(inputs)
+    cotangents = tuple(g for g in grads if g is not None)
+    if not wanted or not cotangents:
+        return tuple(gradients)
+
+    def run(*own: Tensor) -> tuple[Tensor, ...]:
+        given = list(inputs)
+        for i, x in zip(wanted, own, strict=True):
+            given[i] = x
+        results = reference(*given)
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple(r for r, g in zip(results, grads, strict=True) if g is not None)
+
+    # vjp counts inputs by position, so one tensor may be two of them; and within torch.func's transforms it finds
+    # gradients of saved tensors whose level is over (jacrev, vjp), where torch.autograd.grad finds none.
+    with torch.enable_grad():
+        found = torch.func.vjp(run, *(inputs[i] for i in wanted))[1](cotangents)
+    for i, gradient in zip(wanted, found, strict=True):
+        gradients[i] = gradient
+    return tuple(gradients)
+
+
+def _by_name(name: str, module: str) -> KernelOp:
+    if name not in _KERNELS:
+        importlib.import_module(module)  # unpickled in a process that has not come to it yet
+    return _KERNELS[name]
+
+
+def _watched(inputs: tuple[Any, ...]) -> bool:
+    """Whether somebody must see the op: a tracer, a mode, a function transform, a tensor subclass."""
+    return watcher(COMPILER, ANY_MODE, TRANSFORM) is not None or any(
+        isinstance(x, Tensor) and type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in inputs
+    )
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _function(name: str, forward: Any, backward: Any, setup_context: Any) -> Any:
+    def run(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    members = {"forward": staticmethod(run), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), members)
+
+
+def _transformed(name: str, op: Any, backward: Any, setup_context: Any) -> Any:
+    """The form that torch.func.grad and its kind take; a custom op with autograd is refused by them."""
+    members = {"forward": op.__call__, "setup_context": setup_context, "backward": backward}
+    return type(name, (torch.autograd.Function,), {key: staticmethod(value) for key, value in members.items()})

@@ -1,0 +1,95 @@
+"""FP32 -> bfloat16 by chance: up with the probability that makes the expectation the value itself.
+
+bfloat16 is the upper half of FP32. So adding 16 random bits to the lower half and cutting it off rounds up as often as
+the lower half says, and a value that bfloat16 holds stays. State of 8 significant bits needs this: rounded to nearest,
+``exp_avg_sq`` at beta2 = 0.999 stops moving, since a change below half of 2**-8 is lost every time.
+
+NaN stays NaN and infinities stay. A finite value stays finite: beyond bfloat16's largest it is cut, never infinite.
+
+Random bits are a function of (seed, step, tensor, element): there is no generator that a skipped step could advance.
+The kernel draws Philox4x32-10 words (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), one word
+for each element; the eager form draws from a ``torch.Generator`` seeded with both numbers. Their bits differ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.launch.triton_support import constexpr, jit, tl
+
+__all__ = ["round_with_bits", "rounding_offset", "stochastic_round"]
+
+_MASK = (1 << 64) - 1
+
+
+@jit()
+def random_words(seed, step, index, start, BLOCK: constexpr):
+    """One random word for each of BLOCK consecutive elements of a tensor.
+
+    seed: int64 scalar. step: int32 scalar. index: int64 scalar, what tells tensors apart, its lower half counts.
+    start: int64 scalar, the number of the first element, a multiple of 4. Returns uint32 [BLOCK]: element e has word
+    e % 4 of the Philox counter (e // 4 as 64 bits, index, step).
+    """
+    quads = (start // 4) + tl.arange(0, BLOCK // 4)
+    zero = tl.zeros((BLOCK // 4,), tl.int32)
+    w0, w1, w2, w3 = tl.philox(
+        seed, quads.to(tl.int32), (quads >> 32).to(tl.int32), zero + index.to(tl.int32), zero + step
+    )
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@jit()
+def round_block(x, bits):
+    """Kernel form of ``round_with_bits``. x: fp32 [N]; bits: uint32 [N] below 2**16. Returns bf16 [N]."""
+    word = x.to(tl.uint32, bitcast=True)
+    cut = word & 0xFFFF0000
+    up = (word + bits) & 0xFFFF0000
+    # Not up into infinity; and an infinity or a NaN (of which the quiet bit keeps a NaN) is cut.
+    rounded = tl.where((up & 0x7F800000) == 0x7F800000, cut, up)
+    rounded = tl.where(x != x, cut | 0x00400000, rounded)
+    return (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+def round_with_bits(x: Tensor, bits: Tensor) -> Tensor:
+    """Round FP32 to bfloat16 with the given random bits.
+
+    :param x: float32, any shape.
+    :param bits: int32 of the same shape, uniform in [0, 2**16).
+    :returns: bfloat16 of the same shape.
+    """
+    word = x.view(torch.int32)
+    up = (word + bits) & -65536
+    cut = word & -65536
+    rounded = torch.where((up & 0x7F800000) == 0x7F800000, cut, up)
+    rounded = torch.where(x.isnan(), cut | 0x00400000, rounded)
+    return rounded.view(torch.float32).to(torch.bfloat16)  # exact: the lower half is zero
+
+
+def stochastic_round(x: Tensor, seed: int, offset: int) -> Tensor:
+    """Round FP32 to bfloat16 by chance, without bias; the same (seed, offset) gives the same result.
+
+    :param x: float32, any shape, on any device that has generators.
+    :param seed: any int, the run's.
+    :param offset: any int, another one for every tensor that is rounded (``rounding_offset`` makes them).
+    :returns: bfloat16 of the same shape and strides.
+    :raises TypeError: x is not float32.
+    """
+    if x.dtype != torch.float32:
+        raise TypeError(f"stochastic_round takes float32, got {x.dtype}.")
+    generator = torch.Generator(x.device).manual_seed(_mixed(_mixed(seed) ^ offset))
+    bits = torch.empty_like(x, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
+    return round_with_bits(x, bits)
+
+
+def rounding_offset(step: int, index: int, state: int) -> int:
+    """The ``offset`` of one rounding: of the state (0 to 3) of a tensor at a step. Distinct while index < 2**31."""
+    return (step << 33) | (index << 2) | state
+
+
+def _mixed(number: int) -> int:
+    """Spread a number over 64 bits (SplitMix64's finalizer): near seeds and offsets give unrelated generators."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)

@@ -1,0 +1,1 @@
+"""Kernels for all parameters of an optimizer in one launch."""

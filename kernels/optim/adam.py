@@ -1,0 +1,349 @@
+"""Adam and AdamW for all parameters in one launch: unscale, clip, update, and the low-precision copy, in one pass.
+
+``reference`` is what it computes. In FP32 that is what torch's ``_fused_adam_`` and ``_fused_adamw_`` compute on a CPU
+with FMA, bit for bit: opmath FP32, hyper-parameters rounded to FP32 once, and per step
+
+    g  = fma(p, weight_decay, ±g * (1 / grad_scale) * clip_coef)      p = p * (1 - lr * weight_decay) if decoupled
+    m  = fma(1 - beta1, g - m, m)                                     v = fma(v, beta2, (1 - beta2) * g * g)
+    p  = p - (lr / (1 - beta1**t)) * m / (sqrt(v) / sqrt(1 - beta2**t) + eps)
+
+with the scalars of t and lr in FP64. (torch's CUDA kernel subtracts and raises betas in FP32: its v differs by up to
+6e-8 / (1 - beta2), relatively.) The gradient is only read: unlike torch's, the kernel leaves it scaled.
+
+Who counts the step: the kernel, so that there is no launch for it. All programs of a tensor read the count, and the
+last of them to finish writes it one higher. Where ``found_inf`` is set or a gradient is missing nothing is written:
+parameter, state, step and shadow keep their bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.launch.arithmetic import float32, fma, split, sqrt
+from fxprec.kernels.launch.rounding import random_words, round_block, rounding_offset, stochastic_round
+from fxprec.kernels.launch.triton_support import constexpr, int64, jit, require_triton, tl, triton_dtype
+from fxprec.kernels.optim.lists import check_scalar, device_rate
+from fxprec.kernels.optim.tables import (
+    CHUNKS,
+    INDEX,
+    PARAM,
+    SHADOW,
+    STATE,
+    STEP,
+    Gradients,
+    chunk_place,
+    count_step,
+    elements_at,
+)
+
+__all__ = ["AdamSettings", "bytes_per_element", "launch", "reference"]
+
+_BLOCK: Final = 512
+_WARPS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """What stays the same from step to step. ``decoupled``: AdamW's weight decay, else Adam's L2 term.
+
+    ``rounding_seed``: round bfloat16 states stochastically with this seed; None rounds them to nearest.
+
+    :raises ValueError: a beta outside [0, 1), a negative or non-finite eps or weight decay, a seed beyond 63 bits.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = True
+    amsgrad: bool = False
+    maximize: bool = False
+    rounding_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must be in [0, 1), got {self.betas}.")
+        for name, value in (("eps", self.eps), ("weight_decay", self.weight_decay)):
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {value}.")
+        if self.rounding_seed is not None and not 0 <= self.rounding_seed < 1 << 63:
+            raise ValueError(f"rounding_seed must be in [0, 2**63), got {self.rounding_seed}.")
+
+
+def bytes_per_element(
+    gradient: torch.dtype,
+    param: torch.dtype = torch.float32,
+    state: torch.dtype = torch.float32,
+    shadow: torch.dtype | None = None,
+    amsgrad: bool = False,
+) -> int:
+    """Bytes that the update moves for each element: the gradient is read, the shadow written, all else both.
+
+    Low gradient, FP32 parameter and states, low shadow: read 2 + 4 + 4 + 4, write 4 + 4 + 4 + 2, 28 in all. Beside that
+    a program reads some 100 bytes of tables, for 8192 elements or more.
+    """
+    written = param.itemsize + (3 if amsgrad else 2) * state.itemsize
+    return gradient.itemsize + 2 * written + (0 if shadow is None else shadow.itemsize)
+
+
+@jit()
+def double(high, low):
+    """The fp64 that two fp32 scalars add up to."""
+    return tl.full((), high, tl.float64) + tl.full((), low, tl.float64)
+
+
+@jit()
+def adam_block(
+    gradient, param, exp_avg, exp_avg_sq, max_exp_avg_sq, shadow, has_shadow, first, length, start, seed, step, index,
+    scale, clip, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, weight_decay,
+    PARAM_DTYPE: constexpr, STATE_DTYPE: constexpr, SHADOW_DTYPE: constexpr, DECAY: constexpr,
+    DECOUPLED: constexpr, AMSGRAD: constexpr, MAXIMIZE: constexpr, STOCHASTIC: constexpr,
+    FROM_GRADIENT: constexpr, MASKED: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """Update the block that begins ``first`` elements into a chunk; MASKED: the chunk ends within it."""
+    offset = first + tl.arange(0, BLOCK)
+    mask = offset < length if MASKED else None
+    g = tl.load(gradient + offset, mask=mask).to(tl.float32) * scale * clip
+    p = tl.load(param + offset, mask=mask).to(tl.float32)
+    m = tl.load(exp_avg + offset, mask=mask).to(tl.float32)
+    v = tl.load(exp_avg_sq + offset, mask=mask).to(tl.float32)
+    if MAXIMIZE:
+        g = -g
+    if DECAY:
+        if DECOUPLED:
+            p = p * decay
+        else:
+            g = tl.fma(p, weight_decay, g)
+    m = tl.fma(lerp_weight, g - m, g if FROM_GRADIENT else m)
+    v = tl.fma(one_minus_beta2 * g, g, v * beta2)
+    if STOCHASTIC:
+        words = random_words(seed, step.to(tl.int32), index, start + first, BLOCK)
+        m_stored = round_block(m, words & 0xFFFF)
+        v_stored = round_block(v, words >> 16)
+    else:
+        m_stored = m.to(STATE_DTYPE)
+        v_stored = v.to(STATE_DTYPE)
+    largest = v
+    if AMSGRAD:
+        before = tl.load(max_exp_avg_sq + offset, mask=mask).to(tl.float32)
+        largest = tl.maximum(before, v, propagate_nan=tl.PropagateNan.ALL)
+        # Of what is stored, not of what is rounded again: no rounding error, and no drift by chance.
+        kept = tl.maximum(before, v_stored.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
+        tl.store(max_exp_avg_sq + offset, kept.to(STATE_DTYPE), mask=mask)
+    denominator = tl.div_rn(tl.sqrt_rn(largest), correction) + eps
+    p_stored = (p - tl.div_rn(step_size * m, denominator)).to(PARAM_DTYPE)
+    tl.store(param + offset, p_stored, mask=mask)
+    tl.store(exp_avg + offset, m_stored, mask=mask)
+    tl.store(exp_avg_sq + offset, v_stored, mask=mask)
+    if SHADOW_DTYPE is not None:
+        if has_shadow:
+            tl.store(shadow + offset, p_stored.to(tl.float32).to(SHADOW_DTYPE), mask=mask)
+
+
+@jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["lr", "grad_scale", "clip_coef", "found_inf"])
+def adam_kernel(
+    chunks, entries, gradients, arrivals, lr, grad_scale, clip_coef, found_inf,
+    lr_high, lr_low, decay_high, decay_low, log1_high, log1_low, log2_high, log2_low,
+    lerp_weight, beta2, one_minus_beta2, eps, seed: int64,
+    GRADIENT_DTYPE: constexpr, PARAM_DTYPE: constexpr, STATE_DTYPE: constexpr, SHADOW_DTYPE: constexpr,
+    DECAY: constexpr, DECOUPLED: constexpr, AMSGRAD: constexpr, MAXIMIZE: constexpr,
+    STOCHASTIC: constexpr, FROM_GRADIENT: constexpr, ALIGNED: constexpr, CHUNK: constexpr,
+    BLOCK: constexpr,
+):  # fmt: skip
+    """Update one chunk. Grid: a program for each of C chunks of T tensors.
+
+    chunks: int32 [C, 2]; entries: int64 [T, 9]; gradients: int64 [T], addresses; arrivals: int32 [T]: ``multi_tensor``.
+    At those addresses, each element once: gradient GRADIENT_DTYPE, read; parameter PARAM_DTYPE and states STATE_DTYPE,
+    read and written; shadow SHADOW_DTYPE (None: none), written; step fp32 [1], read, and written by one program. All
+    arithmetic on elements is fp32, that on t and lr fp64.
+    grad_scale, clip_coef, found_inf: fp32 [1] or None; lr: fp32 or fp64 [1], or None. Pairs (high, low) are doubles as
+    two fp32: lr (where the pointer is None), weight decay, log(beta1), log(beta2).
+    """
+    if found_inf is not None:
+        if tl.load(found_inf) != 0.0:
+            return
+    tensor, entry, start, length = chunk_place(chunks, entries, CHUNK)
+    address = tl.load(gradients + tensor)
+    if address == 0:
+        return
+    scale = 1.0
+    clip = 1.0
+    if grad_scale is not None:
+        scale = tl.div_rn(1.0, tl.load(grad_scale))
+    if clip_coef is not None:
+        clip = tl.load(clip_coef)
+    rate = double(lr_high, lr_low)
+    if lr is not None:
+        rate = tl.load(lr).to(tl.float64)
+    step_count = tl.load(entry + STEP).to(tl.pointer_type(tl.float32))
+    step = tl.load(step_count) + 1.0
+    power1 = tl.exp(step.to(tl.float64) * double(log1_high, log1_low))
+    power2 = tl.exp(step.to(tl.float64) * double(log2_high, log2_low))
+    step_size = (rate / (1.0 - power1)).to(tl.float32)
+    correction = tl.sqrt(1.0 - power2).to(tl.float32)
+    decay = (1.0 - rate * double(decay_high, decay_low)).to(tl.float32)
+
+    gradient = elements_at(address, start, GRADIENT_DTYPE, ALIGNED)
+    param = elements_at(tl.load(entry + PARAM), start, PARAM_DTYPE, ALIGNED)
+    exp_avg = elements_at(tl.load(entry + STATE), start, STATE_DTYPE, ALIGNED)
+    exp_avg_sq = elements_at(tl.load(entry + STATE + 1), start, STATE_DTYPE, ALIGNED)
+    max_exp_avg_sq = elements_at(tl.load(entry + STATE + 2), start, STATE_DTYPE, ALIGNED)
+    shadow = param
+    has_shadow = False
+    if SHADOW_DTYPE is not None:
+        shadow_address = tl.load(entry + SHADOW)
+        has_shadow = shadow_address != 0
+        shadow = elements_at(shadow_address, start, SHADOW_DTYPE, ALIGNED)
+    index = tl.load(entry + INDEX)
+    whole = length // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        adam_block(
+            gradient, param, exp_avg, exp_avg_sq, max_exp_avg_sq, shadow, has_shadow, first, length, start, seed, step,
+            index, scale, clip, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, decay_high,
+            PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED, AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT,
+            False, BLOCK,
+        )  # fmt: skip
+    if whole < length:
+        adam_block(
+            gradient, param, exp_avg, exp_avg_sq, max_exp_avg_sq, shadow, has_shadow, whole, length, start, seed, step,
+            index, scale, clip, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, decay_high,
+            PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED, AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT,
+            True, BLOCK,
+        )  # fmt: skip
+    count_step(arrivals + tensor, tl.load(entry + CHUNKS), step_count, step)
+
+
+def launch(
+    gradients: Gradients,
+    settings: AdamSettings,
+    *,
+    lr: float | Tensor,
+    grad_scale: Tensor | None = None,
+    clip_coef: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Step in one launch, on the current stream, without host sync. ``reference`` says what it does.
+
+    :param gradients: ``bind`` of a plan with states (exp_avg, exp_avg_sq[, max_exp_avg_sq]) and steps.
+    :param lr: a float, or one float32 or float64 on the plan's device or on the CPU.
+    :param grad_scale: one float32 on the plan's device, the loss scale, which gradients are divided by.
+    :param clip_coef: one float32 on the plan's device, which gradients are multiplied by.
+    :param found_inf: one float32 on the plan's device: unless it is 0 nothing is written.
+    :raises RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
+    :raises ValueError: the plan's lists do not fit the settings, or a scalar is not one float32 on its device.
+    """
+    plan, tables = gradients.plan, gradients.tables
+    require_triton(plan.device, "multi_tensor_adam")
+    _check(gradients, settings, grad_scale, clip_coef, found_inf)
+    if gradients.dtype is None:
+        return
+    pointer, rate = device_rate(lr, plan.device)
+    beta1, beta2 = settings.betas
+    pairs = [split(value) for value in (rate, settings.weight_decay, _log(beta1), _log(beta2))]
+    lerp_weight, from_gradient = _lerp_weight(beta1)
+    with plan.on_device():
+        adam_kernel[(len(tables.chunks),)](
+            tables.chunks, tables.entries, gradients.row, tables.arrivals, pointer, grad_scale, clip_coef, found_inf,
+            lr_high=pairs[0][0], lr_low=pairs[0][1], decay_high=pairs[1][0], decay_low=pairs[1][1],
+            log1_high=pairs[2][0], log1_low=pairs[2][1], log2_high=pairs[3][0], log2_low=pairs[3][1],
+            lerp_weight=lerp_weight, beta2=float(beta2), one_minus_beta2=1.0 - beta2, eps=float(settings.eps),
+            seed=settings.rounding_seed or 0, GRADIENT_DTYPE=triton_dtype(gradients.dtype),
+            PARAM_DTYPE=triton_dtype(plan.param_dtype), STATE_DTYPE=triton_dtype(plan.state_dtype),
+            SHADOW_DTYPE=triton_dtype(plan.shadow_dtype), DECAY=settings.weight_decay != 0,
+            DECOUPLED=settings.decoupled, AMSGRAD=settings.amsgrad, MAXIMIZE=settings.maximize,
+            STOCHASTIC=settings.rounding_seed is not None, FROM_GRADIENT=from_gradient, ALIGNED=gradients.aligned,
+            CHUNK=plan.chunk, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def reference(
+    gradients: Gradients,
+    settings: AdamSettings,
+    *,
+    lr: float | Tensor,
+    grad_scale: Tensor | None = None,
+    clip_coef: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """The same in plain torch, on any device, tensor by tensor; reads found_inf, lr and the step counts back.
+
+    Stochastic rounding draws other bits than the kernel.
+    """
+    plan = gradients.plan
+    _check(gradients, settings, grad_scale, clip_coef, found_inf)
+    if found_inf is not None and found_inf.item() != 0:
+        return
+    rate = float(lr)
+    beta1, beta2 = settings.betas
+    lerp_weight, from_gradient = _lerp_weight(beta1)
+    assert plan.steps is not None
+    for position, (grad, param, step) in enumerate(zip(gradients.tensors, plan.params, plan.steps, strict=True)):
+        if grad is None:
+            continue
+        t = step.item() + 1
+        correction = param.new_tensor(math.sqrt(1 - beta2**t), dtype=torch.float32)
+        states = [state[position] for state in plan.states]
+        g, p, m, v, *largest = (tensor.float() for tensor in (grad, param, *states))
+        if grad_scale is not None:
+            g = g * grad_scale.reciprocal()
+        if clip_coef is not None:
+            g = g * clip_coef
+        if settings.maximize:
+            g = -g
+        if settings.weight_decay != 0 and settings.decoupled:
+            p = p * float32(1 - rate * settings.weight_decay)
+        elif settings.weight_decay != 0:
+            g = fma(p, settings.weight_decay, g)
+        m = fma(g - m, lerp_weight, g if from_gradient else m)
+        v = fma(g * float32(1 - beta2), g, v * float32(beta2))
+        if settings.rounding_seed is not None:
+            offsets = [rounding_offset(int(t), plan.indices[position], state) for state in (0, 1)]
+            stored = [stochastic_round(x, settings.rounding_seed, o) for x, o in zip((m, v), offsets, strict=True)]
+        else:
+            stored = [x.to(plan.state_dtype) for x in (m, v)]
+        if settings.amsgrad:
+            stored.append(torch.maximum(largest[0], stored[1].float()))
+            v = torch.maximum(largest[0], v)
+        denominator = sqrt(v) / correction + float32(settings.eps)
+        param.copy_(p - m * float32(rate / (1 - beta1**t)) / denominator)
+        for state, value in zip(states, stored, strict=True):
+            state.copy_(value)
+        shadow = plan.shadows[position] if plan.shadows is not None else None
+        if shadow is not None:
+            shadow.copy_(param)
+        step.fill_(t)
+
+
+def _check(
+    gradients: Gradients,
+    settings: AdamSettings,
+    grad_scale: Tensor | None,
+    clip_coef: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    plan = gradients.plan
+    expected = 3 if settings.amsgrad else 2
+    if len(plan.states) != expected or plan.steps is None:
+        raise ValueError(
+            f"Adam with amsgrad={settings.amsgrad} needs a plan with {expected} lists of states and with steps, got "
+            f"{len(plan.states)} lists and {'no ' if plan.steps is None else ''}steps."
+        )
+    if settings.rounding_seed is not None and plan.state_dtype != torch.bfloat16:
+        raise ValueError(f"rounding_seed is for bfloat16 states; these are {plan.state_dtype}.")
+    for name, scalar in (("grad_scale", grad_scale), ("clip_coef", clip_coef), ("found_inf", found_inf)):
+        check_scalar(name, scalar, plan.device)
+
+
+def _lerp_weight(beta1: float) -> tuple[float, bool]:
+    """As torch's lerp: from the end that is nearer, so whether from the gradient, and the weight of the difference."""
+    weight = float32(1 - beta1)
+    return (weight, False) if weight < 0.5 else (float32(weight - 1), True)
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf

@@ -1,0 +1,304 @@
+"""How hundreds of tensors of different sizes become one launch: a table of addresses and a table of chunks.
+
+Each program of a launch takes one *chunk*: a run of at most ``plan.chunk`` elements of one tensor, in memory order. It
+reads three tables:
+
+- ``chunks``, int32 [programs, 2]: the tensor's position, and the chunk's number within the tensor;
+- ``entries``, int64 [tensors, 9]: elements, chunks, rounding index, then the addresses of the parameter, three states,
+  the step count and the shadow (0: none);
+- the gradient row, int64 [tensors]: the address of the gradient (0: none, and its programs do nothing).
+
+The plan keeps the first two while no address changes. Gradients are new tensors every step, so ``bind`` sends one row:
+one copy from pinned memory, no host sync. An empty tensor has one chunk of no elements, so that its step counts too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl
+from fxprec.kernels.optim.lists import SUPPORTED, check_operand, check_scalar, dense_like, only_dtype
+
+__all__ = ["Gradients", "MultiTensorPlan", "Tables", "chunk_size"]
+
+#: A chunk is a multiple of this, and this of every kernel's block.
+_SMALLEST_CHUNK: Final = 8192
+#: More programs would only lengthen the tables and the last reduction of a norm.
+_MOST_CHUNKS: Final = 32768
+_MOST_STATES: Final = 3
+#: Stands for the address of a tensor without elements: not 0, and never read.
+_NOWHERE: Final = 16
+
+# The columns of ``entries``; from STATE on there are _MOST_STATES.
+ELEMENTS, CHUNKS, INDEX, PARAM, STATE, STEP, SHADOW, COLUMNS = (constant(c) for c in (0, 1, 2, 3, 4, 7, 8, 9))
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What the kernels read besides gradients, on the plan's device."""
+
+    chunks: Tensor
+    entries: Tensor
+    arrivals: Tensor  # int32 [tensors], zero between launches: how many programs of a tensor have finished
+    aligned: bool  # every address divides by 16
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """One step's gradients, ready for the launches of that step. It keeps them alive: drop it with the step."""
+
+    plan: MultiTensorPlan
+    tensors: tuple[Tensor | None, ...]
+    dtype: torch.dtype | None  # None: no parameter has a gradient
+    tables: Tables
+    row: Tensor
+    aligned: bool  # theirs and the tables' addresses divide by 16
+
+
+class MultiTensorPlan:
+    """The tensors of one launch and their tables, held by the caller (the optimizer) for as long as the lists hold.
+
+    All tensors of a parameter have its device, shape and strides and are dense; a list has one dtype. A plan that a
+    CUDA graph was captured with must live as long as the graph. Not for several threads or streams at once.
+
+    :param params: float32, bfloat16 or float16.
+    :param states: up to three lists (Adam: exp_avg, exp_avg_sq[, max_exp_avg_sq]; SGD: momentum_buffer), of one dtype.
+    :param steps: one-element float32 tensors on the same device, which the kernel counts up.
+    :param shadows: low-precision copies that the kernel writes; None where a parameter has none.
+    :param indices: what tells tensors apart in stochastic rounding, in [0, 2**31); default: their positions.
+    :param chunk: elements that a program takes, a multiple of 8192; default: ``chunk_size`` of the parameters.
+    :raises TypeError: a tensor that the kernels cannot read.
+    :raises ValueError: lists of different lengths, devices, dtypes, shapes or strides.
+    :raises RuntimeError: a CUDA graph is being captured: tables must be there before.
+    """
+
+    __slots__ = (
+        "_addresses", "_captured", "_last_row", "_operands", "_places", "_spare", "_tables", "chunk", "device",
+        "indices", "param_dtype", "params", "shadow_dtype", "shadows", "state_dtype", "states", "steps",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        *,
+        states: Sequence[Sequence[Tensor]] = (),
+        steps: Sequence[Tensor] | None = None,
+        shadows: Sequence[Tensor | None] | None = None,
+        indices: Sequence[int] | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        if not params:
+            raise ValueError("A plan needs at least one parameter.")
+        self.params = tuple(params)
+        self.states = tuple(tuple(state) for state in states)
+        self.steps = None if steps is None else tuple(steps)
+        self.shadows = None if shadows is None else tuple(shadows)
+        self.indices = tuple(range(len(params))) if indices is None else tuple(indices)
+        self.chunk = chunk_size([param.numel() for param in self.params]) if chunk is None else chunk
+        self.device = self.params[0].device
+        self._check()
+        self.param_dtype = self.params[0].dtype
+        self.state_dtype = only_dtype("states", [tensor for state in self.states for tensor in state])
+        if self.state_dtype == torch.float16:
+            raise TypeError("States are float16, which cannot hold exp_avg_sq; the kernels take float32 and bfloat16.")
+        self.shadow_dtype = only_dtype("shadows", self.shadows or ())
+        lists = (self.params, *self.states, self.steps or (), self.shadows or ())
+        self._operands = [tensor for tensors in lists for tensor in tensors if tensor is not None]
+        self._addresses = [tensor.data_ptr() for tensor in self._operands]
+        self._tables = self._build()
+        self._last_row: tuple[list[int], Tensor] | None = None
+        self._captured: list[object] = []
+        self._spare = self._staging()
+
+    def bind(self, gradients: Sequence[Tensor | None]) -> Gradients:
+        """Take one step's gradients, one for each parameter, None where it has none: the kernels leave that one alone.
+
+        A gradient whose strides are not its parameter's is copied. Nothing is sent while no address has changed.
+
+        :raises TypeError: sparse, complex, float64 or distributed gradients.
+        :raises ValueError: another number, shape or device than the parameters have, or mixed dtypes.
+        """
+        if len(gradients) != len(self.params):
+            raise ValueError(f"Got {len(gradients)} gradients for {len(self.params)} parameters.")
+        tables = self._current_tables()
+        dtype = next((gradient.dtype for gradient in gradients if gradient is not None), None)
+        usual = dtype if dtype in SUPPORTED else None
+        # There are hundreds at every step: what is as expected passes by a few comparisons.
+        tensors = tuple(
+            [
+                gradient
+                if gradient is None
+                or (
+                    type(gradient) is Tensor
+                    and gradient.dtype is usual
+                    and gradient.layout is torch.strided
+                    and gradient.device == self.device
+                    and gradient.shape == shape
+                    and gradient.stride() == stride
+                )
+                else self._fitting(position, gradient)
+                for position, (gradient, (shape, stride)) in enumerate(zip(gradients, self._places, strict=True))
+            ]
+        )
+        only_dtype("gradients", tensors)
+        addresses = [_address(tensor) for tensor in tensors]
+        aligned = tables.aligned and not any(address % 16 for address in addresses)
+        return Gradients(self, tensors, dtype, tables, self._row(addresses, tables), aligned)
+
+    def _fitting(self, position: int, gradient: Tensor) -> Tensor:
+        param = self.params[position]
+        if param.shape != self._places[position][0]:
+            raise ValueError(
+                f"params[{position}] had shape {tuple(self._places[position][0])} when the plan was made, and has "
+                f"{tuple(param.shape)} now: make a new plan."
+            )
+        return dense_like(position, gradient, param)
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """A context in which a launch goes to the plan's device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _row(self, addresses: list[int], tables: Tables) -> Tensor:
+        known = None if self._last_row is None or self._last_row[0] != addresses else self._last_row[1]
+        if not self._capturing():
+            if known is None:
+                # A fresh pinned block each time: torch's host allocator lends it again only after the copy has run.
+                known = _on_device(_table(addresses), self.device)
+                self._last_row = (addresses, known)
+            if self._spare is None:
+                self._spare = self._staging()
+            return known
+        if known is None:
+            # The row has no content before the first replay, so no launch outside of the graph may find it here.
+            if self._spare is None:
+                raise RuntimeError(
+                    "New gradients were bound twice while CUDA graphs were captured: run one step between captures."
+                )
+            staging, self._spare = self._spare, None
+            staging.copy_(_table(addresses))
+            known = staging.to(self.device, non_blocking=True)
+            self._captured.append(staging)  # every replay copies from it again
+        self._captured += [known, tables]  # and reads these
+        return known
+
+    def _current_tables(self) -> Tables:
+        addresses = [tensor.data_ptr() for tensor in self._operands]
+        if addresses != self._addresses:  # somebody put other memory under a tensor: p.data = …, module.to(…)
+            self._check()
+            self._tables = self._build()
+            self._addresses = addresses
+        return self._tables
+
+    def _check(self) -> None:
+        if self.chunk <= 0 or self.chunk % _SMALLEST_CHUNK:
+            raise ValueError(f"chunk must be a positive multiple of {_SMALLEST_CHUNK}, got {self.chunk}.")
+        if len(self.states) > _MOST_STATES:
+            raise ValueError(f"A plan holds at most {_MOST_STATES} lists of states, got {len(self.states)}.")
+        lists = {f"states[{number}]": state for number, state in enumerate(self.states)}
+        lists |= {"shadows": self.shadows} if self.shadows is not None else {}
+        for name, values in {**lists, "steps": self.steps, "indices": self.indices}.items():
+            if values is not None and len(values) != len(self.params):
+                raise ValueError(f"{name} has {len(values)} items for {len(self.params)} parameters.")
+        only_dtype("params", self.params)
+        for position, param in enumerate(self.params):
+            if param.device != self.device:
+                raise ValueError(f"params[{position}] is on '{param.device}', params[0] on '{self.device}'.")
+            check_operand("params", position, param)
+            for name, tensors in lists.items():
+                tensor = tensors[position]
+                if tensor is not None:
+                    check_operand(name, position, tensor, param)
+        for position, step in enumerate(self.steps or ()):
+            check_scalar(f"steps[{position}]", step, self.device)
+        self._places = [(param.shape, param.stride()) for param in self.params]
+
+    def _build(self) -> Tables:
+        if self._capturing():
+            raise RuntimeError(
+                "Tables of a multi-tensor launch cannot be made while a CUDA graph is being captured: run one step "
+                "before the capture, and put no other memory under parameters or states after it."
+            )
+        missing = (None,) * len(self.params)
+        states = (*self.states, *[missing] * (_MOST_STATES - len(self.states)))
+        columns = zip(self.params, *states, self.steps or missing, self.shadows or missing, strict=True)
+        elements = [param.numel() for param in self.params]
+        chunks = [max(1, -(-count // self.chunk)) for count in elements]
+        entries = [
+            (count, parts, index, *map(_address, tensors))
+            for count, parts, index, tensors in zip(elements, chunks, self.indices, columns, strict=True)
+        ]
+        count = _table(chunks)
+        owner = torch.arange(len(chunks), device="cpu").repeat_interleave(count)
+        place = torch.arange(len(owner), device="cpu") - (count.cumsum(0) - count)[owner]
+        return Tables(
+            chunks=_on_device(torch.stack((owner, place), dim=1).int(), self.device),
+            entries=_on_device(_table(entries), self.device),
+            arrivals=torch.zeros(len(chunks), dtype=torch.int32, device=self.device),
+            aligned=not any(address % 16 for entry in entries for address in (*entry[3:7], entry[8])),  # not the step's
+        )
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _staging(self) -> Tensor | None:
+        if self.device.type != "cuda":
+            return None
+        return torch.empty(len(self.params), dtype=torch.int64, device="cpu", pin_memory=True)
+
+
+def chunk_size(elements: Sequence[int]) -> int:
+    """Elements a program takes: 8192, doubled until the tensors make at most 32768 chunks of it."""
+    chunk = _SMALLEST_CHUNK
+    while sum(-(-count // chunk) for count in elements) > _MOST_CHUNKS and chunk < max(elements):
+        chunk *= 2
+    return chunk
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
+
+
+def _table(numbers: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
+    # Whatever the default device is.
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _on_device(table: Tensor, device: torch.device) -> Tensor:
+    # From pinned memory, so that the host does not wait for the copy.
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+@jit()
+def chunk_place(chunks, entries, CHUNK: constexpr):
+    """This program's tensor: its position, its row of ``entries``, where the chunk starts and how long it is."""
+    program = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(chunks + 2 * program)
+    entry = entries + tensor * COLUMNS
+    start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
+    length = tl.minimum(tl.load(entry + ELEMENTS) - start, CHUNK).to(tl.int32)
+    return tensor, entry, start, length
+
+
+@jit()
+def elements_at(address, start, DTYPE: constexpr, ALIGNED: constexpr):
+    """A pointer to the chunk's first element; with ALIGNED the compiler may use 16-byte accesses from there."""
+    pointer = address.to(tl.pointer_type(DTYPE)) + start
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@jit()
+def count_step(arrivals, programs, step_count, step):
+    """The last of a tensor's programs to come here stores ``step`` (fp32): all of them have read the old one by then.
+
+    arrivals: int32 [1], zero before the launch and after it. programs: how many come. step_count: fp32 [1].
+    """
+    tl.debug_barrier()  # every thread of this program has read the count
+    if tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1:
+        tl.store(arrivals, 0)
+        tl.store(step_count, step)

@@ -1,0 +1,221 @@
+"""The body of a kernel, line by line: each value of a row program becomes a name that holds a tile of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from fxprec.kernels.launch.philox import drop_threshold
+from fxprec.kernels.rows.emit.addresses import Access, Addresses
+from fxprec.kernels.rows.emit.tiling import Form
+from fxprec.kernels.rows.program.row_program import Program, Store
+from fxprec.kernels.rows.program.values import COMPARISONS, REDUCTIONS, Operand, Value, walk
+
+__all__ = ["HEADER", "NEUTRAL", "REDUCE", "Writer"]
+
+
+class Writer:
+    """What is written so far, and what has a name by then.
+
+    Attributes:
+        program, form, addresses: of the kernel.
+        loads: value -> (pointer, how it is walked) of the tensors that are read.
+        stores: (store, (pointer, how it is walked)) of those that are written.
+        partials: (store, first column) of the column partials, whose row of ``width`` numbers each program has its own.
+        suffix: of names that are good for one pass over the columns alone.
+    """
+
+    def __init__(
+        self, program: Program, form: Form, addresses: Addresses,
+        loads: Sequence[tuple[str, Access]], stores: Sequence[tuple[str, Access]],
+    ) -> None:  # fmt: skip
+        self.program, self.form, self.addresses = program, form, addresses
+        values = [value for value, _ in program.loads]
+        self.loads = dict(zip(values, loads, strict=True))
+        self.ports = dict(program.loads)
+        self.stores = [each for each in zip(program.stores, stores, strict=True) if not each[0].partial]
+        self.partials: list[tuple[Store, int]] = []
+        self.width = 0
+        for store in program.stores:
+            if store.partial:
+                self.partials.append((store, self.width))
+                self.width += program.columns if store.columns else 1
+        self.lines: list[str] = []
+        self.suffix = ""
+        self._names: dict[Value, str] = {}
+        self._depth = 1
+
+    # -- lines -------------------------------------------------------------------------------------------------------
+
+    def line(self, text: str) -> None:
+        """One line, at the present depth."""
+        self.lines.append("    " * self._depth + text)
+
+    @contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        """A loop; without a head nothing is repeated, and nothing indented."""
+        if head:
+            self.line(head)
+            self._depth += 1
+        yield
+        if head:
+            self._depth -= 1
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """What gets a name within is forgotten afterwards."""
+        before = dict(self._names)
+        yield
+        self._names = before
+
+    def row_index(self) -> None:
+        """The rows of a tile, and for each row dimension the index along it."""
+        self.line("row = tl.full((1,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)")
+        self.line("within = row < rows")
+        rest = "row"
+        for i in range(self.addresses.dimensions - 1, 0, -1):
+            self.line(f"row_{i} = {rest} % size_{i}")
+            self.line(f"over_{i} = {rest} // size_{i}")
+            rest = f"over_{i}"
+        if self.addresses.dimensions > 1:
+            self.line(f"row_0 = {rest}")
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def compute(self, roots: Iterable[Operand]) -> None:
+        """Write down what the roots need and is not there yet."""
+        for value in walk([root for root in roots if isinstance(root, Value)], self.known):
+            if value not in self._names:
+                self._names[value] = self._define(value)
+
+    def known(self, value: Value) -> bool:
+        """Whether it comes from memory or has a name."""
+        return value in self.loads or value in self._names
+
+    def name(self, value: Value, expression: str) -> None:
+        """Write down a value in another way than ``compute``."""
+        self._names[value] = f"{value.op}_{value.number}"
+        self.line(f"{self._names[value]} = {expression}")
+
+    def text(self, operand: Operand) -> str:
+        """The name of a value that has one; a number as it is written."""
+        if isinstance(operand, Value):
+            return self._names[operand]
+        number = _single(operand)
+        if not math.isfinite(number):
+            return f'float("{number}")'
+        return repr(number) if number >= 0 else f"({number!r})"
+
+    def inside(self, value: Operand, neutral: str) -> str:
+        """A value, where a tile reaches over the end of a row replaced by what a reduction does not see."""
+        inside = self.addresses.inside_row
+        return f"tl.where({inside}, {self.text(value)}, {neutral})" if inside else self.text(value)
+
+    def _define(self, value: Value) -> str:
+        if value in self.loads:
+            pointer, access = self.loads[value]
+            name = f"{pointer.removesuffix('_ptr')}_value{self.suffix}"
+            self.line(f"{name} = {self._load(pointer, access, self.ports[value].dtype, value)}")
+            return name
+        if value.op == "stop":
+            return self.text(value.args[0])
+        name = f"{_NAMES.get(value.op, value.op)}_{value.number}{self.suffix if value.columns else ''}"
+        self.line(f"{name} = {self._expression(value)}")
+        return name
+
+    def _expression(self, value: Value) -> str:
+        if value.op in REDUCTIONS:
+            return REDUCE[value.op].format(self.inside(value.args[0], NEUTRAL[value.op]))
+        if value.op == "keep":
+            number, p = value.attribute
+            row, count = ("tl.zeros((1,), tl.int64)", "columns") if self.addresses.flat else ("row", "COLUMNS")
+            seed = f"tl.load(seeds + (seed + {number}))"
+            return f"keep_tile({seed}, {row}, {count}, start, {drop_threshold(p)}, BLOCK)  # p={p:g}"
+        if value.op == "round":
+            return f"{self.text(value.args[0])}.to(tl.{_TRITON[value.attribute]}).to(tl.float32)"
+        whole = value.op in COMPARISONS and any(isinstance(a, Value) and a.kind == "integer" for a in value.args)
+        arguments = [str(int(a)) if whole and not isinstance(a, Value) else self.text(a) for a in value.args]
+        return _EXPRESSIONS[value.op].format(*arguments)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _load(self, pointer: str, access: Access, dtype: torch.dtype, value: Value) -> str:
+        mask = self.addresses.mask(value.rows, value.columns)
+        other = "" if not mask else f", mask={mask}, other=0" + (".0" if dtype.is_floating_point else "")
+        text = f"tl.load({pointer}{self.addresses.offset(access, value.rows, value.columns)}{other})"
+        if self.addresses.rowwise(value.rows, value.columns):
+            text += "[:, None]"
+        if dtype is torch.bool:
+            return f"{text} != 0"
+        if not dtype.is_floating_point:
+            return text if dtype.itemsize >= 4 else f"{text}.to(tl.int32)"
+        return text if dtype is torch.float32 else f"{text}.to(tl.float32)"
+
+    def store(self, columns: bool | None = None) -> None:
+        """Write the tensors, column partials left out; with ``columns`` those that vary along them or those not."""
+        for store, (pointer, access) in self.stores:
+            if columns is None or store.columns is columns:
+                mask = self.addresses.mask(store.rows, store.columns)
+                where = self.addresses.offset(access, store.rows, store.columns)
+                value = self._stored(store)
+                if self.addresses.rowwise(store.rows, store.columns):
+                    value = f"tl.reshape({value}, (ROWS,))"
+                self.line(f"tl.store({pointer}{where}, {value}{f', mask={mask}' if mask else ''})")
+
+    def partial_place(self, store: Store, offset: int) -> str:
+        """Where this program's partial of a store begins."""
+        return f"mine + {offset} + {'column' if store.columns else 'tl.zeros((1, 1), tl.int32)'}"
+
+    def _stored(self, store: Store) -> str:
+        value, flat = store.value, self.addresses.flat
+        rows = store.rows and not flat
+        shape = f"({'ROWS' if rows else 1}, {'BLOCK' if store.columns else 1})"
+        if not isinstance(value, Value):
+            return f"tl.full({shape}, {self.text(value)}, tl.{_TRITON[store.dtype]})"
+        text = self.text(value)
+        if store.dtype is torch.bool:
+            text = f"{text}.to(tl.int8)"
+        if (value.rows and not flat) != rows or value.columns != store.columns:
+            text = f"tl.broadcast_to({text}, {shape})"
+        return text if store.dtype in (torch.float32, torch.bool) else f"{text}.to(tl.{_TRITON[store.dtype]})"
+
+
+def _single(number: float) -> float:
+    """As FP32 holds it: infinite above, and 0 below its normal numbers, since Triton takes such constants as FP64."""
+    info = torch.finfo(torch.float32)
+    if abs(number) > info.max:
+        return math.copysign(math.inf, number)
+    return math.copysign(0.0, number) if abs(number) < info.tiny else float(number)
+
+
+HEADER: Final = """from fxprec.kernels.launch.philox import keep_tile
+from fxprec.kernels.rows.emit.functions import expm1, log1p, maximum, minimum, row_max, row_min, sign, tanh, trunc
+from fxprec.kernels.launch.triton_support import constexpr, jit, tl
+
+"""
+#: What a reduction begins with, and what it becomes of a tile.
+NEUTRAL: Final = MappingProxyType({"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'})
+REDUCE: Final = MappingProxyType(
+    {"sum": "tl.sum({}, axis=1, keep_dims=True)", "max": "row_max({})", "min": "row_min({})"}
+)
+_TRITON: Final = MappingProxyType({torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"})
+_NAMES: Final = MappingProxyType(
+    {"where": "chosen", "and": "both", "or": "either", "not": "other", "abs": "size", "round": "rounded"}
+)
+_EXPRESSIONS: Final = MappingProxyType(
+    {
+        "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "abs": "tl.abs({})",
+        "exp": "tl.exp({})", "exp2": "tl.exp2({})", "expm1": "expm1({})", "log": "tl.log({})", "log2": "tl.log2({})",
+        "log1p": "log1p({})", "sqrt": "tl.sqrt_rn({})", "rsqrt": "tl.rsqrt({})", "erf": "tl.erf({})",
+        "tanh": "tanh({})", "sigmoid": "tl.sigmoid({})", "sign": "sign({})",
+        "floor": "tl.floor({})", "ceil": "tl.ceil({})", "trunc": "trunc({})", "isnan": "{0} != {0}",
+        "maximum": "maximum({}, {})", "minimum": "minimum({}, {})", "where": "tl.where({}, {}, {})",
+        "eq": "{} == {}", "ne": "{} != {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}",
+        "and": "{} & {}", "or": "{} | {}", "not": "~{}", "float": "{}.to(tl.float32)",
+    }
+)  # fmt: skip

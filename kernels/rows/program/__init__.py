@@ -1,0 +1,1 @@
+"""From a region's graph to row programs, forward and backward."""

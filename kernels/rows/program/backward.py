@@ -1,0 +1,128 @@
+"""The backward row program of a region: what it starts from, what it stores, and what the forward keeps for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import torch
+
+from fxprec.kernels.rows.program.derivatives import gradients
+from fxprec.kernels.rows.program.row_program import Backward, Forward, Port, Program, Store
+from fxprec.kernels.rows.program.values import REDUCTIONS, Operand, Value, walk
+
+__all__ = ["backward"]
+
+#: More outputs than these are not weighed one against the other: all that can be are loaded.
+_WEIGHED: Final = 6
+
+
+def backward(
+    fw: Forward, wanted: Sequence[int], cotangents: Sequence[int], rows: int, alike: Sequence[object]
+) -> Backward:
+    """The backward program for some inputs and some outputs.
+
+    :param wanted: numbers of the inputs whose gradients are asked for.
+    :param cotangents: numbers of the outputs that have a gradient.
+    :param rows: how many rows there are about, to weigh bytes by.
+    :param alike: for each input something that is equal for two of them that lie in memory alike.
+    """
+    b = fw.builder
+    first = len(fw.inputs)
+    given = [b.load(first + n, fw.outputs[n].dtype, fw.outputs[n].rows, fw.outputs[n].columns) for n in cotangents]
+    found = gradients(b, [fw.outputs[n].value for n in cotangents], given, [fw.inputs[n] for n in wanted])
+    stores, owners, stored_in = _stores(fw, wanted, found, alike)
+    roots = [store.value for store in stores if isinstance(store.value, Value)]
+    sources = _cheapest(fw, roots, set(given), rows)
+    statistics = {v: n for n, v in enumerate(_statistics(fw, roots, sources.keys() | {*given}))}
+    used = {*walk(roots, lambda v: v in sources or v in statistics or v in given)}
+    again = {*walk(roots, lambda v: v in sources or v in given)}
+    read = [value for value in sources if value in used]
+    saved = [*(sources[value] for value in read), *(("statistic", n) for n in statistics.values())]
+    loads = [(value, _port_of(fw, sources[value])) for value in read]
+    loads += [(value, Port(torch.float32, value.rows, False)) for value in statistics]
+    also = [value for value in sources if value in again and value not in used]
+    program = Program(
+        (*loads, *((value, fw.outputs[n].port) for value, n in zip(given, cotangents, strict=True))),
+        tuple(stores), fw.program.seeds, fw.program.columns,
+    )  # fmt: skip
+    return Backward(
+        program, tuple(saved), tuple((value, sources[value]) for value in also), tuple(statistics),
+        tuple(cotangents), tuple(wanted), tuple(stored_in), tuple(owners),
+    )  # fmt: skip
+
+
+def _stores(
+    fw: Forward, wanted: Sequence[int], found: Sequence[Operand | None], alike: Sequence[object]
+) -> tuple[list[Store], list[int], list[int]]:
+    """The stores of gradients, each value once for inputs that lie alike; their owners; each input's store.
+
+    An input that varies along some of the row dimensions has its gradient summed afterwards, from a full FP32 copy: a
+    low one would be rounded before the sum.
+    """
+    stores: list[Store] = []
+    owners: list[int] = []
+    known: dict[object, int] = {}
+    place: dict[int, int] = {}
+    for n, gradient in sorted(zip(wanted, found, strict=True), key=lambda each: fw.input_ports[each[0]].some_rows):
+        port = fw.input_ports[n]
+        value = 0.0 if gradient is None else gradient
+        own = id(value) if isinstance(value, Value) else value
+        key = (own, port.dtype, alike[n])
+        if port.some_rows:
+            key = (own, port.columns, "any")
+        if port.rows and key in known:
+            place[n] = known[key]
+            continue
+        dtype = torch.float32 if not port.rows or port.some_rows else port.dtype
+        place[n] = len(stores)
+        known[key] = place[n]
+        if port.rows and not port.some_rows and dtype is torch.float32:
+            known.setdefault((own, port.columns, "any"), place[n])
+        stores.append(Store(value, dtype, port.rows, port.columns, not port.rows))
+        owners.append(n)
+    return stores, owners, [place[n] for n in wanted]
+
+
+def _statistics(fw: Forward, roots: list[Value], sources: Collection[Value]) -> list[Value]:
+    """The forward's reductions that the backward meets on its way to the sources: kept, they need no second pass."""
+    found: dict[Value, None] = {}
+
+    def stop(value: Value) -> bool:
+        if value not in sources and value.op in REDUCTIONS and value.number < fw.made:
+            found[value] = None
+        return value in sources or value in found
+
+    walk(roots, stop)
+    return sorted(found, key=lambda value: value.number)
+
+
+def _cheapest(fw: Forward, roots: list[Value], given: set[Value], rows: int) -> dict[Value, tuple[str, int]]:
+    """What the backward starts from: value -> (kind, number). Inputs, and those outputs that save bytes."""
+    inputs = {value: ("input", n) for n, value in enumerate(fw.inputs)}
+    reachable = walk(roots, lambda v: v in inputs or v in given)
+    candidates = {
+        store.value: ("output", n)
+        for n, store in enumerate(fw.outputs)
+        if isinstance(store.value, Value) and store.value in reachable and store.value not in inputs and store.exact
+    }
+    sizes = {
+        value: _port_of(fw, source).size(rows, fw.program.columns) for value, source in (inputs | candidates).items()
+    }
+
+    def cost(chosen: tuple[Value, ...]) -> float:
+        stop = inputs.keys() | given | {*chosen}
+        return sum(sizes[value] for value in walk(roots, stop.__contains__) if value in sizes and value in stop)
+
+    best: tuple[Value, ...] = tuple(candidates)
+    if len(candidates) <= _WEIGHED:
+        lengths = range(len(candidates) + 1)
+        subsets = itertools.chain.from_iterable(itertools.combinations(candidates, n) for n in lengths)
+        best = min(subsets, key=lambda chosen: (cost(chosen), -len(chosen)))
+    return inputs | {value: candidates[value] for value in best}
+
+
+def _port_of(fw: Forward, source: tuple[str, int]) -> Port:
+    kind, n = source
+    return fw.input_ports[n] if kind == "input" else fw.outputs[n].port

@@ -1,0 +1,134 @@
+"""The forward row program of a region: its graph, node by node, as values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from fxprec.kernels.rows.program.lowering import ROW_REDUCTIONS, Declined, Term, lower
+from fxprec.kernels.rows.program.row_program import Forward, Port, Program, Store
+from fxprec.kernels.rows.program.values import Builder, Value
+
+__all__ = ["forward", "reduced_dimensions"]
+
+#: What nodes may give. Integers would wrap where they are computed, and FP32 has 24 bits.
+_COMPUTED: Final = (torch.float32, torch.float16, torch.bfloat16, torch.bool)
+
+
+def reduced_dimensions(nodes: Sequence[Node]) -> int:
+    """How many trailing dimensions the reductions of a region run over; 0 without any.
+
+    :raises Declined: they differ, or are not the last ones.
+    """
+    found: set[int] = set()
+    for node in nodes:
+        name = node.meta["op"].name
+        if name not in ROW_REDUCTIONS:
+            continue
+        position = ROW_REDUCTIONS[name]
+        if position is None:
+            found.add(len(node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]))  # type: ignore[arg-type]
+            continue
+        dim: Any = (
+            node.args[position]
+            if len(node.args) > position
+            else node.kwargs.get("dim", 1 if name == "normalize" else None)
+        )
+        own = len(node.args[0].meta["shape"])  # type: ignore[union-attr]
+        dims = [*range(own)] if dim is None or dim == () else [dim] if isinstance(dim, int) else [*dim]
+        if sorted(d % own for d in dims) != [*range(own - len(dims), own)]:
+            raise Declined(f"{name} over other dimensions than the last")
+        found.add(len(dims))
+    if len(found) > 1:
+        raise Declined("reductions over different numbers of dimensions")
+    return found.pop() if found else 0
+
+
+def forward(
+    gm: GraphModule,
+    shape: Sequence[int],
+    reduced: int,
+    port: Callable[[Sequence[int], torch.dtype], Port],
+    columns: int,
+) -> Forward:
+    """The forward program of a region's graph, whose nodes carry ``meta["shape"]`` and ``meta["torch_dtype"]``.
+
+    :param port: how a tensor of a shape and dtype varies.
+    :raises Declined: something that row programs do not know.
+    """
+    b = Builder(columns)
+    terms: dict[Node, Any] = {}
+    loads: list[tuple[Value, Port]] = []
+    seeds = itertools.count()
+    returned = set(gm.graph.output_node().all_input_nodes)
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            continue
+        own, dtype = tuple(node.meta["shape"]), node.meta["torch_dtype"]
+        if node.op == "placeholder":
+            if dtype in (torch.float64, torch.complex64, torch.complex128):
+                raise Declined(f"{dtype} values")
+            found = port(own, dtype)
+            value = b.load(len(loads), dtype, found.rows, found.columns)
+            loads.append((value, found))
+            terms[node] = Term(value, own)
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), terms.__getitem__)
+        name = node.meta["op"].name
+        if name == "to":
+            term = _cast(b, node, args[0], dtype)
+        elif name == "dropout":
+            term = _dropout(b, args, kwargs, tuple(shape), seeds)
+        else:
+            term = lower(b, name, args, kwargs, reduced)
+        if tuple(term.shape) != own:
+            raise Declined(f"{name} gives {own}, which the rows and columns do not show")
+        if dtype not in _COMPUTED:
+            raise Declined(f"{name} gives {dtype}")
+        if dtype is torch.bool:
+            term = Term(b.truth(term.value), own, term.dropped)  # a sum of bools is an or, a product an and
+        if node in returned and dtype in (torch.float16, torch.bfloat16) and isinstance(term.value, Value):
+            # What others read is what was stored.
+            term = Term(b.round(term.value, dtype), own, term.dropped)
+        terms[node] = term
+    outputs = tuple(_output(node, terms[node], port, reduced) for node in gm.graph.output_node().args[0])  # type: ignore[union-attr]
+    program = Program(tuple(loads), outputs, next(seeds), columns)
+    return Forward(program, b, tuple(v for v, _ in loads), tuple(p for _, p in loads), outputs, b.made)
+
+
+def _cast(b: Builder, node: Node, x: Term, dtype: torch.dtype) -> Term:
+    if not dtype.is_floating_point or dtype is torch.float64:
+        raise Declined(f"a cast to {dtype}")
+    value = b.float(x.value)
+    if not node.meta.get("inserted") and dtype is not torch.float32 and isinstance(value, Value):
+        value = b.round(value, dtype)  # the user's own cast rounds; ours only says in what the next op would read
+    return Term(value, x.shape, x.dropped)
+
+
+def _dropout(b: Builder, args: Any, kwargs: Any, shape: tuple[int, ...], seeds: Any) -> Term:
+    def bound(x: Term, p: float = 0.5, training: bool = True, inplace: bool = False) -> Term:
+        if not training or p == 0:
+            return x
+        if tuple(x.shape) != shape:
+            raise Declined("dropout of a tensor that is broadcast afterwards")
+        if p == 1:
+            return Term(b("mul", x.value, 0.0), x.shape)
+        kept = b("mul", x.value, b.float(b.keep(next(seeds), float(p))))
+        return Term(b("mul", kept, 1.0 / (1.0 - p)), x.shape)
+
+    return bound(*args, **kwargs)
+
+
+def _output(node: Node, term: Term, port: Callable[[Sequence[int], torch.dtype], Port], reduced: int) -> Store:
+    dtype = node.meta["torch_dtype"]
+    if dtype not in _COMPUTED:
+        raise Declined(f"an output of {dtype}")
+    found = port(term.shape + (1,) * reduced if term.dropped else term.shape, dtype)
+    if not found.rows or found.some_rows:
+        raise Declined("an output that does not vary along all the rows")
+    return Store(term.value, dtype, found.rows, found.columns, dropped=reduced if term.dropped else 0)

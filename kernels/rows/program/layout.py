@@ -1,0 +1,170 @@
+"""Where rows and columns lie: one iteration space for all the tensors of a region, and each tensor's strides in it.
+
+The space has the region's broadcast shape. Its dimensions are taken in the memory order of the first full tensor (that
+is not expanded, if there is one), so that channels_last runs along channels. With reductions the columns are the
+reduced, last dimensions; without, they are the innermost dimensions that every tensor walks with one stride, which for
+equal dense tensors is all of them: then there is one row, and the program is *flat*.
+
+    shape (8, 512, 768), x contiguous, bias (768,), reduced 0   ->  4096 rows x 768 columns; bias varies along columns
+    shape (8, 64, 32, 32), x channels_last, bias (64, 1, 1)     ->  8192 rows x 64 columns
+    shape (8, 12, 512, 512), mask (8, 1, 1, 512), reduced 1     ->  rows (8, 6144) x 512 columns; mask strides (512, 0)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fxprec.kernels.rows.program.terms import Declined
+
+__all__ = ["Layout", "Place", "dense_strides", "find_layout", "place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """An iteration space.
+
+    Attributes:
+        shape: of the region, as torch has it.
+        row_dims: dimensions that the rows run over, outermost in memory first.
+        column_dims: those of the columns, likewise.
+        flat: there is one row, and nothing is ever reduced: the program runs along the columns alone.
+    """
+
+    shape: tuple[int, ...]
+    row_dims: tuple[int, ...]
+    column_dims: tuple[int, ...]
+    flat: bool = False
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[d] for d in self.row_dims)
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.shape[d] for d in self.column_dims)
+
+    def two_dimensional(self, x: Tensor) -> Tensor:
+        """A tensor that broadcasts to the shape, seen as rows x columns: 1 where it does not vary. May copy."""
+        rank = len(self.shape)
+        x = x.reshape((1,) * (rank - x.dim()) + x.shape)
+
+        def extent(dims: tuple[int, ...]) -> int:
+            return math.prod(self.shape[d] for d in dims) if any(x.shape[d] != 1 for d in dims) else 1
+
+        shape = [1] * rank
+        for dims in (self.row_dims, self.column_dims):
+            if extent(dims) != 1 or any(x.shape[d] != 1 for d in dims):
+                for d in dims:
+                    shape[d] = self.shape[d]
+        order = [d for d in range(rank) if d not in self.row_dims and d not in self.column_dims]
+        order += [*self.row_dims, *self.column_dims]
+        return x.expand(shape).permute(order).reshape(extent(self.row_dims), extent(self.column_dims))
+
+    def torch_shaped(self, x: Tensor, columns: bool = True) -> Tensor:
+        """The inverse: rows x columns as a tensor of the region's shape; 1 for columns without them."""
+        shape = [size if columns or d not in self.column_dims else 1 for d, size in enumerate(self.shape)]
+        order = [d for d in range(len(shape)) if d not in self.row_dims and d not in self.column_dims]
+        order += [*self.row_dims, *self.column_dims]
+        back = sorted(range(len(shape)), key=lambda i: order[i])
+        return x.reshape([shape[d] for d in order]).permute(back)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One tensor in the space: a stride for each (merged) row dimension, one for the columns; 0: does not vary."""
+
+    row_strides: tuple[int, ...]
+    column_stride: int
+
+
+def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], reduced: int) -> Layout:
+    """The space for a broadcast shape.
+
+    :param full: (shape, strides) of the tensors, the first one of the region's own shape leading.
+    :param reduced: how many trailing dimensions the region reduces over; 0: the columns are chosen here.
+    :raises Declined: reduced dimensions that are not innermost in memory.
+    """
+    shape = tuple(shape)
+    rank = len(shape)
+    strides = [_broadcast(own, stride, shape) for own, stride in full]
+    whole = [s for (own, _), s in zip(full, strides, strict=True) if own == shape]
+    leading = next((s for s in whole if all(s[d] for d in range(rank) if shape[d] != 1)), whole[0] if whole else None)
+    order = [d for d in range(rank) if shape[d] != 1]
+    if leading is not None:
+        order.sort(key=lambda d: -leading[d])
+    if reduced:
+        columns = tuple(d for d in order if d >= rank - reduced)
+        if leading is not None and columns and leading[columns[-1]] not in (0, 1):
+            raise Declined("the reduced dimension is not the innermost in memory")
+        rows = tuple(d for d in order if d < rank - reduced)
+        return Layout(shape, rows, columns)
+    take = 1
+    while take < len(order) and all(_merge(s, order[-take - 1], order[-take], shape) for s in strides):
+        take += 1
+    return Layout(shape, tuple(order[:-take]), tuple(order[-take:]), flat=take >= len(order))
+
+
+def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], int]:
+    """Strides of a tensor along each row dimension, and along the columns.
+
+    :raises Declined: columns of several dimensions that this tensor does not walk with one stride.
+    """
+    own = _broadcast(tuple(shape), tuple(strides), layout.shape)
+    columns = layout.column_dims
+    for outer, inner in itertools.pairwise(columns):
+        if not _merge(own, outer, inner, layout.shape):
+            raise Declined("a tensor whose columns are not evenly spaced in memory")
+    return [own[d] for d in layout.row_dims], own[columns[-1]] if columns else 0
+
+
+def merged(layout: Layout, places: Sequence[tuple[list[int], int]]) -> tuple[tuple[int, ...], list[Place]]:
+    """Sizes of as few row dimensions as serve all the tensors, and the tensors' places among these."""
+    sizes: list[int] = []
+    kept: list[list[int]] = [[] for _ in places]
+    for i, dim in enumerate(layout.row_dims):
+        size = layout.shape[dim]
+        if sizes and all(own[-1] == size * rows[i] for own, (rows, _) in zip(kept, places, strict=True)):
+            sizes[-1] *= size
+            for own, (rows, _) in zip(kept, places, strict=True):
+                own[-1] = rows[i]
+        else:
+            sizes.append(size)
+            for own, (rows, _) in zip(kept, places, strict=True):
+                own.append(rows[i])
+    return tuple(sizes), [Place(tuple(own), column) for own, (_, column) in zip(kept, places, strict=True)]
+
+
+def dense_strides(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor without gaps whose dimensions lie in the layout's order."""
+    offset = len(layout.shape) - len(shape)
+    order = [d - offset for d in (*layout.row_dims, *layout.column_dims) if d >= offset]
+    order = [d for d in range(len(shape)) if d not in order] + order
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements share memory and none is between them."""
+    step = 1
+    for stride, size in sorted((t, s) for s, t in zip(shape, strides, strict=True) if s != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _broadcast(own: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    missing = len(shape) - len(own)
+    return (0,) * missing + tuple(stride if size != 1 else 0 for size, stride in zip(own, strides, strict=True))
+
+
+def _merge(strides: tuple[int, ...], outer: int, inner: int, shape: tuple[int, ...]) -> bool:
+    return strides[outer] == shape[inner] * strides[inner]

@@ -1,0 +1,141 @@
+"""A row program: what one kernel loads, computes and stores. A region's are a forward and a backward one.
+
+The forward program computes the region's outputs, and stores the row statistics (results of reductions) that the
+backward will ask for. The backward program starts again from what is in memory anyway: of the region's inputs and
+outputs it loads those that make the fewest bytes, and computes the rest anew. Gradients of what does not vary along
+rows (a bias, a norm's weight) are column partials, added up by a second stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fxprec.kernels.rows.program.values import REDUCTIONS, Builder, Operand, Value, walk
+
+__all__ = ["Backward", "Forward", "Port", "Program", "Store"]
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A tensor that a program loads: its dtype, and whether it varies along rows and columns.
+
+    ``some_rows``: of several row dimensions it varies along some only.
+    """
+
+    dtype: torch.dtype
+    rows: bool
+    columns: bool
+    some_rows: bool = False
+
+    def size(self, rows: int, columns: int) -> int:
+        """Bytes of the tensor, where it varies along all the rows or none."""
+        return self.dtype.itemsize * (rows if self.rows else 1) * (columns if self.columns else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A tensor that a program writes.
+
+    ``partial``: summed over rows, as FP32, by a second stage. ``dropped``: how many trailing dimensions it lacks.
+    """
+
+    value: Operand
+    dtype: torch.dtype
+    rows: bool
+    columns: bool
+    partial: bool = False
+    dropped: int = 0
+
+    @property
+    def port(self) -> Port:
+        """How it is read again."""
+        return Port(self.dtype, self.rows, self.columns)
+
+    @property
+    def exact(self) -> bool:
+        """Whether reading it again gives the value that was computed with."""
+        value = self.value
+        return isinstance(value, Value) and (
+            self.dtype is torch.float32 or (value.op == "round" and value.attribute is self.dtype)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One kernel's work.
+
+    Attributes:
+        loads: (value, port) of each tensor that is read, in the order of the kernel's arguments.
+        stores: of each tensor that is written, likewise.
+        seeds: how many dropouts there are.
+        columns: of a row; a program with reductions is made for this number.
+    """
+
+    loads: tuple[tuple[Value, Port], ...]
+    stores: tuple[Store, ...]
+    seeds: int
+    columns: int
+
+    @property
+    def values(self) -> list[Value]:
+        """Everything computed, in order; loads first among what they lead to."""
+        loaded = {value for value, _ in self.loads}
+        roots = [store.value for store in self.stores if isinstance(store.value, Value)]
+        return walk(roots, loaded.__contains__)
+
+    @property
+    def reduces(self) -> bool:
+        loaded = {value for value, _ in self.loads}
+        return any(value.op in REDUCTIONS and value not in loaded for value in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A region's forward: the program, and what the backward can start from.
+
+    Attributes:
+        builder: made the values; the backward goes on with it.
+        inputs: the value of each graph input that is a tensor.
+        outputs: what is stored for each graph output.
+        made: how many values the forward has; what has a higher number belongs to a backward.
+    """
+
+    program: Program
+    builder: Builder
+    inputs: tuple[Value, ...]
+    input_ports: tuple[Port, ...]
+    outputs: tuple[Store, ...]
+    made: int
+
+    def with_statistics(self, values: Sequence[Value]) -> Program:
+        """The program, also storing these row statistics."""
+        stores = (*self.outputs, *(Store(v, torch.float32, v.rows, False) for v in values))
+        return replace(self.program, stores=stores)
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A region's backward.
+
+    Attributes:
+        program: loads ``saved`` and then the cotangents; stores a gradient for each wanted input.
+        saved: ("input" | "output" | "statistic", number) of what the forward keeps for it, in the order of the loads.
+        also: what is kept besides, since the statistics could not be computed again without it (double backward).
+        statistics: the forward's reductions among the loads.
+        cotangents: numbers of the outputs whose gradients come next.
+        wanted: numbers of the inputs that get gradients.
+        stored_in: for each of them the number of its store; equal gradients share one.
+        owners: for each store the number of the input that it was made for.
+    """
+
+    program: Program
+    saved: tuple[tuple[str, int], ...]
+    also: tuple[tuple[Value, tuple[str, int]], ...]
+    statistics: tuple[Value, ...]
+    cotangents: tuple[int, ...]
+    wanted: tuple[int, ...]
+    stored_in: tuple[int, ...]
+    owners: tuple[int, ...]

@@ -1,0 +1,1 @@
+"""From row programs to launches, and gradients."""

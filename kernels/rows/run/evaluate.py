@@ -1,0 +1,97 @@
+"""Row programs in plain torch, differentiable: what the kernels are compared with, and what double backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.rows.program.layout import Layout
+from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.program.values import COMPARISONS, REDUCTIONS, Value, walk
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    program: Program,
+    layout: Layout,
+    tensors: Sequence[Tensor],
+    seeds: Tensor | None,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """What a program stores, as rows x columns (1 where it does not vary), not yet rounded to the dtypes of its stores.
+
+    :param tensors: what it loads, in any layout.
+    :param dtype: to compute in; float64 for a reference.
+    """
+    known: dict[Value, Any] = {}
+    for (value, port), tensor in zip(program.loads, tensors, strict=True):
+        seen = layout.two_dimensional(tensor)
+        known[value] = seen.to(dtype) if port.dtype.is_floating_point else seen
+    roots = [store.value for store in program.stores if isinstance(store.value, Value)]
+    for value in walk(roots, known.__contains__):
+        if value not in known:
+            arguments = [known[a] if isinstance(a, Value) else a for a in value.args]
+            known[value] = _apply(value, arguments, layout, seeds, seed, dtype)
+    results = []
+    for store in program.stores:
+        value = store.value
+        result = (
+            known[value]
+            if isinstance(value, Value)
+            else torch.full((1, 1), value, dtype=dtype, device=tensors[0].device)
+        )
+        if store.partial:
+            result = result.expand(layout.rows, result.shape[1]).sum(0, keepdim=True)
+        shape = (1 if store.partial or not store.rows else layout.rows, layout.columns if store.columns else 1)
+        results.append(result.expand(shape))
+    return results
+
+
+def _apply(
+    value: Value, arguments: list[Any], layout: Layout, seeds: Tensor | None, seed: int, dtype: torch.dtype
+) -> Any:
+    if value.op == "keep":
+        from fxprec.kernels.launch.philox import keep_mask  # which loads Triton
+
+        assert seeds is not None
+        number, p = value.attribute
+        return keep_mask(seeds[seed + number], layout.rows, layout.columns, p)
+    if value.op == "round":
+        x = arguments[0]
+        return (
+            x + (x.to(value.attribute).to(dtype) - x).detach() if x.requires_grad else x.to(value.attribute).to(dtype)
+        )
+    if value.op == "float":
+        return arguments[0].to(dtype)
+    if value.op in REDUCTIONS:
+        x = arguments[0].expand(-1, layout.columns)
+        return {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[value.op](x, 1, keepdim=True)
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if value.op in COMPARISONS and not tensors[0].is_floating_point():
+        dtype = torch.int64  # of integers: exact
+    if value.op in _OF_TENSORS:
+        arguments = [
+            a if isinstance(a, Tensor) else torch.tensor(a, dtype=dtype, device=tensors[0].device) for a in arguments
+        ]
+    return _OPS[value.op](*arguments)
+
+
+#: Functions that take no numbers in the place of tensors.
+_OF_TENSORS: Final = COMPARISONS | {"where", "maximum", "minimum"}
+_OPS: Final[Mapping[str, Callable[..., Tensor]]] = MappingProxyType(
+    {
+        "add": torch.add, "sub": lambda a, b: a - b, "mul": torch.mul, "div": lambda a, b: a / b,
+        **{name: getattr(torch, name) for name in (
+            "neg", "abs", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "erf", "tanh",
+            "sigmoid", "sign", "floor", "ceil", "trunc", "isnan", "ne", "lt", "le", "gt", "ge", "eq",
+            "where", "maximum", "minimum",
+        )},
+        "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "stop": lambda x: x.detach(),
+    }
+)  # fmt: skip

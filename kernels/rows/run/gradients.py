@@ -1,0 +1,89 @@
+"""From what a backward kernel stores to a gradient for each input, in its shape and dtype, as ``finish`` says.
+
+``eager_backward`` is the whole backward in ops that autograd knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.rows.program.row_program import Port
+from fxprec.kernels.rows.program.spec import Spec
+from fxprec.kernels.rows.run.evaluate import evaluate
+from fxprec.kernels.rows.run.plan import Plan
+
+__all__ = ["eager_backward", "finished", "laid_out"]
+
+
+def finished(plan: Plan, made: Sequence[Tensor]) -> list[Tensor]:
+    """A gradient for each wanted input, in its shape and dtype, from what ``Plan.backward`` gave."""
+    sums: Sequence[Tensor] = ()
+    if plan.backward_launch.partials is not None:
+        partials = made[-1]
+        total = partials.sum(0) if len(partials) > 1 else partials.view(-1)
+        sums = total.split_with_sizes(plan.partial_widths)
+    found = []
+    for each in plan.finishes:
+        gradient = sums[each.stored] if each.partial else made[each.stored]
+        if not each.plain:
+            gradient = each.shaped(gradient)
+        dtype = each.spec.dtype
+        found.append(gradient if gradient.dtype is dtype else gradient.to(dtype))
+    return found
+
+
+def laid_out(plan: Plan, cotangents: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of the outputs that have one, in the outputs' strides, as the kernel walks them.
+
+    :param cotangents: for each output; copied where it lies otherwise.
+    """
+    return [_laid(cotangents[n], plan.outputs[n]) for n in plan.backward_program.cotangents]
+
+
+def _laid(x: Tensor, spec: Spec) -> Tensor:
+    if x.stride() == spec.strides and x.dtype is spec.dtype:
+        return x
+    return spec.empty(x.device).copy_(x)
+
+
+def eager_backward(
+    plan: Plan, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:  # fmt: skip
+    """The backward in plain torch ops on the saved inputs and outputs, which autograd can differentiate.
+
+    Statistics are computed again from these: as saved they have no history.
+
+    :param cotangents: for each output.
+    :param dtype: to compute in. Gradients come in those of the inputs, except in float64: then they stay in it.
+    """
+    bw, layout = plan.backward_program, plan.layout
+    loads, tensors = [], []
+    values = [value for value, _ in bw.program.loads[: len(bw.saved)]] + [value for value, _ in bw.also]
+    for value, (kind, n), tensor in zip(values, plan.keeps, saved, strict=True):
+        if kind != "statistic":
+            spec = (plan.inputs if kind == "input" else plan.outputs)[n]
+            loads.append((value, Port(spec.dtype, True, True)))
+            tensors.append(_padded(tensor, spec))
+    loads += bw.program.loads[len(bw.saved) :]
+    tensors += [_padded(cotangents[n], plan.outputs[n]) for n in bw.cotangents]
+    found = evaluate(replace(bw.program, loads=tuple(loads)), layout, tensors, seeds, seed, dtype)
+    gradients = []
+    for n, slot, finish in zip(bw.wanted, bw.stored_in, plan.finishes, strict=True):
+        spec, gradient, store = plan.inputs[n], found[slot], bw.program.stores[slot]
+        if store.partial:
+            gradient = finish.shaped(gradient.reshape(-1))
+        else:
+            rows, columns = layout.rows, layout.columns if store.columns else 1
+            gradient = layout.torch_shaped(gradient.expand(rows, columns), store.columns).sum_to_size(spec.shape)
+        gradients.append(gradient.to(spec.dtype) if dtype is torch.float32 else gradient)
+    return gradients
+
+
+def _padded(x: Tensor, spec: Spec) -> Tensor:
+    """With the dimensions that a reduction took."""
+    return x.reshape(x.shape + (1,) * spec.dropped) if spec.dropped else x

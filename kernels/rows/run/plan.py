@@ -1,0 +1,201 @@
+"""What a region does for inputs of given shapes, strides and dtypes: two kernels, and what they read and write.
+
+``derive.make_plan`` makes one. Two calls whose inputs differ in the number of rows alone share their row programs; only
+the launches are made anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.launch.observers import ANY_MODE, watcher
+from fxprec.kernels.rows.program.layout import Layout, place
+from fxprec.kernels.rows.program.row_program import Backward, Program
+from fxprec.kernels.rows.program.spec import Spec
+from fxprec.kernels.rows.run import ops
+from fxprec.kernels.rows.run.finish import Finish, finishes, partial_widths
+from fxprec.kernels.rows.run.kernel import Launch, prepare
+
+__all__ = ["Derived", "Plan"]
+
+
+@dataclass(slots=True)
+class Derived:
+    """Row programs of one region, for all numbers of rows."""
+
+    forward: Program
+    backward: Backward | None
+
+
+@dataclass(eq=False)
+class Plan:
+    """A region for given inputs on a device.
+
+    Attributes:
+        outputs: what the forward gives.
+        statistics: FP32 tensors that it keeps for the backward besides.
+        gradients: as the backward stores them, for each of its stores; None for column partials.
+    """
+
+    name: str
+    device: torch.device
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    layout: Layout
+    derived: Derived
+    statistics: tuple[Spec, ...]
+    gradients: tuple[Spec | None, ...]
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+
+    @property
+    def draws(self) -> int:
+        """How many seeds it reads."""
+        return self.derived.forward.seeds
+
+    @property
+    def backward_program(self) -> Backward:
+        """Of inputs that want gradients."""
+        assert self.derived.backward is not None
+        return self.derived.backward
+
+    @functools.cached_property
+    def keeps(self) -> tuple[tuple[str, int], ...]:
+        """("input" | "output" | "statistic", number) of what a forward keeps for the backward."""
+        bw = self.derived.backward
+        return () if bw is None else (*bw.saved, *(source for _, source in bw.also))
+
+    @functools.cached_property
+    def kept(self) -> tuple[int, ...]:
+        """The same as places among the inputs and what ``forward`` gives, one after the other."""
+        first = {"input": 0, "output": len(self.inputs), "statistic": len(self.inputs) + len(self.outputs)}
+        return tuple(first[kind] + n for kind, n in self.keeps)
+
+    @functools.cached_property
+    def finishes(self) -> tuple[Finish, ...]:
+        """How each wanted input's gradient comes from what ``backward`` gives."""
+        return finishes(self.backward_program, self.inputs, self.gradients, self.layout)
+
+    @functools.cached_property
+    def partial_widths(self) -> tuple[int, ...]:
+        """Columns of each of the column sums."""
+        return partial_widths(self.backward_program)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """What names it in a call of the ops."""
+        return ops.number(self)
+
+    def launch_forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
+        """``forward``, as an op where a dispatch mode is to see it."""
+        if watcher(ANY_MODE) is not None:
+            return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, keep, self.number)
+        return self.forward(inputs, seeds, seed, keep)
+
+    def launch_backward(
+        self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
+    ) -> list[Tensor]:
+        """``backward``, likewise."""
+        if watcher(ANY_MODE) is not None:
+            return torch.ops.fxprec.region_backward(list(saved), list(cotangents), seeds, seed, self.number)
+        return self.backward(saved, cotangents, seeds, seed)
+
+    def forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
+        """Outputs, and with ``keep`` the statistics."""
+        made = self.empty_results(keep)
+        launch = self.forward_launch if keep else self.inference_launch
+        launch([*inputs, *made], seeds, seed, None)
+        return made
+
+    def backward(
+        self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int
+    ) -> list[Tensor]:
+        """What the backward kernel stores: gradients that are no column partials, then the partials of the others.
+
+        :param saved: of ``keeps``.
+        :param cotangents: as ``laid_out`` gives them.
+        """
+        made, launch = self.empty_gradients(), self.backward_launch
+        read = saved[: len(self.backward_program.saved)]
+        if launch.partials:
+            launch([*read, *cotangents, *made[:-1]], seeds, seed, made[-1])
+        else:
+            launch([*read, *cotangents, *made], seeds, seed, None)
+        return made
+
+    def empty_results(self, keep: bool) -> list[Tensor]:
+        """What ``forward`` gives, without numbers."""
+        device = self.device
+        made = [spec.empty(device) for spec in self.outputs]
+        return made + [spec.empty(device) for spec in self.statistics] if keep else made
+
+    def empty_gradients(self) -> list[Tensor]:
+        """What ``backward`` gives, without numbers."""
+        made = [spec.empty(self.device) for spec in self.gradients if spec is not None]
+        partials = self.backward_launch.partials
+        return [*made, torch.empty(partials, dtype=torch.float32, device=self.device)] if partials else made
+
+    # -- launches, each made when it is first wanted -----------------------------------------------------------------
+
+    @functools.cached_property
+    def inference_launch(self) -> Launch:
+        """Of the forward where no gradient will be asked for."""
+        program = self.derived.forward
+        stores = program.stores[: len(self.outputs)]
+        return self._forward_launch(Program(program.loads, stores, program.seeds, program.columns), self.outputs)
+
+    @functools.cached_property
+    def forward_launch(self) -> Launch:
+        """Of the forward, with statistics."""
+        return self._forward_launch(self.derived.forward, (*self.outputs, *self.statistics))
+
+    @functools.cached_property
+    def backward_launch(self) -> Launch:
+        """Of the backward."""
+        bw = self.backward_program
+        read = [*(self.saved(kind, n) for kind, n in bw.saved)]
+        read += [(f"grad_{self.output_names[n]}", self.outputs[n]) for n in bw.cotangents]
+        write = [(f"grad_{self.input_names[n]}", spec) for n, spec in zip(bw.owners, self.gradients, strict=True)]
+        return self._prepared(f"{self.name}_backward", bw.program, read, write)
+
+    def saved(self, kind: str, n: int) -> tuple[str, Spec]:
+        """Name and spec of one of ``keeps``."""
+        if kind == "input":
+            return self.input_names[n], self.inputs[n]
+        return (self.output_names[n], self.outputs[n]) if kind == "output" else (f"statistic_{n}", self.statistics[n])
+
+    def _forward_launch(self, program: Program, stores: Sequence[Spec]) -> Launch:
+        names = [*self.output_names, *(f"statistic_{n}" for n in range(len(self.statistics)))]
+        read = [*zip(self.input_names, self.inputs, strict=True)]
+        return self._prepared(self.name, program, read, [*zip(names, stores, strict=False)])
+
+    def _prepared(
+        self, name: str, program: Program,
+        read: Sequence[tuple[str, Spec]], write: Sequence[tuple[str, Spec | None]],
+    ) -> Launch:  # fmt: skip
+        def placed(spec: Spec) -> tuple[list[int], int]:
+            lacking = spec.dropped
+            return place(self.layout, spec.shape + (1,) * lacking, spec.strides + (0,) * lacking)
+
+        loads = [(tensor, placed(spec)) for tensor, spec in read]
+        stores = [(tensor, None if spec is None else placed(spec)) for tensor, spec in write]
+        return prepare(name, program, self.layout, loads, stores, self.device)
+
+    # -- what they are -----------------------------------------------------------------------------------------------
+
+    def launches(self) -> list[tuple[Launch, list[torch.dtype]]]:
+        """What a forward and a backward launch, each with the dtypes of its tensors."""
+        bw = self.derived.backward
+        if bw is None:
+            return [(self.inference_launch, [spec.dtype for spec in (*self.inputs, *self.outputs)])]
+        made = [spec.dtype for spec in (*self.inputs, *self.outputs, *self.statistics)]
+        read = [self.saved(kind, n)[1] for kind, n in bw.saved] + [self.outputs[n] for n in bw.cotangents]
+        written = [spec for spec in self.gradients if spec is not None]
+        return [(self.forward_launch, made), (self.backward_launch, [spec.dtype for spec in (*read, *written)])]

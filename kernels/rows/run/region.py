@@ -1,0 +1,199 @@
+"""A fused region: one module of a rewritten graph, which runs as one Triton kernel forward and one backward.
+
+Its graph stays as it was before fusion, and can be printed and run. For the inputs of a call a plan is looked up by
+their shapes, strides and dtypes, or made. Where row programs do not serve (a CPU, float64, a layout), or where a
+compiler is to see the ops, the graph itself runs, op by op; ``path`` and ``reason`` say so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Proxy
+
+from fxprec.kernels.launch.observers import COMPILER, DUAL, PROXY, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.rows.program.structure import structure_of
+from fxprec.kernels.rows.program.terms import Declined
+from fxprec.kernels.rows.run.gradients import eager_backward, finished, laid_out
+from fxprec.kernels.torch_internals import FakeTensor, disable_current_modes
+
+if TYPE_CHECKING:
+    from fxprec.kernels.rows.run.plan import Plan
+
+__all__ = ["FusedRegion"]
+
+_PLAIN: Final = frozenset({Tensor, nn.Parameter})
+#: Plans of a region. A model that calls it with ever new shapes keeps the latest.
+_MOST_PLANS: Final = 64
+_LOCK: Final = threading.RLock()
+#: Row programs by the structure of a region's graph: equal layers of any model share them.
+_DERIVED: dict[str, dict[Any, Any]] = {}
+
+
+class FusedRegion(nn.Module):
+    """One fused region of a rewritten graph.
+
+    Attributes:
+        name: what it holds, such as ``fused_add_layer_norm``.
+        graph_module: its nodes, as they were in the graph; returns a tuple.
+        draws: how many dropouts it has; the last argument of a call is then the tensor of seeds.
+        seed: place of its first seed there.
+        triton: whether row programs are to be used at all.
+        path: what ran last: "triton", "aten", or "" before the first call.
+        reason: why, in one clause.
+    """
+
+    def __init__(self, name: str, graph_module: GraphModule, draws: int, seed: int, triton: bool) -> None:
+        super().__init__()
+        self.name = name
+        self.graph_module = graph_module
+        self.draws, self.seed, self.triton = draws, seed, triton
+        self.path, self.reason = "", "not called yet"
+        self._reads = len(graph_module.graph.find_nodes(op="placeholder"))
+        self.single = len(graph_module.graph.output_node().args[0]) == 1  # type: ignore[arg-type]
+        self._plans: dict[Any, Plan | str] = {}
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run for these inputs: tensors in the order of the graph's, and the seeds where there are dropouts."""
+        if isinstance(inputs[0], Proxy):  # a trace by torch.fx: the ops would not round as the kernel does
+            tracer: Any = inputs[0].tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), inputs, {})
+        seeds = None
+        if self.draws and len(inputs) > self._reads:
+            seeds, inputs = inputs[-1], inputs[:-1]
+        watcher = _watcher(inputs) if self.triton else "fuse='aten'"
+        if watcher:
+            self.path, self.reason = "aten", watcher
+            return self._results(inputs)
+        recording = torch.is_grad_enabled()
+        key = (recording, *[(x.shape, x.stride(), x.dtype, x.requires_grad, x.device) for x in inputs])
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan(key, inputs, recording)
+        if isinstance(plan, str):
+            self.path, self.reason = "aten", plan
+            return self._results(inputs)
+        if self.path != "triton":  # a module's attributes take a microsecond each
+            self.path, self.reason = "triton", ""
+        if seeds is not None and seeds.device != plan.device:  # drawn where the graph begins, on another device
+            seeds = seeds.to(plan.device)
+        if plan.derived.backward is not None:
+            results = _apply(self, plan, seeds, *inputs)
+        else:
+            results = tuple(plan.launch_forward(inputs, seeds, self.seed, False))
+        return results[0] if self.single else results
+
+    def as_ops(self, *inputs: Any) -> Any:
+        """What ``forward`` gives, op by op: for a trace that fuses anew. Dropouts draw their own random numbers."""
+        return self._results(inputs[: self._reads])
+
+    def _results(self, inputs: Sequence[Any]) -> Any:
+        results = self.graph_module(*inputs)
+        return results[0] if self.single else results
+
+    def _plan(self, key: Any, inputs: Sequence[Any], recording: bool) -> Plan | str:
+        with _LOCK:
+            try:
+                plan: Plan | str = self._made(inputs, recording)
+            except Declined as reason:
+                plan = str(reason)
+            while len(self._plans) >= _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = plan
+        return plan
+
+    def _made(self, inputs: Sequence[Any], recording: bool) -> Plan:
+        from fxprec.kernels.launch.triton_support import HAS_TRITON, can_launch
+        from fxprec.kernels.rows.program.spec import Spec
+        from fxprec.kernels.rows.run.derive import make_plan
+
+        device = next((x.device for x in inputs if x.dim()), inputs[0].device)
+        if not HAS_TRITON:
+            raise Declined("Triton is not installed")
+        if not can_launch(device):
+            raise Declined(f"Triton does not run on '{device.type}'")
+        if any(x.device != device for x in inputs if x.dim()):
+            raise Declined("inputs on several devices")
+        if any(x.device != device for x in inputs):
+            raise Declined("a scalar on another device")
+        known = _DERIVED.setdefault(structure_of(self.graph_module), {})
+        specs = [Spec(tuple(x.shape), x.stride(), x.dtype, recording and x.requires_grad) for x in inputs]
+        with disable_current_modes():  # shapes are found by running the graph on meta tensors: nobody's business
+            plan = make_plan(self.name, self.graph_module, specs, device, known)
+            plan.launches()  # made now, since they may be declined as well
+        return plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """What was derived so far, for each pattern of inputs."""
+        return tuple(plan for plan in self._plans.values() if not isinstance(plan, str))
+
+    def __dir__(self) -> list[str]:
+        """Without ``source`` where there is none yet: torch.jit reads whatever is here."""
+        return [name for name in super().__dir__() if name != "source" or self.plans]
+
+    @property
+    def source(self) -> str:
+        """Triton source of the kernels of the last plan, forward and backward.
+
+        :raises RuntimeError: nothing was derived yet.
+        """
+        if not self.plans:
+            raise RuntimeError(f"{self.name} has no kernels ({self.reason}): call the model on a CUDA device first")
+        plan = self.plans[-1]
+        launches = (
+            [plan.inference_launch] if plan.derived.backward is None else [plan.forward_launch, plan.backward_launch]
+        )
+        return "\n\n".join(launch.source for launch in launches)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedRegion:
+        import copy
+
+        return FusedRegion(self.name, copy.deepcopy(self.graph_module, memo), self.draws, self.seed, self.triton)
+
+
+def _watcher(inputs: Sequence[Any]) -> str:
+    """Who must see the ops themselves; "" for nobody. Fake tensors and other dispatch modes see the kernels as ops."""
+    seen_by = watcher(COMPILER, TRANSFORM, DUAL, SCRIPT, PROXY)
+    if seen_by is not None:
+        return f"{seen_by.name} sees the ops"
+    for x in inputs:
+        if type(x) not in _PLAIN and not isinstance(x, FakeTensor):
+            return f"a {type(x).__name__} dispatches the ops itself"
+    return ""
+
+
+class _Run(torch.autograd.Function):
+    """The forward kernel, which keeps what the backward kernel starts from."""
+
+    @staticmethod
+    def forward(ctx: Any, region: FusedRegion, plan: Plan, seeds: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        made = plan.launch_forward(inputs, seeds, region.seed, True)
+        there = (*inputs, *made)
+        ctx.save_for_backward(*[there[place] for place in plan.kept])
+        ctx.run = plan, seeds, region.seed
+        return tuple(made[: len(plan.outputs)])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        plan, seeds, seed = ctx.run
+        if torch.is_grad_enabled():
+            gradients = eager_backward(plan, ctx.saved_tensors, cotangents, seeds, seed)
+        else:
+            given = laid_out(plan, cotangents)
+            gradients = finished(plan, plan.launch_backward(ctx.saved_tensors, given, seeds, seed))
+        found: list[Any] = [None] * (3 + len(plan.inputs))
+        for n, gradient in zip(plan.backward_program.wanted, gradients, strict=True):
+            found[3 + n] = gradient
+        return tuple(found)
+
+
+#: ``_Run.apply`` without its look for function transforms, which took a third of a call: none are active by then.
+_apply: Final = super(torch.autograd.Function, _Run).apply  # type: ignore[misc]

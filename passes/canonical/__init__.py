@@ -1,0 +1,1 @@
+"""What ``canonicalize`` rewrites: ops that are spelled as others."""

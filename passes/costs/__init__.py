@@ -1,0 +1,1 @@
+"""What casts and ops cost, in bytes or in seconds."""

@@ -1,0 +1,173 @@
+"""What work costs on a device: seconds against size, one curve for each kind of work and dtype. Data and interpolation.
+
+``calibration`` measures such tables and ``shipped_costs`` holds some; ``op_costs`` reads them for ``lower="pays"``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from math import exp, isfinite, log
+from typing import Any, Final
+
+import torch
+
+from fxprec.passes.graph.ir import dtype_name
+
+__all__ = ["Curve", "DeviceCosts", "Work"]
+
+#: Of files that ``to_dict`` wrote; another number is not read.
+_FORMAT: Final = 1
+
+
+class Work(StrEnum):
+    """Kinds of work, and the unit in which their size is counted.
+
+    =========================  =====================================================================================
+    MATMUL                     FLOP of one matrix product (forward, or one of the two of its backward), of cubes
+    STREAM                     elements of a product's operands and result, where one operand is a handful of rows
+    CONVOLUTION                FLOP of a forward; THIN_CONVOLUTION: of few input channels a group (a stem, a depthwise
+                               one)
+    CONVOLUTION_BACKWARD       FLOP of the forward, for both gradients; THIN_CONVOLUTION_BACKWARD likewise
+    ATTENTION                  FLOP of the two products of a fused attention's forward
+    ATTENTION_BACKWARD         the same FLOP, for the backward
+    POINTWISE                  elements of a result
+    CAST                       elements; forward and backward each cost this. Kept with the low dtype
+    =========================  =====================================================================================
+    """
+
+    MATMUL = "matmul"
+    STREAM = "stream"
+    CONVOLUTION = "convolution"
+    CONVOLUTION_BACKWARD = "convolution backward"
+    THIN_CONVOLUTION = "thin convolution"
+    THIN_CONVOLUTION_BACKWARD = "thin convolution backward"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention backward"
+    POINTWISE = "pointwise"
+    CAST = "cast"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds against an amount of work, linear between logarithms.
+
+    Below the first point the time of the first (the call itself), beyond the last in proportion to the work.
+
+    Attributes:
+        points: (work, seconds), ascending in work.
+
+    Raises:
+        ValueError: no points, not ascending, or one that is not positive and finite.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        work = [each for each, _ in self.points]
+        positive = all(isfinite(number) and number > 0 for point in self.points for number in point)
+        if not work or not positive or any(a >= b for a, b in pairwise(work)):
+            raise ValueError(f"a curve wants positive (work, seconds), ascending in work, not {self.points!r}")
+
+    def __call__(self, work: float) -> float:
+        """Seconds for this much work."""
+        after = bisect_right(self.points, work, key=lambda point: point[0])
+        if after == 0:
+            return self.points[0][1]
+        (left, start) = self.points[after - 1]
+        if after == len(self.points):
+            return start * work / left
+        (right, end) = self.points[after]
+        share = log(work / left) / log(right / left)
+        return exp(log(start) + share * (log(end) - log(start)))
+
+    @classmethod
+    def linear(cls, overhead: float, rate: float) -> Curve:
+        """``overhead`` seconds and ``rate`` units of work a second."""
+        work = [overhead * rate * 4.0**step for step in range(-4, 8)]
+        return cls(tuple((each, overhead + each / rate) for each in work))
+
+    def faster(self, factor: float) -> Curve:
+        """The curve of a device that does ``factor`` times the work in the same time; calls cost the same."""
+        return Curve(tuple((work * factor, seconds) for work, seconds in self.points))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCosts:
+    """The curves of one device; ``convert(model, lower=DeviceCosts(...))`` takes one's own.
+
+    Attributes:
+        device: device type, "cpu" or "cuda".
+        name: model of the processor.
+        threads: of torch's, on a CPU; 0 elsewhere.
+        source: where the numbers come from: "calibrated on 2026-11-21".
+        curves: dtype -> kind of work -> curve. A low dtype without curves has no costs: everything is lowered.
+        torch: the version that was measured.
+
+    Raises:
+        ValueError: a dtype lacks a kind of work that FP32 has.
+    """
+
+    device: str
+    name: str
+    threads: int
+    source: str
+    curves: Mapping[torch.dtype, Mapping[Work, Curve]]
+    torch: str = field(default_factory=lambda: torch.__version__)
+
+    def __post_init__(self) -> None:
+        full = self.curves.get(torch.float32, {})
+        for dtype, curves in self.curves.items():
+            wanted = {kind for kind in Work if kind is not Work.CAST or dtype is not torch.float32}
+            if missing := sorted(wanted - curves.keys()):
+                raise ValueError(f"costs of {self.name}: {dtype_name(dtype)} has no curve for {', '.join(missing)}")
+        if not full:
+            raise ValueError(f"costs of {self.name}: none of float32, with which all others are compared")
+
+    def __str__(self) -> str:
+        threads = f", {self.threads} thread{'s' if self.threads != 1 else ''}" if self.threads else ""
+        return f"{self.name}{threads}, {self.source}"
+
+    def seconds(self, work: Work, dtype: torch.dtype, amount: float) -> float:
+        """What this much work takes in this dtype."""
+        return self.curves[dtype][work](amount)
+
+    def product(self, dtype: torch.dtype, flop: float, elements: float) -> float:
+        """Seconds of a matrix product: limited by arithmetic, or by what it reads and writes."""
+        return max(self.seconds(Work.MATMUL, dtype, flop), self.seconds(Work.STREAM, dtype, elements))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for json."""
+        return {
+            "format": _FORMAT,
+            **{key: getattr(self, key) for key in ("device", "name", "threads", "source", "torch")},
+            "curves": {
+                dtype_name(dtype): {
+                    str(kind): [list(point) for point in curve.points] for kind, curve in curves.items()
+                }
+                for dtype, curves in self.curves.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DeviceCosts:
+        """What ``to_dict`` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is something else.
+        """
+        if data["format"] != _FORMAT:
+            raise ValueError(f"format {data['format']!r}, this version reads {_FORMAT}")
+        text = {key: str(data[key]) for key in ("device", "name", "source", "torch")}
+        curves = {
+            getattr(torch, dtype): {Work(kind): _curve(points) for kind, points in of_kind.items()}
+            for dtype, of_kind in data["curves"].items()
+        }
+        return cls(threads=int(data["threads"]), curves=curves, **text)
+
+
+def _curve(points: Iterable[Iterable[float]]) -> Curve:
+    return Curve(tuple((float(work), float(seconds)) for work, seconds in points))

@@ -1,0 +1,1 @@
+"""How dtypes of results follow from arguments."""

@@ -1,0 +1,124 @@
+"""What a node's fake value (``meta["val"]``) tells: elements, and the dtype of a result that the op table cannot give.
+
+Fake values are often captured under autocast, so their dtypes may be the low one. Where the inputs of a node were, the
+node is run once more on fake tensors of the original dtypes, with autocast off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from fxprec.kernels.torch_internals import FakeTensor
+from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN, DTypeInfo
+from fxprec.passes.torch_internals import FakeTensorMode, no_autocast
+
+__all__ = ["fake_result", "hint", "numel_of", "value_dtype"]
+
+
+def numel_of(value: Any) -> Any:
+    """Elements of a tensor, a tuple of them for several; None where nobody knows. Symbolic sizes give their hint."""
+    if isinstance(value, torch.Tensor):
+        count: Any = value.numel()
+        return count if isinstance(count, int) else hint(count)
+    if isinstance(value, tuple | list):
+        return tuple(numel_of(element) for element in value)
+    return None
+
+
+def hint(size: Any) -> int | None:
+    """What a symbolic size was when it was captured; None where nobody knows."""
+    node = getattr(size, "node", None)
+    seen = getattr(node, "hint", None) if getattr(node, "has_hint", lambda: False)() else None
+    return int(seen) if isinstance(seen, int) else None
+
+
+def value_dtype(value: Any) -> DTypeInfo:
+    """dtypes of a value, nested as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(value_dtype(element) for element in value)
+    return NON_TENSOR
+
+
+def fake_result(node: Node, low: torch.dtype) -> DTypeInfo:
+    """dtype of a node's result in the original program, from fake tensors; UNKNOWN where there are none to ask."""
+    value = node.meta.get("val")
+    if value is None:
+        return UNKNOWN
+    captured = value_dtype(value)
+    if not _captured_otherwise(node):
+        return captured
+    if any(source.meta["dtype"] is UNKNOWN and _is_low(source, low) for source in node.all_input_nodes):
+        return _doubtful(captured, low)
+    try:
+        return value_dtype(_rerun(node))
+    except Exception:  # a custom op that has no fake, or refuses these dtypes: its captured value is all there is
+        return _doubtful(captured, low)
+
+
+def _captured_otherwise(node: Node) -> bool:
+    """Whether autocast had given some input another dtype than the original program has."""
+    return any(
+        source.meta.get("val") is not None and value_dtype(source.meta["val"]) != source.meta["dtype"]
+        for source in node.all_input_nodes
+        if source.meta["dtype"] is not NON_TENSOR
+    )
+
+
+def _is_low(source: Node, low: torch.dtype) -> bool:
+    """Whether a value was captured in the low dtype, which may be autocast's doing."""
+    value = source.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype is low
+
+
+def _doubtful(captured: DTypeInfo, low: torch.dtype) -> DTypeInfo:
+    if isinstance(captured, tuple):
+        return tuple(_doubtful(element, low) for element in captured)
+    return UNKNOWN if captured is low else captured
+
+
+def _rerun(node: Node) -> Any:
+    mode = next(source.meta["val"].fake_mode for source in node.all_input_nodes if _is_fake(source.meta.get("val")))
+    with _quietly(mode):
+        args, kwargs = map_arg((node.args, node.kwargs), _original)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def _original(source: Node) -> Any:
+    value, dtype = source.meta.get("val"), source.meta["dtype"]
+    if isinstance(value, torch.Tensor) and isinstance(dtype, torch.dtype):
+        return value if value.dtype is dtype else value.to(dtype)
+    if isinstance(value, tuple | list) and isinstance(dtype, tuple):
+        same = value_dtype(value) == dtype
+        return value if same else type(value)(v.to(d) for v, d in zip(value, dtype, strict=True))
+    if value is None:
+        raise ValueError(f"{source.name} has no fake value")
+    return value
+
+
+@contextlib.contextmanager
+def _quietly(mode: FakeTensorMode) -> Iterator[None]:
+    """Fake tensors, no autocast, no gradients, and no trace of the question in the guards of the capture."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_autocast())
+        stack.enter_context(torch.no_grad())
+        shape_env = mode.shape_env
+        if shape_env is not None:
+            stack.enter_context(shape_env.suppress_guards())
+            stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(mode)
+        yield

@@ -1,0 +1,165 @@
+"""How the dtype of a result follows from its inputs: torch's type promotion, and the other kinds the op table names.
+
+Pure functions of dtypes. A tensor operand is ``(dtype, is_scalar)``: a 0-dim tensor only counts by its category, like a
+Python number, where there is a dimensioned one; a one-element vector counts in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN, DTypeInfo, is_scalar
+
+__all__ = ["NUMBERS", "RESULT_KINDS", "Operands", "first", "promote"]
+
+#: Python number types, narrowest first.
+NUMBERS: Final = (bool, int, float, complex)
+
+_FIXED: Final[Mapping[str, DTypeInfo]] = MappingProxyType(
+    {
+        "bool": torch.bool,
+        "int64": torch.int64,
+        "int32": torch.int32,
+        "uint64": torch.uint64,
+        "float32": torch.float32,
+        "none": NON_TENSOR,
+    }
+)
+
+
+class Operands(NamedTuple):
+    """What goes into a call.
+
+    Attributes:
+        tensors: dtype and producer of every argument that is or may be a tensor, in order.
+        numbers: the widest Python number type among the other arguments, None where there is none.
+        equal: the op wants all its float tensors in one dtype, so that one known tells the others.
+    """
+
+    tensors: tuple[tuple[DTypeInfo, Node], ...]
+    numbers: type | None
+    equal: bool
+
+
+def promote(operands: Operands) -> DTypeInfo:
+    """``torch.result_type`` of tensors and numbers; UNKNOWN as soon as one decisive dtype is."""
+    found = {info for info, _ in operands.tensors}
+    if not found:
+        return NON_TENSOR
+    if UNKNOWN in found:
+        known = {info for info in found if isinstance(info, torch.dtype) and info.is_floating_point}
+        return known.pop() if operands.equal and len(known) == 1 else UNKNOWN
+    if len(found) == 1:
+        dimensioned, scalar = found.pop(), None
+    else:
+        dimensioned = _widest(info for info, node in operands.tensors if not is_scalar(node))
+        scalar = _widest(info for info, node in operands.tensors if is_scalar(node))
+    return _combine(_combine(dimensioned, scalar), _number_dtype(operands.numbers))
+
+
+def _widest(infos: Iterable[DTypeInfo]) -> torch.dtype | None:
+    widest: torch.dtype | None = None
+    for info in infos:
+        if isinstance(info, torch.dtype):
+            widest = info if widest is None else torch.promote_types(widest, info)
+    return widest
+
+
+def _combine(higher: DTypeInfo | None, lower: torch.dtype | None) -> DTypeInfo:
+    """A lower-priority operand changes the dtype only where its category is higher: bool, int, float, complex."""
+    if not isinstance(higher, torch.dtype):
+        return lower if lower is not None else NON_TENSOR if higher is None else higher
+    if lower is None or higher.is_complex:
+        return higher
+    if higher.is_floating_point:
+        return higher.to_complex() if lower.is_complex else higher
+    if higher is torch.bool or lower.is_floating_point or lower.is_complex:
+        return torch.promote_types(higher, lower)
+    return higher
+
+
+def _number_dtype(number: type | None) -> torch.dtype | None:
+    if number is None:
+        return None
+    if number is bool:
+        return torch.bool
+    if number is int:
+        return torch.int64
+    default = torch.get_default_dtype()
+    return default.to_complex() if number is complex else default
+
+
+def _tensors(operands: Operands) -> DTypeInfo:
+    return promote(operands._replace(numbers=None))
+
+
+def first(operands: Operands) -> DTypeInfo:
+    """The first tensor argument's dtype."""
+    return operands.tensors[0][0] if operands.tensors else NON_TENSOR
+
+
+def _float(operands: Operands) -> DTypeInfo:
+    info = promote(operands)
+    if isinstance(info, torch.dtype) and not (info.is_floating_point or info.is_complex):
+        return torch.get_default_dtype()
+    return info
+
+
+def _accumulate(operands: Operands) -> DTypeInfo:
+    info = first(operands)
+    if isinstance(info, torch.dtype) and not (info.is_floating_point or info.is_complex):
+        return torch.int64
+    return info
+
+
+def _real(operands: Operands) -> DTypeInfo:
+    info = first(operands)
+    return info.to_real() if isinstance(info, torch.dtype) and info.is_complex else info
+
+
+def _float_real(operands: Operands) -> DTypeInfo:
+    info = _float(operands)
+    return info.to_real() if isinstance(info, torch.dtype) else info
+
+
+def _wide(operands: Operands) -> DTypeInfo:
+    info = first(operands)
+    return torch.promote_types(info, torch.float32) if isinstance(info, torch.dtype) else info
+
+
+def _float64(operands: Operands) -> DTypeInfo:
+    info = first(operands)
+    return torch.complex128 if isinstance(info, torch.dtype) and info.is_complex else torch.float64
+
+
+def _complex(operands: Operands) -> DTypeInfo:
+    info = _float(operands)
+    return info.to_complex() if isinstance(info, torch.dtype) else info
+
+
+def _default(operands: Operands) -> DTypeInfo:
+    return torch.get_default_dtype()
+
+
+#: ``OpRule.result`` -> dtype; tuples, "first*" and "unknown" are for the caller to take apart.
+RESULT_KINDS: Final[Mapping[str, Callable[[Operands], DTypeInfo]]] = MappingProxyType(
+    {
+        "promote": promote,
+        "tensors": _tensors,
+        "first": first,
+        "float": _float,
+        "accumulate": _accumulate,
+        "real": _real,
+        "float_real": _float_real,
+        "wide": _wide,
+        "float64": _float64,
+        "complex": _complex,
+        "default": _default,
+        **{name: (lambda operands, info=info: info) for name, info in _FIXED.items()},
+    }
+)

@@ -1,0 +1,235 @@
+"""dtypes of results that depend on a call's arguments: ``max(x)`` and ``max(x, dim)``, ``x[0]``, ``x.to(y.dtype)``.
+
+Each function answers for one op, or gives None: then the op table's row says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from fxprec.passes.dtypes.fake_results import fake_result
+from fxprec.passes.dtypes.promotion import NUMBERS, Operands, first, promote
+from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op
+from fxprec.passes.ops.names import cast_target, dtype_argument
+from fxprec.passes.torch_internals import OpOverload, schema_of
+
+__all__ = ["RESULT_FIELDS", "SPECIAL", "Facts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a walk knows besides the dtypes in ``node.meta``.
+
+    Attributes:
+        low: the low dtype: a fake value captured under autocast may have it for an original FP32.
+        floats: nodes whose value is a Python float; of the other numbers we take int.
+        dtypes: nodes whose value is a dtype (``x.dtype``) -> that dtype.
+    """
+
+    low: torch.dtype
+    floats: set[Node] = field(default_factory=set)
+    dtypes: dict[Node, DTypeInfo] = field(default_factory=dict)
+
+    def requested(self, node: Node) -> DTypeInfo | None:
+        """The dtype that the call itself asks for: a constant, or ``dtype=x.dtype``."""
+        dtype = dtype_argument(node)
+        if dtype is not None:
+            return dtype
+        given = node.kwargs.get("dtype")
+        return self.dtypes.get(given, UNKNOWN) if isinstance(given, Node) else None
+
+
+Special: TypeAlias = "Callable[[Facts, Node, Operands], DTypeInfo | None]"
+
+#: Results of torch.return_types by name -> position.
+RESULT_FIELDS: Final[Mapping[str, int]] = MappingProxyType(
+    {"values": 0, "indices": 1, "min": 0, "max": 1, "sign": 0, "logabsdet": 1, "mantissa": 0, "exponent": 1,
+     "Q": 0, "R": 1, "U": 0, "S": 1, "V": 2, "Vh": 2, "P": 0, "L": 1, "eigenvalues": 0, "eigenvectors": 1,
+     "solution": 0, "residuals": 1, "rank": 2, "singular_values": 3, "hist": 0, "bin_edges": 1, "result": 0,
+     "info": 1, "LU": 0, "pivots": 1, "output": 0, "counts": 2}
+)  # fmt: skip
+
+_TENSOR_ATTRIBUTES: Final = frozenset({"T", "H", "mT", "mH", "data", "grad"})
+_NO_TENSOR_ATTRIBUTES: Final = frozenset(
+    {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_cpu", "is_sparse",
+     "is_quantized", "is_meta", "is_nested", "itemsize", "nbytes", "names", "grad_fn", "_version", "is_mps", "is_xpu"}
+)  # fmt: skip
+
+
+def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _getitem(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+    base, index = node.args[0], node.args[1]
+    info = base.meta["dtype"] if isinstance(base, Node) else NON_TENSOR
+    if not isinstance(info, tuple):
+        return info
+    if isinstance(index, slice):
+        try:
+            return info[index] or info
+        except TypeError:  # a bound that is a node
+            return info
+    return info[index] if isinstance(index, int) and -len(info) <= index < len(info) else info[0]
+
+
+def _getattr(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+    base, name = node.args[0], str(node.args[1])
+    info = base.meta["dtype"] if isinstance(base, Node) else NON_TENSOR
+    if name == "dtype":
+        facts.dtypes[node] = info
+    if name in _NO_TENSOR_ATTRIBUTES:
+        return NON_TENSOR
+    if isinstance(info, tuple):
+        position = RESULT_FIELDS.get(name, 0)
+        return info[position] if position < len(info) else UNKNOWN
+    if name in _TENSOR_ATTRIBUTES:
+        return info
+    if name in ("real", "imag"):
+        return info.to_real() if isinstance(info, torch.dtype) and info.is_complex else info
+    return fake_result(node, facts.low)
+
+
+def _to(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+    target = cast_target(node)
+    if target is not None:
+        return target
+    if node.target == "type" and len(node.args) == 1 and not node.kwargs:
+        return NON_TENSOR  # x.type() is a string
+    for argument in (*node.args[1:], *node.kwargs.values()):
+        if isinstance(argument, Node):
+            if argument in facts.dtypes:
+                return facts.dtypes[argument]
+            if argument.meta["dtype"] is not NON_TENSOR:  # type_as(other), to(other)
+                return argument.meta["dtype"]
+    return first(operands)
+
+
+def _extreme(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+    """max(x), max(x, dim), max(x, y); median(x), median(x, dim)."""
+    if len(operands.tensors) > 1:
+        return promote(operands)
+    value = first(operands)
+    if isinstance(node.target, OpOverload):
+        return value if len(schema_of(node.target).returns) == 1 else (value, torch.int64)
+    return (value, torch.int64) if len(node.args) > 1 or "dim" in node.kwargs else value
+
+
+def _pooling(position: int) -> Special:
+    def pool(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+        """max_pool2d(x, ..., return_indices=True)"""
+        if isinstance(node.target, OpOverload) or not _argument(node, position, "return_indices", False):
+            return None
+        return (first(operands), torch.int64)
+
+    return pool
+
+
+def _native_norm(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    """torch.native_layer_norm gives statistics too; aten's overloads say so themselves."""
+    results = 1 if isinstance(node.target, OpOverload) else _NATIVE_RESULTS.get(getattr(node.target, "__name__", ""), 1)
+    return (first(operands),) * results if results > 1 else None
+
+
+_NATIVE_RESULTS: Final[Mapping[str, int]] = MappingProxyType(
+    {"native_layer_norm": 3, "native_group_norm": 3, "native_batch_norm": 3, "_native_batch_norm_legit": 3}
+)
+
+
+def _unique(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+    value = node.meta.get("val")
+    extra = bool(_argument(node, 2, "return_inverse", False)) + bool(_argument(node, 3, "return_counts", False))
+    if isinstance(value, tuple | list):
+        extra = len(value) - 1
+    return (first(operands), *(torch.int64,) * extra) if extra else first(operands)
+
+
+def _where(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    return (torch.int64,) if len(node.args) + len(node.kwargs) == 1 else None
+
+
+def _nonzero(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    return (torch.int64,) if node.kwargs.get("as_tuple") else None
+
+
+def _div(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    return promote(operands) if node.kwargs.get("rounding_mode") else None
+
+
+def _buckets(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+    return torch.int32 if node.kwargs.get("out_int32") else torch.int64
+
+
+def _sequence(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    """arange and full: the dtype of their numbers; linspace: always a float."""
+    if facts.requested(node) is not None:
+        return None
+    op: Op = node.meta["op"]
+    if operands.numbers is complex:
+        return torch.get_default_dtype().to_complex()
+    if operands.numbers is float or op.name in ("linspace", "logspace", "range"):
+        return torch.get_default_dtype()
+    value = _argument(node, 1, "fill_value")
+    return torch.bool if op.name == "full" and isinstance(value, bool) else torch.int64
+
+
+def _full(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    """torch.full(size, value): the size's integers do not count."""
+    value = _argument(node, 1, "fill_value")
+    if isinstance(value, Node):
+        numbers: type | None = float if value in facts.floats else int
+    else:
+        numbers = type(value) if type(value) in NUMBERS else None
+    return _sequence(facts, node, operands._replace(numbers=numbers))
+
+
+def _constant(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    """torch.tensor(data) and the like; new_tensor keeps its tensor's dtype only where the data is a tensor too."""
+    if facts.requested(node) is not None:
+        return None
+    op: Op = node.meta["op"]
+    if op.name == "new_tensor" or (op.name == "scalar_tensor"):
+        return first(operands) if operands.tensors else torch.get_default_dtype()
+    if operands.tensors:
+        return first(operands)
+    if operands.numbers in (float, complex) or operands.numbers is None:
+        return torch.get_default_dtype() if operands.numbers is not complex else None
+    return torch.bool if operands.numbers is bool else torch.int64
+
+
+def _each(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
+    return tuple(info for info, _ in operands.tensors)
+
+
+def _normal(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    return None if operands.tensors else facts.requested(node) or torch.get_default_dtype()
+
+
+SPECIAL: Final[Mapping[str, Special]] = MappingProxyType(
+    {
+        "getitem": _getitem,
+        "getattr": _getattr,
+        "to": _to,
+        **dict.fromkeys(("max", "min", "median", "nanmedian"), _extreme),
+        **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), _pooling(6)),
+        **dict.fromkeys(("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), _pooling(2)),
+        **dict.fromkeys(("fractional_max_pool2d", "fractional_max_pool3d"), _pooling(4)),
+        **dict.fromkeys(("unique", "unique_consecutive"), _unique),
+        **dict.fromkeys(("layer_norm", "group_norm", "batch_norm"), _native_norm),
+        "where": _where,
+        "nonzero": _nonzero,
+        "div": _div,
+        **dict.fromkeys(("bucketize", "searchsorted"), _buckets),
+        **dict.fromkeys(("arange", "range", "linspace", "logspace"), _sequence),
+        "full": _full,
+        **dict.fromkeys(("tensor", "as_tensor", "asarray", "scalar_tensor", "new_tensor"), _constant),
+        **dict.fromkeys(("broadcast_tensors", "meshgrid"), _each),
+        "normal": _normal,
+    }
+)

@@ -1,0 +1,1 @@
+"""What every pass needs of a graph: annotations, text, casts, copies."""

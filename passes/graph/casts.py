@@ -1,0 +1,59 @@
+"""The calls that passes insert: plain functions, so that a printed graph reads as what it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Proxy
+
+from fxprec.passes.graph.leaves import leaf
+from fxprec.passes.torch_internals import tree_map
+
+__all__ = ["CASTS", "cast", "cast_each", "cast_if_float", "cast_saturating", "write_out"]
+
+_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` in ``dtype``; the tensor itself where it is that already. Only for values known to be castable floats."""
+    return x.to(dtype)
+
+
+def cast_if_float(x: object, dtype: torch.dtype) -> object:
+    """``cast`` for what nobody could know without inputs: what is no FP32, FP16 or BF16 tensor passes untouched."""
+    if isinstance(x, Proxy):
+        return leaf(cast_if_float, x, dtype)
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CASTABLE else x
+
+
+def cast_each(values: Any, dtype: torch.dtype) -> Any:
+    """``cast_if_float`` for every tensor in a list or tuple (``x.chunk(2)``, ``x.max(0)``), which stays what it is."""
+    if isinstance(values, Proxy):
+        return leaf(cast_each, values, dtype)
+    return tree_map(lambda value: cast_if_float(value, dtype), values)
+
+
+def cast_saturating(x: object, dtype: torch.dtype) -> object:
+    """``cast_if_float`` for additive masks: what is finite stays so (FP32's lowest would round to -inf), -inf stays.
+
+    A row of a mask that holds the lowest float everywhere means "attend evenly"; as -inf it would give NaN.
+    """
+    if isinstance(x, Proxy):
+        return leaf(cast_saturating, x, dtype)
+    if not isinstance(x, torch.Tensor) or x.dtype not in _CASTABLE or x.dtype == dtype:
+        return x
+    limits = torch.finfo(dtype)
+    return torch.where(x.isinf(), x, x.clamp(limits.min, limits.max)).to(dtype)
+
+
+def write_out(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What ``out=`` does with a result: ``out`` takes its shape, keeps its own dtype, and is returned."""
+    if isinstance(out, Proxy):
+        return leaf(write_out, out, value)
+    if out.shape != value.shape:
+        out.resize_(value.shape)
+    return out.copy_(value)
+
+
+CASTS = frozenset({cast, cast_each, cast_if_float, cast_saturating})

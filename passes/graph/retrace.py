@@ -1,0 +1,103 @@
+"""A trace of a graph module copies its nodes; and what torch.fx makes of that copy keeps them when it is pickled.
+
+::
+
+    %w = get_attr[scale]                              %w = get_attr[scale]
+    %cast = cast(%w, torch.bfloat16)           ->     %cast = cast(%w, torch.bfloat16)     # no constant
+    %noise = randn(4)                                 %noise = randn(4)                    # no constant
+    %add_ = add_(%count, 1)                           %write = write(%count, 'add_', 1)    # dead code to nobody
+
+The copy is in a graph module of torch.fx's own, whose pickle is source that is traced when it is loaded: ``EveryCall``
+does it, a tracer that also records the calls which no traced value reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule, Interpreter, Node, Proxy, Tracer
+from torch.fx.node import has_side_effect
+from torch.overrides import TorchFunctionMode
+
+from fxprec.passes.graph.ir import Op
+from fxprec.passes.graph.leaves import leaf, tracer_of
+from fxprec.passes.torch_internals import trace_again_by
+
+__all__ = ["Copying", "EveryCall", "write"]
+
+
+def write(x: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """``x.add_(...)`` for its effect alone, which ``eliminate_dead_code`` takes for a call without any."""
+    if isinstance(x, Proxy):
+        return leaf(write, x, method, *args, **kwargs)
+    return getattr(x, method)(*args, **kwargs)
+
+
+has_side_effect(write)
+
+
+class Copying(Interpreter):
+    """Runs a graph on another trace's values: each node becomes a node of that trace."""
+
+    def __init__(self, gm: GraphModule, tracer: Any) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self._tracer = tracer
+        path = "" if tracer.root is gm else tracer.path_of_module(gm)
+        self._prefix = path and f"{path}."
+        if not getattr(tracer, "proxy_buffer_attributes", False):
+            trace_again_by(tracer.graph, EveryCall)
+
+    def run_node(self, n: Node) -> Any:
+        if n.op in ("placeholder", "output"):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        op: Op | None = n.meta.get("op")
+        if n.op == "call_method" and op is not None and op.in_place and not n.users:
+            args = (args[0], n.target, *args[1:])
+            return self._tracer.create_proxy("call_function", write, args, kwargs, n.name, n.type)
+        target = f"{self._prefix}{n.target}" if n.op in ("get_attr", "call_module") else n.target
+        return self._tracer.create_proxy(n.op, target, args, kwargs, n.name, n.type)
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _plain(args[0])
+
+
+def _plain(value: Any) -> Any:
+    """A result without torch.fx's immutable lists and dicts, as the source would give it."""
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        parts = [_plain(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+class EveryCall(Tracer):
+    """Traces a graph's source: reads of buffers, and calls of torch that take no traced value, are nodes too."""
+
+    proxy_buffer_attributes = True
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        return self._recorded(function), args
+
+    def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with _Recorded(self):
+                return function(*args)
+
+        return run
+
+
+class _Recorded(TorchFunctionMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if tracer_of((args, kwargs)) is not None:
+            return func(*args, **(kwargs or {}))
+        return self._tracer.create_proxy("call_function", func, args, kwargs or {})

@@ -1,0 +1,141 @@
+"""Which nodes may share memory, and who writes to it. A cast counts as sharing: it gives a tensor that already fits.
+
+Nodes share memory through views and in-place writes, through the names of one weight, and where capture says so: what
+lies outside of the graph (inputs, parameters, buffers) and shares memory has one ``meta["memory"]``::
+
+    %a = placeholder                  # meta["memory"] = 0: was called with one tensor twice
+    %b = placeholder                  # meta["memory"] = 0
+    %low = cast(%b, torch.bfloat16)
+    %c = mul_(%a, 2)                  # %low is stale from here on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from torch.fx import Graph, GraphModule, Node
+
+from fxprec.passes.graph.ir import Op, Rule, arg_nodes
+from fxprec.passes.ops.table import rule_of
+from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
+
+__all__ = ["alias_roots", "outside_writes", "shared_sources", "written_by", "written_roots"]
+
+
+def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None = None) -> dict[Node, Node]:
+    """Node -> the first node of those that may share its memory; itself where there is no other.
+
+    :param sources: node -> those of its arguments whose memory its result may share; None: ``shared_sources``.
+    """
+    sources = sources or shared_sources
+    parent: dict[Node, Node] = {}
+    outside: dict[object, Node] = {}
+
+    def root(node: Node) -> Node:
+        while (above := parent[node]) is not node:
+            parent[node] = parent[above]
+            node = above
+        return node
+
+    for node in graph.nodes:
+        parent[node] = node
+        shared = [*sources(node)]
+        for key in _outside(node):
+            shared.append(outside.setdefault(key, node))
+        for other in shared:
+            if other in parent:  # not so in a graph that is no graph of its own: a region's is looked at alone
+                first, second = sorted((root(other), root(node)))
+                parent[second] = first
+    return {node: root(node) for node in parent}
+
+
+def shared_sources(node: Node) -> Iterator[Node]:
+    """The arguments whose memory the result may share."""
+    op: Op | None = node.meta.get("op")
+    if op is None or not node.args:
+        return
+    if isinstance(node.target, HigherOrderOperator):
+        yield from (operand for operand, _, given_back in _operands(node) if given_back)
+        return
+    row = rule_of(op.name)
+    if not op.in_place and (row is None or not row.view):
+        return
+    first = node.args[0]
+    if isinstance(first, Node) and (row is None or row.rule is not Rule.PROMOTE or op.in_place):
+        yield first
+    else:  # broadcast_tensors(x, y), atleast_1d([x, y]): a view of each
+        yield from (source for port, source in arg_nodes(node) if port == 0 or not isinstance(first, tuple | list))
+
+
+def written_by(node: Node) -> Iterator[Node]:
+    """The arguments that a call writes to, as far as its name or schema tells."""
+    op: Op | None = node.meta.get("op")
+    if op is None:
+        return
+    if isinstance(node.target, HigherOrderOperator):
+        yield from (operand for operand, written, _ in _operands(node) if written)
+    elif op.in_place:
+        yield from (source for port, source in arg_nodes(node) if port == 0)
+    elif (row := rule_of(op.name)) is not None and row.writes is not None:
+        position, name, default = row.writes.flag
+        flag = node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+        if flag is not None and flag is not False:
+            yield from (source for port, source in arg_nodes(node) if port in row.writes.ports)
+    elif (overload := _overload(node.target)) is not None and schema_of(overload).is_mutable:
+        written = {
+            key
+            for position, argument in enumerate(schema_of(overload).arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for key in (position, argument.name)
+        }
+        yield from (source for port, source in arg_nodes(node) if port in written)
+
+
+def written_roots(graph: Graph, roots: Mapping[Node, Node]) -> set[Node]:
+    """The roots of memory that somebody writes to."""
+    return {roots[target] for node in graph.nodes for target in written_by(node)}
+
+
+def outside_writes(gm: GraphModule) -> set[Node]:
+    """The inputs, parameters and buffers whose memory the graph may write to."""
+    roots = alias_roots(gm.graph)
+    written = written_roots(gm.graph, roots)
+    return {node for node, root in roots.items() if root in written and node.op in ("placeholder", "get_attr")}
+
+
+def _outside(node: Node) -> Iterator[object]:
+    """By what it is known which memory outside of the graph a node gives."""
+    if node.op == "get_attr":
+        yield node.target
+    if node.op in ("get_attr", "placeholder") and node.meta.get("memory") is not None:
+        yield "memory", node.meta["memory"]
+
+
+def _operands(node: Node) -> Iterator[tuple[Node, bool, bool]]:
+    """Of a higher-order op each operand of its bodies: whether one writes to it, and whether one may give it back."""
+    owner = node.graph.owning_module
+    bodies = {
+        source: value
+        for source in node.all_input_nodes
+        if source.op == "get_attr" and isinstance(value := getattr(owner, str(source.target), None), GraphModule)
+    }
+    operands = [source for _, source in arg_nodes(node) if source not in bodies]
+    for body in bodies.values():
+        roots = alias_roots(body.graph)
+        written = written_roots(body.graph, roots)
+        returned = {roots[source] for source in body.graph.output_node().all_input_nodes}
+        inputs = body.graph.find_nodes(op="placeholder")
+        fits = len(inputs) <= len(operands)  # they are the last of the operands
+        for number, operand in enumerate(operands):
+            inside = [roots[inputs[number - len(operands)]]] if fits and number >= len(operands) - len(inputs) else []
+            if not fits:
+                inside = [roots[each] for each in inputs]
+            yield operand, not written.isdisjoint(inside), not returned.isdisjoint(inside)
+
+
+def _overload(target: object) -> OpOverload | None:
+    """The op of a call, where the target says which it is; of a packet the first, since overloads write alike."""
+    if isinstance(target, OpOverloadPacket):
+        overloads = target.overloads()
+        return getattr(target, overloads[0]) if overloads else None
+    return target if isinstance(target, OpOverload) else None

@@ -1,0 +1,280 @@
+"""One canonical name for every spelling of an op.
+
+``torch.add``, ``Tensor.add``, ``x + y``, ``x += y``, ``operator.iadd``, ``aten.add_.Tensor`` and ``x.__radd__(y)`` are
+all ``Op("add", in_place)``. Names have no trailing underscore, no ``special_`` prefix, and follow the function
+namespaces: ``linalg_norm``, ``fft_rfft``. Ops of other libraries keep their namespace: ``torchvision::nms``.
+
+``inplace=True`` and ``out=`` are for ``canonicalize`` to resolve.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.ir import Op
+from fxprec.passes.ops.spellings import ALIASES
+from fxprec.passes.torch_internals import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    builtin_nn,
+    builtins_of_torch,
+    data_of,
+    packet_name,
+)
+
+__all__ = ["canonical_name", "canonical_op", "cast_target", "dtype_argument"]
+
+#: Functions that several names reach with different meanings, or whose own name says nothing.
+_EXPLICIT: Final[tuple[tuple[Any, str], ...]] = (
+    (F.fold, "fold"),
+    (F.unfold, "im2col"),
+    (builtins.getattr, "getattr"),
+    (operator.index, "item"),
+    (torch.adaptive_max_pool1d, "adaptive_max_pool1d_with_indices"),
+    (builtin_nn.adaptive_max_pool2d, "adaptive_max_pool2d_with_indices"),
+    (builtin_nn.adaptive_max_pool3d, "adaptive_max_pool3d_with_indices"),
+    (builtin_nn.fractional_max_pool2d, "fractional_max_pool2d_with_indices"),
+    (builtin_nn.fractional_max_pool3d, "fractional_max_pool3d_with_indices"),
+    (data_of, "detach"),  # dynamo's x.data
+)
+
+#: Operators that write their first argument: operator.iadd and x.__iadd__.
+_AUGMENTED: Final = frozenset(
+    {"iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
+     "ilshift", "irshift"}
+)  # fmt: skip
+
+#: Dunders whose bare name is a torch function of another meaning.
+_DUNDERS: Final = MappingProxyType(
+    dict.fromkeys(
+        ("__bool__", "__nonzero__", "__int__", "__long__", "__index__", "__float__", "__complex__"),
+        "item",
+    )
+    | {"__rand__": "bitwise_and"}
+)
+
+#: Methods and aten ops that cast to one fixed dtype.
+_FIXED_CASTS: Final = MappingProxyType(
+    {
+        "float": torch.float32,
+        "half": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "double": torch.float64,
+        "cfloat": torch.complex64,
+        "cdouble": torch.complex128,
+        "chalf": torch.complex32,
+        "int": torch.int32,
+        "long": torch.int64,
+        "short": torch.int16,
+        "char": torch.int8,
+        "byte": torch.uint8,
+        "bool": torch.bool,
+    }
+)
+
+_OWN_NAMESPACES: Final = frozenset({"aten", "prims", "prim"})
+
+
+def canonical_name(target: Any, node_op: str = "call_function") -> Op | None:
+    """Canonical op of a ``call_function`` or ``call_method`` target; None for a callable that is nobody's op."""
+    if node_op == "call_method":
+        return _method_op(target)
+    if node_op != "call_function":
+        return None
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        return _library_op(target)
+    if isinstance(target, HigherOrderOperator):
+        return Op(f"higher_order::{target.name()}")
+    try:
+        return _functions().get(target) or _dtensor_op(target)
+    except TypeError:  # an unhashable callable is nobody's op
+        return None
+
+
+def _dtensor_op(target: Any) -> Op | None:
+    """DTensor's functions, as dynamo writes them: some by themselves, some as a closure over the mesh."""
+    if str(getattr(target, "__module__", "")).partition(".tensor")[0] != "torch.distributed":
+        return None
+    name = getattr(target, "__name__", "").removeprefix("prim_")
+    return Op(name) if name in _DTENSOR_OPS else None
+
+
+_DTENSOR_OPS: Final = frozenset({"from_local", "to_local", "redistribute", "full_tensor", "distribute_tensor"})
+
+
+def cast_target(node: Node) -> torch.dtype | None:
+    """The dtype that a node named "to" casts to; None where it only moves, or where the call does not say."""
+    if node.op == "call_method":
+        fixed = _FIXED_CASTS.get(str(node.target))
+    elif isinstance(node.target, OpOverload | OpOverloadPacket):
+        fixed = None
+    else:
+        fixed = _FIXED_CASTS.get(getattr(node.target, "__name__", ""))
+    if fixed is not None:
+        return fixed
+    return dtype_argument(node)
+
+
+def dtype_argument(node: Node) -> torch.dtype | None:
+    """The dtype among a call's arguments (``softmax(x, 0, dtype=torch.float32)``): its result has it, come what may."""
+    for argument in (*node.args, *node.kwargs.values()):
+        dtype = _as_dtype(argument)
+        if dtype is not None:
+            return dtype
+    return None
+
+
+def canonical_op(node: Node) -> Op | None:
+    """``canonical_name`` of a call, told apart by its arguments where one callee does several things."""
+    op = canonical_name(node.target, node.op)
+    if op is None:
+        return None
+    if op.name == "interpolate":
+        mode = node.args[3] if len(node.args) > 3 else node.kwargs.get("mode", "nearest")
+        return Op(_INTERPOLATION.get(str(mode), op.name))
+    if op.name == "div" and node.target is operator.truediv and not isinstance(node.args[0], Node):
+        return Op("rdiv")
+    return op
+
+
+_INTERPOLATION: Final = MappingProxyType(
+    {"nearest": "interpolate_nearest", "nearest-exact": "interpolate_nearest", "area": "interpolate_area"}
+)
+
+
+def _as_dtype(argument: object) -> torch.dtype | None:
+    """``torch.half``, or what ``Tensor.type`` takes besides: ``"torch.HalfTensor"``, ``torch.HalfTensor``."""
+    if isinstance(argument, torch.dtype):
+        return argument
+    if isinstance(argument, str) and argument.endswith("Tensor"):
+        return _LEGACY_TYPES.get(argument.rpartition(".")[2])
+    if isinstance(argument, type(torch.FloatTensor)):
+        return getattr(argument, "dtype", None)
+    return None
+
+
+_LEGACY_TYPES: Final = MappingProxyType(
+    {
+        "FloatTensor": torch.float32,
+        "HalfTensor": torch.float16,
+        "BFloat16Tensor": torch.bfloat16,
+        "DoubleTensor": torch.float64,
+        "IntTensor": torch.int32,
+        "LongTensor": torch.int64,
+        "ShortTensor": torch.int16,
+        "CharTensor": torch.int8,
+        "ByteTensor": torch.uint8,
+        "BoolTensor": torch.bool,
+    }
+)
+
+
+@functools.cache
+def _method_op(name: str) -> Op:
+    if name in _DUNDERS:
+        return Op(_DUNDERS[name])
+    if name.startswith("__") and name.endswith("__"):
+        bare = name[2:-2]
+        if bare in _AUGMENTED:
+            return Op(_alias(bare[1:]), in_place=True)
+        return Op(_alias(bare), in_place=bare == "setitem")
+    return _spelled(name)
+
+
+def _spelled(name: str) -> Op:
+    """A function's or method's name as it is written: a trailing underscore means in place."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return Op(_alias(name.removesuffix("_") if in_place else name), in_place)
+
+
+def _alias(name: str) -> str:
+    """Prefixes off, copies of views to their view, then the table of synonyms."""
+    name = name.removeprefix("special_")
+    name = name.lstrip("_")
+    if name.endswith("_copy") and name not in ("index_copy", "to_copy", "narrow_copy"):
+        name = name.removesuffix("_copy")
+    return ALIASES.get(name, name)
+
+
+@functools.cache
+def _library_op(target: OpOverload | OpOverloadPacket) -> Op:
+    qualified = target.name() if isinstance(target, OpOverload) else packet_name(target)
+    namespace, _, name = qualified.partition("::")
+    name = name.partition(".")[0]
+    if namespace in _OWN_NAMESPACES:
+        return _method_op(name) if name.startswith("__") else _spelled(name)
+    in_place = name.endswith("_") and not name.endswith("__")
+    return Op(f"{namespace}::{name.removesuffix('_') if in_place else name}", in_place)
+
+
+@functools.cache
+def _functions() -> dict[Any, Op]:
+    """Every Python function and builtin of torch that is an op, by identity. Built at first use."""
+    found: dict[Any, Op] = {}
+    for function, op in (*_explicit(), *_operators(), *_namespaces()):
+        found.setdefault(function, op)
+    return found
+
+
+def _explicit() -> Iterator[tuple[Callable[..., Any], Op]]:
+    for function, name in _EXPLICIT:
+        if function is not None:
+            yield function, Op(name)
+    for function in CASTS:
+        yield function, Op("to")
+
+
+def _operators() -> Iterator[tuple[Callable[..., Any], Op]]:
+    for name in dir(operator):
+        function = getattr(operator, name)
+        if not callable(function) or isinstance(function, type):
+            continue
+        bare = name.strip("_")
+        if bare in ("concat", "iconcat"):  # + of lists, never torch.concat
+            yield function, Op("sequence_concat", in_place=bare == "iconcat")
+        elif bare in _AUGMENTED:
+            yield function, Op(_alias(bare[1:]), in_place=True)
+        else:
+            yield function, Op(_alias(bare), in_place=bare in ("setitem", "delitem"))
+
+
+def _namespaces() -> Iterator[tuple[Callable[..., Any], Op]]:
+    """Flat namespaces first: where a function is in several, torch.nn.functional's name for it wins."""
+    for prefix, home in (
+        ("", F),
+        ("", builtin_nn),
+        ("linalg_", torch.linalg),
+        ("fft_", torch.fft),
+        ("", torch.special),
+        ("", torch),
+        ("", builtins_of_torch),
+        ("", torch.Tensor),
+    ):
+        for name in dir(home):
+            function = getattr(home, name, None)
+            if not callable(function) or isinstance(function, type) or name in _NO_OPS:
+                continue
+            bare = name.removeprefix(prefix)
+            if home is torch.Tensor or name.startswith("__"):
+                yield function, _method_op(name)
+            else:
+                yield function, _spelled(prefix + bare)
+
+
+#: Callables in those namespaces that only make other callables or are Python machinery.
+_NO_OPS: Final = frozenset(
+    {"boolean_dispatch", "handle_torch_function", "has_torch_function", "has_torch_function_unary", "Callable",
+     "has_torch_function_variadic", "assert_int_or_pair", "compile", "classproperty", "__init__", "__new__",
+     "__class__"}
+)  # fmt: skip

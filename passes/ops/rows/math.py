@@ -1,0 +1,121 @@
+"""Rows of the op table: arithmetic, comparisons, reductions and special functions. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from fxprec.passes.graph.ir import Rule
+from fxprec.passes.ops.rule import OpRule, rows, table
+
+__all__ = ["MATH_ROWS"]
+
+_WIDEST: Final = "several float inputs: the widest wins, inside the kernel"
+_ONE_DTYPE: Final = "several float inputs: the widest wins; the kernel wants them all in it"
+_RANGE: Final = "its results leave the range of low precision, or lose their digits there"
+_ANGLE: Final = "periodic or singular: a rounded argument gives another value (rotary and position tables)"
+_SUM: Final = "a long sum loses small terms"
+_PICKS: Final = "picks one of its values: exact in any dtype"
+_SIGN: Final = "looks at sign or class of each value: exact in any dtype"
+_SPECIAL: Final = "a series or recurrence: FP32 as torch computes it inside, and often no low kernel"
+_INTEGERS: Final = "integers and bool only"
+
+BINARY: Final = table(
+    rows(Rule.PROMOTE, _WIDEST, "add sub rsub maximum minimum fmax fmin clamp clamp_min clamp_max",
+         native_promotion=True),
+    rows(Rule.PROMOTE, _WIDEST, "mul addcmul", native_promotion=True, squares="factors"),
+    rows(Rule.PROMOTE, _WIDEST, "remainder floor_divide fmod where", native_promotion=True),
+    rows(Rule.PROMOTE, _WIDEST, "div addcdiv atan2 hypot copysign", result="float", native_promotion=True),
+    rows(Rule.PROMOTE, _WIDEST, "outer kron diff block_diag", result="tensors", native_promotion=True),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "cartesian_prod", view=True),
+    # the kernel is a product with 2 ** other, computed in other's dtype
+    rows(Rule.PROMOTE, _ONE_DTYPE, "ldexp", result="float"),
+    rows(Rule.PROMOTE, _WIDEST, "cat stack hstack vstack dstack column_stack", result="tensors",
+         native_promotion=True),
+    rows(Rule.PROMOTE, _WIDEST, "eq ne lt le gt ge", result="bool", native_promotion=True),
+    rows(Rule.PROMOTE, _WIDEST, "logical_and logical_or logical_xor", result="bool", native_promotion=True),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "lerp cross heaviside", result="tensors"),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "dot vdot", result="tensors", squares="factors"),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "inner", result="tensors", squares="vectors"),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "tensordot", result="tensors", squares="dimensions"),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "isclose", result="bool"),
+    rows(Rule.PROMOTE, _ONE_DTYPE, "allclose", result="none"),
+    rows(Rule.PROMOTE, _WIDEST, "equal", result="none", native_promotion=True),
+    rows(Rule.FULL, "x.__rtruediv__ is a reciprocal times a number: FP32 as under autocast", "rdiv", result="float"),
+    rows(Rule.KEEP, "the next number depends on the dtype itself", "nextafter"),
+    rows(Rule.KEEP, "computes in float64", "float_power", result="float64")
+)  # fmt: skip
+
+UNARY: Final = table(
+    rows(Rule.FOLLOW, "exact, or one rounding", "neg nan_to_num", result="first"),
+    rows(Rule.FOLLOW, "gives its input back", "positive", result="first", view=True, same=True),
+    rows(Rule.FOLLOW, "exact, or one rounding", "abs", result="real"),
+    rows(Rule.FOLLOW, "one rounding", "sqrt deg2rad rad2deg", result="float"),
+    rows(Rule.FOLLOW, "one rounding", "square", result="first", squares="always"),
+    rows(Rule.FOLLOW, "bounded slope: follows its input without widening", "erf erfc", result="float"),
+    rows(Rule.FOLLOW, _SIGN, "sign sgn floor ceil trunc frac", result="first"),
+    rows(Rule.FULL, "rounding to decimals multiplies first, and has no float16 kernel on CPU", "round", result="first"),
+    rows(Rule.FOLLOW, _SIGN, "signbit isnan isinf isfinite isposinf isneginf isreal logical_not", result="bool"),
+    rows(Rule.FOLLOW, _SIGN, "frexp", result=("first", "int32")),
+    rows(Rule.FULL, _RANGE, "exp exp2 expm1 log log2 log10 log1p logit reciprocal rsqrt", result="float"),
+    rows(Rule.FULL, _RANGE, "cosh sinh erfinv", result="float"),
+    rows(Rule.FULL, _RANGE, "pow", squares="power"),
+    rows(Rule.FULL, _ANGLE, "sin cos tan asin acos atan asinh acosh atanh sinc", result="float")
+)  # fmt: skip
+
+REDUCTIONS: Final = table(
+    rows(Rule.FULL, _SUM, "sum", result="accumulate", dtype_keyword=True),
+    rows(Rule.FULL, _SUM, "mean", result="first", dtype_keyword=True, mixed=frozenset({"cpu", "cuda"})),
+    rows(Rule.FULL, _SUM, "prod cumsum cumprod nansum", result="accumulate"),
+    rows(Rule.FULL, _SUM, "sum_to_size", result="accumulate"),
+    rows(Rule.FULL, _SUM, "nanmean logcumsumexp cumulative_trapezoid trapezoid", result="float"),
+    rows(Rule.FULL, _SUM, "trace", result="accumulate"),
+    rows(Rule.FULL, "sums squares", "var std", result="real"),
+    rows(Rule.FULL, "sums squares", "var_mean std_mean", result=("real", "first")),
+    rows(Rule.FULL, "sums squares", "linalg_vector_norm frobenius_norm native_norm norm_except_dim", result="real"),
+    rows(Rule.FULL, "sums squares", "norm linalg_norm linalg_matrix_norm nuclear_norm", result="real",
+         low_kernel=False),
+    rows(Rule.FULL, "rescales by norms: sums squares", "renorm", result="first"),
+    rows(Rule.FULL, "sums products of differences", "cov corrcoef", result="float"),
+    rows(Rule.FULL, "interpolates between values; the kernel takes FP32 or float64 only", "quantile nanquantile",
+           result="first", low_kernel=False),
+    rows(Rule.FULL, "a quotient of small differences", "gradient", result="float*"),
+    rows(Rule.FULL, _SUM, "segment_reduce", result="first"),
+    rows(Rule.FOLLOW, _PICKS, "amax amin max min median nanmedian", result="first"),
+    rows(Rule.FOLLOW, _PICKS, "aminmax", result=("first", "first")),
+    rows(Rule.FOLLOW, _PICKS, "mode kthvalue sort topk cummax cummin", result=("first", "int64")),
+    rows(Rule.FOLLOW, _PICKS, "msort", result="first"),
+    rows(Rule.FOLLOW, _PICKS, "argmax argmin argsort count_nonzero nonzero argwhere nonzero_static", result="int64"),
+    rows(Rule.FOLLOW, _PICKS, "all any is_all_true is_any_true", result="bool")
+)  # fmt: skip
+
+COUNTING: Final = table(
+    rows(Rule.KEEP, "compares values: rounding would merge them", "unique unique_consecutive unique_dim bucketize "
+         "searchsorted hash_tensor", result="unknown"),
+    rows(Rule.KEEP, "compares values: rounding would merge them", "isin", result="bool"),
+    rows(Rule.KEEP, "counts into bins: rounding moves values between them", "histc", result="first"),
+    rows(Rule.KEEP, "counts into bins: rounding moves values between them", "histogram", result=("first", "first")),
+    rows(Rule.KEEP, "counts into bins: rounding moves values between them", "histogramdd bincount", result="unknown")
+)  # fmt: skip
+
+INTEGERS: Final = table(
+    rows(Rule.KEEP, _INTEGERS, "bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift"),
+    rows(Rule.KEEP, _INTEGERS, "gcd lcm"),
+    rows(Rule.KEEP, _INTEGERS, "not_ truth contains is is_not", result="none"),
+)
+
+SPECIAL: Final = table(
+    rows(Rule.FULL, _SPECIAL, "digamma lgamma polygamma mvlgamma igamma igammac i0 i0e", result="float"),
+    rows(Rule.FULL, _SPECIAL, "zeta i1 i1e airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1", result="float",
+         low_kernel=False),
+    rows(Rule.FULL, _SPECIAL, "modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 "
+           "scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0", result="float", low_kernel=False),
+    rows(Rule.FULL, _SPECIAL, "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v "
+           "chebyshev_polynomial_w shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u "
+           "shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he "
+           "laguerre_polynomial_l legendre_polynomial_p", result="float", low_kernel=False),
+    rows(Rule.FULL, _RANGE, "entr ndtr xlogy xlog1py logaddexp logaddexp2", result="float"),
+    rows(Rule.FULL, _RANGE, "erfcx log_ndtr ndtri", result="float", low_kernel=False)
+)  # fmt: skip
+
+MATH_ROWS: Final[Mapping[str, OpRule]] = table(BINARY, UNARY, REDUCTIONS, COUNTING, INTEGERS, SPECIAL)

@@ -1,0 +1,173 @@
+"""Rows of the op table: what neural networks are made of. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from fxprec.passes.graph.ir import Rule
+from fxprec.passes.ops.rule import OpRule, Writes, rows, table
+
+__all__ = ["NN_ROWS"]
+
+_INPUT: Final = (0, "input")
+#: Running statistics, in torch.nn.functional's order of arguments and in aten's.
+_STATISTICS: Final = (1, 2, 3, 4, "running_mean", "running_var")
+_TENSOR_CORES: Final = "matrix units multiply low inputs and accumulate in FP32"
+_CONVOLUTION: Final = "a convolution is a matrix product: low inputs, FP32 accumulation"
+_RECURRENT: Final = "matrix products dominate; the fused kernels accumulate in FP32"
+_ATTENTION: Final = "matrix products around a softmax that the kernel computes in FP32"
+_NORM: Final = "the variance sums squares: FP32 inside, running statistics and affine parameters stay FP32"
+_SOFTMAX: Final = "exponentials and their sum overflow or vanish in low precision"
+_LOSS: Final = "a loss sums many small terms and starts the backward pass"
+_SMOOTH: Final = "bounded slope: follows its input without widening"
+_PICKS: Final = "picks or copies values: exact in any dtype"
+_DIFFERENCE: Final = "a difference of close values, squared and summed"
+_AVERAGE: Final = "a short average that the kernel accumulates in FP32"
+
+LOW: Final = table(
+    rows(Rule.LOW, _TENSOR_CORES, "linear mm bmm addmm addbmm baddbmm addmm_activation grouped_mm", result="tensors"),
+    rows(Rule.LOW, _TENSOR_CORES, "matmul linalg_multi_dot", result="tensors", squares="vectors"),
+    rows(Rule.LOW, _TENSOR_CORES, "einsum", result="tensors", squares="subscripts"),
+    rows(Rule.LOW, _TENSOR_CORES, "linalg_vecdot", result="tensors", squares="factors"),
+    rows(Rule.PROMOTE, "uses each element of the matrix once: casting it costs more than it saves (power iterations)",
+         "mv addmv addr", result="tensors", autocast=Rule.LOW),
+    rows(Rule.LOW, _CONVOLUTION, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution "
+         "conv_tbc", result="tensors"),
+    rows(Rule.LOW, _RECURRENT, "lstm", result=("tensors",) * 3),
+    rows(Rule.LOW, _RECURRENT, "gru rnn_tanh rnn_relu lstm_cell", result=("tensors",) * 2),
+    rows(Rule.LOW, _RECURRENT, "gru_cell rnn_tanh_cell rnn_relu_cell", result="tensors"),
+    rows(Rule.LOW, _RECURRENT, "cudnn_rnn miopen_rnn", result="unknown"),
+    rows(Rule.LOW, _ATTENTION, "scaled_dot_product_attention transformer_encoder_layer_fwd", result="tensors"),
+    rows(Rule.LOW, _ATTENTION, "multi_head_attention_forward native_multi_head_attention", result=("tensors",) * 2),
+    rows(Rule.LOW, "a select and a product: low as under autocast, its one weight is lowered with it", "prelu",
+         result="tensors"),
+)  # fmt: skip
+
+NORMS: Final = table(
+    rows(Rule.FULL, _NORM, "layer_norm group_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu"})),
+    rows(Rule.FULL, _NORM, "instance_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu"}),
+         writes=Writes(_STATISTICS, (5, "use_input_stats", True))),
+    rows(Rule.FULL, _NORM, "batch_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu", "cuda"}),
+         writes=Writes(_STATISTICS, (5, "training", False))),
+    # not mixed: a weight of another dtype makes rms_norm warn and fall back to separate kernels
+    rows(Rule.FULL, _NORM, "rms_norm", ports=_INPUT, result="first"),
+    rows(Rule.FULL, "sums squares over channels; its pooling has no low kernel on CPU", "local_response_norm",
+           result="float"),
+    rows(Rule.FULL, "divides by a norm: sums squares", "normalize weight_norm weight_norm_interface", result="first")
+)  # fmt: skip
+
+SOFTMAX: Final = table(
+    rows(Rule.FULL, _SOFTMAX, "softmax softmin log_softmax gumbel_softmax", result="first"),
+    rows(Rule.FULL, _SOFTMAX, "logsumexp", result="float"),
+    rows(Rule.FULL, "the logarithm of a small probability", "logsigmoid", result="first"),
+    rows(Rule.FULL, "log(1 + exp(x)) overflows in low precision", "softplus", result="first"),
+)
+
+LOSSES: Final = table(
+    rows(Rule.FULL, _LOSS, "cross_entropy nll_loss gaussian_nll_loss kl_div"),
+    rows(Rule.FULL, _LOSS, "ctc_loss", low_kernel=False),
+    rows(Rule.FULL, _LOSS, "poisson_nll_loss", result="float"),
+    rows(Rule.FULL, _LOSS, "mse_loss"),  # torch < 2.13 promotes in its forward only
+    rows(Rule.FULL, _LOSS, "smooth_l1_loss", native_promotion=True),
+    rows(Rule.FULL, _LOSS, "huber_loss"),  # its backward wants one dtype
+    rows(Rule.FULL, _LOSS, "l1_loss", result="float_real", native_promotion=True),
+    rows(Rule.FULL, _LOSS, "cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss"),
+    rows(Rule.FULL, _LOSS, "multi_margin_loss multilabel_margin_loss", low_kernel=False),
+    rows(Rule.FULL, _LOSS, "multilabel_soft_margin_loss"),
+    rows(Rule.FULL, _LOSS, "triplet_margin_loss triplet_margin_with_distance_loss", result="float_real"),
+    rows(Rule.FULL, _LOSS, "binary_cross_entropy_with_logits"),
+    rows(Rule.FULL, "logarithms of probabilities near 0 and 1: torch.autocast refuses it, here it runs in FP32",
+           "binary_cross_entropy"),
+    rows(Rule.FOLLOW, "runs as a product and a loss (LOW, FULL); with `options=` its kernel takes the hidden states as "
+           "they arrive, as under autocast", "linear_cross_entropy", ports=_INPUT, result="first"),
+    rows(Rule.LOW, "a product, low as under autocast; its kernel sums the loss and the weight's gradient in FP32",
+           "fxprec::linear_cross_entropy", ports=(0, "hidden"), result="unknown", wide=True)
+)  # fmt: skip
+
+ACTIVATIONS: Final = table(
+    rows(Rule.FOLLOW, _SMOOTH, "relu relu6 leaky_relu elu celu selu gelu silu mish glu", result="first"),
+    rows(Rule.FOLLOW, _SMOOTH, "tanh sigmoid softsign tanhshrink", result="float"),
+    rows(Rule.FOLLOW, _SMOOTH, "hardtanh hardsigmoid hardswish hardshrink softshrink threshold",
+           result="first"),
+    rows(Rule.FULL, "no float16 kernel on CPU", "rrelu", result="first"),
+    rows(Rule.FOLLOW, "zeroes and scales: nothing is accumulated",
+           "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout", result="first",
+         view=True)
+)  # fmt: skip
+
+POOLING: Final = table(
+    rows(Rule.FOLLOW, _PICKS, "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d "
+         "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d", result="first"),
+    rows(Rule.FOLLOW, _PICKS, "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices",
+           result=("first", "int64")),
+    rows(Rule.FOLLOW, _PICKS, "adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices "
+           "adaptive_max_pool3d_with_indices", result=("first", "int64")),
+    rows(Rule.FOLLOW, _PICKS, "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices",
+           result=("first", "int64")),
+    rows(Rule.FOLLOW, _PICKS, "max_unpool1d max_unpool2d max_unpool3d", ports=_INPUT, result="first"),
+    rows(Rule.FOLLOW, _AVERAGE, "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
+           result="first"),
+    rows(Rule.FULL, "no low kernel on CPU", "avg_pool3d", result="first", low_kernel=False),
+    rows(Rule.FULL, "raises to a power and sums", "lp_pool1d lp_pool2d lp_pool3d", result="first")
+)  # fmt: skip
+
+RESAMPLING: Final = table(
+    rows(Rule.FULL, "weights of neighbours are fractions: FP32 as under autocast",
+         "interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d", result="first"),
+    rows(Rule.FULL, "weights of neighbours are fractions: FP32 as under autocast",
+         "upsample_bilinear2d_aa upsample_bicubic2d_aa upsample_lanczos2d_aa", result="first", low_kernel=False),
+    rows(Rule.FOLLOW, "copies values: exact in any dtype (autocast widens it for nothing)",
+           "interpolate_nearest upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest_exact1d "
+           "upsample_nearest_exact2d upsample_nearest_exact3d", result="first", autocast=Rule.FULL),
+    rows(Rule.FOLLOW, _AVERAGE, "interpolate_area", result="first"),
+    rows(Rule.PROMOTE, "its kernel wants image and grid in one dtype: the widest wins", "grid_sample", result="first"),
+    rows(Rule.PROMOTE, "its kernel wants image and grid in one dtype: the widest wins", "grid_sampler_2d_cpu_fallback",
+           result="first"),
+    rows(Rule.FULL, "coordinates: a low grid is off by whole pixels", "affine_grid", result="first"),
+    rows(Rule.FOLLOW, _PICKS, "pixel_shuffle pixel_unshuffle channel_shuffle im2col pad", result="first"),
+    rows(Rule.FOLLOW, "adds the few values of overlapping blocks", "fold", result="first")
+)  # fmt: skip
+
+ROTARY: Final = table(
+    rows(Rule.FOLLOW, "turns pairs by FP32 angles inside its kernel: follows its input", "rope", ports=(0, "x"),
+         result="first"),
+)  # fmt: skip
+
+LOOKUP: Final = table(
+    rows(
+        Rule.FOLLOW,
+        "a lookup: takes its weight's dtype",
+        "embedding",
+        writes=Writes((1, "weight"), (3, "max_norm", False)),
+    ),
+    rows(
+        Rule.PROMOTE,
+        "its kernel wants weight and per-sample weights in one dtype",
+        "embedding_bag",
+        writes=Writes((1, "weight"), (4, "max_norm", False)),
+    ),
+    rows(Rule.KEEP, "rescales the weight itself", "embedding_renorm", result="first"),
+    rows(Rule.KEEP, "integers", "one_hot", result="int64"),
+    rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins, as under autocast", "bilinear"),
+)
+
+DISTANCES: Final = table(
+    rows(Rule.FULL, _DIFFERENCE, "pairwise_distance dist", result="float_real"),
+    rows(Rule.FULL, _DIFFERENCE, "cdist pdist", result="float_real", low_kernel=False),
+    rows(Rule.FULL, "sums squares and divides by norms", "cosine_similarity", result="float"),
+)
+
+QUANTIZED: Final = table(
+    rows(Rule.KEEP, "scales and bits of a quantized format", "scaled_mm scaled_grouped_mm", result="unknown"),
+    rows(Rule.KEEP, "simulates a quantized format in the original dtype",
+           "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant",
+           result="first"),
+    rows(Rule.KEEP, "scales and bits of a quantized format",
+           "quantize_per_tensor quantize_per_channel quantize_per_tensor_dynamic dequantize int_repr q_scale "
+           "q_zero_point q_per_channel_scales q_per_channel_zero_points q_per_channel_axis", result="unknown")
+)  # fmt: skip
+
+NN_ROWS: Final[Mapping[str, OpRule]] = table(
+    LOW, NORMS, SOFTMAX, LOSSES, ACTIVATIONS, POOLING, RESAMPLING, ROTARY, LOOKUP, DISTANCES, QUANTIZED
+)

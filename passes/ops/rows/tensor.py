@@ -1,0 +1,108 @@
+"""Rows of the op table: views, copies, indexing, creation, random numbers and conversions. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from fxprec.passes.graph.ir import Rule
+from fxprec.passes.ops.rule import OpRule, having, rows, table
+
+__all__ = ["TENSOR_ROWS"]
+
+_SELF: Final = (0, "input", "self")
+_VIEW: Final = "the same values in another shape"
+_COPY: Final = "copies values: exact in any dtype"
+_INTO: Final = "writes one float tensor into another: the kernel wants one dtype, the widest wins"
+_CAST: Final = "a cast that the user wrote is obeyed"
+_RANDOM: Final = "random numbers keep their dtype: another one draws other numbers"
+_TABLE: Final = "positions and tables: low precision cannot count past 256 (bfloat16) or 2048 (float16)"
+_NO_TENSOR: Final = "no tensor comes out"
+_SPARSE: Final = "sparse and foreign layouts have few low kernels"
+
+VIEWS: Final = table(
+    having(
+        rows(Rule.FOLLOW, _VIEW, "view reshape flatten unflatten squeeze unsqueeze transpose permute movedim t T H mT "
+             "mH adjoint expand broadcast_to narrow select slice diagonal as_strided unfold ravel alias detach "
+             "atleast_1d atleast_2d atleast_3d contiguous resolve_conj resolve_neg slice_inverse as_subclass",
+             result="first", view=True),
+        "alias detach contiguous resolve_conj resolve_neg as_subclass", same=True),
+    rows(Rule.FOLLOW, _VIEW, "view_as reshape_as expand_as", ports=_SELF, result="first", view=True),
+    rows(Rule.FOLLOW, _VIEW, "chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind", result="first*",
+           view=True),
+    rows(Rule.FOLLOW, "a DTensor's shards, here or moved between ranks: half the traffic when low, as under autocast",
+           "from_local to_local redistribute full_tensor distribute_tensor", ports=_SELF, result="first", view=True),
+    rows(Rule.FOLLOW, "part of a tensor, or one of several results", "getitem", result="unknown", view=True),
+    rows(Rule.FOLLOW, "an attribute: a view, or no tensor", "getattr", result="unknown", view=True),
+    rows(Rule.PROMOTE, "gives every tensor in its own dtype", "broadcast_tensors", result="first*", view=True),
+    rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins", "meshgrid", result="first*", view=True)
+)  # fmt: skip
+
+COPIES: Final = table(
+    having(
+        rows(Rule.FOLLOW, _COPY, "clone flip fliplr flipud roll rot90 repeat tile repeat_interleave tril triu diag "
+             "diag_embed diagflat combinations narrow_copy pin_memory lift_fresh", result="first"),
+        "clone pin_memory lift_fresh", same=True),
+    rows(Rule.FOLLOW, _COPY, "gather index_select take take_along_dim masked_select index", ports=_SELF,
+           result="first"),
+    rows(Rule.FOLLOW, "a number is written in the tensor's own dtype", "masked_fill index_fill fill fill_diagonal "
+           "zero", ports=_SELF, result="first"),
+    rows(Rule.FOLLOW, "converts to its target's dtype while copying", "copy", ports=_SELF, result="first",
+           native_promotion=True),
+    rows(Rule.PROMOTE, _INTO, "index_put setitem scatter scatter_add scatter_reduce index_add index_copy index_reduce "
+           "masked_scatter put select_scatter slice_scatter diagonal_scatter as_strided_scatter map map2",
+           result="first"),
+    rows(Rule.KEEP, "changes the memory of the tensor itself", "set resize resize_as resize_as_sparse requires_grad "
+           "share_memory delitem apply", result="first")
+)  # fmt: skip
+
+CASTS: Final = rows(Rule.KEEP, _CAST, "to", result="unknown", view=True, same=True)
+
+CREATION: Final = table(
+    rows(Rule.FOLLOW, "constants in the dtype of their example", "zeros_like ones_like empty_like full_like new_zeros "
+         "new_ones new_empty new_full new_empty_strided new", ports=_SELF, result="first"),
+    rows(Rule.KEEP, _TABLE, "arange range linspace logspace", result="unknown"),
+    rows(Rule.KEEP, _TABLE, "eye hann_window hamming_window bartlett_window blackman_window kaiser_window",
+           result="default"),
+    rows(Rule.KEEP, "made in the dtype that its call gives", "zeros ones empty empty_strided empty_permuted",
+           result="default"),
+    rows(Rule.KEEP, "made in the dtype that its call gives", "full tensor as_tensor asarray scalar_tensor new_tensor "
+           "from_numpy frombuffer", result="unknown"),
+    rows(Rule.KEEP, _TABLE, "tril_indices triu_indices", result="int64"),
+    rows(Rule.KEEP, _TABLE, "vander", result="first")
+)  # fmt: skip
+
+RANDOM: Final = table(
+    rows(Rule.KEEP, _RANDOM, "rand randn", result="default"),
+    rows(Rule.KEEP, _RANDOM, "randint randperm", result="int64"),
+    rows(Rule.KEEP, _RANDOM, "rand_like randn_like randint_like bernoulli poisson binomial uniform cauchy exponential "
+           "geometric log_normal random philox_normal philox_uniform", result="first"),
+    rows(Rule.KEEP, _RANDOM, "normal"),
+    rows(Rule.KEEP, _RANDOM, "multinomial", result="int64")
+)  # fmt: skip
+
+NO_TENSOR: Final = rows(
+    Rule.KEEP, _NO_TENSOR,
+    "size shape stride dim numel storage_offset item tolist numpy element_size nbytes itemsize data_ptr const_data_ptr "
+    "get_device is_floating_point is_complex is_conj is_neg is_signed is_inference is_nonzero is_same_size is_set_to "
+    "is_contiguous is_coalesced is_pinned is_shared is_tensor is_storage is_distributed is_grad_enabled "
+    "is_inference_mode_enabled len length_hint sequence_concat countOf indexOf result_type promote_types can_cast "
+    "broadcast_shapes get_default_dtype typename dense_dim sparse_dim dim_order storage storage_type typed_storage "
+    "untyped_storage is_view qscheme sym_max sym_min sym_not sym_float sym_int sym_ite sym_sqrt sym_sum nnz",
+    ports=(), result="none",
+)  # fmt: skip
+
+SPARSE: Final = rows(
+    Rule.KEEP, _SPARSE,
+    "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_dense to_mkldnn "
+    "to_padded_tensor coalesce sparse_mask sparse_resize sparse_resize_and_clear sspaddmm smm hspmm values",
+    result="first",
+) | rows(
+    Rule.KEEP, _SPARSE, "indices crow_indices col_indices ccol_indices row_indices", result="int64",
+) | rows(
+    Rule.KEEP, _SPARSE,
+    "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor "
+    "sparse_compressed_tensor", result="unknown",
+) | rows(Rule.KEEP, "takes indices apart", "unravel_index", result="int64*")  # fmt: skip
+
+TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(VIEWS, COPIES, CASTS, CREATION, RANDOM, NO_TENSOR, SPARSE)

@@ -1,0 +1,147 @@
+"""placement="autocast": what torch.autocast does on CUDA, by promoting dtypes forwards op by op.
+
+Its LOW list runs low, its FP32 list in FP32, its promote list in the widest dtype that arrives; every other op runs on
+what arrives, with torch's own promotion. Where eager autocast would fail on mixed dtypes (``index_put_``, ``lerp``) the
+widest wins too. The op table says FULL of more ops than the lists name: those run on what arrives here, unless a policy
+says otherwise, or they have no low kernel at all. KEEP and unknown ops get their original dtypes, and a number that a
+low tensor cannot be filled with still makes it FP32: under autocast both would raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import Final
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxprec.passes.context import Context
+from fxprec.passes.graph.ir import Precision, Rule, is_scalar
+from fxprec.passes.ops.aliases import written_by
+from fxprec.passes.ops.names import dtype_argument
+from fxprec.passes.placement.pins import overflows, written_classes
+from fxprec.passes.placement.sites import Site, dtype_reference, original
+from fxprec.passes.placement.walk import GraphWalk
+
+__all__ = ["AUTOCAST_FP32", "place_as_autocast"]
+
+#: FULL ops of the table that autocast runs in FP32 on CUDA: its fp32 lists by canonical name, and the functions of
+#: torch.nn.functional that are made of those.
+AUTOCAST_FP32: Final = frozenset(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rdiv rsqrt sinh tan pow softplus
+    layer_norm rms_norm group_norm local_response_norm normalize weight_norm lp_pool1d lp_pool2d lp_pool3d
+    norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm
+    cosine_similarity dist pdist cdist pairwise_distance
+    softmax softmin log_softmax gumbel_softmax logsumexp prod cumprod cumsum sum
+    cross_entropy nll_loss kl_div l1_loss mse_loss smooth_l1_loss huber_loss poisson_nll_loss gaussian_nll_loss
+    cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss multi_margin_loss
+    multilabel_margin_loss triplet_margin_loss triplet_margin_with_distance_loss binary_cross_entropy
+    binary_cross_entropy_with_logits
+    interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d upsample_bilinear2d_aa
+    upsample_bicubic2d_aa
+    """.split()
+)
+
+
+def place_as_autocast(gm: GraphModule, context: Context) -> None:
+    """Annotate ``meta["precision"]`` in the graph and the bodies it calls."""
+    _Promotion(context).run(gm)
+
+
+class _Promotion(GraphWalk):
+    """Every value has its dtype as soon as the walk is past it."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.dtypes: dict[Node, torch.dtype] = {}
+        self.sources: set[Node] = set()  # they count as low from O2 on
+        self.classes: dict[Node, Node] = {}
+
+    def enter(self, graph: Graph) -> None:
+        self.classes |= written_classes(graph)
+
+    def has(self, node: Node) -> bool:
+        return node in self.dtypes
+
+    def give(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
+        self.dtypes[node] = dtype
+        if source and self.context.policy.lowers_sources:
+            self.sources.add(node)
+
+    def like(self, node: Node, reference: Node) -> None:
+        self.dtypes[node] = self.dtypes[reference]
+
+    def tie(self, node: Node, whole: Node) -> None:
+        self.dtypes[node] = self.dtypes[whole]
+        if whole in self.sources:
+            self.sources.add(node)
+
+    def decide(self, node: Node, rule: Rule, why: str, reads: torch.dtype | None = None) -> None:
+        output, info = self.dtypes.get(node), node.meta.get("dtype")
+        if output is None and isinstance(info, torch.dtype) and info.is_floating_point:
+            output = info
+        compute = reads or (output if node.op.startswith("call") else None)
+        if rule is Rule.FULL and compute is not None:
+            compute = torch.float32
+        node.meta["precision"] = Precision(reads, compute, output, rule, why)
+        node.meta.pop("root_dtype", None)
+
+    def compute(self, site: Site, floats: bool) -> None:
+        rule = self.listed(site) if set(site.data).isdisjoint(written_by(site.node)) else Rule.KEEP
+        if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
+            self.tie(site.node, site.base)  # a view of memory that is written: a cast would miss the writes
+            return self.decide(site.node, Rule.FOLLOW, site.why)
+        if rule is Rule.KEEP:
+            return self.settle(site, floats, rule, None, source=not (site.data or site.kept))
+        asked = dtype_argument(site.node) is not None or dtype_reference(site.node) is not None
+        if not site.data or (asked and rule not in (Rule.LOW, Rule.FULL)):
+            return self.settle(site, floats, Rule.FOLLOW, None, source=rule is not Rule.FULL)
+        if site.dtype is not None:
+            reads = site.dtype
+        elif rule is Rule.FULL or overflows(site, self.context.low):
+            reads = torch.float32
+        else:
+            reads = self.context.low if rule is Rule.LOW else self.widest(site.data)
+        if reads is None or (
+            not floats and rule not in (Rule.LOW, Rule.FULL) and (site.promotes or len(site.data) == 1)
+        ):
+            return self.settle(site, floats, Rule.FOLLOW, None)
+        self.settle(site, floats, rule, reads)
+
+    def settle(self, site: Site, floats: bool, rule: Rule, reads: torch.dtype | None, source: bool = False) -> None:
+        node = site.node
+        wide = reads is None or (site.row is not None and site.row.wide)
+        if floats and (wide or dtype_argument(node) is not None or dtype_reference(node) is not None):
+            self.make(site, original(node.meta["dtype"]), source)
+        elif floats and reads is not None:
+            self.dtypes[node] = reads
+        self.decide(node, rule, site.why, reads)
+
+    def write(self, site: Site, floats: bool) -> None:
+        """In place: in the dtype of what is written."""
+        written = self.dtypes.get(site.base)
+        if written is not None and floats:
+            self.tie(site.node, site.base)
+        if site.name == "copy" and written is not None:
+            return self.decide(site.node, Rule.FOLLOW, site.why)
+        keep = written is None or site.rule is Rule.KEEP
+        self.decide(site.node, Rule.KEEP if keep else site.rule, site.why, None if keep else written)
+
+    def listed(self, site: Site) -> Rule:
+        """What autocast's lists say, unless an override or the level says more."""
+        if site.dtype is not None or site.row is None or site.why != site.row.why:
+            return site.rule
+        if site.row.autocast is not None:
+            return site.row.autocast
+        if site.rule is Rule.FULL and site.name not in AUTOCAST_FP32 and site.row.low_kernel:
+            return Rule.PROMOTE
+        return site.rule
+
+    def widest(self, sources: Iterable[Node]) -> torch.dtype | None:
+        """The widest float that arrives; 0-dim ones only count among themselves."""
+        known = [source for source in sources if source in self.dtypes]
+        dimensioned = [source for source in known if not is_scalar(source)]
+        found = [self.context.low if source in self.sources else self.dtypes[source] for source in dimensioned or known]
+        return reduce(torch.promote_types, found) if found else None

@@ -1,0 +1,313 @@
+"""placement="mincut": turn a graph into a cut problem, solve it, and read every node's dtypes from the answer.
+
+One variable an op that follows or promotes; one for the data port and the output of a norm whose kernel reads and
+writes low; one for the input of a sum. LOW and FULL ops, sources, user casts and outputs are pins. ``decide`` says what
+the levels pin; ``pins`` what safety and memory do.
+
+Where an FP32 input makes an op FP32 (its closure), two are let off: one that only moves or drops values and leads only
+to low readers (the cast may then stand before it, where the tensor is smaller), and one whose FP32 operand is 0-dim,
+which does not promote in torch either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxprec.passes.context import Context
+from fxprec.passes.graph.ir import NON_TENSOR, Precision, Rule, dtype_name
+from fxprec.passes.ops.aliases import written_by
+from fxprec.passes.ops.names import dtype_argument
+from fxprec.passes.placement.op_costs import Verdict
+from fxprec.passes.placement.pins import (
+    commutes_with_rounding,
+    exp_chains,
+    overflowing_square,
+    unsafe_number,
+    written_classes,
+)
+from fxprec.passes.placement.sites import Site, base_of, dtype_reference, original
+from fxprec.passes.placement.solver import solve
+from fxprec.passes.placement.variables import FP32, LOW, Variables
+from fxprec.passes.placement.walk import GraphWalk
+from fxprec.passes.torch_internals import HigherOrderOperator
+
+__all__ = ["CutWalk", "place_by_cut"]
+
+
+class _Decided(NamedTuple):
+    """What is known of a node before the cut: the variables of what it reads and puts out."""
+
+    read: int | None
+    out: int | None
+    rule: Rule
+    why: str
+    site: Site | None = None
+
+
+def place_by_cut(gm: GraphModule, context: Context, verdict: Verdict | None = None) -> list[str]:
+    """Annotate ``meta["precision"]`` in the graph and the bodies it calls; 'node: reason' where a pin was overruled.
+
+    ``verdict``: LOW ops that stay FP32 all the same.
+    """
+    walk = CutWalk(context, verdict)
+    walk.run(gm)
+    walk.let_off()
+    _annotate(walk, walk.variables.dtypes(solve(walk.variables.problem())))
+    return walk.variables.declined
+
+
+class CutWalk(GraphWalk):
+    """Collects the cut problem; ``variables`` holds it."""
+
+    def __init__(self, context: Context, verdict: Verdict | None = None) -> None:
+        super().__init__(context)
+        self.verdict = verdict or Verdict()
+        priced = self.verdict.costs is not None
+        absorbs = context.casts_fuse if priced else context.regions == "triton" and context.policy.lowers_sources
+        self.variables = Variables(context.low, absorbs, self.verdict.costs)
+        self.decided: dict[Node, _Decided] = {}
+        self.early: dict[Node, list[int]] = {}  # ops that commute with rounding -> their inputs
+        self.roots: list[Node] = []  # LOW ops that make a written class
+        self.classes: dict[Node, Node] = {}
+        self.chains: set[Node] = set()
+        self.squares: set[Node] = set()  # what low memory cannot hold
+
+    def enter(self, graph: Graph) -> None:
+        if self.verdict.costs is not None:
+            self.verdict.costs.enter(graph)
+        self.classes |= written_classes(graph)
+        self.chains |= exp_chains(graph)
+
+    def has(self, node: Node) -> bool:
+        return node in self.variables.value
+
+    def give(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
+        variables = self.variables
+        base = base_of(node)
+        if self.classes.get(node, node) is not node and self.has(base):  # a cast that gives the very tensor it takes
+            variables.hold(node, variables.value[base], dtype)
+            variables.tie(node, base)
+            return
+        variables.value[node] = variables.pin(dtype)
+        if source and self.context.policy.lowers_sources:
+            variables.unpromoting.add(node)
+
+    def like(self, node: Node, reference: Node) -> None:
+        self.variables.value[node] = self.variables.arriving(reference)
+
+    def tie(self, node: Node, whole: Node) -> None:
+        self.variables.tie(node, whole)
+        self.early[node] = []
+
+    def bind(self, placeholder: Node, operand: Node) -> None:
+        self.variables.tie_operand(placeholder, operand)
+        self.early[placeholder] = []
+
+    def converts(self, node: Node, source: Node) -> None:
+        self.variables.use(source, self.variables.arriving(node))
+
+    def want_original(self, sources: Iterable[Node]) -> None:
+        self.variables.use_original(sources)
+
+    def input(self, node: Node) -> None:
+        self.source(node, "an input")
+        variables = self.variables
+        if self.verdict.costs is not None:  # prices say whether it is worth its cast
+            return
+        lowered = self.context.policy.lowers_sources and node in variables.value and node not in self.classes
+        if lowered:
+            variables.arrives[node], variables.value[node] = variables.value[node], LOW
+
+    def output(self, node: Node, returns: Rule) -> None:
+        for source in node.all_input_nodes if returns is Rule.KEEP else ():
+            if self.has(source) and isinstance(source.meta["dtype"], tuple):  # nobody can cast a tuple on its way out
+                self.variables.hold(source, self.variables.value[source], original(source.meta["dtype"]))
+        super().output(node, returns)
+
+    def compute(self, site: Site, floats: bool) -> None:
+        if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
+            self.view_of_written(site, floats)
+        elif not set(site.data).isdisjoint(written_by(site.node)):
+            self.keep(site, floats)
+        else:
+            square = overflowing_square(site, self.context)
+            if square is not None:
+                self.squares.add(site.node)
+                site = replace(site, rule=Rule.FULL, why=square)
+            {Rule.KEEP: self.keep, Rule.LOW: self.low, Rule.FULL: self.full}.get(site.rule, self.follow)(site, floats)
+
+    def write(self, site: Site, floats: bool) -> None:
+        """In place: the result has the dtype of what is written, and no operand widens it."""
+        node, variables = site.node, self.variables
+        variable = variables.value.get(site.base)
+        others = [source for source in (*site.data, *site.kept) if source is not site.base]
+        if variable is not None and floats:
+            variables.tie(node, site.base)
+        if variable is None or (site.rule is Rule.KEEP and site.name != "copy"):
+            if variable is not None:
+                variables.hold(node, variable, original(site.base.meta["dtype"]))
+            variables.use_original(others)
+            return self.decide(node, Rule.KEEP, site.why)
+        square = overflowing_square(site, self.context)
+        why = square or self.unsafe(site)
+        if why or not self.squares.isdisjoint(others):
+            variables.hold(node, variable, torch.float32)
+        if site.name == "copy":  # it converts
+            return self.decide(node, Rule.FOLLOW, site.why)
+        for source in () if site.promotes else others:
+            variables.use(source, variable)
+        full = square is not None and variables.dtype_of(variable) is torch.float32
+        self.decide(node, Rule.FULL if full else site.rule, why or site.why, variable)
+
+    def view_of_written(self, site: Site, floats: bool) -> None:
+        """One variable with the memory that it shares."""
+        node, variables = site.node, self.variables
+        variable = variables.value[site.base]
+        if site.rule is Rule.KEEP and floats:
+            variables.hold(node, variable, original(node.meta["dtype"]))
+        elif site.rule in (Rule.LOW, Rule.FULL):
+            variables.hold(node, variable, site.dtype or (self.context.low if site.rule is Rule.LOW else torch.float32))
+        if floats:
+            variables.tie(node, site.base)
+        variables.use_original(site.kept)
+        self.decide(node, Rule.FOLLOW, site.why, variable)
+
+    def keep(self, site: Site, floats: bool) -> None:
+        node, variables = site.node, self.variables
+        sources = (*site.data, *site.kept)
+        variables.use_original(sources)
+        written = [target for target in written_by(node) if self.has(target)]
+        for target in written:  # a custom op that says so in its schema: a cast of it would miss the write
+            variables.hold(node, variables.value[target], original(target.meta["dtype"]))
+        if floats:
+            source = all(each in variables.unpromoting for each in sources)  # a lookup that rescales its weight
+            self.make(site, original(node.meta["dtype"]), source=source and bool(written or not sources))
+        self.decide(node, Rule.KEEP, site.why)
+
+    def low(self, site: Site, floats: bool) -> None:
+        node, variables = site.node, self.variables
+        if node in self.verdict.stays:
+            return self.full(replace(site, why=self.verdict.stays[node]), floats)
+        if node in self.verdict.unpriced:
+            site = replace(site, why=f"{site.why}; pays: {self.verdict.unpriced[node]}")
+        read = variables.pin(site.dtype or self.context.low)
+        variables.use_data(site, read)
+        named = dtype_argument(node) is not None or dtype_reference(node) is not None
+        if floats and (named or (site.row is not None and site.row.wide)):
+            self.make(site, original(node.meta["dtype"]))  # O3: softmax(x, dtype=torch.float32)
+            return self.decide(node, Rule.LOW, site.why, read)
+        if floats:
+            variables.value[node] = read
+            if node in self.classes and not isinstance(node.meta["dtype"], tuple):
+                variables.value[node] = variables.new(node)
+                variables.step(node, read, variables.value[node])
+                self.roots.append(node)
+        self.decide(node, Rule.LOW, site.why, read, out=read if floats else None)
+
+    def full(self, site: Site, floats: bool) -> None:
+        node, variables = site.node, self.variables
+        read = out = FP32
+        asked = dtype_argument(node)
+        mixed = site.has_mixed_kernel(self.context) and asked is None
+        if site.accumulates_wide(self.context, asked):
+            read = variables.new()
+            if mixed:  # what it makes of FP32 is FP32, what it makes of low values is free
+                out = variables.new(node)
+                variables.close((read,), out)
+        elif mixed:
+            read = out = variables.new(node)
+        variables.use_data(site, read)
+        variables.close(variables.promoting(site), read)
+        if floats and (asked is not None or dtype_reference(node) is not None):
+            self.make(site, original(node.meta["dtype"]))
+        elif floats:
+            variables.value[node] = out
+        self.decide(node, Rule.FULL, site.why, read if site.data else None)
+
+    def follow(self, site: Site, floats: bool) -> None:
+        node, variables, info = site.node, self.variables, site.node.meta.get("dtype")
+        if not site.data or dtype_argument(node) is not None or dtype_reference(node) is not None:
+            variables.use_original(site.kept)
+            if floats:  # made in the dtype that the call gives, or out of integers
+                self.make(site, original(info), source=True)
+            return self.decide(node, Rule.FOLLOW, site.why)
+        if not floats and (site.promotes or len(site.data) == 1):
+            return self.decide(node, Rule.FOLLOW, f"{site.why}; reads what arrives")
+        unsafe = self.unsafe(site)
+        if unsafe:
+            variable = FP32
+        elif floats and original(info) is self.context.low:
+            variable = LOW
+        else:
+            variable = variables.new(node)
+        variables.use_data(site, variable)
+        if commutes_with_rounding(site) and node not in self.classes:
+            self.early[node] = variables.promoting(site)
+        else:
+            variables.close(variables.promoting(site), variable)
+        if floats:
+            variables.value[node] = variable
+        self.decide(node, site.rule, unsafe or site.why, variable, site=site)
+
+    def unsafe(self, site: Site) -> str | None:
+        if site.node in self.chains:
+            return "between an exponential and a reduction of it"
+        return unsafe_number(site, self.context.low)
+
+    def decide(
+        self,
+        node: Node,
+        rule: Rule,
+        why: str,
+        read: int | None = None,
+        out: int | None = None,
+        site: Site | None = None,
+    ) -> None:
+        value = self.variables.arriving(node) if node in self.variables.value else None
+        self.decided[node] = _Decided(read, value if out is None else out, rule, why, site)
+
+    def let_off(self) -> None:
+        """Close the ops that commute with rounding too, unless all their readers are low."""
+        low: set[Node] = set()
+        for node, wide in reversed(self.early.items()):
+            if all(self.reads_low(user, low) for user in node.users):
+                low.add(node)
+            else:
+                self.variables.close(wide, self.variables.value[node])
+
+    def reads_low(self, user: Node, low: set[Node]) -> bool:
+        decided = self.decided.get(user)
+        if decided is None or user.op == "output" or isinstance(user.target, HigherOrderOperator):
+            return False
+        cast = decided.out == LOW and "op" in user.meta and user.meta["op"].name == "to"
+        return user in low or decided.read == LOW or cast or user.meta.get("dtype") is NON_TENSOR
+
+
+def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) -> None:
+    for node, (read, out, rule, why, site) in walk.decided.items():
+        reads, output, info = dtype(read), dtype(out), node.meta.get("dtype")
+        if output is None and isinstance(info, torch.dtype) and info.is_floating_point:
+            output = info
+        compute = reads or (output if node.op.startswith("call") else None)
+        if rule is Rule.FULL and compute is not None:
+            compute = torch.float32
+        if site is not None and read is not None and not walk.variables.is_pinned(read):
+            why = f"{why}; {_reason(walk, site, reads, dtype)}"
+        node.meta["precision"] = Precision(reads, compute, output, rule, why)
+        node.meta.pop("root_dtype", None)
+    for node in walk.roots:
+        lives = dtype(walk.variables.value[node])
+        if lives is not node.meta["precision"].output:
+            node.meta["root_dtype"] = lives
+
+
+def _reason(walk: CutWalk, site: Site, reads: torch.dtype | None, dtype: Callable) -> str:
+    for source in site.data:
+        if walk.has(source) and dtype(walk.variables.arriving(source)) is reads:
+            return f"%{source.name} is {dtype_name(reads)}"
+    return "fewest bytes cast" if walk.verdict.costs is None else "least time"

@@ -1,0 +1,292 @@
+"""What an op takes in FP32 and in the low dtype, forward and backward, told from its shapes: for ``lower="pays"``.
+
+Costs are whole picoseconds, so that sums of them in the cut are exact and the answer is the same every time.
+
+Counted are matrix products, convolutions, attention, the traffic of all other ops, and casts: each at its forward and,
+where gradients flow, at its backward. A weight that is lowered costs its part of the refresh of all shadows (one
+multi-tensor copy a step) and a cast of its gradient. What all dtypes cost alike (dispatch, autograd) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fxprec.passes.costs.byte_costs import attribute_of, elements
+from fxprec.passes.costs.device_costs import DeviceCosts, Work
+from fxprec.passes.dtypes.fake_results import hint, numel_of
+from fxprec.passes.fusion.row_operations import is_row_operation
+from fxprec.passes.graph.ir import Op, dtype_name
+from fxprec.passes.ops.table import rule_of
+from fxprec.passes.placement.sites import Site
+
+__all__ = ["OpCosts", "Price", "Verdict"]
+
+#: Products of two operands -> where these stand among the arguments.
+_PRODUCTS: Final[Mapping[str, tuple[int, int]]] = {
+    **dict.fromkeys(("linear", "matmul", "mm", "bmm"), (0, 1)),
+    **dict.fromkeys(("addmm", "addbmm", "baddbmm", "addmm_activation"), (1, 2)),
+    "einsum": (1, 2),
+}
+_CONVOLUTIONS: Final = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
+_TRANSPOSED: Final = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+#: Input channels a group from which on a convolution is a matrix product, and not a sum over a few.
+_THIN: Final = 8
+#: A shadow's part of the multi-tensor copy that refreshes all of them, beside a cast of its own, where both are small.
+_REFRESH_CALL: Final = 0.2
+#: Ops behind which no gradient flows.
+_DETACHED: Final = frozenset({"detach", "item", "argmax", "argmin"})
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an op takes without its casts, in picoseconds.
+
+    Attributes:
+        full: in FP32.
+        low: in the low dtype.
+        what: the op and its sizes, for the report.
+    """
+
+    full: int
+    low: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Which LOW ops are left in FP32, told before casts are placed.
+
+    Attributes:
+        stays: op -> why it stays FP32.
+        unpriced: op that is lowered unasked -> why nobody knows what it costs.
+        costs: what casts are placed by; None: by their bytes, since all LOW ops are lowered.
+    """
+
+    stays: Mapping[Node, str] = field(default_factory=dict)
+    unpriced: Mapping[Node, str] = field(default_factory=dict)
+    costs: OpCosts | None = None
+
+
+class OpCosts:
+    """Prices of the ops of one graph, and of the bodies that it calls.
+
+    Args:
+        costs: the device's.
+        low: the low dtype; the costs have curves for it.
+        gradients: whether a backward pass follows.
+        fused: kernels that cast what they read and write for nothing run between matrix products.
+    """
+
+    def __init__(self, costs: DeviceCosts, low: torch.dtype, gradients: bool, fused: bool) -> None:
+        self.costs = costs
+        self.low = low
+        self._gradients = gradients
+        self._fused = fused
+        self._differentiable: set[Node] = set()
+        self._inside = False
+
+    def enter(self, graph: Graph) -> None:
+        """Find out which values gradients flow through; of the whole graph first, then of bodies that it calls."""
+        inside, self._inside = self._inside, True
+        for node in graph.nodes if self._gradients else ():
+            if node.op == "get_attr":
+                flows = _requires_grad(attribute_of(node))
+            elif node.op == "placeholder":
+                flows = inside or _requires_grad(_value(node))
+            else:
+                flows = _name(node) not in _DETACHED and any(map(self._flows, node.all_input_nodes))
+            if flows:
+                self._differentiable.add(node)
+
+    def price(self, site: Site) -> Price | str:
+        """What the op of a LOW site takes; or why nobody knows."""
+        kinds: tuple[tuple[Any, Callable[[Site], Price | None]], ...] = (
+            (_PRODUCTS, self._product),
+            (_CONVOLUTIONS | _TRANSPOSED, self._convolution),
+            (("scaled_dot_product_attention",), self._attention),
+            (("prelu",), self._pointwise),
+        )
+        made = next((of_kind for names, of_kind in kinds if site.name in names), None)
+        if made is None:
+            return "its cost is not modelled"
+        try:
+            found = made(site)
+        except _UnknownSizes:
+            found = None
+        return "sizes unknown" if found is None else found
+
+    def cast(self, node: Node) -> float:
+        """Of a value to the other dtype, at every call; of a parameter: its shadow."""
+        count = _elements(node)
+        if node.op == "get_attr" and node.meta.get("kind") == "parameter":
+            return self._shadow(node, count or 1)
+        if self._fused and is_row_operation(node):
+            return 0.0
+        return self._cast_of(count or 1) * (1 + self._flows(node))
+
+    def traffic(self, node: Node) -> float:
+        """What it costs more to have an op other than LOW ones write FP32 and not low; negative: less."""
+        count, row = _elements(node), rule_of(_name(node))
+        if count is None or (row is not None and row.view):
+            return 0.0
+        full, low = (self._seconds(Work.POINTWISE, dtype, count) for dtype in (torch.float32, self.low))
+        return (full - low) * (1 + self._flows(node))
+
+    def _flows(self, node: Node) -> bool:
+        return node in self._differentiable
+
+    def _shadow(self, node: Node, count: int) -> float:
+        if not self._gradients:  # made once, and kept
+            return 0.0
+        alone, call = self._cast_of(count), self._cast_of(1)
+        return alone - call + round(call * _REFRESH_CALL) + alone * self._flows(node)
+
+    def _cast_of(self, count: int) -> int:
+        return self._seconds(Work.CAST, self.low, count)
+
+    def _seconds(self, work: Work, dtype: torch.dtype, amount: float) -> int:
+        return _picoseconds(self.costs.seconds(work, dtype, amount))
+
+    def _price(self, what: str, seconds: Callable[[torch.dtype], float]) -> Price:
+        return Price(_picoseconds(seconds(torch.float32)), _picoseconds(seconds(self.low)), what)
+
+    def _product(self, site: Site) -> Price | None:
+        left, right = (_operand(site, position) for position in _PRODUCTS[site.name])
+        a, b, out = _shape(left), _shape(right), _shape(site.node)
+        depth = _summed(site, a, b) if site.name == "einsum" else a[-1]
+        if depth is None:
+            return None
+        flop, elements = 2 * prod(out) * depth, prod(a) + prod(b) + prod(out)
+        products = 1 + self._flows(left) + self._flows(right)
+        shown = b[::-1] if site.name == "linear" else b
+        return self._price(
+            f"{site.name} {_text(a)} @ {_text(shown)}",
+            lambda dtype: products * self.costs.product(dtype, flop, elements),
+        )
+
+    def _convolution(self, site: Site) -> Price:
+        data, weight = _operand(site, 0), _operand(site, 1)
+        x, w, out = _shape(data), _shape(weight), _shape(site.node)
+        transposed = site.name in _TRANSPOSED or (site.name == "convolution" and _is_transposed(site.node))
+        flop = 2 * prod(x if transposed else out) * prod(w[1:])
+        thin = w[1] < _THIN
+        forward = Work.THIN_CONVOLUTION if thin else Work.CONVOLUTION
+        backward = Work.THIN_CONVOLUTION_BACKWARD if thin else Work.CONVOLUTION_BACKWARD
+        gradients = (self._flows(data) + self._flows(weight)) / 2
+
+        def seconds(dtype: torch.dtype) -> float:
+            both = self.costs.seconds(backward, dtype, flop) if gradients else 0.0
+            return self.costs.seconds(forward, dtype, flop) + gradients * both
+
+        return self._price(f"{site.name} {_text(x)} * {_text(w)}", seconds)
+
+    def _attention(self, site: Site) -> Price:
+        query, key, value = (_operand(site, position) for position in range(3))
+        q, k, v = _shape(query), _shape(key), _shape(value)
+        flop = 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+        flows = any(map(self._flows, (query, key, value)))
+
+        def seconds(dtype: torch.dtype) -> float:
+            backward = self.costs.seconds(Work.ATTENTION_BACKWARD, dtype, flop) if flows else 0.0
+            return self.costs.seconds(Work.ATTENTION, dtype, flop) + backward
+
+        return self._price(f"attention of {_text(q)} over {_text(k)}", seconds)
+
+    def _pointwise(self, site: Site) -> Price:
+        out = _shape(site.node)
+        passes = 1 + self._flows(site.node)
+        return self._price(
+            f"{site.name} {_text(out)}",
+            lambda dtype: passes * self.costs.seconds(Work.POINTWISE, dtype, prod(out)),
+        )
+
+    def why(self, price: Price, full: float, low: float) -> str:
+        """For the report: ``full`` and ``low`` are the price with the casts that each choice needs."""
+        casts = " with its casts"
+        return (
+            f"pays: {price.what} takes {_time(full)} in float32{casts if full > price.full else ''}, "
+            f"{_time(low)} in {dtype_name(self.low)}{casts if low > price.low else ''} ({self.costs})"
+        )
+
+
+class _UnknownSizes(Exception):
+    """A shape that nobody knows."""
+
+
+def _picoseconds(seconds: float) -> int:
+    return round(seconds * 1e12)
+
+
+def _time(picoseconds: float) -> str:
+    microseconds = picoseconds / 1e6
+    return f"{microseconds:.3g} us" if microseconds < 1000 else f"{microseconds / 1000:.3g} ms"
+
+
+def _operand(site: Site, position: int) -> Node:
+    """A tensor argument of a call, by position or, in the order of the call, by keyword."""
+    given = [*site.node.args, *site.node.kwargs.values()]
+    found = given[position] if position < len(given) else None
+    if isinstance(found, Node):
+        return found
+    raise _UnknownSizes
+
+
+def _is_transposed(convolution: Node) -> bool:
+    """Of ``torch.convolution``, which does both."""
+    args = convolution.args
+    return bool(args[6] if len(args) > 6 else convolution.kwargs.get("transposed"))
+
+
+def _shape(node: Node) -> Shape:
+    value = attribute_of(node) if node.op == "get_attr" else _value(node)
+    if not isinstance(value, Tensor):
+        raise _UnknownSizes
+    sizes = [size if isinstance(size, int) else hint(size) for size in value.shape]
+    known = tuple(size for size in sizes if size is not None)
+    if len(known) != len(sizes) or not known:
+        raise _UnknownSizes
+    return known
+
+
+def _summed(site: Site, a: Shape, b: Shape) -> int | None:
+    """Sizes of an einsum's summed dimensions, multiplied; None for more than two operands, or an ellipsis."""
+    equation = site.node.args[0]
+    if not isinstance(equation, str) or "->" not in equation or "." in equation or equation.count(",") != 1:
+        return None
+    terms, result = equation.replace(" ", "").split("->")
+    first, second = terms.split(",")
+    sizes = dict(zip(first + second, a + b, strict=False))
+    return prod(size for letter, size in sizes.items() if letter not in result)
+
+
+def _value(node: Node) -> Any:
+    """The fake value; dynamo's own where nobody took it over, as in the bodies of checkpointed regions."""
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def _elements(node: Node) -> int | None:
+    known = elements(node)
+    count = numel_of(_value(node)) if known is None else known
+    return count if isinstance(count, int) else None
+
+
+def _text(shape: Shape) -> str:
+    return "x".join(map(str, shape))
+
+
+def _name(node: Node) -> str:
+    op: Op | None = node.meta.get("op")
+    return op.name if op is not None else ""
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

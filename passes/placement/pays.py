@@ -1,0 +1,94 @@
+"""lower="pays": which LOW ops stay FP32, because on this device lowering them takes longer than it saves.
+
+The same minimum cut as ``placement_mincut``, with time in place of bytes, and one free variable more for each LOW op of
+known sizes: what it takes longer in FP32 (or less long). Casts take their time, weights that of their shadows. So two
+products in a row may be lowered together that alone would each lose::
+
+    %linear    4 us in FP32, 2 us low
+    %relu
+    %linear_1  4 us in FP32, 2 us low       a cast takes 1.5 us: one of them lowered 2 + 2 * 1.5 > 4,
+                                            both 2 * 2 + 2 * 1.5 < 2 * 4
+
+Only the verdict on LOW ops is kept. Where all of them pay, the graph is that of ``lower="always"``.
+
+Safety stays as it is. What an override of the user's lowers is lowered, whatever it costs, and so are ops of unknown
+size or cost.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxprec.passes.context import Context
+from fxprec.passes.graph.ir import UNKNOWN, module_path
+from fxprec.passes.ops.names import dtype_argument
+from fxprec.passes.placement.mincut import CutWalk
+from fxprec.passes.placement.op_costs import OpCosts, Price, Verdict
+from fxprec.passes.placement.sites import Site, dtype_reference
+from fxprec.passes.placement.solver import solve
+
+__all__ = ["what_pays"]
+
+
+def what_pays(gm: GraphModule, context: Context) -> Verdict:
+    """Weigh every LOW op of the graph and of the bodies it calls. Annotates nothing."""
+    if context.costs is None:
+        return Verdict()
+    costs = OpCosts(context.costs, context.low, context.gradients, context.casts_fuse)
+    walk = _PricedWalk(context, costs)
+    walk.run(gm)
+    walk.let_off()
+    full = solve(walk.variables.problem())
+    casts_around = walk.variables.casts_around(full)
+    stays = {}
+    for node, (site, price, variable) in walk.priced.items():
+        if full[variable]:
+            wide, low = casts_around(node, variable, site.data)
+            stays[node] = costs.why(price, price.full + wide, price.low + low)
+    return Verdict(stays, walk.unpriced, costs if stays else None)
+
+
+class _PricedWalk(CutWalk):
+    """The cut problem with LOW ops that may stay FP32."""
+
+    def __init__(self, context: Context, costs: OpCosts) -> None:
+        super().__init__(context, Verdict(costs=costs))
+        self._costs = costs
+        self.priced: dict[Node, tuple[Site, Price, int]] = {}
+        self.unpriced: dict[Node, str] = {}
+
+    def low(self, site: Site, floats: bool) -> None:
+        node, variables = site.node, self.variables
+        price = self._price(site, floats)
+        if isinstance(price, str):
+            self.unpriced[node] = price
+        if not isinstance(price, Price):
+            return super().low(site, floats)
+        variable = variables.value[node] = variables.priced(price.full - price.low)
+        variables.use_data(site, variable)
+        if node in self.classes:  # what is written in place later on may live in FP32 although the op is low
+            variables.value[node] = variables.new(node)
+            variables.step(node, variable, variables.value[node])
+            variables.close((variable,), variables.value[node])
+        self.priced[node] = site, price, variable
+        self.decide(node, site.rule, site.why, variable)
+
+    def _price(self, site: Site, floats: bool) -> Price | str | None:
+        """None: it is not ours to ask."""
+        node = site.node
+        if site.dtype is not None or not floats or self._overridden(site):
+            return None
+        if node.meta["dtype"] is UNKNOWN:
+            return "sizes unknown"
+        if isinstance(node.meta["dtype"], tuple):
+            return self._costs.price(site)
+        if node.meta["dtype"] is not torch.float32:
+            return None
+        if dtype_argument(node) is not None or dtype_reference(node) is not None:
+            return None
+        return self._costs.price(site)
+
+    def _overridden(self, site: Site) -> bool:
+        path = module_path(site.node)
+        return any(each.match(site.name, site.node, path) for each in self.context.policy.overrides)

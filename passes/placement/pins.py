@@ -1,0 +1,188 @@
+"""What is not free for the cut to choose: values that low precision cannot hold, and memory that is written in place.
+
+Safety pins keep an op that would follow or promote in FP32::
+
+    %a: float32 = masked_fill(%scores, %mask, -3.4e38)   # the low dtype cannot hold the number
+    %b: float32 = add(%y, 1e-08)                         # nor this one: it would be zero in float16
+    %c: float32 = add(%y, 1e-05)                         # sqrt(y + eps), x / (y + eps): eps would vanish beside y
+    %d: float32 = mul(%exp, %scale)                      # between exp and the sum over it
+    %e: float32 = mul(%y, %y)                            # float16 only: squares leave its range from 256 on
+
+Written classes: a tensor, its views and its in-place users share memory, so that one of them in another dtype would be
+a copy that misses the writes. ``written_classes`` finds them; a class without a write falls apart into ordinary ops.
+Who inserts casts keeps to two rules: a cast of a member is good until the next write to its class (its mutation epoch),
+and a member with ``meta["root_dtype"]`` (the root of a class that lives in another dtype than the root's kernel puts
+out) is cast right after it is made, and only the cast is used from then on::
+
+    %y: bfloat16 = linear(%x, %w)           # meta["root_dtype"] = float32
+    %y_f32: float32 = cast(%y, torch.float32)
+    %z: float32 = masked_fill_(%y_f32, %mask, -3.4e38)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.passes.context import Context
+from fxprec.passes.graph.ir import Op, Rule, dtype_name
+from fxprec.passes.ops.aliases import alias_roots, shared_sources, written_roots
+from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.table import rule_of
+from fxprec.passes.placement.sites import Site, original
+from fxprec.passes.placement.squares import is_square
+
+__all__ = [
+    "commutes_with_rounding",
+    "exp_chains",
+    "overflowing_square",
+    "overflows",
+    "unsafe_number",
+    "written_classes",
+]
+
+_ARITHMETIC: Final = frozenset(
+    {"add", "sub", "rsub", "mul", "div", "clamp", "clamp_min", "clamp_max", "masked_fill", "index_fill", "fill",
+     "fill_diagonal", "full_like", "new_full", "where", "maximum", "minimum", "setitem", "threshold", "hardtanh"}
+)  # fmt: skip
+_FILLS: Final = frozenset({"masked_fill", "index_fill", "fill", "fill_diagonal", "full_like", "new_full"})
+_PROBABILITIES: Final = frozenset(
+    {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+     "interpolate_nearest", "interpolate_area"}
+)  # fmt: skip
+_GUARDED_BY_EPS: Final = frozenset({"sqrt", "rsqrt", "log", "log2", "log10", "reciprocal", "pow"})
+_EXPONENTIALS: Final = frozenset({"exp", "exp2", "expm1"})
+_REDUCTIONS: Final = frozenset(
+    {"sum", "mean", "nansum", "nanmean", "prod", "cumsum", "cumprod", "logsumexp", "var", "std", "norm", "linalg_norm",
+     "linalg_vector_norm"}
+)  # fmt: skip
+
+#: Ops (views apart) whose result is the same whether the input is rounded before or the result after: they only move,
+#: select or drop values. Sums are not among them: (x - mean) of a rounded x has lost its digits.
+_EXACT: Final = frozenset(
+    {"relu", "neg", "abs", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+     "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+     "interpolate_nearest", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+     "upsample_nearest_exact1d", "upsample_nearest_exact2d", "upsample_nearest_exact3d", "pad", "pixel_shuffle",
+     "pixel_unshuffle", "channel_shuffle", "im2col", "clone", "flip", "fliplr", "flipud", "roll", "rot90", "repeat",
+     "tile", "repeat_interleave", "tril", "triu", "diag", "diag_embed", "narrow_copy", "gather", "index_select", "take",
+     "take_along_dim", "masked_select", "index", "cat", "stack", "hstack", "vstack", "dstack", "column_stack", "where",
+     "amax", "amin"}
+)  # fmt: skip
+
+
+def commutes_with_rounding(site: Site) -> bool:
+    """Whether casting the input early is as good as casting the result: then the smaller of the two may be cast."""
+    view = site.row is not None and site.row.view and site.rule is Rule.FOLLOW
+    return (view or site.name in _EXACT) and site.rule in (Rule.FOLLOW, Rule.PROMOTE) and site.dtype is None
+
+
+def overflows(site: Site, low: torch.dtype) -> bool:
+    """Whether an op fills a tensor with a number that the low dtype cannot hold: torch raises then."""
+    numbers = (a for a in (*site.node.args, *site.node.kwargs.values()) if type(a) in (int, float))
+    largest = torch.finfo(low).max
+    return site.name in _FILLS and any(largest < abs(number) < math.inf for number in numbers)  # type: ignore[arg-type]
+
+
+def unsafe_number(site: Site, low: torch.dtype) -> str | None:
+    """Why an op cannot run low because of a number among its arguments; None where it can."""
+    if site.name in _PROBABILITIES:
+        return None
+    limits = torch.finfo(low)
+    node = site.node
+    for argument in (*node.args, *node.kwargs.values()):
+        kind = type(argument)
+        if kind is not float and (kind is not int or site.name not in _ARITHMETIC):
+            continue
+        size = abs(argument)  # type: ignore[arg-type]
+        if size == 0 or math.isinf(size) or math.isnan(size):
+            continue
+        if size > limits.max:
+            return f"{dtype_name(low)} cannot hold {argument!r}"
+        if size < limits.tiny:
+            return f"{argument!r} vanishes in {dtype_name(low)}"
+        if size < limits.eps and site.name in _ARITHMETIC and _guards(node):
+            return f"{argument!r} guards a division and would vanish beside the rest in {dtype_name(low)}"
+    return None
+
+
+def _guards(node: Node) -> bool:
+    """``x / node``, ``sqrt(node)`` and the like."""
+    for user in node.users:
+        op: Op | None = user.meta.get("op")
+        if op is None:
+            continue
+        if op.name in _GUARDED_BY_EPS or (op.name == "div" and len(user.args) > 1 and user.args[1] is node):
+            return True
+    return False
+
+
+def overflowing_square(site: Site, context: Context) -> str | None:
+    """Why an op is FULL though the table says otherwise: it squares a value in float16.
+
+    None where it does not, where the policy says something of the op itself, and at O3, which lowers what is FULL.
+    """
+    if context.low is not torch.float16 or not site.data or context.policy.lowers_parameters:
+        return None
+    if site.row is None or site.why != site.row.why:
+        return None
+    return "squares leave the range of float16 from 256 on" if is_square(site.node) else None
+
+
+def exp_chains(graph: Graph) -> set[Node]:
+    """The ops between an exponential and a reduction of it."""
+    after: set[Node] = set()
+    for node in graph.nodes:
+        if _floats(node) and any(source in after or _named(source, _EXPONENTIALS) for source in node.all_input_nodes):
+            after.add(node)
+    found: set[Node] = set()
+    for node in reversed(graph.nodes) if after else ():
+        if node in after and any(user in found or _named(user, _REDUCTIONS) for user in node.users):
+            found.add(node)
+    return found
+
+
+def _named(node: Node, names: frozenset[str]) -> bool:
+    op: Op | None = node.meta.get("op")
+    return op is not None and op.name in names
+
+
+def _floats(node: Node) -> bool:
+    op: Op | None = node.meta.get("op")
+    row = rule_of(op.name) if op is not None else None
+    return row is not None and row.rule in (Rule.FOLLOW, Rule.PROMOTE)
+
+
+def written_classes(graph: Graph) -> dict[Node, Node]:
+    """Member -> root of every class of nodes that share memory which is written in place."""
+    root = alias_roots(graph, _shares_memory_of)
+    written = written_roots(graph, root)
+    return {node: base for node, base in root.items() if base in written}
+
+
+def _shares_memory_of(node: Node) -> Iterator[Node]:
+    """As ``aliases.shared_sources``, without what converts or copies."""
+    op: Op | None = node.meta.get("op")
+    if op is not None and not op.in_place:
+        if op.name == "to":  # a cast to the dtype that the tensor has already gives the tensor itself
+            target = cast_target(node)
+            if target is not None and target != original(node.all_input_nodes[0].meta.get("dtype")):
+                return
+        if op.name == "getattr" and node.args[1] not in ("data", "T", "mT", "H", "mH", "real"):
+            return
+        if op.name == "getitem" and _picks_by_tensor(node.args[1]):
+            return
+    yield from shared_sources(node)
+
+
+def _picks_by_tensor(index: object) -> bool:
+    """Advanced indexing copies: an index that is (or holds) a tensor or a list."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(part, list) or (isinstance(part, Node) and isinstance(part.meta.get("dtype"), torch.dtype))
+        for part in parts
+    )

@@ -1,0 +1,158 @@
+"""Where a value is multiplied by itself: its square leaves float16's range from 256 on, which no product of two others
+of that size does often. In float16 such ops are FULL, whatever autocast does::
+
+    %a = square(%x)                          # always
+    %b = mul(%x, %x)                         # where both factors are one value; so with %x.detach(), or two equal views
+    %c = einsum("ij,ij->i", %x, %x)          # where both have the same subscripts
+    %d = tensordot(%x, %x, 2)                # where all dimensions are summed over
+
+``OpRule.squares`` says of which ops that is to be asked. A Gram matrix (``x @ x.T``) stays as it is: nearly all of it
+is products of different values, for which the matrix units are there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.fx import Node
+
+from fxprec.passes.graph.ir import Op, Rule
+from fxprec.passes.ops.rule import OpRule
+from fxprec.passes.ops.table import rule_of
+
+__all__ = ["is_square", "same_value"]
+
+#: How far back two values are compared, call by call.
+_DEPTH: Final = 8
+
+
+def is_square(node: Node) -> bool:
+    """Whether the op multiplies a value by itself, element by element; it may sum the products up."""
+    op: Op | None = node.meta.get("op")
+    row = rule_of(op.name) if op is not None else None
+    if row is None or row.squares is None:
+        return False
+    if row.squares == "always":
+        return True
+    if row.squares == "power":
+        exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent", 2)
+        return not isinstance(exponent, int | float) or exponent > 1
+    factors = _tensors(node)
+    if row.squares == "subscripts":
+        return _has_square(_subscripts(node), factors)
+    if len(factors) < 2 or not same_value(factors[-2], factors[-1]):
+        return False
+    return row.squares == "factors" or _contracts_all(node, factors[-1], row)
+
+
+def same_value(a: Node, b: Node, depth: int = _DEPTH) -> bool:
+    """Whether both are known to hold the same values in the same places; views and copies are seen through."""
+    a, b = _seen_through(a), _seen_through(b)
+    if a is b:
+        return True
+    if a.op != b.op or a.target != b.target or not depth:
+        return False
+    if a.op == "get_attr":
+        return True
+    row = _row(a)  # random numbers are KEEP
+    return row is not None and row.rule is not Rule.KEEP and _same((a.args, a.kwargs), (b.args, b.kwargs), depth)
+
+
+def _same(a: Any, b: Any, depth: int) -> bool:
+    if isinstance(a, Node) and isinstance(b, Node):
+        return same_value(a, b, depth - 1)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(_same(x, y, depth) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key], depth) for key in a)
+    return type(a) is type(b) and a == b
+
+
+def _seen_through(node: Node) -> Node:
+    """What a value was before it was copied, cast or detached, or viewed in its own shape."""
+    while (row := _row(node)) is not None and node.args and isinstance(source := node.args[0], Node):
+        if not (row.same or (row.view and (_in_shape_of(node, source) or _lies_alike(node, source)))):
+            break
+        node = source
+    return node
+
+
+def _in_shape_of(view: Node, source: Node) -> bool:
+    """``x.view_as(x)``, ``x.reshape(x.shape)``, ``x.expand(x.size())``."""
+    if len(view.args) != 2 or view.kwargs or not isinstance(shape := view.args[1], Node):
+        return False
+    op: Op | None = shape.meta.get("op")
+    if op is not None and op.name in ("getattr", "size"):
+        return shape.args == (source,) or shape.args == (source, "shape")
+    return shape is source
+
+
+def _lies_alike(a: Node, b: Node) -> bool:
+    first, second = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    strided = first.layout == second.layout == torch.strided
+    return strided and first.shape == second.shape and first.stride() == second.stride()
+
+
+def _contracts_all(node: Node, factor: Node, row: OpRule) -> bool:
+    """Whether no dimension is left of what is multiplied by itself. In doubt a LOW op is taken for a Gram matrix."""
+    rank = _rank(factor)
+    if row.squares == "vectors":
+        return rank == 1 or (rank is None and row.rule is not Rule.LOW)
+    dims: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dims", 2)
+    if isinstance(dims, int):
+        return rank is None or dims >= rank
+    if not isinstance(dims, tuple | list) or len(dims) != 2:
+        return True
+    one, other = ([each] if isinstance(each, int) else each for each in dims)
+    return list(one) == list(other) and (rank is None or len(one) >= rank)
+
+
+def _rank(node: Node) -> int | None:
+    """How many dimensions a value has; None where nobody knows."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.dim()
+    if "ndim" in node.meta:
+        return node.meta["ndim"]
+    op: Op | None = node.meta.get("op")
+    if op is None or node.kwargs:
+        return None
+    if op.name in ("flatten", "ravel") and len(node.args) == 1:
+        return 1
+    if op.name in ("view", "reshape") and node.args[1:] in ((-1,), ((-1,),), ([-1],)):
+        return 1
+    return None
+
+
+def _tensors(node: Node) -> list[Node]:
+    """The tensors among the arguments, in order; a number among them leaves its place empty, so that x * 2 has one."""
+    found: list[Node] = []
+    for argument in (*node.args, *node.kwargs.values()):
+        for each in argument if isinstance(argument, tuple | list) else (argument,):
+            if isinstance(each, Node):
+                found.append(each)
+    return found
+
+
+def _subscripts(node: Node) -> list[object]:
+    """Of each operand of an einsum, however they are given: ``"ij,ij->i", x, x`` or ``x, [0, 1], x, [0, 1], [0]``."""
+    if node.args and isinstance(node.args[0], str):
+        return [*node.args[0].replace(" ", "").partition("->")[0].split(",")]
+    return [list(each) for each in node.args[1::2] if isinstance(each, tuple | list)]
+
+
+def _has_square(subscripts: list[object], operands: list[Node]) -> bool:
+    pairs = [*zip(subscripts, operands, strict=False)]
+    return any(
+        own == other and same_value(operand, earlier)
+        for number, (own, operand) in enumerate(pairs)
+        for other, earlier in pairs[:number]
+    )
+
+
+def _row(node: Node) -> OpRule | None:
+    op: Op | None = node.meta.get("op")
+    return rule_of(op.name) if op is not None and not op.in_place else None

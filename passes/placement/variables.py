@@ -1,0 +1,215 @@
+"""The variables, pins and costs that ``placement_mincut`` collects on its walk, and the cut problem made of them.
+
+A variable is a dtype to be found: FP32 or low. Values point to variables, so that a view of written memory, the parts
+of a tuple and the placeholder of a called body have the variable of what they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import torch
+from torch.fx import Node
+
+from fxprec.passes.costs.byte_costs import ByteCosts, Costs, attribute_of
+from fxprec.passes.fusion.row_operations import is_row_operation
+from fxprec.passes.graph.ir import dtype_name, is_scalar
+from fxprec.passes.placement.sites import Site, original
+from fxprec.passes.placement.solver import CutProblem, Tensor
+
+__all__ = ["FP32", "LOW", "Variables"]
+
+FP32: Final = 0
+LOW: Final = 1
+
+
+class Variables:
+    """Variables of one conversion; graphs and the bodies they call share them.
+
+    Attributes:
+        value: float value -> variable.
+        arrives: values that the cut takes for low although they arrive wider (inputs at O2) -> their variable.
+        unpromoting: values that make nobody FP32: sources at O2.
+        declined: 'node: reason' for every pin that another one overruled.
+        absorbs: fused kernels cast what they read for nothing, and low values between them are wanted (O2) or priced.
+    """
+
+    def __init__(self, low: torch.dtype, absorbs: bool = False, costs: Costs | None = None) -> None:
+        """``costs``: of casts and traffic; None: their bytes."""
+        self.low = low
+        self.absorbs = absorbs
+        self._costs = costs
+        self.value: dict[Node, int] = {}
+        self.arrives: dict[Node, int] = {}
+        self.unpromoting: set[Node] = set()
+        self.declined: list[str] = []
+        self._pins: dict[int, bool] = {FP32: True, LOW: False}
+        self._dtypes: dict[int, torch.dtype] = {FP32: torch.float32, LOW: low}
+        self._constants: dict[torch.dtype, int] = {torch.float32: FP32, low: LOW}
+        self._count = 2
+        self._makers: dict[int, Node] = {}
+        self._prices: dict[int, float] = {}
+        self._origin: dict[Node, Node] = {}
+        self._users: dict[Node, dict[int, bool]] = {}
+        self._first: dict[int, Node] = {}
+        self._steps: list[tuple[Node, int, int]] = []
+        self._closures: list[tuple[int, int]] = []
+
+    def new(self, maker: Node | None = None) -> int:
+        """A free variable; ``maker``: the node that writes its value, for its share of traffic."""
+        self._count += 1
+        if maker is not None:
+            self._makers[self._count - 1] = maker
+        return self._count - 1
+
+    def priced(self, more: float) -> int:
+        """The free variable of an op that costs this much more in FP32 than low (negative: less)."""
+        variable = self.new()
+        self._prices[variable] = more
+        return variable
+
+    def pin(self, dtype: torch.dtype) -> int:
+        """The variable that stands for a dtype; one that is neither FP32 nor low is on the FP32 side of the cut."""
+        if dtype not in self._constants:
+            variable = self._constants[dtype] = self.new()
+            self._pins[variable], self._dtypes[variable] = True, dtype
+        return self._constants[dtype]
+
+    def is_pinned(self, variable: int) -> bool:
+        return variable in self._pins
+
+    def dtype_of(self, variable: int) -> torch.dtype | None:
+        """The dtype that a pinned variable stands for; None where the cut is to find it."""
+        return self._dtypes.get(variable)
+
+    def hold(self, node: Node, variable: int, dtype: torch.dtype) -> None:
+        """Pin a variable that several nodes share. FP32 beats low; what stands for a dtype keeps it."""
+        have = self._dtypes.get(variable)
+        if have is None or (have is self.low and variable != LOW):
+            self._pins[variable], self._dtypes[variable] = dtype is not self.low, dtype
+        elif have is not dtype and dtype is not self.low:
+            self.declined.append(f"{node.name}: wants {dtype_name(dtype)}, shares memory that is {dtype_name(have)}")
+
+    def tie(self, node: Node, source: Node) -> None:
+        """Give a value the variable of another: the same memory, or no place for a cast between them."""
+        if source not in self.value:
+            return
+        self.value[node] = self.value[source]
+        if source in self.arrives:
+            self.arrives[node] = self.arrives[source]
+        if source in self.unpromoting:
+            self.unpromoting.add(node)
+
+    def tie_operand(self, placeholder: Node, operand: Node) -> None:
+        """The placeholder of a called body is the caller's value, and costs what that costs: a weight has a shadow."""
+        self.tie(placeholder, operand)
+        self._origin[placeholder] = self._origin.get(operand, operand)
+
+    def arriving(self, node: Node) -> int:
+        """The variable of the dtype that a value has when it arrives."""
+        return self.arrives.get(node, self.value[node])
+
+    def use(self, source: Node, variable: int, promotes: bool = False) -> None:
+        """``promotes``: the reader's kernel takes a low value for nothing where it is to be FP32."""
+        if source in self.value:
+            known = self._users.setdefault(self._same(source), {})
+            known[variable] = known.get(variable, True) and promotes
+
+    def use_original(self, sources: Iterable[Node]) -> None:
+        for source in sources:
+            if source in self.value:
+                self.use(source, self.pin(original(source.meta["dtype"])))
+
+    def use_data(self, site: Site, variable: int) -> None:
+        """All float arguments of a site: data in the variable's dtype, the others in their original one."""
+        wide = site.promotes and any(self.value.get(source) == FP32 and self._widens(source) for source in site.data)
+        free = wide or (self.absorbs and is_row_operation(site.node))
+        for source in site.data:
+            self.use(source, variable, free)
+            if isinstance(source.meta.get("dtype"), tuple) and source in self.value:  # nobody can cast a tuple
+                self._closures += [(self.value[source], variable), (variable, self.value[source])]
+        self.use_original(site.kept)
+
+    def step(self, node: Node, producer: int, user: int) -> None:
+        """A cast that may stand right behind a node, before anyone reads it."""
+        self._steps.append((node, producer, user))
+
+    def close(self, wide: Iterable[int], variable: int) -> None:
+        """Where one of these is FP32, so is the variable."""
+        self._closures += [(each, variable) for each in wide]
+
+    def promoting(self, site: Site) -> list[int]:
+        """The inputs that make an op FP32: the dimensioned ones, or the 0-dim ones among themselves."""
+        known = [source for source in site.data if source in self.value]
+        scalars = all(self._is_scalar(source) for source in site.data)
+        return [self.value[source] for source in known if scalars or self._widens(source)]
+
+    def _widens(self, source: Node) -> bool:
+        return source not in self.unpromoting and not self._is_scalar(source)
+
+    def _is_scalar(self, source: Node) -> bool:
+        return is_scalar(self._origin.get(source, source))
+
+    def problem(self) -> CutProblem:
+        costs = self._costs or ByteCosts(self._users, self.absorbs)
+        tensors = [
+            Tensor(self.value[node], tuple(users), self._cast(costs, node), _promoters(users))
+            for node, users in self._users.items()
+        ]
+        tensors += [Tensor(producer, (user,), self._cast(costs, node)) for node, producer, user in self._steps]
+        unary = {variable: costs.traffic(self._origin.get(node, node)) for variable, node in self._makers.items()}
+        return CutProblem(self._count, self._pins, tuple(tensors), tuple(self._closures), unary | self._prices)
+
+    def casts_around(self, full: list[bool]) -> Callable[[Node, int, Iterable[Node]], tuple[float, float]]:
+        """After the cut: (op, its variable, its sources) -> what casts it needs, among all others: in FP32, and low."""
+        costs = self._costs or ByteCosts(self._users, self.absorbs)
+        wide_readers = {node: sum(full[reader] for reader in users) for node, users in self._users.items()}
+
+        def others(source: Node, own: int) -> tuple[int, int]:
+            """How many other readers of a value are FP32, and low."""
+            users = self._users.get(source, {})
+            wide = wide_readers.get(source, 0)
+            low = len(users) - wide
+            return (wide - (own in users and full[own]), low - (own in users and not full[own]))
+
+        def casts(node: Node, own: int, sources: Iterable[Node]) -> tuple[float, float]:
+            wide_others, low_others = others(node, own)
+            wide = self._cast(costs, node) * (low_others > 0)
+            low = self._cast(costs, node) * (wide_others > 0)
+            for source in dict.fromkeys(source for source in sources if source in self.value):
+                arrives_full = full[self.value[source]]
+                if others(self._same(source), own)[arrives_full]:
+                    continue  # somebody else pays for that cast
+                if arrives_full:
+                    low += self._cast(costs, source)
+                else:
+                    wide += self._cast(costs, source)
+            return wide, low
+
+        return casts
+
+    def dtypes(self, full: list[bool]) -> Callable[[int | None], torch.dtype | None]:
+        """Variable -> dtype, after the cut."""
+
+        def dtype(variable: int | None) -> torch.dtype | None:
+            if variable is None:
+                return None
+            return self._dtypes.get(variable) or (torch.float32 if full[variable] else self.low)
+
+        return dtype
+
+    def _cast(self, costs: Costs, node: Node) -> float:
+        return costs.cast(self._origin.get(node, node))
+
+    def _same(self, source: Node) -> Node:
+        """The node whose readers count as the value's: a weight has one shadow, whatever nodes and names fetch it."""
+        fetched = self._origin.get(source, source)
+        if self._costs is None or fetched.op != "get_attr" or fetched.meta.get("kind") != "parameter":
+            return source
+        weight = attribute_of(fetched)
+        return source if weight is None else self._first.setdefault(id(weight), source)
+
+
+def _promoters(users: dict[int, bool]) -> frozenset[int]:
+    return frozenset(variable for variable, free in users.items() if free)

@@ -1,0 +1,248 @@
+"""The walk that both placements share: forwards through a graph and the bodies that its higher-order ops call.
+
+What a *part* of a value, a user's cast or a called body means is the same for both; they differ in what they say of the
+ops that compute, and of memory that is written.
+
+Bodies of checkpointed regions are decided together with their caller: placeholders are the caller's values, results are
+the body's, and no cast stands at the border. Branches and loops, and bodies that are called more than once, are decided
+alone between original dtypes. Bodies of any other higher-order op (a custom autograd function, flex attention) are left
+as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxprec.passes.context import Context
+from fxprec.passes.graph.ir import CASTABLE, Rule
+from fxprec.passes.ops.names import cast_target
+from fxprec.passes.placement.sites import Site, carries_float, dtype_reference, is_metadata, leaves, original, site_of
+from fxprec.passes.torch_internals import HigherOrderOperator
+
+__all__ = ["GraphWalk"]
+
+#: Higher-order ops that run their body once, there and then: its nodes are decided as part of the caller's graph.
+_TRANSPARENT: Final = frozenset(
+    f"higher_order::{name}"
+    for name in ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "invoke_subgraph",
+                 "wrap_with_set_grad_enabled", "wrap_with_autocast", "strict_mode", "hints_wrapper")
+)  # fmt: skip
+
+#: Branches and loops: bodies are decided alone, and what enters and leaves them has its original dtype.
+_BOUNDED: Final = frozenset(
+    f"higher_order::{name}" for name in ("cond", "while_loop", "scan", "associative_scan", "map", "map_impl")
+)
+
+
+class GraphWalk:
+    """Subclasses keep values (``has`` to ``want_original``), record (``decide``), judge (``compute``, ``write``)."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._calls: Counter[int] = Counter()
+        self._visited: set[int] = set()
+        self._results: dict[Node, tuple[object, ...]] = {}  # call of a body -> what the body returns
+
+    def run(self, gm: GraphModule) -> None:
+        self._graph(gm, None, Rule.KEEP if self.context.keep_output_dtype else Rule.FOLLOW)
+
+    def enter(self, graph: Graph) -> None:
+        """Before the nodes of a graph."""
+
+    def has(self, node: Node) -> bool:
+        """Whether the node's value is a float that was given a dtype."""
+        raise NotImplementedError
+
+    def give(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
+        """The node's value has this dtype; ``source``: nothing of the graph flowed into it."""
+        raise NotImplementedError
+
+    def like(self, node: Node, reference: Node) -> None:
+        """The node's value is made in the dtype that another has when it arrives."""
+        raise NotImplementedError
+
+    def tie(self, node: Node, whole: Node) -> None:
+        """The node's value is (part of) another, with no room for a cast between them."""
+        raise NotImplementedError
+
+    def bind(self, placeholder: Node, operand: Node) -> None:
+        """The placeholder of a called body is the caller's value."""
+        self.tie(placeholder, operand)
+
+    def converts(self, node: Node, source: Node) -> None:
+        """The node, a cast of the user's, reads another value in its own dtype."""
+
+    def want_original(self, sources: Iterable[Node]) -> None:
+        """Somebody reads these in their original dtypes."""
+
+    def decide(self, node: Node, rule: Rule, why: str) -> None:
+        """A node that computes nothing, or reads what arrives."""
+        raise NotImplementedError
+
+    def input(self, node: Node) -> None:
+        """A placeholder of the whole graph."""
+        self.source(node, "an input")
+
+    def compute(self, site: Site, floats: bool) -> None:
+        raise NotImplementedError
+
+    def write(self, site: Site, floats: bool) -> None:
+        """An in-place op."""
+        raise NotImplementedError
+
+    def source(self, node: Node, why: str) -> None:
+        """A value that comes from outside, or from where we don't look."""
+        if carries_float(node.meta.get("dtype")):
+            self.give(node, original(node.meta["dtype"]), source=True)
+        self.decide(node, Rule.KEEP, why)
+
+    def output(self, node: Node, returns: Rule) -> None:
+        if returns is Rule.KEEP:
+            self.want_original(source for source in node.all_input_nodes if self.has(source))
+        self.decide(node, returns, "what the module returns")
+
+    def make(self, site: Site, dtype: torch.dtype, source: bool = False) -> None:
+        """A value in the dtype of a tensor that the call names (``dtype=x.dtype``), or else in this one."""
+        reference = dtype_reference(site.node)
+        if reference is not None and self.has(reference):
+            self.like(site.node, reference)
+        else:
+            self.give(site.node, dtype, source)
+
+    def _graph(self, gm: GraphModule, bound: Mapping[Node, Node] | None, returns: Rule) -> None:
+        """``bound``: in a called body, placeholder -> the caller's operand, where that is ours to decide."""
+        self.enter(gm.graph)
+        self._calls += _body_calls(gm)
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, bound)
+            elif node.op == "get_attr":
+                self.source(node, "a parameter or buffer")
+            elif node.op == "output":
+                self.output(node, returns)
+            elif not self._higher_order(node, gm):
+                self._call(site_of(node, self.context))
+
+    def _placeholder(self, node: Node, bound: Mapping[Node, Node] | None) -> None:
+        if bound is None:
+            self.input(node)
+        elif node not in bound:
+            self.source(node, "as its caller gives it")
+        else:
+            if self.has(bound[node]):
+                self.bind(node, bound[node])
+            self.decide(node, Rule.KEEP, "as its caller gives it")
+
+    def _call(self, site: Site) -> None:
+        floats = carries_float(site.node.meta.get("dtype"))
+        if site.name in ("getitem", "getattr"):
+            self._part(site, floats)
+        elif site.name == "to":
+            self._user_cast(site, floats)
+        elif is_metadata(site):
+            self.decide(site.node, Rule.FOLLOW, site.why)
+        elif site.in_place:
+            self.write(site, floats)
+        else:
+            self.compute(site, floats)
+
+    def _part(self, site: Site, floats: bool) -> None:
+        node, whole = site.node, site.base
+        returned = self._results.get(whole)
+        if returned is not None and isinstance(node.args[1], int):
+            part = returned[node.args[1]]
+            whole = part if isinstance(part, Node) else whole
+        if floats and not self.has(whole):
+            return self.source(node, site.why)
+        if floats:
+            self.tie(node, whole)
+        self.decide(node, Rule.FOLLOW, site.why)
+
+    def _user_cast(self, site: Site, floats: bool) -> None:
+        """Obeyed; what goes in may have any dtype."""
+        node, target, reference = site.node, cast_target(site.node), dtype_reference(site.node)
+        if floats and target in CASTABLE:
+            self.give(node, target)
+        elif floats and reference is not None and self.has(reference):
+            self.like(node, reference)
+        elif floats and self.has(site.base):  # to a device
+            self.tie(node, site.base)
+        elif floats:
+            return self.source(node, site.why)
+        if floats and self.has(site.base):
+            self.converts(node, site.base)
+        self.decide(node, Rule.KEEP, site.why)
+
+    def _higher_order(self, node: Node, gm: GraphModule) -> bool:
+        """Walk the bodies; False where the op is decided like any other."""
+        found = _bodies(node, gm)
+        if not found or not _runs_bodies(node):
+            for body in found:
+                self._leave_alone(body)
+            return False
+        bound = _bind_operands(node, gm) if len(found) == 1 and self._calls[id(found[0])] == 1 else None
+        if bound is not None:
+            self._graph(found[0], bound, Rule.FOLLOW)
+            returned = found[0].graph.output_node().args[0]
+            if isinstance(returned, Node) and self.has(returned):
+                self.tie(node, returned)
+            self._results[node] = tuple(returned) if isinstance(returned, tuple | list) else ()
+            self.decide(node, Rule.FOLLOW, "its body is decided as part of this graph")
+            return True
+        for body in found:
+            if id(body) not in self._visited:
+                self._visited.add(id(body))
+                self._graph(body, {}, Rule.KEEP)
+        self.want_original(source for source in node.all_input_nodes if self.has(source))
+        self.source(node, "its bodies take and give original dtypes")
+        return True
+
+    def _leave_alone(self, gm: GraphModule) -> None:
+        for node in gm.graph.nodes:
+            self.source(node, "in the body of an op that keeps its dtypes")
+            for body in _bodies(node, gm):
+                self._leave_alone(body)
+
+
+def _bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
+    """The graphs that a higher-order op calls."""
+    if not isinstance(node.target, HigherOrderOperator):
+        return []
+    return [body for source in node.all_input_nodes if (body := _body(source, gm)) is not None]
+
+
+def _body_calls(gm: GraphModule) -> Counter[int]:
+    """How often each body (by id) is called from this graph."""
+    found = ((_body(node, gm), node) for node in gm.graph.find_nodes(op="get_attr"))
+    return Counter({id(body): len(node.users) for body, node in found if body is not None})
+
+
+def _runs_bodies(node: Node) -> bool:
+    """Whether a higher-order op just runs its bodies, so that what is in them is ours to decide."""
+    name = node.meta["op"].name if "op" in node.meta else ""
+    if node.meta.get("autocast") is False or (name.endswith("wrap_with_autocast") and node.args[2] is False):
+        return False
+    return name in _TRANSPARENT or name in _BOUNDED
+
+
+def _bind_operands(node: Node, gm: GraphModule) -> dict[Node, Node] | None:
+    """Placeholder of the one body -> the caller's operand; None where the op does not simply hand them on."""
+    if node.meta["op"].name not in _TRANSPARENT:
+        return None
+    handed = [leaf for leaf in leaves(node.args) if not isinstance(leaf, str)]
+    at = next(i for i, leaf in enumerate(handed) if isinstance(leaf, Node) and _body(leaf, gm) is not None)
+    given = handed[at + 1 :]
+    inputs = list(_bodies(node, gm)[0].graph.find_nodes(op="placeholder"))
+    if len(inputs) != len(given):
+        return None
+    return {into: operand for into, operand in zip(inputs, given, strict=True) if isinstance(operand, Node)}
+
+
+def _body(source: Node, gm: GraphModule) -> GraphModule | None:
+    value = getattr(gm, str(source.target), None) if source.op == "get_attr" and "." not in str(source.target) else None
+    return value if isinstance(value, GraphModule) else None

@@ -1,0 +1,264 @@
+"""Measuring a device, keeping and finding its costs, the shipped ones, and ``python -m fxprec calibrate``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxprec import cli
+from fxprec.cli import main
+from fxprec.costs import calibration
+from fxprec.costs import files as cost_files
+from fxprec.costs.calibration import calibrate
+from fxprec.costs.files import costs_of, path_of, read, write
+from fxprec.costs.shipped import shipped
+from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FXPREC_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def by_hand(**changes: object) -> DeviceCosts:
+    """Costs as they would be measured here: every kind of work a microsecond a unit."""
+    curves = {dtype: {work: Curve(((1.0, 1e-6),)) for work in Work} for dtype in (FP32, BF16, FP16)}
+    name = cost_files.processor_name("cpu")
+    return replace(DeviceCosts("cpu", name, torch.get_num_threads(), "calibrated on 2026-01-02", curves), **changes)
+
+
+def test_costs_are_found_again():
+    write(by_hand(), path_of("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert costs_of("cpu") == by_hand()
+    assert os.listdir(path_of("cpu").parent) == [path_of("cpu").name], "nothing else is left behind"
+
+
+def test_without_a_file_shipped_costs_serve():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = costs_of("cpu")
+    assert found.source.startswith("shipped for CPUs") and found.threads == torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"torch": "2.3.4"}, "its torch is 2.3.4, here it is"),
+        ({"name": "a Z80"}, "its processor is a Z80"),
+        ({"threads": 1234}, "its threads is 1234"),
+        ({"device": "cuda"}, "its device is cuda"),
+        ({"curves": {FP32: shipped("cuda", "", 0, True).curves[BF16]}}, "knows nothing of"),
+    ],
+)
+def test_a_file_of_another_machine_is_passed_over_with_a_warning(changes, words):
+    write(by_hand(**changes), path_of("cpu"))
+    with pytest.warns(UserWarning, match=words) as caught:
+        assert costs_of("cpu").source.startswith("shipped")
+    assert "python -m fxprec calibrate --device cpu" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 0}', '{"format": 1, "device": "cpu"}'])
+def test_a_broken_file_is_passed_over_with_a_warning(text):
+    path_of("cpu").write_text(text)
+    with pytest.warns(UserWarning, match="holds no costs that this version reads"):
+        assert costs_of("cpu").source.startswith("shipped")
+
+
+def test_a_folder_that_may_not_be_read_is_passed_over_with_a_warning(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("permission denied")
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.warns(UserWarning, match="PermissionError: permission denied"):
+        assert costs_of("cpu").source.startswith("shipped")
+
+
+def test_a_torch_build_is_no_other_version():
+    write(by_hand(torch=torch.__version__.partition("+")[0] + "+another"), path_of("cpu"))
+    assert costs_of("cpu").source.startswith("calibrated")
+
+
+def test_where_files_belong(folder, monkeypatch):
+    assert path_of("cpu").parent == folder
+    name = path_of("cpu").name
+    assert name.startswith("costs-cpu-") and name.endswith(f"-{torch.get_num_threads()}-threads.json")
+    monkeypatch.delenv("FXPREC_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "xdg"))
+    assert path_of("cpu").parent == folder / "xdg" / "fxprec"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert path_of("cpu").parent == Path.home() / ".cache" / "fxprec"
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "NVIDIA L4"])
+def test_a_gpu_lowers_large_products_and_no_tiny_ones(name):
+    costs = shipped("cuda", name, 0, False)
+    assert ("H100 and H200" in costs.source) is ("H" in name.removeprefix("NVIDIA ")[:1]) and "estimate" in costs.source
+    for low in (BF16, FP16):
+        gain = [costs.product(FP32, 2 * n**3, 3 * n**2) - costs.product(low, 2 * n**3, 3 * n**2) for n in (4096, 16)]
+        assert gain[0] > 1e-3 and abs(gain[1]) < 1e-6
+        assert costs.seconds(Work.CAST, low, 1) > 1e-6
+
+
+def test_a_cpu_with_bfloat16_units_gains_where_products_are_large():
+    costs = shipped("cpu", "a CPU", 1, True)
+    assert costs.product(BF16, 2 * 512**3, 3 * 512**2) < 0.6 * costs.product(FP32, 2 * 512**3, 3 * 512**2)
+    assert costs.product(BF16, 2 * 32**3, 3 * 32**2) > 2 * costs.product(FP32, 2 * 32**3, 3 * 32**2)
+    assert costs.product(FP16, 2 * 512**3, 3 * 512**2) > costs.product(FP32, 2 * 512**3, 3 * 512**2)
+    two, more = shipped("cpu", "a CPU", 2, True), shipped("cpu", "a CPU", 8, True)
+    assert 1.5 < costs.product(FP32, 1e10, 1.0) / two.product(FP32, 1e10, 1.0) < 2.1
+    assert 2 < two.product(FP32, 1e10, 1.0) / more.product(FP32, 1e10, 1.0) < 4
+    assert more.seconds(Work.MATMUL, BF16, 1) == two.seconds(Work.MATMUL, BF16, 1), "a call costs the same"
+
+
+def test_two_threads_stream_a_weight_little_faster_than_one_unless_it_is_low():
+    """4 rows by 9216 x 128, the first linear layer of the tutorials' CNN: 1.0 ms in FP32 and 0.33 ms in bfloat16."""
+    one, two = (shipped("cpu", "a CPU", threads, True) for threads in (1, 2))
+    elements = 4 * 9216 + 9216 * 128 + 4 * 128
+    assert one.seconds(Work.STREAM, FP32, elements) < 1.6 * two.seconds(Work.STREAM, FP32, elements)
+    assert two.seconds(Work.STREAM, FP32, elements) > 2 * two.seconds(Work.STREAM, BF16, elements)
+
+
+def test_files_are_short_and_say_what_was_measured(folder):
+    costs = shipped("cpu", "a CPU", 2, True)
+    write(costs, folder / "costs.json")
+    assert read(folder / "costs.json") == costs
+    assert len((folder / "costs.json").read_text().splitlines()) < 60, "a curve a line"
+
+
+def test_a_cpu_without_them_gains_nothing_from_arithmetic():
+    costs = shipped("cpu", "a CPU", 4, False)
+    assert "estimate" in costs.source
+    for work in (Work.MATMUL, Work.CONVOLUTION, Work.THIN_CONVOLUTION_BACKWARD, Work.ATTENTION):
+        assert all(costs.seconds(work, BF16, size) >= costs.seconds(work, FP32, size) for size in (1e4, 1e7, 1e10))
+
+
+def test_calibrate_measures_every_kind_of_work():
+    found = calibrate("cpu", dtypes=(BF16,), quick=True)
+    assert set(found.curves) == {FP32, BF16} and found.threads == torch.get_num_threads()
+    assert all(len(curve.points) == 2 for of_work in found.curves.values() for curve in of_work.values())
+    assert found.source.startswith("calibrated on 20")
+    assert all(0 < curve(1) < 1 for of_work in found.curves.values() for curve in of_work.values())
+
+
+def test_devices_that_cannot_be_measured():
+    with pytest.raises(ValueError, match="costs of cpu and cuda"):
+        calibrate("meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no CUDA device"):
+            calibrate("cuda")
+
+
+class Clock:
+    """A machine on which run ``size`` takes ``size`` seconds, ``busy`` times in a row a hundred times as much."""
+
+    def __init__(self, busy: dict[float, int]) -> None:
+        self.busy = busy
+
+    def __call__(self, run) -> float:
+        size = run()
+        self.busy[size] = self.busy.get(size, 0) - 1
+        return size * (100 if self.busy[size] >= 0 else 1)
+
+
+def bench(busy: dict[float, int]) -> calibration._Bench:
+    sizes = (1e-5, 2e-5, 4e-5)
+    cases = [calibration._Case(n, lambda device, dtype, size=size: lambda: size) for n, size in enumerate(sizes, 1)]
+    made = calibration._Bench(Clock(busy), torch.device("cpu"), cases, 1e-9)
+    made.run([FP32])
+    return made
+
+
+@pytest.mark.parametrize("size", [1e-5, 2e-5])
+def test_what_a_busy_machine_disturbed_is_measured_again(size):
+    calm, disturbed = bench({}), bench({size: 2 * calibration._RUNS})
+    assert not disturbed.disturbed()
+    assert disturbed.curves() == calm.curves()
+
+
+def test_a_machine_that_stays_busy_is_reported(monkeypatch):
+    lasting = bench({2e-5: 1000})
+    assert lasting.disturbed() == {1: [FP32]}
+    curve = lasting.curves()[FP32]
+    assert [seconds for _, seconds in curve.points] == pytest.approx([1e-5, 4e-5, 4e-5]), "no more than a larger size"
+    monkeypatch.setattr(calibration, "_CASES", {work: cases[:1] for work, cases in calibration._CASES.items()})
+    monkeypatch.setattr(calibration, "_TOO_LONG", 0.0)
+    monkeypatch.setattr(calibration, "_SECONDS", 1e-9)
+    with pytest.warns(UserWarning, match="machine was busy while matmul, stream"):
+        calibrate("cpu", dtypes=(BF16,))
+
+
+def test_a_size_is_too_large_once_a_call_took_long(monkeypatch):
+    made = []
+
+    def case(seconds):
+        return calibration._Case(seconds, lambda device, dtype: made.append(seconds) or (lambda: seconds))
+
+    cases = [case(0.01), case(0.05), case(0.2)]
+    run = calibration._Bench(lambda run: run(), torch.device("cpu"), cases, 0.0)
+    run.run([FP32])
+    assert made == [0.01, 0.05] and len(run.curves()[FP32].points) == 2
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"FXPREC_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "fxprec", "calibrate", *arguments],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_command_measures_writes_and_shows(folder):
+    into = folder / "here" / "costs.json"
+    ran = command(folder, "--device", "cpu", "--threads", "1", "--quick", "--output", str(into))
+    assert ran.returncode == 0, ran.stderr
+    written = read(into)
+    assert written.threads == 1 and set(written.curves) == {FP32, BF16, FP16}
+    assert str(written) in ran.stdout and "convolution backward" in ran.stdout and str(into) in ran.stderr
+    assert json.loads(into.read_text())["format"] == 1
+
+
+def test_the_command_says_where_it_cannot_write(folder, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "calibrate", lambda *_, **__: by_hand())
+    (folder / "file").write_text("")
+    (folder / "directory").mkdir()
+    for path in (folder / "file" / "costs.json", folder / "directory"):
+        assert main(["calibrate", "--device", "cpu", "--output", str(path)]) == 1
+        shown = capsys.readouterr()
+        assert f"not written to {path}: " in shown.err and "FXPREC_CACHE_DIR" in shown.err
+        assert "calibrated on 2026-01-02" in shown.out, "what was measured is not lost"
+    assert sorted(os.listdir(folder)) == ["directory", "file"], "nothing is left behind"
+
+
+def test_the_command_shows_what_serves(folder, monkeypatch):
+    threads = torch.get_num_threads()
+    write(by_hand(), path_of("cpu"))
+    before = time.time()
+    ran = command(folder, "--device", "cpu", "--threads", str(threads), "--show")
+    assert ran.returncode == 0 and "calibrated on 2026-01-02" in ran.stdout
+    assert path_of("cpu").stat().st_mtime <= before, "nothing was measured"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--quick"], "give --output"), (["--threads", "0"], "at least one"), (["--device", "tpu"], "invalid choice")],
+)
+def test_the_command_refuses(folder, arguments, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["calibrate", *arguments])
+    assert stopped.value.code == 2 and words in capsys.readouterr().err and not os.listdir(folder)

@@ -1,0 +1,206 @@
+"""The examples run and show what they claim; README.md's code runs, and its excerpts are what the examples print."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxprec
+from examples import char_gpt, digits_cnn, inspect_graph
+from fxprec.testing import assert_precision
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """README.md's code blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 columns, started in the checkout: reports name files relative to it."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_digits_cnn(capsys: pytest.CaptureFixture[str]):
+    fp32, converted = digits_cnn.main(["--epochs", "1", "--width", "4"])
+    assert (fp32.name, converted.name) == ("FP32", "converted")
+    assert fp32.loss < math.log(10)  # what guessing one of ten digits costs
+    assert converted.loss == pytest.approx(fp32.loss, rel=0.05)
+    assert 0 <= converted.accuracy <= 1
+    assert fp32.step_seconds > 0 and converted.step_seconds > 0
+    assert converted.weight_bytes == fp32.weight_bytes
+    assert fp32.shadow_bytes == 0
+    lowered = [p for p in digits_cnn.DigitsCNN(4).classifier.parameters()]
+    lowered += [p for p in digits_cnn.DigitsCNN(4).features.parameters() if p.dim() == 4]
+    assert converted.shadow_bytes == 2 * sum(p.numel() for p in lowered)
+    assert converted.activation_bytes < 0.7 * fp32.activation_bytes
+    printed = capsys.readouterr().out
+    assert "DigitsCNN: O1, bfloat16, mincut" in printed
+    assert "unknown" not in printed
+    table = next(line for line in printed.splitlines() if re.match(r" *run +loss", line))
+    assert table.split() == ["run", "loss", "accuracy", "step", "speed", "weights", "activations"]
+    assert "…" not in printed and max(map(len, printed.splitlines())) <= 80
+
+
+def test_digits_cnn_with_the_policy_file(capsys: pytest.CaptureFixture[str]):
+    digits_cnn.main(["--epochs", "1", "--width", "2", "--batch", "256", "--policy", "examples/policy.toml"])
+    assert "DigitsCNN: O1, bfloat16" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="a policy carries its level"):
+        digits_cnn.main(["--width", "2", "--level", "O2", "--policy", "examples/policy.toml"])
+
+
+def test_what_the_policy_file_says():
+    model, _ = fxprec.convert(digits_cnn.DigitsCNN(2), policy=fxprec.Policy.from_toml("examples/policy.toml"))
+    for path, dtype in (
+        ("features.0", torch.float32),
+        ("features.4", torch.bfloat16),
+        ("op:max_pool2d", torch.bfloat16),
+        ("classifier.4", torch.bfloat16),
+        ("classifier.6", torch.float32),
+    ):
+        assert_precision(model, path, dtype)
+    assert model(torch.randn(2, 1, 28, 28)).dtype is torch.float32
+
+
+def test_char_gpt(capsys: pytest.CaptureFixture[str]):
+    size = ["--steps", "2", "--layers", "1", "--dim", "32"]
+    converted = char_gpt.main(size)
+    printed = capsys.readouterr().out
+    characters = len(char_gpt.load().characters)
+    assert converted.before == pytest.approx(math.log(characters), abs=0.1)
+    assert converted.after < converted.before
+    assert len(converted.text) == len("def ") + 300
+    assert "CharGPT: O1, bfloat16" in printed and "uses activation checkpointing, at char_gpt.py:" in printed
+    fp32 = char_gpt.main([*size, "--fp32"])
+    assert converted.before == pytest.approx(fp32.before, abs=0.01)
+    assert converted.after == pytest.approx(fp32.after, abs=0.01)
+
+
+def test_inspect_graph_and_the_excerpts_in_readme(capsys: pytest.CaptureFixture[str]):
+    inspect_graph.main()
+    printed = capsys.readouterr().out
+    assert re.search(r"because +full: override modules 'head' = float32", printed)
+    assert "%linear_2 = linear computes in bfloat16: low, matrix units" in printed
+    excerpts = blocks("text")
+    assert len(excerpts) == 2
+    for excerpt in excerpts:
+        assert excerpt in printed
+
+
+class Layer(nn.Module):
+    """Something with a norm, a linear and a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.proj(self.norm(x)).softmax(-1)
+
+
+class Model(nn.Module):
+    """With the module names that README.md takes for granted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Layer() for _ in range(4))})
+        self.decoder = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.encoder["layer"]:  # type: ignore[union-attr]
+            x = layer(x)
+        return self.decoder(x)
+
+
+def run_block(start: str, convert: bool = True) -> dict[str, Any]:
+    """Run README.md's block that begins so, with a model (converted, if the block does not do it) and data at hand."""
+    (block,) = [each for each in blocks("python") if each.startswith(start)]
+    loader = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
+    names: dict[str, Any] = {"torch": torch, "F": F, "fxprec": fxprec, "model": Model(), "loader": loader}
+    names["x"], names["y"] = loader[0]
+    if convert and "fxprec.convert(" not in block:
+        names["model"], names["scaler"] = fxprec.convert(names["model"])
+    names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+    exec(compile(block, "README.md", "exec"), names)
+    return names
+
+
+def test_readme_quick_start(capsys: pytest.CaptureFixture[str]):
+    names = run_block("import fxprec")
+    assert names["loss"].dtype is torch.float32 and names["loss"].isfinite()
+    assert type(names["model"]) is not Model and isinstance(names["model"], Model)
+    assert not names["scaler"].is_enabled()
+    printed = capsys.readouterr().out
+    for words in ("Model: O1, bfloat16, mincut", "encoder.layer.3.norm", "softmax_3", "exponentials and their sum"):
+        assert words in printed
+
+
+def test_readme_reasons_and_assertions(capsys: pytest.CaptureFixture[str]):
+    run_block("print(fxprec.explain")
+    printed = capsys.readouterr().out
+    assert "encoder.layer.3: 4 nodes" in printed and "op:softmax: 4 nodes" in printed
+    assert "def forward(self, x):" in printed
+
+
+def test_readme_policy():
+    model = run_block("policy = ")["model"]
+    assert_precision(model, "decoder", torch.float32)
+    assert_precision(model, "op:softmax", torch.bfloat16)
+
+
+def test_readme_training():
+    names = run_block("model, scaler = fxprec.convert(model, (x,))")
+    model = names["model"]
+    assert all(p.grad is not None for p in model.parameters())
+    assert "unknown" not in str(fxprec.report(model).headline.activations)
+
+
+def test_readme_scaler_and_optimizer(capsys: pytest.CaptureFixture[str]):
+    names = run_block("model, scaler = fxprec.convert(model, scaler=")
+    assert isinstance(names["optimizer"], fxprec.optim.AdamW) and names["scaler"].skipped_steps == 0
+    assert not capsys.readouterr().out
+
+
+def test_readme_loops_of_torch_and_apex():
+    torchs = run_block('scaler = torch.amp.GradScaler("cpu")', convert=False)
+    assert torchs["scaler"].get_scale() == 65536 and torchs["loss"].isfinite()
+    apexs = run_block("from fxprec import amp", convert=False)
+    assert isinstance(apexs["model"], Model) and fxprec.graphs(apexs["model"])
+    assert apexs["loss"].item() == pytest.approx(torchs["loss"].item(), abs=2)
+
+
+def test_readme_deployment():
+    names = run_block("fxprec.freeze(model)")
+    model, x = names["model"], names["x"]
+    exported = names["program"].module()(x)
+    assert exported.dtype is torch.float32
+    torch.testing.assert_close(exported, model(x))
+    assert {p.dtype for name, p in model.named_parameters() if "proj" in name} == {torch.bfloat16}
+
+
+def test_every_python_block_of_readme_is_run_above():
+    source = Path(__file__).read_text(encoding="utf-8")
+    starts = re.findall(r'^ +(?:\w+ = )?run_block\((["\'])(.+?)\1[,)]', source, re.MULTILINE)
+    for block in blocks("python"):
+        assert any(block.startswith(start) for _, start in starts), block
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))],
+)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (ROOT / page).parent.joinpath(target).exists(), target

@@ -1,0 +1,279 @@
+"""Private names of torch stand in one file a floor, each with a contract: those of the kernels are here."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxprec.kernels import torch_internals as of_kernels
+from fxprec.kernels.launch import observers as watchers
+from private_names import FLOORS, ROOT, contract, contracts, defined_names, private_names, sources
+
+
+def internals(floor: str) -> ModuleType:
+    return importlib.import_module(f"fxprec.{floor}.torch_internals" if floor != "fxprec" else "fxprec.torch_internals")
+
+
+# -- where they stand --------------------------------------------------------------------------------------------------
+
+
+def test_no_other_file_names_something_private_of_torch_or_triton():
+    own = defined_names(sources())
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sources()
+        for line, name in private_names(path.read_text(), own)
+    ]
+    assert not found, "these belong into torch_internals.py of their floor:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._dynamo",
+        "import triton._C as c",
+        "from torch import _C",
+        "from torch._ops import OpOverload",
+        "from torch.fx import _symbolic_trace as s",
+        "import torch; torch._foreach_add_([], 1)",
+        "import torch as t; t.nn._own",
+        "from torch import fx; fx.graph._root",
+        "from torch.utils import checkpoint as c; c._own",
+        "def f(graph): graph._tracer_cls = None",
+        "def f(op): return op.target._schema.returns",
+        "def f(x): return getattr(x, '_base', None)",
+        "def f(x, kind): return getattr(x, f'_autocast_{kind}')",
+        "import sys; sys.modules.get('torch.distributed._composable_state')",
+        "import torch; vars(torch)['a'] = torch.ops.aten._to_copy.default",
+    ],
+)
+def test_the_scan_finds(line: str):
+    assert private_names(line, {"_own"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch; torch.nn.Linear(1, 1).weight._version",
+        "def f(module): return module._parameters, module._modules, module._forward_hooks",
+        "class A:\n    def f(self): return self._anything, super()._anything",
+        "def f(other): return other._own, getattr(other, '_own'), other.__dict__, other._fxprec",
+        "def f(pair): return pair._replace(a=1), hasattr(pair, '_fields')",
+        "import _thread; from a._b import _c",
+        "'torch is a name, torch._C is one within a sentence'",
+    ],
+)
+def test_the_scan_lets_pass(line: str):
+    assert private_names(line, {"_own"}) == []
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_each_name_has_a_contract(floor: str):
+    assert contracts()[floor] == sorted(internals(floor).__all__)
+
+
+# -- what is relied on -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_that_is_optional_is_missing_here():
+    assert of_kernels.MISSING == {}
+
+
+def _raised_by(code: str) -> str:
+    with pytest.raises(ImportError) as caught, of_kernels.needed:
+        exec(code)
+    return str(caught.value)
+
+
+@contract("kernels", "needed", "TESTED_TORCH")
+def test_what_moved_is_told_by_name() -> None:
+    for code in ("from torch._C import _not_there", "import torch; torch._C._not_there"):
+        message = _raised_by(code)
+        assert "_not_there" in message and torch.__version__ in message and of_kernels.TESTED_TORCH[-1] in message
+    with pytest.raises(ValueError), of_kernels.needed:
+        raise ValueError("another error is none of a name")
+
+
+@contract("kernels", "optional", "MISSING")
+def test_what_is_optional_is_noted() -> None:
+    assert of_kernels.optional("torch._C:_autograd", "unused") is torch._C._autograd
+    try:
+        assert of_kernels.optional("torch._C:_autograd._not_there", "slower") is None
+        assert of_kernels.optional("torch._not_there:x", "slower") is None
+        assert of_kernels.MISSING == {"torch._C._autograd._not_there": "slower", "torch._not_there.x": "slower"}
+    finally:
+        of_kernels.MISSING.clear()
+
+
+@contract("kernels", "DispatchModeKey", "current_dispatch_mode", "dispatch_modes")
+def test_modes_of_torchs_own_are_found_by_key() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    keys, current = of_kernels.DispatchModeKey, of_kernels.current_dispatch_mode
+    assert of_kernels.dispatch_modes() == 0 and current(keys.FAKE) is None
+    with FakeTensorMode() as fake:
+        assert of_kernels.dispatch_modes() == 1
+        assert current(keys.FAKE) is fake and current(keys.PROXY) is current(keys.FUNCTIONAL) is None
+    seen: list[object] = []
+    make_fx(lambda x: (seen.append(current(keys.PROXY)), x + 1)[1])(torch.ones(1))
+    assert type(seen[0]).__name__ == "ProxyTorchDispatchMode"
+
+
+@contract("kernels", "disable_current_modes")
+def test_modes_are_off_within_a_block() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        with of_kernels.disable_current_modes():
+            assert type(torch.ones(1)) is Tensor and of_kernels.dispatch_modes() == 0
+        assert of_kernels.dispatch_modes() == 1
+
+
+@contract("kernels", "FakeTensor")
+def test_fake_tensors_are_known_by_their_class() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert isinstance(torch.ones(1), of_kernels.FakeTensor)
+
+
+@contract("kernels", "function_transform_level")
+def test_transforms_have_a_level_that_is_true() -> None:
+    levels: list[object] = []
+    torch.func.vmap(lambda x: (levels.append(of_kernels.function_transform_level()), x)[1])(torch.ones(2))
+    assert levels[0] and of_kernels.function_transform_level() is None
+
+
+@contract("kernels", "forward_ad_level")
+def test_forward_mode_has_a_level() -> None:
+    assert of_kernels.forward_ad_level() < 0
+    with torch.autograd.forward_ad.dual_level():
+        assert of_kernels.forward_ad_level() >= 0
+
+
+@contract("kernels", "jit_tracing_state", "set_jit_tracing_state")
+def test_a_jit_trace_has_a_state_that_can_be_taken_from_it() -> None:
+    states: list[object] = []
+
+    def function(x: Tensor) -> Tensor:
+        states.append(state := of_kernels.jit_tracing_state())
+        of_kernels.set_jit_tracing_state(None)
+        torch.sin(x)
+        of_kernels.set_jit_tracing_state(state)
+        return x + 1
+
+    assert of_kernels.jit_tracing_state() is None
+    traced = torch.jit.trace(function, torch.ones(1), check_trace=False)
+    assert states[0] and "sin" not in str(traced.graph) and "add" in str(traced.graph)
+
+
+@contract("kernels", "is_fx_tracing")
+def test_a_symbolic_trace_is_told() -> None:
+    here: list[bool] = []
+    there: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        here.append(of_kernels.is_fx_tracing())
+        thread = threading.Thread(target=lambda: there.append(of_kernels.is_fx_tracing()))
+        thread.start()
+        thread.join()
+        return x + 1
+
+    torch.fx.symbolic_trace(look)
+    assert here == [True] and not of_kernels.is_fx_tracing()
+    assert there == [not hasattr(torch.fx._symbolic_trace, "_get_is_fx_tracing")]  # of the thread, from torch 2.14 on
+
+
+@contract("kernels", "is_traceable_wrapper_subclass")
+def test_wrappers_of_tensors_are_known() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert of_kernels.is_traceable_wrapper_subclass(TwoTensor(torch.ones(1), torch.ones(1)))
+    assert not of_kernels.is_traceable_wrapper_subclass(torch.nn.Parameter(torch.ones(1)))
+
+
+class _Asks(torch.autograd.Function):
+    """Saves one of its results, as the losses save a gradient; notes who holds it in the backward."""
+
+    seen: list[tuple[bool, int | None]]
+
+    @staticmethod
+    def forward(ctx, x):
+        loss, gradient = x.sum(), x * 2
+        ctx.save_for_backward(gradient)
+        return loss, gradient
+
+    @staticmethod
+    def backward(ctx, grad, _):  # type: ignore[override]
+        (saved,) = ctx.saved_tensors
+        _Asks.seen.append((of_kernels.keeps_graph(), of_kernels.storage_owners(saved)))
+        return grad.expand(3)
+
+
+@contract("kernels", "keeps_graph", "storage_owners")
+def test_a_backward_knows_who_else_reads_what_it_saved() -> None:
+    from fxprec.kernels.nn.scaled_gradient import _OWNERS
+
+    _Asks.seen = []
+    x = torch.ones(3, requires_grad=True)
+    loss, gradient = _Asks.apply(x)
+    loss.backward(retain_graph=True)
+    del gradient
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert _Asks.seen == [(True, _OWNERS + 1), (True, _OWNERS), (False, _OWNERS)]
+
+
+# -- who is watching ---------------------------------------------------------------------------------------------------
+
+
+def _watching() -> set[str]:
+    asked = (getattr(watchers, name) for name in watchers.__all__ if name.isupper())
+    return {each.name for each in asked if watchers.watcher(each) is each}
+
+
+def test_nobody_watches_plain_code():
+    assert _watching() == set()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_each_watcher_is_seen_where_it_watches():
+    found: list[set[str]] = []
+
+    def look(x: Tensor) -> Tensor:
+        found.append(_watching())
+        return x + 1
+
+    x = torch.ones(2)
+    torch.func.vmap(look)(x)
+    torch.func.jvp(look, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+    torch.jit.trace(look, x, check_trace=False)
+    torch.fx.symbolic_trace(look)
+    make_fx(look)(x)
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        look(torch.ones(2))
+    mode, transform, dual = "a dispatch mode", "a torch.func transform", "forward-mode differentiation"
+    assert found == [
+        {transform},
+        {transform, dual},
+        {dual},
+        {"torch.jit.trace"},
+        {"torch.fx.symbolic_trace"},
+        {mode, "a tracing mode", "a tracer", "torch.fx.symbolic_trace"},
+        {mode, "a tracing mode"},
+    ]
+
+
+def test_the_first_that_watches_is_named():
+    with torch._subclasses.fake_tensor.FakeTensorMode() as fake:
+        assert watchers.watcher(watchers.DUAL, watchers.ANY_MODE, watchers.TRACING) is watchers.ANY_MODE
+        assert watchers.tracing_mode() is fake
+    assert watchers.tracing_mode() is None

@@ -1,0 +1,271 @@
+"""report: every node with dtypes, rule, reason and source line; the headline's figures; text and data forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import nn
+
+import fxprec
+from fxprec.errors import ConversionError, NotCapturedError
+from fxprec.passes.graph.ir import Rule
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.fc2 = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return F.softmax(self.fc2(self.norm(F.gelu(self.fc1(x)))), -1)
+
+
+class Dropping(Net):
+    def forward(self, x):
+        return F.dropout(super().forward(x), training=self.training)
+
+
+class Breaking(Net):
+    def forward(self, x):
+        hidden = self.fc1(x)
+        torch._dynamo.graph_break()
+        return self.fc2(hidden)
+
+
+@pytest.fixture
+def model():
+    return fxprec.convert(Net(), (torch.randn(6, 8),), dtype=torch.bfloat16).module
+
+
+def row(report, op, graph=0):
+    (found,) = [row for row in report.graphs[graph].rows if row.op == op and row.kind == "op"]
+    return found
+
+
+def test_a_row_says_what_the_graph_does_and_where_it_comes_from(model):
+    softmax = row(fxprec.report(model), "softmax")
+    assert (softmax.compute, softmax.output, softmax.rule) == ("float32", "float32", "full")
+    assert softmax.why
+    assert re.fullmatch(r"tests/inspection/test_report\.py:\d+", softmax.source)
+    linears = [row for row in fxprec.report(model).graphs[0].rows if row.op == "linear"]
+    assert [(row.module, row.compute, row.rule) for row in linears] == [
+        ("fc1", "bfloat16", "low"),
+        ("fc2", "bfloat16", "low"),
+    ]
+
+
+def test_where_no_floats_are_there_is_nothing_to_decide():
+    def f(x):
+        return x.reshape(x.size(0), -1).exp()
+
+    size = row(fxprec.report(fxprec.convert(f, (torch.randn(2, 2, 2),)).module), "size")
+    assert (size.compute, size.rule, size.why) == ("-", "-", "no floats")
+
+
+def test_the_text_holds_every_node_but_shadows_and_no_absolute_path(model):
+    report = fxprec.report(model)
+    text = str(report)
+    assert repr(report) == text
+    lines = {line.split()[0] for line in text.split("\n") if line.strip()}
+    assert {entry.op for entry in report.graphs[0].rows}.isdisjoint({"output", "get_attr"})
+    for entry in report.graphs[0].rows:
+        assert (entry.node in lines) == (entry.kind != "shadow"), entry.node
+    assert not re.search(r"(^|\s)/\w+/", text)
+    assert max(map(len, text.split("\n"))) <= 160
+
+
+def test_the_headline_counts_what_is_in_the_graph(model):
+    headline = fxprec.report(model).headline
+    nodes = list(fxprec.graph_module(model).graph.nodes)
+    casts = [node for node in nodes if node.meta.get("inserted")]
+    of_weights = [node for node in casts if node.args[0].op == "get_attr"]
+    assert headline.shadow_casts == len(of_weights) == 4
+    assert headline.casts == len(casts) - len(of_weights)
+    computing = [n for n in nodes if n.op.startswith("call") and n not in casts and n.meta["precision"].compute]
+    assert sum(headline.computes.values()) == len(computing)
+    assert headline.computes["bfloat16"] >= 2
+    assert (headline.captures, headline.graphs, headline.breaks, dict(headline.net)) == (1, 1, 0, {})
+    assert str(headline).startswith("Net: O1, bfloat16, mincut\n")
+    assert str(headline) in str(fxprec.report(model))
+
+
+def test_bytes_of_weights_and_activations_are_separate(model):
+    headline = fxprec.report(model).headline
+    parameters = sum(p.numel() for p in model.parameters())
+    lowered = sum(p.numel() for name, p in model.named_parameters() if name.startswith("fc"))
+    assert headline.weights.parameters == {"float32": 4 * parameters}
+    assert headline.weights.shadow_bytes == 2 * lowered
+    written = headline.activations
+    assert written.original == 4 * 6 * (16 + 16 + 16 + 4 + 4)
+    assert written.unknown == 0
+    assert written.rewritten - written.casts < written.original
+
+
+def test_bytes_are_unknown_without_shapes():
+    model, _ = fxprec.convert(Net(), dtype=torch.bfloat16)
+    headline = fxprec.report(model).headline
+    assert headline.activations.values == 0
+    assert headline.activations.unknown > 0
+    assert "example_inputs" in str(headline)
+
+
+def test_folded_casts_are_counted():
+    def f(x, w):
+        return F.linear(F.linear(x, w).float().bfloat16(), w)
+
+    model, _ = fxprec.convert(f, (torch.randn(4, 4), torch.randn(4, 4)), dtype=torch.bfloat16)
+    assert fxprec.report(model).headline.folded > 0
+
+
+def test_data_is_json(model):
+    report = fxprec.report(model)
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["headline"]["computes"] == report.headline.computes
+    assert data["headline"]["weights"]["shadows"] == 4
+    assert [entry["node"] for entry in data["graphs"][0]["rows"]] == [entry.node for entry in report.graphs[0].rows]
+
+
+def test_rich_prints_it(model):
+    out = io.StringIO()
+    Console(file=out, width=100, force_terminal=True).print(fxprec.report(model))
+    assert "\x1b[32mbfloat16" in out.getvalue()
+    assert "softmax" in out.getvalue()
+
+
+def test_each_graph_has_a_section():
+    model, _ = fxprec.convert(Dropping(), dtype=torch.bfloat16)
+    model(torch.randn(2, 8))
+    model.eval()
+    model(torch.randn(2, 8))
+    report = fxprec.report(model)
+    assert len(report.graphs) == len(fxprec.graphs(model)) == 2
+    assert "graph 1 of 2 (training): (x)" in str(report) and "graph 2 of 2 (eval): (x)" in str(report)
+
+
+def test_the_headline_counts_the_present_mode_and_the_other_one_apart():
+    model = fxprec.convert(Dropping(), dtype=torch.bfloat16).module
+    model(torch.randn(2, 8))
+    training = fxprec.report(model).headline
+    assert (training.graphs, training.other_mode) == (1, 0) and "apart" not in str(training)
+    model.eval()
+    assert fxprec.report(model).headline == training  # no other graph is known yet
+    model(torch.randn(2, 8))
+    ran = fxprec.report(model).headline
+    assert (ran.graphs, ran.other_mode) == (1, 1) and "; 1 of the other mode apart" in str(ran)
+    assert ran.casts == training.casts and ran.activations.values == training.activations.unknown
+    assert ran.weights == training.weights
+
+
+def test_breaks_and_the_net_are_told():
+    model, _ = fxprec.convert(Breaking(), (torch.randn(2, 8),), dtype=torch.bfloat16, capture="dynamo")
+    headline = fxprec.report(model).headline
+    assert headline.graphs == 2
+    assert headline.breaks == 1
+    (where,) = headline.net
+    assert re.match(r"tests/inspection/test_report\.py:\d+ in forward", where)
+    assert "graph break" in str(headline)
+    assert "(runs under torch.autocast)" in str(headline)
+    untouched, _ = fxprec.convert(Breaking(), (torch.randn(2, 8),), level="O0", capture="dynamo")
+    assert "(runs as it is)" in str(fxprec.report(untouched).headline)
+
+
+def test_why_static_capture_was_declined():
+    class Branch(Net):
+        def forward(self, x):
+            return self.fc1(x) if x.sum() > 0 else self.fc1(-x)
+
+    model, _ = fxprec.convert(Branch(), (torch.ones(2, 8),), dtype=torch.bfloat16)
+    headline = fxprec.report(model).headline
+    assert headline.not_static
+    assert "not static" in str(headline)
+
+
+def test_a_policy_shows_as_the_reason():
+    policy = fxprec.Policy.preset("O1").override(modules={"fc2": Rule.FULL})
+    model, _ = fxprec.convert(Net(), dtype=torch.bfloat16, policy=policy)
+    (fc2,) = [row for row in fxprec.report(model).graphs[0].rows if row.module == "fc2" and row.kind == "op"]
+    assert fc2.compute == "float32"
+    assert "override" in fc2.why
+
+
+def test_a_bare_rewritten_graph(model):
+    gm = fxprec.graph_module(model)
+    report = fxprec.report(gm)
+    (whole,) = fxprec.report(model).graphs
+    assert report.graphs == (dataclasses.replace(whole, method="", mode=""),)
+    assert (whole.method, whole.mode, whole.counts) == ("forward", "training", True)
+    assert report.headline.settings == ""
+
+
+def test_before_a_lazy_capture_it_says_what_to_do():
+    model, _ = fxprec.convert(Breaking(), dtype=torch.bfloat16, capture="dynamo")
+    with pytest.raises(NotCapturedError, match="call it once"):
+        fxprec.report(model)
+
+
+def test_not_converted():
+    with pytest.raises(ConversionError, match=r"fxprec\.convert"):
+        fxprec.report(Net())
+
+
+def test_the_first_report_of_a_process_draws_no_random_numbers():
+    """rich does when it is imported."""
+    script = """
+import random, sys, torch, fxprec
+model = fxprec.convert(torch.nn.Linear(2, 2), dtype=torch.bfloat16).module
+assert not any(name.partition(".")[0] == "rich" for name in sys.modules)
+state = random.getstate()
+{}
+assert "rich.style" in sys.modules and random.getstate() == state
+"""
+    for first in ("str(fxprec.report(model))", "fxprec.report(model).__rich__()"):
+        subprocess.run([sys.executable, "-c", script.format(first)], check=True)
+
+
+FACTOR = 2.0
+
+
+def test_it_says_what_a_static_graph_is_guarded_by() -> None:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale, self.table = nn.Linear(2, 2), 0.5, {"a": 1.0}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.scale * self.table["a"] * FACTOR
+
+    x = torch.randn(3, 2)
+    model, _ = fxprec.convert(Scaling(), (x,), dtype=torch.bfloat16)
+    assert {*fxprec.report(model).graphs[0].guarded} == {"scale", "table", "the global FACTOR"}
+    assert "\nguarded: scale, " in str(fxprec.report(model))
+    by_dynamo, _ = fxprec.convert(Scaling(), (x,), dtype=torch.bfloat16, capture="dynamo")
+    assert fxprec.report(by_dynamo).graphs[0].guarded == () and "guarded" not in str(fxprec.report(by_dynamo))
+    plain, _ = fxprec.convert(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), (x,), dtype=torch.bfloat16)
+    assert fxprec.report(plain).graphs[0].guarded == ()
+
+
+def test_many_guards_are_counted() -> None:
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            for number in range(15):
+                setattr(self, f"k{number}", float(number))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * sum(getattr(self, f"k{number}") for number in range(15))
+
+    model, _ = fxprec.convert(Many(), (torch.randn(3, 2),), dtype=torch.bfloat16)
+    assert len(fxprec.report(model).graphs[0].guarded) == 15
+    assert "k11, 3 more\n" in str(fxprec.report(model))

@@ -1,0 +1,91 @@
+"""Generated kernels of five models at their real widths: compiled for three architectures, without a GPU.
+
+No register spills, 16-byte accesses wherever a tensor's rows allow them, and no more memory traffic than the tensors
+that go in and come out. The models have one layer each; their regions are formed and derived as on a GPU, and nothing
+is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fxprec
+import kernel_tools as tools
+from fxprec import settings
+from fxprec.kernels.launch import triton_support
+from fxprec.kernels.rows.run.accounting import bytes_moved
+from fxprec.passes.fusion import kernel_calls
+from small_transformers import MODELS
+
+pytestmark = [pytest.mark.zoo, pytest.mark.slow]
+
+
+#: 16 bytes.
+WIDE = {"v4.b32", "v2.b64"}
+
+
+@functools.cache
+def regions(name: str) -> tuple[Any, ...]:
+    """The fused regions of a model after one training step in which no kernel ran."""
+    pytest.importorskip("transformers")
+    from fxprec.kernels.rows.program.spec import Spec
+    from fxprec.kernels.rows.run.kernel import Launch
+
+    zeros = Spec.empty
+
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_support, "can_launch", lambda device: True)
+        patch.setattr(settings, "why_no_kernels", lambda device: "")
+        patch.setattr(kernel_calls, "is_served", lambda x: False)  # hand-written kernels have tests of their own
+        patch.setattr(Launch, "__call__", lambda *arguments: None)
+        patch.setattr(Spec, "empty", lambda spec, device: zeros(spec, device).zero_())  # some are indices later on
+        model, _ = fxprec.convert(model.train(), dtype=torch.bfloat16, fuse=True)
+        model(**inputs).logits.float().sum().backward()
+    found = [region for gm in fxprec.graphs(model) for region in gm.modules() if hasattr(region, "plans")]
+    assert found and all(region.path == "triton" for region in found), [region.reason for region in found]
+    return tuple(found)
+
+
+def launches(name: str) -> Iterator[tuple[Any, list[torch.dtype]]]:
+    """(launch, dtypes of its tensors), each source once."""
+    seen: set[str] = set()
+    for region in regions(name):
+        for plan in region.plans:
+            for launch, dtypes in plan.launches():
+                source = re.sub(r"\w+_(ptr|value|stride_\d|step)|fused_\w+|\b\w+(?=[,)] )", "", launch.source)
+                if source not in seen:
+                    seen.add(source)
+                    yield launch, dtypes
+
+
+@tools.compiles
+@pytest.mark.parametrize("architecture", tools.ARCHITECTURES)
+@pytest.mark.parametrize("model", MODELS)
+def test_no_spills_and_wide_accesses(model: str, architecture: int) -> None:
+    print(f"\n{'kernel':50} registers  shared  form")
+    for launch, dtypes in launches(model):
+        found = tools.compiled_launch(launch, dtypes, architecture)
+        form = launch.form
+        print(f"{launch.name:50} {found.registers:9} {found.shared:7}  {form.kind} {form.rows} x {form.block}")
+        assert found.spills == 0, launch.name
+        assert "atom" not in found.ptx and "red.global" not in found.ptx
+        if launch.wide:  # every full tensor walks its columns one by one, and a row is a multiple of 16 bytes
+            assert found.accesses("ld") & WIDE and found.accesses("st") & WIDE, launch.name
+            narrow = found.accesses("ld") - WIDE
+            assert narrow <= {"b32", "b64", "v2.b32"}, (launch.name, narrow)  # statistics, seeds, scalars
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_moved_are_those_of_inputs_and_outputs(model: str) -> None:
+    for region in regions(model):
+        for plan in region.plans:
+            moved, bound = bytes_moved(plan)
+            assert moved <= 1.1 * bound, (region.name, moved / bound)

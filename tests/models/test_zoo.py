@@ -1,0 +1,166 @@
+"""Real models train right: one step of each, converted, against FP32 and beside eager autocast."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxprec
+from fxprec.model.module import conversion_of
+from fxprec.testing import count_casts
+from zoo import ZOO
+
+pytestmark = [
+    pytest.mark.zoo,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None or importlib.util.find_spec("diffusers") is None,
+        reason="wants the [zoo] extra: transformers and diffusers",
+    ),
+]
+
+_HEAVY = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "linear", "_grouped_mm")
+
+
+class _FullPrecisionMatmuls(TorchDispatchMode):
+    """Matmuls, convolutions and attention that run on FP32 operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = 0
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.removeprefix("aten::").startswith(_HEAVY):
+            self.found += any(isinstance(a, torch.Tensor) and a.dtype is torch.float32 for a in args)
+        return func(*args, **(kwargs or {}))
+
+
+class _Step:
+    """One forward and backward: loss, gradients, FP32 matmuls, casts executed."""
+
+    def __init__(self, model, case, inputs, autocast=False):
+        def loss():
+            torch.manual_seed(1)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                return case.loss(model(**inputs))
+
+        loss().backward()  # captures, makes shadows
+        model.zero_grad()
+        with count_casts() as self.casts:
+            value = loss()
+            value.backward()
+        self.loss = value.item()
+        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        with _FullPrecisionMatmuls() as heavy:
+            loss()
+        self.fp32_matmuls = heavy.found
+
+    def cosine(self, other):
+        a = torch.cat([self.gradients[name].flatten() for name in other.gradients])
+        b = torch.cat([gradient.flatten() for gradient in other.gradients.values()])
+        return torch.nn.functional.cosine_similarity(a, b, dim=0).item()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_one_step(name):
+    case = ZOO[name]
+    torch.manual_seed(0)
+    model = case.build().train()
+    inputs = case.inputs()
+    fp32 = _Step(copy.deepcopy(model), case, inputs)
+    eager = _Step(copy.deepcopy(model), case, inputs, autocast=True)
+    converted = fxprec.convert(model).module
+    assert converted is model
+    ours = _Step(converted, case, inputs)
+
+    assert ours.gradients.keys() == fp32.gradients.keys()
+    assert all(gradient.dtype is torch.float32 for gradient in ours.gradients.values())
+    assert abs(ours.loss - fp32.loss) <= max(0.03 * abs(fp32.loss), abs(eager.loss - fp32.loss))
+    assert ours.cosine(fp32) >= min(0.98, eager.cosine(fp32))
+    assert ours.fp32_matmuls <= eager.fp32_matmuls
+    assert ours.casts.total <= eager.casts.total, (ours.casts, eager.casts)
+    captures = conversion_of(converted).captures
+    converted(**inputs)
+    assert conversion_of(converted).captures == captures, "an equal call is captured again"
+
+
+def test_generate_runs_in_our_graphs():
+    torch.manual_seed(0)
+    model = ZOO["gpt2"].build().eval()
+    ids = torch.randint(1, 200, (1, 5))
+    plain = copy.deepcopy(model).generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    converted = fxprec.convert(model).module
+    out = converted.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert out.shape == plain.shape
+    assert isinstance(converted, type(model))
+    with _FullPrecisionMatmuls() as heavy:
+        converted(ids)
+    assert heavy.found == 0
+    assert fxprec.report(converted).headline.captures >= 1
+
+
+def _generate(model):
+    return model.generate(torch.arange(1, 6)[None], max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+
+def _features(model):
+    return model.get_image_features(pixel_values=torch.ones(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "what", "method"),
+    [
+        ("t5", _generate, "T5ForConditionalGeneration.generate runs 'encoder'", "encoder"),
+        ("clip", _features, "CLIPModel.get_image_features runs 'vision_model'", "get_image_features"),
+    ],
+)
+def test_what_goes_around_forward_says_so_and_is_lowered_by_name(name, run, what, method):
+    model = fxprec.convert(ZOO[name].build().eval()).module
+    with pytest.warns(fxprec.NotLoweredWarning, match=what) as caught:
+        run(model)
+    assert f"{method!r},)" in str(caught[0].message)
+    model = fxprec.convert(ZOO[name].build().eval(), methods=(method,)).module
+    run(model)
+    with _FullPrecisionMatmuls() as heavy:
+        run(model)
+    assert heavy.found == 0
+
+
+def test_save_pretrained_round_trip(tmp_path):
+    from transformers import BertForMaskedLM
+
+    model = fxprec.convert(ZOO["bert"].build()).module
+    model(**ZOO["bert"].inputs())
+    model.save_pretrained(tmp_path)
+    loaded = BertForMaskedLM.from_pretrained(tmp_path)
+    assert type(loaded) is BertForMaskedLM
+    for (name, a), (other, b) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit", "whisper"])
+@pytest.mark.filterwarnings("ignore:float16 on a CPU")
+def test_one_step_in_float16(name):
+    """Tiny: float16 matmuls are slow here. Loss and gradients with a static scale, beside eager autocast's."""
+    case = ZOO[name]
+    torch.manual_seed(0)
+    model = case.build().eval()
+    inputs = case.inputs()
+    fp32 = _Step(copy.deepcopy(model), case, inputs)
+    converted, scaler = fxprec.convert(model, dtype=torch.float16, scaler=128.0)
+    loss = case.loss(converted(**inputs))
+    scaler.scale(loss).backward()
+    ours = {name: p.grad / 128 for name, p in converted.named_parameters() if p.grad is not None}
+    a = torch.cat([ours[name].flatten() for name in fp32.gradients])
+    b = torch.cat([gradient.flatten() for gradient in fp32.gradients.values()])
+    assert loss.dtype is torch.float32
+    assert abs(loss.item() - fp32.loss) <= 0.01 * abs(fp32.loss)
+    assert torch.nn.functional.cosine_similarity(a, b, dim=0) >= 0.99

@@ -1,0 +1,307 @@
+"""kernel_calls: which nodes become calls of hand-written kernels, what they join, and that results stay the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import GraphModule
+
+import fxprec
+import kernel_tools
+from fxprec.passes.fusion import kernel_calls
+from fxprec.passes.graph.ir import Rule, format_graph
+from fxprec.testing import count_casts
+
+on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
+outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")
+X, WEIGHT = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
+CHANNELS = [torch.zeros(4), torch.ones(4), torch.randn(4), torch.randn(4)]
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    kernel_tools.run_in_the_interpreter(__file__)
+
+
+def normalized(x, w, mean, var, weight, bias):
+    return F.batch_norm(F.conv2d(x, w), mean, var, weight, bias, True, 0.1, 1e-5)
+
+
+def rewritten(tools, function, *inputs) -> GraphModule:
+    return tools.rewritten(tools.traced(function, *inputs), tools.context(regions="triton"), until="fuse")
+
+
+def calls(gm: GraphModule, function) -> list:
+    return gm.graph.find_nodes(op="call_function", target=function)
+
+
+@outside
+def test_the_graph_after(tools) -> None:
+    def f(x, w, mean, var, weight, bias, residual, target):
+        y = F.relu(normalized(x, w, mean, var, weight, bias) + F.conv2d(residual, w))
+        return F.cross_entropy(y.flatten(1), target)
+
+    gm = rewritten(tools, f, X, WEIGHT, *CHANNELS, X, torch.zeros(2, dtype=torch.long))
+    expecttest.assert_expected_inline(
+        format_graph(gm),
+        """\
+%x: float32 = placeholder
+%w: float32 = placeholder
+%mean: float32 = placeholder
+%var: float32 = placeholder
+%weight: float32 = placeholder
+%bias: float32 = placeholder
+%residual: float32 = placeholder
+%target: int64 = placeholder
+%x_bf16: bfloat16 = to(%x, torch.bfloat16)
+%w_bf16: bfloat16 = to(%w, torch.bfloat16)
+%conv2d: bfloat16 = conv2d(%x_bf16, %w_bf16)
+%residual_bf16: bfloat16 = to(%residual, torch.bfloat16)
+%conv2d_1: bfloat16 = conv2d(%residual_bf16, %w_bf16)
+%relu: bfloat16 = batch_norm(%conv2d, running_mean=%mean, running_var=%var, weight=%weight, bias=%bias, training=True, momentum=0.1, eps=1e-05, residual=%conv2d_1, relu=True)
+%flatten: bfloat16 = flatten(%relu, 1)
+%cross_entropy: float32 = cross_entropy(%flatten, target=%target, weight=None, ignore_index=-100, reduction='mean', label_smoothing=0.0)
+return %cross_entropy""",  # noqa: E501
+    )
+    assert [node.meta["fused"] for node in gm.graph.nodes if "fused" in node.meta] == [
+        "the kernel of batch_norm, add and relu", "the kernel of cross_entropy",
+    ]  # fmt: skip
+    rules = [node.meta["precision"].rule for node in gm.graph.nodes if "fused" in node.meta]
+    assert rules == [Rule.FULL, Rule.FULL]
+
+
+@outside
+def test_batch_norm_joins_what_follows_it_and_nothing_else(tools) -> None:
+    def f(x, w, mean, var, weight, bias, residual):
+        plain = normalized(x, w, mean, var, weight, bias)
+        read_twice = normalized(x, w, mean, var, weight, bias)
+        in_place = F.relu(normalized(x, w, mean, var, weight, bias), inplace=True).mean((2, 3))
+        scaled = F.relu(torch.add(normalized(x, w, mean, var, weight, bias), residual, alpha=2))
+        widened = F.relu(normalized(x, w, mean, var, weight, bias) + residual)
+        return plain, read_twice, F.relu(read_twice), in_place, scaled, widened
+
+    residual = torch.randn(2, 4, 3, 3)
+    found = calls(rewritten(tools, f, X, WEIGHT, *CHANNELS, residual), kernel_calls.batch_norm)
+    assert [(node.kwargs["residual"], node.kwargs["relu"]) for node in found] == [(None, True)]
+
+
+@outside
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda x, t: F.cross_entropy(x, t, reduce=False), (torch.randn(3, 4), torch.tensor([0, 1, 2]))),
+        (lambda x, t: F.cross_entropy(x, t, size_average=True), (torch.randn(3, 4), torch.tensor([0, 1, 2]))),
+    ],
+)
+def test_other_forms_stay_and_the_report_says_so(tools, function, inputs) -> None:
+    gm = rewritten(tools, function, *inputs)
+    assert not calls(gm, kernel_calls.cross_entropy)
+    assert gm.meta["declined"] == ["fuse: cross_entropy: cross_entropy with arguments that the kernel does not have"]
+
+
+@outside
+def test_without_kernels_nothing_is_called(tools) -> None:
+    def f(x, target):
+        return F.cross_entropy(x, target)
+
+    gm = tools.traced(f, torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    tools.rewritten(gm, tools.context(regions="aten"), until="fuse")
+    assert not calls(gm, kernel_calls.cross_entropy)
+
+
+@outside
+def test_the_calls_are_torchs_ops_where_no_kernel_runs() -> None:
+    logits, target = torch.randn(3, 4).bfloat16(), torch.tensor([0, 1, 2])
+    assert torch.equal(kernel_calls.cross_entropy(logits, target), F.cross_entropy(logits.float(), target))
+    running = [channel.clone() for channel in CHANNELS[:2]], [channel.clone() for channel in CHANNELS[:2]]
+    y = F.conv2d(X, WEIGHT)
+    own = kernel_calls.batch_norm(y, *running[0], *CHANNELS[2:], True, 0.1, 1e-5, y, True)
+    assert torch.equal(own, F.relu(F.batch_norm(y, *running[1], *CHANNELS[2:], True, 0.1, 1e-5) + y))
+    assert torch.equal(running[0][0], running[1][0]) and torch.equal(running[0][1], running[1][1])
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(width, width, k, padding=k // 2, bias=False) for k in (1, 3, 1))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(3))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.relu(self.norms[0](self.convs[0](x)))
+        y = self.relu(self.norms[1](self.convs[1](y)))
+        y = self.norms[2](self.convs[2](y))
+        y += x
+        return self.relu(y)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Conv2d(3, 8, 3), nn.Sequential(Bottleneck(), Bottleneck())
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x, target):
+        return F.cross_entropy(self.head(self.blocks(self.stem(x)).mean((2, 3))), target)
+
+
+@on_devices
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_residual_network_trains_as_in_float64(device: str, channels_last: bool) -> None:
+    torch.manual_seed(0)
+    net = Net().to(device)
+    exact, eager = copy.deepcopy(net).double(), copy.deepcopy(net)
+    x, target = torch.randn(4, 3, 9, 9, device=device), torch.tensor([0, 3, 2, 1], device=device)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    low = torch.float16 if kernel_tools.INTERPRETING else torch.bfloat16  # which it cuts where a GPU rounds
+    net, _ = fxprec.convert(net, dtype=low, fuse=True)
+    loss = net(x, target)
+    loss.backward()
+    exact(x.double(), target).backward()
+    with torch.autocast(device, low):
+        eager(x, target).backward()
+    gm = fxprec.graph_module(net)
+    assert len(calls(gm, kernel_calls.batch_norm)) == 6 and len(calls(gm, kernel_calls.cross_entropy)) == 1
+    for (name, own), other, right in zip(net.named_parameters(), eager.parameters(), exact.parameters(), strict=True):
+        size = right.grad.norm() + 1e-3
+        error, eager_error = ((p.grad.double() - right.grad).norm() / size for p in (own, other))
+        assert error <= 2 * eager_error + 1e-3, name
+    for own, right in zip(net.buffers(), exact.buffers(), strict=True):
+        assert torch.allclose(own.double(), right.double(), rtol=0.05, atol=0.02)
+    assert int(net.blocks[0].norms[0].num_batches_tracked) == 1
+
+
+@on_devices
+def test_a_bottleneck_takes_three_kernels_forward_and_six_backward(device: str) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not func.is_view and not str(func).startswith(("aten.detach", "aten.empty")):
+                self.names.append(str(func).split(".")[1])
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), Bottleneck(), Bottleneck(), nn.AvgPool2d(6)).to(device)
+    net, _ = fxprec.convert(net, dtype=torch.bfloat16, fuse=True)
+    x = torch.randn(2, 3, 6, 6, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    net(x)
+    with Count() as forward:
+        y = net(x)
+    loss = y.sum()
+    with Count() as backward:
+        loss.backward()
+    assert forward.names.count("batch_norm") == 6 and forward.names.count("batch_norm_statistics") == 6
+    assert backward.names.count("batch_norm_backward") == 6  # two launches each: sums over the batch, then dx
+    extra = [n for n in forward.names if n not in ("convolution", "batch_norm", "batch_norm_statistics", "add_")]
+    assert [name for name in extra if name not in ("_foreach_copy_", "_to_copy", "avg_pool2d")] == []
+    others = [
+        n for n in backward.names if n not in ("convolution_backward", "batch_norm_backward", "ones_like", "expand")
+    ]
+    torchs = {"new_empty_strided", "copy_"}  # gradients of weights that lie in channels_last, accumulated
+    assert {*others} <= {"_to_copy", "add", "add_", "avg_pool2d_backward"} | torchs, others
+    # The gradient of a block's input comes from its convolution and from its residual: one addition a block.
+    assert sum(name in ("add", "add_") for name in others) <= 2
+
+
+@outside
+@pytest.mark.parametrize("ignored", [False, True], ids=["all rows", "some rows ignored"])
+def test_many_logits_on_a_cpu_make_no_copies_in_fp32(ignored: bool):
+    """Forward and gradients, against float64, and what autograd keeps."""
+    torch.manual_seed(0)
+    head = nn.Linear(16, 4100, bias=False)
+    x, labels = torch.randn(257, 16), torch.randint(4100, (257,))
+    if ignored:
+        labels[::3] = -100
+    gradients: dict[str, list[torch.Tensor]] = {}
+    kept: list[torch.Tensor] = []
+
+    def run(name: str, model: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        inputs = x.to(dtype).requires_grad_()
+        loss = model(inputs, labels)
+        found = torch.autograd.grad(loss, (inputs, head.weight if dtype is torch.float32 else exact.weight))
+        gradients[name] = [loss.detach(), *found]
+        return loss
+
+    exact = nn.Linear(16, 4100, bias=False).double()
+    exact.load_state_dict(head.state_dict())
+    run("exact", lambda x, y: F.cross_entropy(exact(x), y), torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        run("eager", lambda x, y: F.cross_entropy(head(x), y))
+    model = fxprec.convert(head, loss=F.cross_entropy).module
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run("ours", model)
+    for ours, eager, right in zip(*(gradients[name] for name in ("ours", "eager", "exact")), strict=True):
+        assert (ours.double() - right).norm() <= 2 * (eager.double() - right).norm() + 1e-9
+    logits = [tensor.dtype for tensor in kept if tensor.numel() == 257 * 4100]
+    assert logits and {*logits} == {torch.bfloat16}
+
+
+@outside
+def test_few_logits_on_a_cpu_take_torchs_loss():
+    head, x, labels = nn.Linear(16, 8), torch.randn(5, 16), torch.randint(8, (5,))
+    plain = fxprec.convert(copy.deepcopy(head), loss=F.cross_entropy, fuse=False).module
+    model = fxprec.convert(head, loss=F.cross_entropy).module
+    assert torch.equal(model(x, labels), plain(x, labels))
+    (node,) = [node for node in fxprec.graph_module(model).graph.nodes if node.target is kernel_calls.cross_entropy]
+    assert node.args[0].meta["precision"].output is torch.bfloat16
+    with count_casts() as casts:
+        model(x, labels)
+    assert casts.total == 2  # the input, and the logits within the call
+
+
+@outside
+@pytest.mark.parametrize("way", ["vmap", "jvp", "trace", "float64 probabilities"])
+def test_many_logits_take_torchs_loss_where_slices_cannot_serve(way: str, monkeypatch):
+    torch.manual_seed(0)
+    head, x, labels = nn.Linear(16, 8), torch.randn(3, 5, 16), torch.randint(8, (3, 5))
+    model = fxprec.convert(head, loss=F.cross_entropy).module
+
+    def run() -> torch.Tensor:
+        if way == "vmap":
+            return torch.func.vmap(model)(x, labels)
+        if way == "jvp":
+            return torch.func.jvp(lambda x: model(x, labels[0]), (x[0],), (x[1],))[1]
+        if way == "trace":
+            return torch.jit.trace(model, (x[0], labels[0]))(x[1], labels[1])
+        return model(x[0], F.one_hot(labels[0], 8).double())
+
+    expected = run()
+    for name in ("_MANY", "_LONG"):
+        monkeypatch.setattr(kernel_calls, name, 1)
+    assert kernel_calls._in_slices(torch.zeros(2, dtype=torch.bfloat16))
+    torch.testing.assert_close(run(), expected)
+
+
+@outside
+def test_images_and_few_classes_take_torchs_loss():
+    """There the passes over memory do not weigh more: slices took 1.7 to 9 times as long."""
+    for shape, classes in (((2, 600, 32, 32), 600), ((1 << 16, 32), 32)):
+        x, labels = torch.randn(shape).bfloat16().requires_grad_(), torch.randint(classes, (shape[0], *shape[2:]))
+        ours, torchs = kernel_calls.cross_entropy(x, labels), F.cross_entropy(x.float(), labels)
+        assert ours.grad_fn.name() == torchs.grad_fn.name() and torch.equal(ours, torchs)
+    many, labels = torch.randn(2048, 512).bfloat16().requires_grad_(), torch.zeros(2048, dtype=torch.long)
+    assert kernel_calls.cross_entropy(many, labels).grad_fn.name() == "cross_entropyBackward"
+
+
+@outside
+def test_nothing_is_joined_where_every_node_stays_visible_or_nothing_was_cast():
+    for options in ({"fuse": False}, {"level": "O0"}):
+        model = fxprec.convert(nn.Linear(16, 8), loss=F.cross_entropy, **options).module
+        model(torch.randn(5, 16), torch.randint(8, (5,)))
+        assert F.cross_entropy in {node.target for node in fxprec.graph_module(model).graph.nodes}

@@ -1,0 +1,128 @@
+"""rotary: Llama's embedding is one node, whose kernel reads and writes low; what only looks like it stays."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kernel_tools
+from fxprec.passes.fusion.rotary import rope
+from fxprec.passes.graph.ir import format_graph
+
+on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
+outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")
+X, W = torch.randn(2, 3, 5, 8), torch.randn(8, 8)
+COS, SIN = torch.randn(2, 1, 5, 8), torch.randn(2, 1, 5, 8)
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    kernel_tools.run_in_the_interpreter(__file__)
+
+
+def rotated(x):
+    return torch.cat((-x[..., 4:], x[..., :4]), dim=-1)
+
+
+def llama(x, cos, sin):
+    return (x * cos) + (rotated(x) * sin)
+
+
+@outside
+def test_the_graph_after(tools) -> None:
+    def f(x, w, cos, sin):
+        return F.linear(llama(F.linear(x, w), cos, sin), w)
+
+    gm = tools.rewritten(tools.traced(f, X, W, COS, SIN), tools.context(regions="triton"), until="fuse")
+    expecttest.assert_expected_inline(
+        format_graph(gm),
+        """\
+%x: float32 = placeholder
+%w: float32 = placeholder
+%cos: float32 = placeholder
+%sin: float32 = placeholder
+%x_bf16: bfloat16 = to(%x, torch.bfloat16)
+%w_bf16: bfloat16 = to(%w, torch.bfloat16)
+%linear: bfloat16 = linear(%x_bf16, %w_bf16)
+%add: bfloat16 = rope(%linear, %cos, %sin, 4)
+%linear_1: bfloat16 = linear(%add, %w_bf16)
+%linear_1_f32: float32 = to(%linear_1, torch.float32)
+return %linear_1_f32""",
+    )
+    plain = tools.rewritten(tools.traced(f, X, W, COS, SIN), tools.context(), until="fuse")
+    assert not plain.graph.find_nodes(op="call_function", target=rope)  # where no kernel runs, nothing changes
+
+
+@outside
+@pytest.mark.parametrize(
+    "function",
+    [
+        llama,
+        lambda x, cos, sin: (rotated(x) * sin) + (x * cos),
+        lambda x, cos, sin: torch.add(torch.mul(cos, x), torch.mul(sin, rotated(x))),
+    ],
+    ids=["llama", "swapped", "torch functions"],
+)
+def test_spellings(tools, function) -> None:
+    gm = tools.rewritten(tools.traced(function, X, COS, SIN), tools.context(regions="triton"), until="canonicalize")
+    assert [node.target for node in gm.graph.nodes if node.op == "call_function"] == [rope]
+    assert torch.allclose(gm(X, COS, SIN), llama(X, COS, SIN))
+
+
+@outside
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, cos, sin: (x * cos) + (torch.cat((-x[..., 4:], x[..., :3]), dim=-1)[..., :8] * sin[..., :7]).sum(),
+        lambda x, cos, sin: (x * cos) + (torch.cat((x[..., 4:], x[..., :4]), dim=-1) * sin),
+        lambda x, cos, sin: (x * cos) + (torch.cat((-x[..., 4:], x[..., :4]), dim=-2).view(2, 3, 5, 8) * sin),
+        lambda x, cos, sin: (x * cos) - (rotated(x) * sin),
+        lambda x, cos, sin: ((x + 1) * cos) + (rotated(x) * sin),
+        lambda x, cos, sin: torch.add(x * cos, rotated(x) * sin, alpha=2),
+        lambda x, cos, sin: (x * 2.0) + (rotated(x) * sin),
+    ],
+    ids=["uneven", "no sign", "other dim", "sub", "other x", "alpha", "number"],
+)
+def test_what_only_looks_like_it_stays(tools, function) -> None:
+    gm = tools.rewritten(tools.traced(function, X, COS, SIN), tools.context(regions="triton"), until="canonicalize")
+    assert not gm.graph.find_nodes(op="call_function", target=rope)
+    assert torch.equal(gm(X, COS, SIN), function(X, COS, SIN))
+
+
+@outside
+def test_parts_that_others_read_stay(tools) -> None:
+    def f(x, cos, sin):
+        half = rotated(x)
+        return (x * cos) + (half * sin), half
+
+    gm = tools.rewritten(tools.traced(f, X, COS, SIN), tools.context(regions="triton"), until="canonicalize")
+    assert len(gm.graph.find_nodes(op="call_function", target=rope)) == 1
+    for own, other in zip(gm(X, COS, SIN), f(X, COS, SIN), strict=True):
+        assert torch.allclose(own, other)
+
+
+SHAPES = {
+    "heads first": ((2, 3, 5, 8), (2, 1, 5, 8)),
+    "heads last": ((2, 5, 3, 8), (2, 5, 1, 8)),
+    "one table": ((2, 3, 5, 8), (1, 1, 5, 8)),
+    "tables without a batch": ((2, 3, 5, 8), (5, 8)),  # runs as ops
+    "a number of columns that is no double": ((2, 3, 5, 9), (2, 1, 5, 9)),  # likewise
+}
+
+
+@on_devices
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("low", [torch.float16, torch.float32])
+def test_values_and_gradients(device: str, shapes, low: torch.dtype) -> None:
+    x = torch.randn(shapes[0]).to(device, low).requires_grad_()
+    cos, sin = torch.randn(shapes[1], device=device), torch.randn(shapes[1], device=device)
+    exact = x.detach().double().requires_grad_()
+    result, right = rope(x, cos, sin, 4), llama(exact, cos.double(), sin.double())
+    assert result.dtype == low and result.shape == right.shape
+    cotangent = torch.randn_like(result)
+    (gradient,) = torch.autograd.grad(result, x, cotangent)
+    (other,) = torch.autograd.grad(right, exact, cotangent.double())
+    tolerance = 2e-3 if low is torch.float16 else 1e-5
+    assert torch.allclose(result.double(), right, tolerance, tolerance)
+    assert torch.allclose(gradient.double(), other, tolerance, tolerance)

@@ -1,0 +1,149 @@
+"""insert_casts: one cast a tensor, dtype and mutation epoch; guards where nobody knows; outputs restored."""
+
+from __future__ import annotations
+
+import expecttest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxprec.passes.graph.casts import CASTS, cast, cast_if_float, cast_saturating
+from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN, format_graph
+from fxprec.passes.insert_casts import original_dtype
+
+
+def casts_of(gm):
+    return [node for node in gm.graph.nodes if node.target in CASTS]
+
+
+class Exp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return torch.exp(F.linear(x, self.w))
+
+
+def test_the_graph_after(tools):
+    gm = tools.rewritten(tools.traced(Exp(), torch.randn(2, 4)), tools.context(), until="insert_casts")
+    expecttest.assert_expected_inline(
+        format_graph(gm),
+        """\
+%x: float32 = placeholder
+%w: float32 = get_attr[w]
+%x_bf16: bfloat16 = to(%x, torch.bfloat16)
+%w_bf16: bfloat16 = to(%w, torch.bfloat16)
+%linear: bfloat16 = linear(%x_bf16, %w_bf16)
+%linear_f32: float32 = to(%linear, torch.float32)
+%exp: float32 = exp(%linear_f32)
+return %exp""",
+    )
+
+
+def test_the_original_dtype():
+    f16, f32, f64 = torch.float16, torch.float32, torch.float64
+    for dtype in (f16, torch.bfloat16, f32):
+        assert original_dtype(dtype) is dtype
+    for info in (f64, torch.int64, torch.complex64, NON_TENSOR, None):
+        assert original_dtype(info) is None
+    assert original_dtype(UNKNOWN) is f32  # as far as a cast goes
+    assert original_dtype((f16, torch.int64, f16)) is f16 and original_dtype((UNKNOWN, torch.int64)) is f32
+    assert original_dtype((f16, f32)) is None and original_dtype((torch.int64, f64)) is None
+
+
+def test_a_shared_tensor_is_cast_once(tools):
+    def f(x, a, b):
+        return F.linear(x, a) + F.linear(x, b)
+
+    gm = tools.rewritten(
+        tools.traced(f, torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)), tools.context(), "insert_casts"
+    )
+    assert sorted(node.args[0].name for node in casts_of(gm) if node.args[1] is torch.bfloat16) == ["a", "b", "x"]
+
+
+def test_a_write_in_between_ends_the_epoch(tools):
+    def f(x, a):
+        y = x * 1.0
+        first = F.linear(y, a)
+        y.add_(1.0)
+        return first + F.linear(y, a)
+
+    inputs = (torch.randn(2, 4), torch.randn(4, 4))
+    gm = tools.rewritten(tools.traced(f, *inputs), tools.context(), "insert_casts")
+    low = [node for node in casts_of(gm) if node.args[1] is torch.bfloat16 and node.args[0].name != "a"]
+    assert len(low) == 2
+    expected = f(*inputs)
+    assert torch.allclose(gm(*inputs), expected, atol=0.05, rtol=0.05)
+
+
+def test_a_write_to_a_view_ends_the_epoch_of_its_base(tools):
+    def f(x, a):
+        y = x * 1.0
+        view = y.view(-1)
+        first = F.linear(y, a)
+        view.mul_(3.0)
+        return first + F.linear(y, a)
+
+    inputs = (torch.randn(2, 4), torch.randn(4, 4))
+    gm = tools.rewritten(tools.traced(f, *inputs), tools.context())
+    assert torch.allclose(gm(*inputs), f(*inputs), atol=0.1, rtol=0.05)
+
+
+def test_unknown_inputs_are_guarded_at_run_time(tools):
+    def f(x, w):
+        return x @ w
+
+    gm = tools.rewritten(tools.traced(f), tools.context())
+    assert {node.target for node in casts_of(gm) if node.args[1] is torch.bfloat16} == {cast_if_float}
+    integers = torch.arange(4).view(2, 2)
+    assert torch.equal(gm(integers, integers), integers @ integers)
+    x = torch.randn(2, 2, dtype=torch.float64)
+    assert gm(x, x).dtype is torch.float64
+
+
+def test_integer_inputs_are_never_cast(tools):
+    def f(ids, table, w):
+        return F.linear(F.embedding(ids, table), w)
+
+    gm = tools.rewritten(tools.traced(f, torch.tensor([[1, 2]]), torch.randn(4, 4), torch.randn(3, 4)), tools.context())
+    assert all(node.args[0].name != "ids" for node in casts_of(gm))
+
+
+def test_additive_masks_saturate(tools):
+    def f(q, mask):
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    q = torch.randn(1, 1, 3, 4)
+    mask = torch.full((3, 3), torch.finfo(torch.float32).min)
+    gm = tools.rewritten(tools.traced(f, q, mask), tools.context())
+    assert [node.args[0].name for node in gm.graph.nodes if node.target is cast_saturating] == ["mask"]
+    assert torch.isfinite(gm(q, mask)).all()  # as -inf a fully masked row gives NaN
+
+
+def test_outputs_get_their_original_dtype_back(tools):
+    def f(x, w):
+        return {"y": x @ w, "n": x.shape[0]}
+
+    inputs = (torch.randn(2, 2), torch.randn(2, 2))
+    gm = tools.rewritten(tools.traced(f, *inputs), tools.context())
+    assert gm(*inputs)["y"].dtype is torch.float32
+    gm = tools.rewritten(tools.traced(f, *inputs), tools.context(keep_output_dtype=False))
+    assert gm(*inputs)["y"].dtype is torch.bfloat16
+
+
+def test_native_promotion_needs_no_cast(tools):
+    def f(x, w):
+        return x + x @ w
+
+    inputs = (torch.randn(2, 2), torch.randn(2, 2))
+    gm = tools.rewritten(tools.traced(f, *inputs), tools.context())
+    assert all(node.args[1] is torch.bfloat16 for node in casts_of(gm))
+
+
+def test_no_pass_leaves_an_idle_cast(tools):
+    def f(x, w):
+        return F.linear(F.linear(x, w).float(), w)
+
+    gm = tools.rewritten(tools.traced(f, torch.randn(2, 2), torch.randn(2, 2)), tools.context())
+    assert [node.target for node in casts_of(gm)].count(cast) == 3  # x, w, and the output back
