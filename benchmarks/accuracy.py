@@ -29,13 +29,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Generator
 
-from benchmarks.interleaved import Ratio, Samples, keep_memory, noise, order
-from benchmarks.plots import bars
-from benchmarks.results import save, save_figure
-from benchmarks.tasks import TASKS, Task
-from benchmarks.training_step import Setup, Step, tf32
-from benchmarks.variants import BASELINE, VARIANTS, Variant
-from benchmarks.workloads import named
+from benchmarks.measure.interleaved import Ratio, Samples, keep_memory, noise, order
+from benchmarks.measure.plots import bars
+from benchmarks.measure.results import save, save_figure
+from benchmarks.measure.training_step import Setup, Step, tf32
+from benchmarks.measure.variants import BASELINE, VARIANTS, Variant
+from benchmarks.workloads.tasks import TASKS, Task
+from benchmarks.workloads.training import named
 from fxprec.model.module import is_converted
 
 __all__ = ["DEFAULT", "Run", "Verdict", "compare", "main", "verdict"]

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fxprec
-from benchmarks.models import GPT
+from benchmarks.workloads.models import GPT
 from fxprec.testing import CastCount, count_casts
 
 __all__ = ["VARIANTS", "count", "markdown", "rows"]

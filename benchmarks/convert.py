@@ -29,7 +29,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.convert_costs import (
+from benchmarks.measure.plots import curves
+from benchmarks.measure.results import environment, save, save_figure
+from benchmarks.reports.convert import (
     ALL,
     REGIONS,
     STANDS_ON,
@@ -42,8 +44,6 @@ from benchmarks.convert_costs import (
     pass_times,
     stacks,
 )
-from benchmarks.plots import curves
-from benchmarks.results import environment, save, save_figure
 
 __all__ = ["main"]
 

@@ -38,10 +38,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.kernel_report import Report, Row, machine
-from benchmarks.problems import PROBLEMS, Problem, Setup, Source
-from benchmarks.regions import QUICK_REGION, REGIONS
-from benchmarks.timing import Clock, DeviceClock, HostClock, Series, Work, copy_work
+from benchmarks.measure.timing import Clock, DeviceClock, HostClock, Series, Work, copy_work
+from benchmarks.reports.kernels import Report, Row, machine
+from benchmarks.workloads.problems import PROBLEMS, Problem, Setup, Source
+from benchmarks.workloads.regions import QUICK_REGION, REGIONS
 from fxprec.kernels.launch.triton_support import interpreting
 
 __all__ = ["check", "main", "rows", "sources"]

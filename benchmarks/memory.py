@@ -2,7 +2,7 @@
 
     python -m benchmarks memory [--size cpu|gpu|launch|tiny] [--only gpt mlp] [--variants autocast o1-own]
 
-Counted, not estimated, and the same at every run (``benchmarks.peak`` says how). What is counted, at the moment when
+Counted, not estimated, and the same at every run (``measure.peak`` says how). What is counted, at the moment when
 most is allocated:
 
 - weights: parameters and buffers; optimizer: its state; shadows: fxprec's low-precision copies of weights. torch's
@@ -32,12 +32,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import fxprec
-from benchmarks.memory_report import BUDGETS, Row, draw, table, verdicts
-from benchmarks.peak import graph_pools, meter, peak_of, watched
-from benchmarks.results import environment, save, save_figure
-from benchmarks.training_step import Setup, tf32
-from benchmarks.variants import BASELINE, VARIANTS, Variant
-from benchmarks.workloads import NAMES, SIZES, Workload, named, workloads
+from benchmarks.measure.peak import graph_pools, meter, peak_of, watched
+from benchmarks.measure.results import environment, save, save_figure
+from benchmarks.measure.training_step import Setup, tf32
+from benchmarks.measure.variants import BASELINE, VARIANTS, Variant
+from benchmarks.reports.memory import BUDGETS, Row, draw, table, verdicts
+from benchmarks.workloads.training import NAMES, SIZES, Workload, named, workloads
 from fxprec.model.module import is_converted
 
 __all__ = ["DEFAULT", "chosen", "chunked", "main", "measure", "rows_of"]

@@ -9,7 +9,7 @@ both cases at launch-bound ones::
 
 A step is zero_grad, forward, loss, backward, unscaling and clipping where asked, the optimizer's and the scaler's step.
 All variants of a model run in turns in one process, from equal weights on equal data; two are built twice, and what
-lies within the noise that those show is called "=" (see ``benchmarks.interleaved``). On a CPU all are built three times
+lies within the noise that those show is called "=" (see ``measure.interleaved``). On a CPU all are built three times
 in another order, with a third of the rounds each: which pages a variant's tensors get can make it some percent faster
 for as long as it lives. Columns of the table:
 
@@ -44,8 +44,8 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import results
-from benchmarks.interleaved import (
+from benchmarks.measure import results
+from benchmarks.measure.interleaved import (
     Clock,
     Schedule,
     device_times,
@@ -55,10 +55,10 @@ from benchmarks.interleaved import (
     measure,
     order,
 )
-from benchmarks.step_report import Comparison, Row, draw, found_before, twin_of
-from benchmarks.training_step import Setup, Step, tf32
-from benchmarks.variants import BASELINE, VARIANTS, Variant, variants
-from benchmarks.workloads import SIZES, Workload, workloads
+from benchmarks.measure.training_step import Setup, Step, tf32
+from benchmarks.measure.variants import BASELINE, VARIANTS, Variant, variants
+from benchmarks.reports.step import Comparison, Row, draw, found_before, twin_of
+from benchmarks.workloads.training import SIZES, Workload, workloads
 from fxprec.testing import count_casts
 
 __all__ = ["Plan", "compare", "main"]

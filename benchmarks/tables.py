@@ -22,8 +22,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from benchmarks.results import RESULTS, ROOT, ResultsError, load
-from benchmarks.workloads import NAMES
+from benchmarks.measure.results import RESULTS, ROOT, ResultsError, load
+from benchmarks.workloads.training import NAMES
 
 __all__ = ["PAGES", "TABLES", "main", "rendered"]
 

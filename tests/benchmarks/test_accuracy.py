@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import accuracy, tasks
+from benchmarks import accuracy
 from benchmarks.accuracy import DEFAULT, Run, compare, summary, verdict
-from benchmarks.tasks import TASKS, Task
-from benchmarks.training_step import Setup
-from benchmarks.variants import VARIANTS
-from benchmarks.workloads import Workload
+from benchmarks.measure.training_step import Setup
+from benchmarks.measure.variants import VARIANTS
+from benchmarks.workloads import tasks
+from benchmarks.workloads.tasks import TASKS, Task
+from benchmarks.workloads.training import Workload
 
 CPU = torch.device("cpu")
 SETUP = Setup(CPU)

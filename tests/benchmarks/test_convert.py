@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import fxprec.model.captured
-from benchmarks import convert, convert_costs
-from benchmarks.convert_costs import (
+from benchmarks import convert
+from benchmarks.reports import convert as convert_costs
+from benchmarks.reports.convert import (
     ALL,
     GROUPS,
     REGIONS,

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.interleaved import Ratio, Samples, Schedule, device_times, host_times, measure, noise, order
+from benchmarks.measure.interleaved import Ratio, Samples, Schedule, device_times, host_times, measure, noise, order
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -158,7 +158,7 @@ def succeeds(program: str) -> None:
 def test_memory_that_is_kept_is_not_faulted_in_again():
     program = """if True:
         import resource, sys, torch
-        from benchmarks.interleaved import keep_memory
+        from benchmarks.measure.interleaved import keep_memory
         def faults(megabytes=40):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             torch.ones(megabytes * 2**20 // 4)
@@ -177,7 +177,7 @@ def test_memory_is_given_back_when_asked():
     """Also from the middle of the heap, and though it is kept otherwise."""
     program = """if True:
         import sys, torch
-        from benchmarks.interleaved import give_memory_back, keep_memory
+        from benchmarks.measure.interleaved import give_memory_back, keep_memory
         def resident():
             return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
         if not keep_memory():

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import __main__ as dispatcher
-from benchmarks import kernels, timing
-from benchmarks.kernel_report import COLUMNS, Report, Row
-from benchmarks.problems import PROBLEMS, Problem, Setup, Source
-from benchmarks.timing import DeviceClock, HostClock, Series, Work
+from benchmarks import kernels
+from benchmarks.measure import timing
+from benchmarks.measure.timing import DeviceClock, HostClock, Series, Work
+from benchmarks.reports.kernels import COLUMNS, Report, Row
+from benchmarks.workloads.problems import PROBLEMS, Problem, Setup, Source
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import memory, memory_report, peak
-from benchmarks.memory_report import CATEGORIES, Row, ratio, verdicts
-from benchmarks.peak import HostMeter, Marks, Peak, Segment, graph_pools, meter, peak_of, watched
-from benchmarks.training_step import Setup
-from benchmarks.variants import VARIANTS
-from benchmarks.workloads import workloads
+from benchmarks import memory
+from benchmarks.measure import peak
+from benchmarks.measure.peak import HostMeter, Marks, Peak, Segment, graph_pools, meter, peak_of, watched
+from benchmarks.measure.training_step import Setup
+from benchmarks.measure.variants import VARIANTS
+from benchmarks.reports import memory as memory_report
+from benchmarks.reports.memory import CATEGORIES, Row, ratio, verdicts
+from benchmarks.workloads.training import workloads
 
 CPU = torch.device("cpu")
 SETUP = Setup(CPU, clip=1.0)

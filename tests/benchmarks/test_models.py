@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import fxprec
-from benchmarks.models import BERT, CNN, GPT, Block, Decoder, Llama, UNet
-from benchmarks.workloads import NAMES, SIZES, workloads
+from benchmarks.workloads.models import BERT, CNN, GPT, Block, Decoder, Llama, UNet
+from benchmarks.workloads.training import NAMES, SIZES, workloads
 
 CPU = torch.device("cpu")
 TINY = {workload.name: workload for workload in workloads("tiny")}

@@ -1,4 +1,4 @@
-"""``benchmarks.results``: what is kept of a measurement, where, and of which machine; figures."""
+"""``benchmarks.measure.results``: what is kept of a measurement, where, and of which machine; figures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import results
-from benchmarks.plots import bars, curves, stacked
+from benchmarks.measure import results
+from benchmarks.measure.plots import bars, curves, stacked
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ from rich.console import Console
 
 import fxprec
 from benchmarks import step
-from benchmarks.interleaved import Samples, Schedule, host_times
-from benchmarks.step_report import Comparison, Row, draw, found_before
-from benchmarks.training_step import Setup, Step
-from benchmarks.variants import BASELINE, VARIANTS, Variant
-from benchmarks.workloads import workloads
+from benchmarks.measure.interleaved import Samples, Schedule, host_times
+from benchmarks.measure.training_step import Setup, Step
+from benchmarks.measure.variants import BASELINE, VARIANTS, Variant
+from benchmarks.reports.step import Comparison, Row, draw, found_before
+from benchmarks.workloads.training import workloads
 
 CPU = torch.device("cpu")
 MLP = workloads("tiny", ["mlp"])[0]

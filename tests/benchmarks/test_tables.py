@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from benchmarks import tables
-from benchmarks.results import ResultsError, save
+from benchmarks.measure.results import ResultsError, save
 from benchmarks.tables import rendered
 
 ENVIRONMENT = {

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import fxprec
-from benchmarks import step, training_step
-from benchmarks.step_report import AGAINST
-from benchmarks.training_step import Setup, tf32
-from benchmarks.variants import BASELINE, VARIANTS, variants
-from benchmarks.workloads import workloads
+from benchmarks import step
+from benchmarks.measure import training_step
+from benchmarks.measure.training_step import Setup, tf32
+from benchmarks.measure.variants import BASELINE, VARIANTS, variants
+from benchmarks.reports.step import AGAINST
+from benchmarks.workloads.training import workloads
 
 CPU = torch.device("cpu")
 MLP, GPT = workloads("tiny", ["mlp", "gpt"])

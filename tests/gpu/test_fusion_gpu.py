@@ -24,7 +24,7 @@ import fxprec
 import kernel_tools
 import region_tools
 import zoo
-from benchmarks.models import GPT
+from benchmarks.workloads.models import GPT
 from examples import char_gpt
 from fxprec.kernels.launch.triton_support import can_launch, interpreting
 from fxprec.kernels.rows.run.region import FusedRegion

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
 import kernel_tools
-from benchmarks.models import GPT, Block
+from benchmarks.workloads.models import GPT, Block
 from fxprec.capture.symbolic.trace import trace_static
 from fxprec.kernels.rows.program.spec import spec_of
 from fxprec.kernels.rows.run.accounting import bytes_moved

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from benchmarks.plots import stacked
-from benchmarks.variants import BASELINE
+from benchmarks.measure.plots import stacked
+from benchmarks.measure.variants import BASELINE
 
 __all__ = ["BUDGETS", "CATEGORIES", "Row", "draw", "ratio", "table", "verdicts"]
 

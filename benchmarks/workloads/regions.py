@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxprec
-from benchmarks.problems import Problem, Setup, Source
+from benchmarks.workloads.problems import Problem, Setup, Source
 from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.rows.program.structure import structure_of
 from fxprec.kernels.rows.run.accounting import bytes_moved

@@ -1,6 +1,6 @@
 """Models for the benchmarks and the tests, written here: no download, sizes by argument.
 
-Those of sequences are below, those of images in ``benchmarks.convnets``.
+Those of sequences are below, those of images in ``benchmarks.workloads.convnets``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.convnets import CNN, ResNet, UNet
+from benchmarks.workloads.convnets import CNN, ResNet, UNet
 
 __all__ = ["BERT", "CNN", "GPT", "MLP", "Block", "Decoder", "Llama", "ResNet", "UNet", "ViT"]
 

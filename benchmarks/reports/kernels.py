@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fxprec
-from benchmarks.timing import Series
+from benchmarks.measure.timing import Series
 
 __all__ = ["COLUMNS", "GOAL", "Report", "Row", "machine"]
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from benchmarks.convnets import CNN
-from benchmarks.models import Decoder
-from benchmarks.workloads import Workload
+from benchmarks.workloads.convnets import CNN
+from benchmarks.workloads.models import Decoder
+from benchmarks.workloads.training import Workload
 
 __all__ = ["TASKS", "Task"]
 

@@ -19,11 +19,11 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import results
-from benchmarks.interleaved import Ratio, Samples, Schedule, noise
-from benchmarks.training_step import Setup
-from benchmarks.variants import BASELINE
-from benchmarks.workloads import NAMES, Workload
+from benchmarks.measure import results
+from benchmarks.measure.interleaved import Ratio, Samples, Schedule, noise
+from benchmarks.measure.training_step import Setup
+from benchmarks.measure.variants import BASELINE
+from benchmarks.workloads.training import NAMES, Workload
 
 __all__ = ["AGAINST", "Comparison", "Row", "draw", "found_before", "twin_of"]
 
@@ -220,7 +220,7 @@ def _file(size: str, dtype: str, model: str) -> str:
 
 
 def found_before(size: str, dtype: str, device: str, root: pathlib.Path | None = None) -> dict[str, dict[str, Any]]:
-    """model -> what its file holds, for all that were measured on a device; see ``benchmarks.results``."""
+    """model -> what its file holds, for all that were measured on a device; see ``benchmarks.measure.results``."""
     files = {name: _file(size, dtype, name) for name in NAMES}
     folder = (root or results.RESULTS) / device
     return {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from benchmarks.workloads import Workload
+from benchmarks.workloads.training import Workload
 
 __all__ = ["Setup", "Step", "loop", "prepared", "tf32"]
 

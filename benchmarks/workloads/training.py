@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.models import BERT, CNN, MLP, Decoder, Llama, ResNet, UNet, ViT
+from benchmarks.workloads.models import BERT, CNN, MLP, Decoder, Llama, ResNet, UNet, ViT
 
 __all__ = ["NAMES", "SIZES", "Estimate", "Size", "Workload", "named", "workloads"]
 

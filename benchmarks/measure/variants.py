@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 import fxprec
-from benchmarks.training_step import Setup, Step, loop, prepared, tf32
-from benchmarks.workloads import Workload, named
+from benchmarks.measure.training_step import Setup, Step, loop, prepared, tf32
+from benchmarks.workloads.training import Workload, named
 
 __all__ = ["BASELINE", "VARIANTS", "Setup", "Step", "Variant", "variants"]
 

@@ -23,7 +23,7 @@ import fxprec
 
 __all__ = ["RESULTS", "ResultsError", "device_name", "environment", "load", "save", "save_figure"]
 
-ROOT: Final = pathlib.Path(__file__).parent.parent
+ROOT: Final = pathlib.Path(__file__).parents[2]
 RESULTS: Final = ROOT / "benchmarks" / "results"
 
 
@@ -101,7 +101,7 @@ def load(name: str, device: str, root: pathlib.Path | None = None) -> dict[str, 
     except json.JSONDecodeError as error:
         raise ResultsError(f"{device}/{path.name} is not JSON ({error}): measure again") from error
     if not isinstance(data, dict) or "environment" not in data:
-        raise ResultsError(f"{device}/{path.name} names no environment: benchmarks.results.save did not write it")
+        raise ResultsError(f"{device}/{path.name} names no environment: measure.results.save did not write it")
     return data
 
 

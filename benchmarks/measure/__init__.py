@@ -1,0 +1,1 @@
+"""How a benchmark measures: interleaved, timed, counted, written to files and drawn."""

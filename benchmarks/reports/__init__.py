@@ -1,0 +1,1 @@
+"""What a benchmark found: its rows, its table on the screen, its files."""
