@@ -43,7 +43,7 @@ def contract(floor: str, *names: str) -> Callable[[Test], Test]:
 def contracts() -> dict[str, list[str]]:
     """Floor -> the names that a test has ``contract`` of."""
     found: dict[str, list[str]] = {floor: [] for floor in FLOORS}
-    for path in (ROOT / "tests").glob("test_torch_internals*.py"):
+    for path in (ROOT / "tests").rglob("test_torch_internals*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "contract":
                 floor, *names = (ast.literal_eval(argument) for argument in node.args)

@@ -72,7 +72,7 @@ def test_the_product_is_that_of_autocast() -> None:
 def test_the_report_says_so() -> None:
     model, _ = fxprec.convert(Net(Product), dtype=BF16, example_inputs=(torch.randn(5, 4),))
     assert "a torch.autograd.Function that casts to bfloat16, or asks what is bfloat16" in str(fxprec.report(model))
-    assert "test_dynamo_functions.py" in str(fxprec.report(model))
+    assert "test_functions.py" in str(fxprec.report(model))
 
 
 def test_others_are_rewritten() -> None:

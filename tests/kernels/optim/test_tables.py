@@ -275,7 +275,7 @@ def test_without_triton_everything_imports_references_work_and_launches_say_what
 import sys
 sys.modules["triton"] = None
 import torch
-from fxprec.kernels import multi_tensor_adam as adam, multi_tensor_norm as norm, multi_tensor_sgd as sgd
+from fxprec.kernels.optim import adam, norm, sgd
 from fxprec.kernels.optim.tables import MultiTensorPlan
 zeros = lambda: [torch.zeros(3)]
 plan = MultiTensorPlan(zeros(), states=[zeros(), zeros()], steps=[torch.zeros(())])
