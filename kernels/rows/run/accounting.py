@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fxprec.kernels.rows.program.row_program import Program
 from fxprec.kernels.rows.program.spec import Spec
-from fxprec.kernels.rows.run.kernel import Launch
-from fxprec.kernels.rows.run.plan import Plan
+
+if TYPE_CHECKING:  # Triton is loaded when a plan is made
+    from fxprec.kernels.rows.run.kernel import Launch
+    from fxprec.kernels.rows.run.plan import Plan
 
 __all__ = ["bytes_moved", "kernels"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch import Tensor
 from fxprec.kernels.rows.program.row_program import Port
 from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.run.evaluate import evaluate
-from fxprec.kernels.rows.run.plan import Plan
+
+if TYPE_CHECKING:  # Triton is loaded when a plan is made
+    from fxprec.kernels.rows.run.plan import Plan
 
 __all__ = ["eager_backward", "finished", "laid_out"]
 
