@@ -9,7 +9,7 @@ from typing import Final
 
 from torch.fx import GraphModule
 
-from fxprec.kernels.rows.run.accounting import bytes_moved, kernels
+from fxprec.kernels.rows.run.accounting import bytes_moved, count_kernels
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph
 
@@ -54,7 +54,7 @@ def regions_of(gm: GraphModule) -> tuple[RegionReport, ...]:
 def _report(region: FusedRegion) -> RegionReport:
     nodes = len([node for node in region.graph_module.graph.nodes if node.op not in ("placeholder", "output")])
     plan = region.plans[-1] if region.plans and region.path == "triton" else None
-    count, moved, bound = (kernels(plan), *bytes_moved(plan)) if plan is not None else (0, 0, 0)
+    count, moved, bound = (count_kernels(plan), *bytes_moved(plan)) if plan is not None else (0, 0, 0)
     return RegionReport(region.name, nodes, region.path, region.reason, count, moved, bound)
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import kernel_tools
 import region_tools as tools
 from fxprec.kernels.launch.philox import draw_seeds, keep_mask
-from fxprec.kernels.rows.run.accounting import kernels
+from fxprec.kernels.rows.run.accounting import count_kernels
 from fxprec.kernels.rows.run.region import FusedRegion
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
@@ -120,7 +120,7 @@ def test_operands_of_every_kind(device: str) -> None:
     x = leaf(4, 6, 10, dtype=torch.float16, device=device)
     for other in [(), (1,), (10,), (6, 1), (6, 10), (4, 1, 1), (1, 6, 1), (4, 1, 10), (1, 1, 1), (4, 6, 10)]:
         region = check(lambda x, y: torch.tanh(x * y) + y, x, leaf(*other, device=device))
-        assert kernels(region.plans[-1]) <= 4
+        assert count_kernels(region.plans[-1]) <= 4
 
 
 @on_devices
