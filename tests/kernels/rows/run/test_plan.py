@@ -11,7 +11,7 @@ from torch import Tensor
 
 import region_tools as tools
 from fxprec.kernels.rows.program.spec import Spec, spec_of
-from fxprec.kernels.rows.run.accounting import bytes_moved
+from fxprec.kernels.rows.run.accounting import bytes_moved, count_kernels
 from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.kernels.rows.run.finish import Finish
 from fxprec.kernels.rows.run.gradients import eager_backward, finished, laid_out
