@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.rows.modules import MODULE_EXCEPTIONS, MODULE_OPS
 from fxprec.passes.ops.table import OP_TABLE, OpRule
 

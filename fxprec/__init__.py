@@ -37,7 +37,7 @@ from fxprec.kernels.torch_internals import MISSING
 from fxprec.model.inference import accumulate, freeze, refresh
 from fxprec.model.module import graph_module, graphs, original, revert
 from fxprec.model.saved_names import find_saved_names
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.tested_torch import warn_if_untested

@@ -13,7 +13,7 @@ from fxprec.costs.calibration import calibrate
 from fxprec.costs.files import costs_of, path_of, write
 from fxprec.inspection.text import columns, plain, titled
 from fxprec.passes.costs.device_costs import DeviceCosts, Work
-from fxprec.passes.graph.ir import dtype_name
+from fxprec.passes.graph.text import dtype_name
 
 __all__ = ["main"]
 

@@ -22,7 +22,7 @@ from fxprec.model.method_names import named_methods
 from fxprec.model.module import attach, put_back
 from fxprec.model.unscaled import handed_back, scales
 from fxprec.model.warm_up import warm_up
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.policy.policy import Policy
 from fxprec.programs.program import Executor
 from fxprec.scaling.default_scaler import make_scaler

@@ -28,8 +28,9 @@ from fxprec.inspection.annotations import assert_annotations_hold
 from fxprec.inspection.cast_count import CastCount, count_casts
 from fxprec.inspection.nodes import Place, is_inserted, op_name, places, rewritten_graphs, select, source_line
 from fxprec.model.module import conversion_of
-from fxprec.passes.graph import ir
-from fxprec.passes.graph.ir import Precision, dtype_name
+from fxprec.passes.graph import text
+from fxprec.passes.graph.annotations import Precision, notes
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import rule_of
 
 __all__ = [
@@ -95,8 +96,8 @@ def assert_precision(
 
 def _computing(place: Place, pattern: str) -> Precision | None:
     node = place.node
-    precision: Precision | None = node.meta.get("precision")
-    if precision is None or precision.compute is None or is_inserted(node):
+    precision = notes(node).precision
+    if precision.compute is None or is_inserted(node):
         return None
     if node.op not in ("call_function", "call_method"):
         return None
@@ -141,8 +142,8 @@ def _with_bodies(gm: GraphModule) -> str:
     bodies = {
         place.name.rpartition(".")[0]: place.node.graph.owning_module for place in places(0, gm) if "." in place.name
     }
-    texts = [f"# {name}\n{ir.format_graph(body)}" for name, body in bodies.items() if body is not None]
-    return "\n\n".join([ir.format_graph(gm), *texts])
+    texts = [f"# {name}\n{text.format_graph(body)}" for name, body in bodies.items() if body is not None]
+    return "\n\n".join([text.format_graph(gm), *texts])
 
 
 def assert_graph(model: nn.Module, expected: str) -> None:

@@ -31,9 +31,9 @@ from torch.fx import GraphModule, Node
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonical.head_losses import split_head_loss
 from fxprec.passes.canonical.in_place import is_in_place, must_not_write, out_by_copy, write_by_copy
-from fxprec.passes.context import Context
+from fxprec.passes.context import Context, PassResult
 from fxprec.passes.fusion.rotary import recognize_rotary
-from fxprec.passes.graph.ir import Op, PassResult
+from fxprec.passes.graph.annotations import Op, notes
 from fxprec.passes.ops.aliases import outside_writes
 from fxprec.passes.ops.names import canonical_op, cast_target
 from fxprec.passes.ops.table import rule_of
@@ -56,7 +56,7 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
         op = canonical_op(node)
         if op is None:
             continue
-        node.meta["op"] = op = op._replace(in_place=is_in_place(node, op))
+        notes(node).op = op = op._replace(in_place=is_in_place(node, op))
         changed |= _first_by_position(node, op)
         if op.name == "to":
             _mark_derived(node, context)
@@ -71,7 +71,7 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
     if context.regions == "triton":
         changed |= recognize_rotary(gm.graph)
     for node in outside_writes(gm):
-        node.meta["written"] = True
+        notes(node).written = True
     return PassResult(gm, changed)
 
 
@@ -115,7 +115,7 @@ def _drop_autocast_regions(gm: GraphModule) -> bool:
             disabled.pop()
             erase.append(node)
         elif disabled and disabled[-1]:
-            node.meta["autocast"] = False
+            notes(node).autocast = False
     for node in reversed(erase):
         gm.graph.erase_node(node)
     return bool(erase)
@@ -131,7 +131,7 @@ def _mark_derived(node: Node, context: Context) -> None:
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     code = [line for line in lines if set(line.strip()) - set("^~ ")]
     if code and not any(literal in code[-1] for literal in ("float16", "half")):
-        node.meta["derived_cast"] = True
+        notes(node).derived_cast = True
 
 
 def _first_by_position(node: Node, op: Op) -> bool:

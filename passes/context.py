@@ -1,17 +1,19 @@
-"""What a pass may ask besides the graph: one frozen object for the whole pipeline."""
+"""What a pass is: what it may ask besides the graph, one frozen object for the whole pipeline, and what it gives."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
+from torch.fx import GraphModule
 
 from fxprec.passes.costs.device_costs import DeviceCosts
 from fxprec.passes.policy.policy import Policy
 
-__all__ = ["Context"]
+__all__ = ["Context", "Pass", "PassResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +49,14 @@ class Context:
     def fuses(self, region: str) -> bool:
         """Whether the region of this name is to be fused."""
         return next((yes for pattern, yes in reversed(self.region_choices) if fnmatchcase(region, pattern)), True)
+
+
+class PassResult(NamedTuple):
+    """What a pass hands back. ``declined``: 'node: reason' for every rewrite it saw and did not make."""
+
+    gm: GraphModule
+    changed: bool
+    declined: tuple[str, ...] = ()
+
+
+Pass: TypeAlias = Callable[[GraphModule, Context], PassResult]

@@ -47,8 +47,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from fxprec.passes.context import Context
-from fxprec.passes.graph.ir import PassResult
+from fxprec.passes.context import Context, PassResult
 from fxprec.passes.placement.autocast import place_as_autocast
 from fxprec.passes.placement.mincut import place_by_cut
 from fxprec.passes.placement.pays import what_pays

@@ -34,10 +34,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.canonicalize import subgraphs
-from fxprec.passes.context import Context
+from fxprec.passes.context import Context, PassResult
+from fxprec.passes.graph.annotations import Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast
 from fxprec.passes.graph.grad_mode import recorded
-from fxprec.passes.graph.ir import Op, PassResult, Precision, Rule
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.names import cast_target
@@ -61,7 +61,7 @@ def fold_casts(gm: GraphModule, context: Context) -> PassResult:
     folded += _fold(gm, context)
     erased = 0
     for node in reversed(list(gm.graph.nodes)):
-        if _is_cast(node) and not node.users and (node.meta.get("inserted") or cast_target(node) is not None):
+        if _is_cast(node) and not node.users and (notes(node).inserted or cast_target(node) is not None):
             gm.graph.erase_node(node)
             erased += 1
     gm.meta["folded"] = gm.meta.get("folded", 0) + folded
@@ -90,8 +90,8 @@ def _fold(gm: GraphModule, context: Context) -> int:
 
 
 def _is_cast(node: Node) -> bool:
-    op: Op | None = node.meta.get("op")
-    return op is not None and op.name == "to" and bool(node.args) and isinstance(node.args[0], Node)
+    op = notes(node).op
+    return op.name == "to" and bool(node.args) and isinstance(node.args[0], Node)
 
 
 def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool]) -> Node | None:
@@ -113,24 +113,24 @@ def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool]) -> No
 
 def _may_read(user: Node, node: Node, source: Node) -> bool:
     """Not a reader that wants the original dtype of what it reads, if that differs; nor the caller of a user's copy."""
-    if user.op == "output" and not node.meta.get("inserted") and _copied(node):
+    if user.op == "output" and not notes(node).inserted and _copied(node):
         return False
-    if node.meta.get("dtype") == source.meta.get("dtype"):
+    if notes(node).dtype == notes(source).dtype:
         return True
-    precision: Precision | None = user.meta.get("precision")
+    precision = notes(user).precision
     wanted = {dtype for (_, read), dtype in wanted_dtypes(user).items() if read is node}
-    return not wanted or (precision is not None and precision.reads is not None and wanted == {precision.reads})
+    return not wanted or (wanted == {precision.reads})
 
 
 def _copies_for_caller(node: Node, source: Node, roots: dict[Node, Node]) -> bool:
     """Whether the user's cast gives a copy of what belongs to the caller, who may write to either."""
     outside = roots[source].op in ("placeholder", "get_attr")
-    return outside and not node.meta.get("inserted") and _copied(node)
+    return outside and not notes(node).inserted and _copied(node)
 
 
 def _copied(node: Node) -> bool:
     """Whether the cast changed the dtype in the original program, and so made a tensor of its own."""
-    return node.meta.get("dtype") != node.args[0].meta.get("dtype")  # type: ignore[union-attr]
+    return notes(node).dtype != notes(node.args[0]).dtype  # type: ignore[union-attr]
 
 
 def _pure_target(node: Node) -> torch.dtype | None:
@@ -150,7 +150,7 @@ def _known(node: Node) -> torch.dtype | None:
     """The dtype of a value where it is certain: not where a run-time test decides."""
     if node.target in CASTS and node.target is not cast:
         return None
-    return actual_dtype(node) if isinstance(node.meta.get("dtype"), torch.dtype) else None
+    return actual_dtype(node) if isinstance(notes(node).dtype, torch.dtype) else None
 
 
 def _lossless(narrow: torch.dtype | None, wide: torch.dtype | None) -> bool:
@@ -181,15 +181,15 @@ def _calls(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
         body = getattr(gm, str(node.target), None) if "." not in str(node.target) else None
         if isinstance(body, GraphModule) and len(node.users) == 1:
             (call,) = node.users
-            precision: Precision | None = call.meta.get("precision")
-            if call.args and call.args[0] is node and precision is not None and precision.rule is Rule.FOLLOW:
+            precision = notes(call).precision
+            if call.args and call.args[0] is node and precision.rule is Rule.FOLLOW:
                 calls.append((call, body))
     return calls
 
 
 def _writes(node: Node) -> bool:
-    op: Op | None = node.meta.get("op")
-    return op is not None and op.in_place
+    op = notes(node).op
+    return op.in_place
 
 
 def _cast_outside(call: Node, position: int, inner: Node, inside: Node) -> None:
@@ -197,9 +197,9 @@ def _cast_outside(call: Node, position: int, inner: Node, inside: Node) -> None:
     assert isinstance(operand, Node) and isinstance(dtype, torch.dtype)
     with call.graph.inserting_before(call):
         outside = call.graph.call_function(cast, (operand, dtype))
-    outside.meta = {**inside.meta, "numel": operand.meta.get("numel")}
+    outside.meta = {**inside.meta, "numel": notes(operand).numel}
     call.update_arg(position, outside)
     inside.replace_all_uses_with(inner)
     inside.graph.erase_node(inside)
-    inner.meta["dtype"] = dtype
-    inner.meta["precision"] = Precision(None, dtype, dtype, Rule.KEEP, "cast by the caller")
+    notes(inner).dtype = dtype
+    notes(inner).precision = Precision.arriving(dtype, dtype, Rule.KEEP, "cast by the caller")

@@ -31,7 +31,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph, subgraphs
-from fxprec.passes.context import Context
+from fxprec.passes.context import Context, PassResult
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
@@ -40,9 +40,9 @@ from fxprec.passes.fusion.row_operations import drops
 from fxprec.passes.fusion.seeds import draw_seeds_like
 from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
 from fxprec.passes.fusion.wide_sums import accumulate_wide
+from fxprec.passes.graph.annotations import Op, Precision, Rule, is_scalar, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.exact_graph import LazyGraphModule
-from fxprec.passes.graph.ir import Op, PassResult, Precision, Rule, is_scalar
 
 __all__ = ["fuse", "region_names"]
 
@@ -158,7 +158,7 @@ def _graph_module(name: str, region: Region, inputs: Sequence[Node], outputs: Se
         values[node] = graph.node_copy(node, values.__getitem__)
         values[node].meta |= {"in_region": "stored" if node in outputs else "kept", "region": name}
     end = graph.output(tuple(values[node] for node in outputs))
-    end.meta["precision"] = Precision(None, None, None, Rule.FOLLOW, "read by the graph around")
+    notes(end).precision = Precision.arriving(None, None, Rule.FOLLOW, "read by the graph around")
     inner = LazyGraphModule({}, graph, "Region")  # where a kernel serves, nobody ever runs its code
     inner.meta["region"] = name
     return inner
@@ -171,19 +171,22 @@ def _meta(outputs: Sequence[Node], region: Region) -> dict[str, Any]:
     }
     if len(outputs) == 1:
         kept |= {key: first.meta[key] for key in ("dtype", "numel", "val", "scalar") if key in first.meta}
-        output = first.meta["precision"].output
+        output = notes(first).precision.output
     else:
-        kept["dtype"] = tuple(node.meta["dtype"] for node in outputs)
-        kept["puts_out"] = tuple(node.meta["precision"].output for node in outputs)
+        kept["dtype"] = tuple(notes(node).dtype for node in outputs)
+        kept["puts_out"] = tuple(notes(node).precision.output for node in outputs)
         kept["scalar"] = False
         output = None
     why = f"{len(region.nodes)} nodes in one kernel: FP32 in registers, rounded once"
-    return kept | {"op": Op("fused_region"), "precision": Precision(None, torch.float32, output, Rule.FOLLOW, why)}
+    return kept | {
+        "op": Op("fused_region"),
+        "precision": Precision.arriving(torch.float32, output, Rule.FOLLOW, why),
+    }
 
 
 def _item_meta(output: Node) -> dict[str, Any]:
     kept = {key: value for key, value in output.meta.items() if key not in ("inserted", "in_registers")}
-    precision = Precision(None, None, output.meta["precision"].output, Rule.FOLLOW, "an output of the region")
+    precision = Precision.arriving(None, notes(output).precision.output, Rule.FOLLOW, "an output of the region")
     return kept | {"op": Op("getitem"), "precision": precision}
 
 
@@ -225,7 +228,7 @@ class _Seeds:
             seeds = graph.call_function(draw_seeds_like, (like, self.count))
         seeds.meta = {
             "op": Op("draw_seeds"), "dtype": torch.int64, "scalar": False,
-            "precision": Precision(None, None, None, Rule.KEEP, "seeds of the dropouts in fused regions"),
+            "precision": Precision.arriving(None, None, Rule.KEEP, "seeds of the dropouts in fused regions"),
         }  # fmt: skip
         for call in self.calls:
             call.args = (*call.args, seeds)
@@ -233,6 +236,4 @@ class _Seeds:
 
 def _is_tensor(argument: object) -> bool:
     """With dimensions: a number may lie on another device."""
-    return (
-        isinstance(argument, Node) and isinstance(argument.meta.get("dtype"), torch.dtype) and not is_scalar(argument)
-    )
+    return isinstance(argument, Node) and isinstance(notes(argument).dtype, torch.dtype) and not is_scalar(argument)

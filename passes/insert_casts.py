@@ -41,21 +41,22 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
 from fxprec.passes.canonicalize import subgraphs
-from fxprec.passes.context import Context
-from fxprec.passes.graph.casts import cast, cast_each, cast_if_float, cast_saturating
-from fxprec.passes.graph.grad_mode import recorded
-from fxprec.passes.graph.ir import (
+from fxprec.passes.context import Context, PassResult
+from fxprec.passes.graph.annotations import (
     CASTABLE,
     UNKNOWN,
+    Arrival,
     DTypeInfo,
     Op,
-    PassResult,
     Precision,
     Rule,
     arg_nodes,
     is_castable,
     is_scalar,
+    notes,
 )
+from fxprec.passes.graph.casts import cast, cast_each, cast_if_float, cast_saturating
+from fxprec.passes.graph.grad_mode import recorded
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target
@@ -66,7 +67,6 @@ __all__ = ["actual_dtype", "insert_casts", "original_dtype", "wanted_dtypes"]
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Of a node's meta, what its casts take over.
 _HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
-_AS_IT_COMES: Final = frozenset({"getitem", "to", "getattr", "copy"})
 #: Their kernels want affine parameters in the dtype of the running statistics, FP32 even where parameters are low.
 _FP32_STATISTICS: Final = frozenset({"batch_norm", "instance_norm"})
 #: Ports of additive masks.
@@ -90,15 +90,16 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
         elif node.op in ("call_function", "call_method"):
             changed |= epochs.cast_arguments(node) or epochs.keep_recorded(node) or epochs.keep_apart(node)
             epochs.written(node)
-        if "root_dtype" in node.meta:
-            changed |= epochs.recast_root(node, node.meta.pop("root_dtype"))
+        dtype = notes(node).root_dtype
+        if dtype is not None:
+            del notes(node).root_dtype
+            changed |= epochs.recast_root(node, dtype)
     return PassResult(gm, changed)
 
 
 def actual_dtype(node: Node) -> torch.dtype | None:
     """The float dtype a node's value has in the rewritten graph, None where it is no float that a policy touches."""
-    precision: Precision | None = node.meta.get("precision")
-    return precision.output if precision is not None else None
+    return notes(node).precision.output
 
 
 def original_dtype(info: DTypeInfo | None) -> torch.dtype | None:
@@ -113,29 +114,25 @@ def original_dtype(info: DTypeInfo | None) -> torch.dtype | None:
 
 def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
     """(port, source) -> the dtype in which ``node`` wants that castable argument; absent: as it comes."""
-    precision: Precision | None = node.meta.get("precision")
-    op: Op | None = node.meta.get("op")
-    if precision is None or (op is not None and op.name in _AS_IT_COMES):
+    reads, op = notes(node).precision.reads, notes(node).op
+    if reads is Arrival.AS_IT_ARRIVES:
         return {}
-    if precision.reads is None and precision.rule is not Rule.KEEP:
-        return {}  # the body of a checkpointed region is decided together with its caller
-    op = op or Op("")
     row = rule_of(op.name)
     wanted: dict[tuple[int | str, Node], torch.dtype] = {}
     data: list[tuple[int | str, Node]] = []
     for port, source in arg_nodes(node):
-        original = original_dtype(source.meta.get("dtype"))
+        original = original_dtype(notes(source).dtype)
         if original is None or (op.in_place and port == 0):
             continue  # the target of a write is never a copy
-        if precision.reads is None or (row is not None and row.ports is not None and port not in row.ports):
+        if reads is Arrival.ORIGINAL or (row is not None and row.ports is not None and port not in row.ports):
             wanted[port, source] = torch.float32 if op.name in _FP32_STATISTICS else original
         else:
             data.append((port, source))
-    if precision.reads is None:
+    if isinstance(reads, Arrival):
         return wanted
     if row is not None and row.native_promotion:
-        data = _not_promoted(data, precision.reads, op)
-    return wanted | dict.fromkeys(data, precision.reads)
+        data = _not_promoted(data, reads, op)
+    return wanted | dict.fromkeys(data, reads)
 
 
 def _not_promoted(data: list[tuple[int | str, Node]], reads: torch.dtype, op: Op) -> list[tuple[int | str, Node]]:
@@ -181,13 +178,13 @@ class _Epochs:
         return changed
 
     def cast(self, source: Node, wanted: torch.dtype | None, reader: Node, port: int | str) -> Node:
-        info = source.meta.get("dtype")
+        info = notes(source).dtype
         unknown = info is UNKNOWN or (isinstance(info, tuple) and UNKNOWN in info)
         if wanted is None or original_dtype(info) is None or (actual_dtype(source) == wanted and not unknown):
             return source
         function = cast_each if isinstance(info, tuple) else cast_if_float if unknown else cast
-        op = reader.meta.get("op")
-        if op is not None and port in _MASKED.get(op.name, ()) and wanted is not torch.float32:
+        op = notes(reader).op
+        if port in _MASKED.get(op.name, ()) and wanted is not torch.float32:
             function = cast_saturating
         made = self.made.setdefault(self.roots[source], {})
         with_gradient = (source, wanted, function, True)
@@ -200,7 +197,7 @@ class _Epochs:
                 {each: source.meta[each] for each in _HANDED_ON if each in source.meta},
                 op=Op("to"),
                 dtype=info if function is cast_each or info is UNKNOWN else wanted,
-                precision=Precision(None, wanted, wanted, Rule.KEEP, "cast inserted for " + reader.name),
+                precision=Precision.arriving(wanted, wanted, Rule.KEEP, "cast inserted for " + reader.name),
                 inserted=True,
             )
             made[key] = new
@@ -213,13 +210,13 @@ class _Epochs:
 
     def keep_recorded(self, node: Node) -> bool:
         """A user's cast that did nothing in the original program, and converts now, must not end a gradient."""
-        op, source = node.meta.get("op"), node.args[0] if node.args else None
-        if op is None or op.name != "to" or not isinstance(source, Node) or self.roots[node] in self.written_roots:
+        op, source = notes(node).op, node.args[0] if node.args else None
+        if op.name != "to" or not isinstance(source, Node) or self.roots[node] in self.written_roots:
             return False
         if self.recorded[node] or not self.recorded[source] or len(node.args) > 2 or node.kwargs.keys() - {"dtype"}:
             return False
         dtype = actual_dtype(node)
-        if dtype in (None, actual_dtype(source)) or node.meta.get("dtype") != source.meta.get("dtype"):
+        if dtype in (None, actual_dtype(source)) or notes(node).dtype != notes(source).dtype:
             return False
         with self.graph.inserting_after(source):
             new = new_node(self.graph, "call_function", cast, (source, dtype), {}, node.name)
@@ -231,10 +228,10 @@ class _Epochs:
 
     def keep_apart(self, node: Node) -> bool:
         """A user's cast that copied in the original program copies still, where somebody writes to either side."""
-        op, source = node.meta.get("op"), node.args[0] if node.args else None
-        if op is None or op.name != "to" or not isinstance(source, Node) or self.roots[node] not in self.written_roots:
+        op, source = notes(node).op, node.args[0] if node.args else None
+        if op.name != "to" or not isinstance(source, Node) or self.roots[node] not in self.written_roots:
             return False
-        dtype, before = cast_target(node), source.meta.get("dtype")
+        dtype, before = cast_target(node), notes(source).dtype
         if dtype is None or actual_dtype(source) != dtype or dtype == (torch.float32 if before is UNKNOWN else before):
             return False
         if node.op != "call_method" or node.target != "to":
@@ -244,14 +241,14 @@ class _Epochs:
 
     def recast_root(self, node: Node, dtype: torch.dtype) -> bool:
         """A written class lives in another dtype than its maker puts out: its members use a copy from the start."""
-        function = cast_if_float if node.meta.get("dtype") is UNKNOWN else cast
+        function = cast_if_float if notes(node).dtype is UNKNOWN else cast
         with self.graph.inserting_after(node):
             new = self.graph.call_function(function, (node, dtype))
         self.roots[new] = self.roots[node]
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         new.meta = node.meta | {
             "op": Op("to"),
-            "precision": Precision(None, dtype, dtype, Rule.KEEP, "written in place later on"),
+            "precision": Precision.arriving(dtype, dtype, Rule.KEEP, "written in place later on"),
             "inserted": True,
         }
         return True
@@ -263,11 +260,10 @@ class _Epochs:
             nonlocal changed
             if actual_dtype(source) is None:
                 return source
-            replacement = self.cast(source, original_dtype(source.meta.get("dtype")), node, 0)
+            replacement = self.cast(source, original_dtype(notes(source).dtype), node, 0)
             changed |= replacement is not source
             return replacement
 
-        precision: Precision | None = node.meta.get("precision")
-        if context.keep_output_dtype and (precision is None or precision.rule is Rule.KEEP):
+        if context.keep_output_dtype and notes(node).precision.reads is not Arrival.AS_IT_ARRIVES:
             node.args = tuple(map_arg(a, one) for a in node.args)
         return changed

@@ -34,11 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.context import Context
+from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_results import fake_result, numel_of, value_dtype
 from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, first
 from fxprec.passes.dtypes.special_results import SPECIAL, Facts
-from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op, PassResult, Rule, arg_nodes, is_scalar
+from fxprec.passes.graph.annotations import NO_OP, NON_TENSOR, UNKNOWN, DTypeInfo, Rule, arg_nodes, is_scalar, notes
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name_of, schema_of
 
@@ -108,18 +108,17 @@ class _Walk:
                 info = self._attribute(node)
             elif node.op == "placeholder":
                 info = self._placeholder(node)
-                node.meta["numel"] = numel_of(node.meta.get("val"))
+                notes(node).numel = numel_of(node.meta.get("val"))
             else:
                 info = self._call(node)
-                node.meta["numel"] = numel_of(node.meta.get("val"))
-            node.meta["dtype"] = info
-            node.meta["scalar"] = is_scalar(node)
+                notes(node).numel = numel_of(node.meta.get("val"))
+            notes(node).dtype = info
+            notes(node).scalar = is_scalar(node)
         return returned
 
     def _placeholder(self, node: Node) -> DTypeInfo:
-        preset = node.meta.get("dtype")
-        if preset is not None:
-            return preset
+        if notes(node).state("dtype"):
+            return notes(node).dtype
         if node.meta.get("val") is not None:
             return value_dtype(node.meta["val"])
         return torch.int64 if _is_index(node) else UNKNOWN
@@ -129,22 +128,22 @@ class _Walk:
         for name in str(node.target).split("."):
             value = getattr(value, name, None)
         if not isinstance(value, torch.Tensor):
-            node.meta["numel"] = None
+            notes(node).numel = None
             return NON_TENSOR
-        node.meta["numel"] = numel_of(value)
-        node.meta["ndim"] = value.dim()
+        notes(node).numel = numel_of(value)
+        notes(node).ndim = value.dim()
         return value.dtype
 
     def _call(self, node: Node) -> DTypeInfo:
         if isinstance(node.target, HigherOrderOperator):
             return self._higher_order(node, node.target.name())
-        op: Op | None = node.meta.get("op")
+        op = notes(node).op
         operands = self._operands(node)
-        if op is None:
+        if op is NO_OP:
             return self._opless(node, operands)
         if op.in_place:
             return NON_TENSOR if op.name == "setitem" else first(operands)
-        if node.meta.get("derived_cast"):
+        if notes(node).derived_cast:
             return torch.float32
         special = SPECIAL.get(op.name)
         if special is not None:
@@ -163,7 +162,7 @@ class _Walk:
         operands = operands._replace(equal=row.rule is Rule.LOW)
         if isinstance(kind, tuple):
             if wide := frozenset(port for port, each in enumerate(kind) if each in _WIDE):
-                node.meta["wide"] = wide
+                notes(node).wide = wide
             return tuple(RESULT_KINDS[each](operands) for each in kind)
         if kind.endswith("*"):
             value = node.meta.get("val")
@@ -176,7 +175,7 @@ class _Walk:
         rank = -1
         for leaf in _leaves((node.args, node.kwargs)):
             if isinstance(leaf, Node):
-                info = leaf.meta["dtype"]
+                info = notes(leaf).dtype
                 if info is NON_TENSOR:
                     rank = max(rank, 2 if leaf in self.facts.floats else 1)
                 else:
@@ -188,8 +187,8 @@ class _Walk:
     def _number(self, node: Node, operands: Operands, info: DTypeInfo) -> DTypeInfo:
         """Remember which numbers are floats: they turn an integer tensor into a float one."""
         if info is NON_TENSOR:
-            op: Op | None = node.meta.get("op")
-            name = op.name if op is not None else getattr(node.target, "__name__", "")
+            op = notes(node).op
+            name = op.name or getattr(node.target, "__name__", "")
             source = first(operands)
             item = name == "item" and isinstance(source, torch.dtype) and source.is_floating_point
             if operands.numbers is float or item or name in _FLOAT_NUMBERS or _is_float(node.meta.get("val")):
@@ -226,11 +225,11 @@ class _Walk:
 def _is_index(node: Node) -> bool:
     """Whether somebody can take the value as an index only."""
     for user in node.users:
-        op: Op | None = user.meta.get("op")
-        ports = _INTEGER_PORTS.get(user.target) or _INTEGER_PORTS.get(op.name if op is not None else "", ())
+        op = notes(user).op
+        ports = _INTEGER_PORTS.get(user.target) or _INTEGER_PORTS.get(op.name, ())
         if any(source is node and port in ports for port, source in arg_nodes(user)):
             return True
-        row = rule_of(op.name) if op is not None else None
+        row = rule_of(op.name)
         if row is not None and row.view and row.rule is Rule.FOLLOW and user.args[:1] == (node,) and _is_index(user):
             return True
     return False
@@ -242,7 +241,7 @@ def _bind(body: GraphModule, operands: list[Any]) -> None:
     if len(inputs) > len(operands):
         return
     for placeholder, operand in zip(inputs, operands[len(operands) - len(inputs) :], strict=True):
-        placeholder.meta["dtype"] = operand.meta["dtype"] if isinstance(operand, Node) else NON_TENSOR
+        notes(placeholder).dtype = notes(operand).dtype if isinstance(operand, Node) else NON_TENSOR
 
 
 def _leaves(argument: Any) -> Iterator[Any]:
@@ -267,7 +266,7 @@ def _flat(info: DTypeInfo) -> Iterator[DTypeInfo]:
 def _structure(argument: Any) -> DTypeInfo:
     """The dtypes of what a graph returns, nested as it is."""
     if isinstance(argument, Node):
-        return argument.meta["dtype"]
+        return notes(argument).dtype
     if isinstance(argument, tuple | list):
         return tuple(_structure(element) for element in argument)
     return NON_TENSOR

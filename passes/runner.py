@@ -16,11 +16,10 @@ from typing import Final
 from torch.fx import GraphModule
 
 from fxprec.passes.canonicalize import canonicalize, every_graph
-from fxprec.passes.context import Context
+from fxprec.passes.context import Context, Pass
 from fxprec.passes.decide import decide
 from fxprec.passes.fold_casts import fold_casts
 from fxprec.passes.fuse import fuse
-from fxprec.passes.graph.ir import Pass
 from fxprec.passes.insert_casts import insert_casts
 from fxprec.passes.propagate import propagate
 from fxprec.passes.verify import check, verify

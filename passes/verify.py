@@ -17,10 +17,11 @@ from torch.fx import GraphModule, Node
 
 from fxprec.errors import InvariantError
 from fxprec.passes.canonicalize import every_graph
-from fxprec.passes.context import Context
+from fxprec.passes.context import Context, PassResult
+from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNDECIDED, UNKNOWN, Arrival, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.grad_mode import recorded
-from fxprec.passes.graph.ir import CASTABLE, UNKNOWN, Op, PassResult, Precision, Rule, dtype_name
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.insert_casts import actual_dtype, original_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.table import rule_of
@@ -64,7 +65,7 @@ def check(gm: GraphModule, context: Context, done: list[str], name: str) -> None
 
 def _dtypes_known(gm: GraphModule, context: Context) -> Iterator[Violation]:
     for node in gm.graph.nodes:
-        if node.op != "output" and "dtype" not in node.meta:
+        if node.op != "output" and not notes(node).state("dtype"):
             yield Violation(node.name, "no dtype", "a dtype, UNKNOWN or NON_TENSOR")
 
 
@@ -72,9 +73,9 @@ def _decided(gm: GraphModule, context: Context) -> Iterator[Violation]:
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
-        precision: Precision | None = node.meta.get("precision")
-        info = node.meta.get("dtype")
-        if precision is None:
+        precision = notes(node).precision
+        info = notes(node).dtype
+        if precision is UNDECIDED:
             yield Violation(node.name, "no precision", "what it reads, computes and puts out")
         elif isinstance(info, torch.dtype) and info not in CASTABLE and precision.output not in (info, None):
             yield Violation(node.name, dtype_name(precision.output), dtype_name(info) + " untouched")
@@ -82,18 +83,20 @@ def _decided(gm: GraphModule, context: Context) -> Iterator[Violation]:
 
 def _edges(gm: GraphModule, context: Context) -> Iterator[Violation]:
     for node in gm.graph.nodes:
+        if node.op == "output":
+            continue  # an invariant of its own
         for (_, source), wanted in wanted_dtypes(node).items():
             have = actual_dtype(source)
-            guarded = source.target is cast_if_float or source.meta.get("dtype") is UNKNOWN
+            guarded = source.target is cast_if_float or notes(source).dtype is UNKNOWN
             if have != wanted and not (guarded and have is None):
                 yield Violation(f"{node.name}, argument {source.name}", dtype_name(have), dtype_name(wanted))
 
 
 def _full_in_fp32(gm: GraphModule, context: Context) -> Iterator[Violation]:
     for node in gm.graph.nodes:
-        precision: Precision | None = node.meta.get("precision")
-        op: Op | None = node.meta.get("op")
-        if precision is None or op is None or precision.rule is not Rule.FULL or context.policy.level == "O3":
+        precision = notes(node).precision
+        op = notes(node).op
+        if op is NO_OP or precision.rule is not Rule.FULL or context.policy.level == "O3":
             continue
         row = rule_of(op.name)
         if precision.compute not in (torch.float32, torch.float64, None):
@@ -108,7 +111,7 @@ def _non_floats_untouched(gm: GraphModule, context: Context) -> Iterator[Violati
     for node in gm.graph.nodes:
         if node.target not in CASTS or not isinstance(node.args[0], Node):
             continue
-        info = node.args[0].meta.get("dtype")
+        info = notes(node.args[0]).dtype
         if original_dtype(info) is None:
             yield Violation(node.name, "a cast of " + dtype_name(info), "no cast")
         elif info is UNKNOWN and node.target is cast:
@@ -116,11 +119,11 @@ def _non_floats_untouched(gm: GraphModule, context: Context) -> Iterator[Violati
 
 
 def _outputs(gm: GraphModule, context: Context) -> Iterator[Violation]:
-    output = gm.graph.output_node().meta.get("precision")
-    if not context.keep_output_dtype or (output is not None and output.rule is not Rule.KEEP):
+    returns = notes(gm.graph.output_node()).precision
+    if not context.keep_output_dtype or returns.reads is Arrival.AS_IT_ARRIVES:
         return
     for source in gm.graph.output_node().all_input_nodes:
-        original, have = original_dtype(source.meta.get("dtype")), actual_dtype(source)
+        original, have = original_dtype(notes(source).dtype), actual_dtype(source)
         if original is not None and have not in (original, None):
             yield Violation(f"output {source.name}", dtype_name(have), dtype_name(original))
 
@@ -140,7 +143,7 @@ def _least_casts(gm: GraphModule, context: Context) -> Iterator[Violation]:
         if key in seen:
             yield Violation(node.name, f"a second cast of {source.name}", "one per dtype and mutation epoch")
         seen.add(key)
-        if node.target is cast and actual_dtype(source) == node.args[1] and source.meta.get("dtype") is not UNKNOWN:
+        if node.target is cast and actual_dtype(source) == node.args[1] and notes(source).dtype is not UNKNOWN:
             yield Violation(node.name, f"{source.name} is {dtype_name(node.args[1])} already", "no cast")
 
 

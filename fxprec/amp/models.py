@@ -17,7 +17,7 @@ from fxprec.convert import convert
 from fxprec.errors import ConversionError
 from fxprec.model.checks import settled_device
 from fxprec.model.module import conversion_of, is_converted, put_back
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.settings import Settings

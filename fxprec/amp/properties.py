@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from fxprec.passes.graph.ir import CASTABLE
+from fxprec.passes.graph.annotations import CASTABLE
 from fxprec.passes.policy.policy import Level
 
 __all__ = ["Properties", "properties_of"]

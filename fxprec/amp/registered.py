@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from fxprec.amp.functions import decorated, is_decorated
 from fxprec.amp.state import Kind, Registration, state
 from fxprec.errors import UnusedSettingWarning
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.policy.policy import Policy
@@ -67,7 +67,7 @@ class IsOp:
     rule: Rule
 
     def __call__(self, node: Node) -> Rule | None:
-        return self.rule if "op" in node.meta and node.meta["op"].name == self.op else None
+        return self.rule if notes(node).state("op") and notes(node).op.name == self.op else None
 
 
 def with_registered(policy: Policy, model: nn.Module) -> Policy:

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from fxprec.capture.state_names import attribute_path
 from fxprec.passes.canonicalize import every_graph
+from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.exact_graph import LazyGraphModule, made_exact
 
 __all__ = ["attach", "holding", "with_code", "without_code"]
@@ -41,7 +42,7 @@ def holding(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModu
     for node in graph.find_nodes(op="get_attr", sort=False):
         path = str(node.target)
         if targets[path] != path:
-            node.target, node.meta["path"] = targets[path], path
+            node.target, notes(node).path = targets[path], path
     gm.graph = graph
     return gm
 

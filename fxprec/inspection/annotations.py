@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fxprec.model.module import is_converted
-from fxprec.passes.graph.ir import CASTABLE, Precision, Rule, dtype_name
+from fxprec.passes.graph.annotations import CASTABLE, UNDECIDED, Precision, Rule, notes
+from fxprec.passes.graph.text import dtype_name
 from fxprec.programs.program import Executor, Program, lift, without_autocast
 from fxprec.torch_internals import tree_leaves
 
@@ -39,7 +40,7 @@ def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None
     if is_converted(model):
         with torch.random.fork_rng(), mock.patch("fxprec.model.captured.lift", _checking_lift(ran)):
             copy.deepcopy(model)(*args, **kwargs)
-    elif isinstance(model, GraphModule) and any("precision" in node.meta for node in model.graph.nodes):
+    elif isinstance(model, GraphModule) and any(notes(node).state("precision") for node in model.graph.nodes):
         with torch.random.fork_rng(), _buffers_kept(model):
             _Checking(model, "", ran).run(*args, *kwargs.values())
     else:
@@ -91,33 +92,33 @@ class _Checked(nn.Module):
 
 
 def _check(name: str, node: Node, value: Any) -> None:
-    precision: Precision | None = node.meta.get("precision")
-    if not isinstance(value, Tensor) and precision is not None and precision.output is None:
+    precision = notes(node).precision
+    if not isinstance(value, Tensor) and precision is not UNDECIDED and precision.output is None:
         return  # results of several dtypes (of a body): each is stated where it is taken out
     if node.target is operator.getitem and not node.users:
         return  # as the results of several that nobody takes apart
-    unused = node.meta.get("wide", ()) if precision is not None and precision.rule is not Rule.KEEP else ()
+    unused = notes(node).wide if precision.rule is not Rule.KEEP else ()
     for port, leaf in enumerate(tree_leaves(value)):
         if not isinstance(leaf, Tensor) or port in unused:
             continue
         if leaf.dtype in CASTABLE:
-            expected = precision.output if precision is not None else None
+            expected = precision.output
         else:
-            info = node.meta.get("dtype")
+            info = notes(node).dtype
             expected = info if isinstance(info, torch.dtype) else leaf.dtype
         if leaf.dtype != expected:
             raise AssertionError(
                 f"node %{name} ({node.format_node()}): got {dtype_name(leaf.dtype)}, expected {dtype_name(expected)}"
-                + (f" ({precision.rule}: {precision.why})" if precision is not None else "")
+                + (f" ({precision.rule}: {precision.why})" if precision is not UNDECIDED else "")
             )
 
 
 def _checking_lift(ran: list[str]) -> Callable[..., Program]:
     def checking(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device: str = "cpu") -> Program:
         program = lift(gm, low, "eager", device)
-        shadow = Precision(None, None, low, Rule.KEEP, "the shadow of a weight")
+        shadow = Precision.arriving(None, low, Rule.KEEP, "the shadow of a weight")
         for node in program.gm.graph.find_nodes(op="placeholder")[: len(program.low)]:
-            node.meta["precision"] = shadow  # the annotation copied over is that of the FP32 weight
+            notes(node).precision = shadow  # the annotation copied over is that of the FP32 weight
         return replace(program, function=without_autocast(_Checking(program.gm, "", ran).run, device))
 
     return cast("Callable[..., Program]", checking)

@@ -20,8 +20,9 @@ from fxprec.inspection.nodes import (
     shown_dtype,
     source_line,
 )
+from fxprec.passes.graph.annotations import arg_nodes, module_path, notes, weight_path
 from fxprec.passes.graph.casts import cast_if_float
-from fxprec.passes.graph.ir import Precision, arg_nodes, dtype_name, module_path, weight_path
+from fxprec.passes.graph.text import dtype_name
 
 __all__ = ["Explanation", "explain"]
 
@@ -71,8 +72,8 @@ def _describe(place: Place) -> Iterator[str]:
     sources = list(dict.fromkeys(source for _, source in arg_nodes(node)))
     if sources:
         yield "    reads     " + ", ".join(map(_read, sources))
-    precision: Precision | None = node.meta.get("precision")
-    if precision is not None and precision.compute is not None and not is_inserted(node):
+    precision = notes(node).precision
+    if precision.compute is not None and not is_inserted(node):
         yield f"    computes  {dtype_name(precision.compute)}"
     yield "    puts out  " + _put_out(node)
     rule, why = reason(node)
@@ -94,7 +95,7 @@ def _read(source: Node) -> str:
 
 
 def _put_out(node: Node) -> str:
-    now, before = shown_dtype(node), dtype_name(node.meta.get("dtype"))
+    now, before = shown_dtype(node), dtype_name(notes(node).dtype)
     text = now if now == before or is_inserted(node) else f"{now} ({before} in the original)"
     direct = [user for user in node.users if not is_inserted(user)]
     parts = [f"to {_readers(direct)}"] if direct else []

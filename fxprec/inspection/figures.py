@@ -14,7 +14,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxprec.inspection.nodes import Place, is_inserted, is_shadow
-from fxprec.passes.graph.ir import CASTABLE, UNKNOWN, Op, Precision, dtype_name
+from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNKNOWN, notes
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import rule_of
 
 __all__ = ["Activations", "Weights", "activations", "count", "weights"]
@@ -73,16 +74,15 @@ def activations(nodes: Iterable[Node]) -> Activations:
     for node in nodes:
         if not _writes_memory(node):
             continue
-        precision: Precision | None = node.meta.get("precision")
-        now = precision.output if precision else None
-        for info, numel in _values(node.meta.get("dtype"), node.meta.get("numel")):
+        now = notes(node).precision.output
+        for info, numel in _values(notes(node).dtype, notes(node).numel):
             before = torch.float32 if info is UNKNOWN else info
             if before not in CASTABLE:
                 continue
             if numel is None:
                 sums["unknown"] += 1
                 continue
-            size = 0 if node.meta.get("in_region") == "kept" else numel * (now or before).itemsize
+            size = 0 if notes(node).in_region == "kept" else numel * (now or before).itemsize
             sums["values"] += 1
             sums["rewritten"] += size
             if is_inserted(node):
@@ -93,8 +93,8 @@ def activations(nodes: Iterable[Node]) -> Activations:
 
 
 def _writes_memory(node: Node) -> bool:
-    op: Op | None = node.meta.get("op")
-    if op is None or op.in_place or is_shadow(node) or op.name == "fused_region":
+    op = notes(node).op
+    if op is NO_OP or op.in_place or is_shadow(node) or op.name == "fused_region":
         return False
     row = rule_of(op.name)
     return row is None or not row.view or op.name == "to"

@@ -20,8 +20,9 @@ from torch.fx import GraphModule, Node
 from fxprec.model.captured import Captured
 from fxprec.model.module import conversion_of, graphs, is_converted
 from fxprec.passes.canonicalize import body_of
+from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.graph.ir import Op, Precision, dtype_name, module_path
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.program import is_weight_cast
 
@@ -79,7 +80,7 @@ def methods_of(model: nn.Module) -> dict[GraphModule, str]:
 
 def annotated_graphs(gm: GraphModule) -> bool:
     """Whether the passes went over this graph."""
-    return any("precision" in node.meta for node in gm.graph.nodes)
+    return any(notes(node).state("precision") for node in gm.graph.nodes)
 
 
 def places(graph: int, gm: GraphModule, prefix: str = "") -> Iterator[Place]:
@@ -92,7 +93,7 @@ def places(graph: int, gm: GraphModule, prefix: str = "") -> Iterator[Place]:
         body = body_of(gm, node)
         if body is not None and node.op == "call_module":
             yield from (
-                Place(graph, prefix + inner.name, inner) for inner in body.graph.nodes if "region" in inner.meta
+                Place(graph, prefix + inner.name, inner) for inner in body.graph.nodes if notes(inner).state("region")
             )
         yield Place(graph, prefix + node.name, node)
         if body is not None and node.op == "get_attr" and id(body) not in seen:
@@ -141,7 +142,7 @@ def _names(place: Place, kind: str) -> tuple[str, ...]:
 
 def is_inserted(node: Node) -> bool:
     """Whether a pass put this cast there."""
-    return bool(node.meta.get("inserted"))
+    return bool(notes(node).inserted)
 
 
 def is_shadow(node: Node) -> bool:
@@ -151,26 +152,26 @@ def is_shadow(node: Node) -> bool:
 
 def op_name(node: Node) -> str:
     """The canonical op, with the underscore of an in-place one; "cast" for those that we insert."""
-    op: Op | None = node.meta.get("op")
+    op = notes(node).op
     if node.target in CASTS:
         return "cast"
-    if op is not None:
+    if op is not NO_OP:
         return op.name
     return str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else node.op
 
 
 def shown_dtype(node: Node) -> str:
     """The dtype a node's value has in the rewritten graph."""
-    precision: Precision | None = node.meta.get("precision")
-    if "puts_out" in node.meta:  # a region with several results
-        return dtype_name(node.meta["puts_out"])
-    return dtype_name(precision.output if precision and precision.output else node.meta.get("dtype"))
+    precision = notes(node).precision
+    if notes(node).state("puts_out"):  # a region with several results
+        return dtype_name(notes(node).puts_out)
+    return dtype_name(precision.output or notes(node).dtype)
 
 
 def reason(node: Node) -> tuple[str, str]:
     """Rule and why. Of a node without floats (sizes, indices) there is nothing to decide, whatever its op's rule is."""
-    precision: Precision | None = node.meta.get("precision")
-    if precision is None or (precision.compute is None and precision.output is None):
+    precision = notes(node).precision
+    if precision.compute is None and precision.output is None:
         return "-", "no floats"
     return str(precision.rule), precision.why
 

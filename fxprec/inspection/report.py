@@ -32,7 +32,8 @@ from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.conversion import Conversion
 from fxprec.model.module import conversion_of, is_converted
-from fxprec.passes.graph.ir import Precision, Rule, dtype_name, module_path
+from fxprec.passes.graph.annotations import Rule, module_path, notes
+from fxprec.passes.graph.text import dtype_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -294,20 +295,20 @@ def _cost_line(graphs: tuple[GraphModule, ...], rows: list[Row]) -> str:
 
 def _row(place: Place) -> Row:
     node = place.node
-    precision: Precision | None = node.meta.get("precision")
+    precision = notes(node).precision
     rule, why = reason(node)
-    computes = precision is not None and not is_inserted(node) and node.op != "placeholder"
+    computes = not is_inserted(node) and node.op != "placeholder"
     return Row(
         node=place.name,
         kind=_kind(node),
         module=module_path(node),
         op=op_name(node),
-        compute=dtype_name(precision.compute) if precision and computes else "-",
+        compute=dtype_name(precision.compute) if computes else "-",
         output=shown_dtype(node),
         rule=rule if computes else "-",
         why=why,
         source=source_line(node),
-        region=node.meta.get("region", ""),
+        region=notes(node).region,
     )
 
 
@@ -317,7 +318,7 @@ def _kind(node: Node) -> str:
     if node.op == "call_module":
         return "region"
     if is_inserted(node):
-        return "absorbed" if "in_region" in node.meta else "shadow" if is_shadow(node) else "cast"
+        return "absorbed" if notes(node).state("in_region") else "shadow" if is_shadow(node) else "cast"
     return "op"
 
 

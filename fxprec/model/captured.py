@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from fxprec.capture.call_key import Constants
 from fxprec.capture.symbolic.guards import Guards
-from fxprec.passes.graph.ir import weight_path
+from fxprec.passes.graph.annotations import notes, weight_path
 from fxprec.passes.runner import run_passes
 from fxprec.programs.calls import Calls, modes_of
 from fxprec.programs.program import Program, lift
@@ -55,7 +55,7 @@ class Captured:
         tensors = dict(model.named_parameters(remove_duplicate=False))
         for node in self.gm.graph.find_nodes(op="get_attr"):
             path = weight_path(node)
-            known = path in tensors and path not in frozen and node.meta.get("kind") == "parameter"
+            known = path in tensors and path not in frozen and notes(node).kind == "parameter"
             if known and node.meta.get("dtype", tensors[path].dtype) != tensors[path].dtype:
                 return False
         return True

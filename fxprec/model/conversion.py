@@ -45,7 +45,7 @@ from fxprec.model.twins import twin_of
 from fxprec.model.wrappers import Wrappers
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.fuse import region_names
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.call_form import CallForm, form_of_key
 from fxprec.programs.weights import Weights
@@ -553,7 +553,7 @@ class Conversion:
         if not all(entry.called or self._captured_of(entry) for entry in self.entries()):
             return
         everything = [node for each in self.captured for graph in every_graph(each.gm) for node in graph.graph.nodes]
-        ops = {node.meta["op"].name for node in everything if "op" in node.meta}
+        ops = {notes(node).op.name for node in everything if notes(node).state("op")}
         self.settings.policy.check_matches(ops, dict(module.named_modules()), {node.name for node in everything})
         self.settings.check_regions([name for each in self.captured for name in region_names(each.gm)])
         self._policy_checked = True

@@ -25,7 +25,7 @@ _MOVED: Final = {
     "fxprec.passes.casts": ("fxprec.passes.graph.casts",),
     "fxprec.passes.device_costs": ("fxprec.passes.costs.device_costs",),
     "fxprec.passes.exact_graph": ("fxprec.passes.graph.exact_graph",),
-    "fxprec.passes.ir": ("fxprec.passes.graph.ir",),
+    "fxprec.passes.ir": ("fxprec.passes.graph.annotations",),
     "fxprec.passes.policy_terms": ("fxprec.passes.policy.terms",),
     "fxprec.passes.saved_graph": ("fxprec.passes.graph.saved_graph",),
     "fxprec.program": ("fxprec.programs.program",),

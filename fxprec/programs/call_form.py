@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from fxprec.capture.call_key import Constants, plain_constant, same_constant
-from fxprec.passes.graph.ir import clean_path
+from fxprec.passes.graph.annotations import clean_path
 from fxprec.programs.graph_calls import ANYTHING, LEFT_OUT
 
 __all__ = ["Argument", "CallForm", "Made", "Result", "Step", "Way", "arguments_of", "form_of_key", "reached"]

@@ -21,6 +21,7 @@ from torch.fx import Node
 from fxprec.capture.call_key import plain_constant
 from fxprec.capture.dynamo.graph import SOURCE
 from fxprec.capture.pytrees import has_more_than, made_by_dataclass, made_by_namedtuple, parts_of
+from fxprec.passes.graph.annotations import notes
 from fxprec.programs.call_form import CallForm, Made, Result, Step, Way, arguments_of, reached
 from fxprec.programs.graph_calls import ANYTHING, held_by, in_container, number_tensor
 from fxprec.torch_internals import tree_flatten, treespec_dumps, treespec_loads
@@ -57,7 +58,7 @@ class Placeholder:
             return cls(source, "Tensor", isinstance(value, torch.SymInt | torch.SymFloat))
         fixed = [not isinstance(size, torch.SymInt) for size in value.shape]
         sizes = ", ".join(str(size) if known else "*" for size, known in zip(value.shape, fixed, strict=True))
-        return cls(source, f"{str(node.meta['dtype']).removeprefix('torch.')}[{sizes}]", not all(fixed))
+        return cls(source, f"{str(notes(node).dtype).removeprefix('torch.')}[{sizes}]", not all(fixed))
 
 
 def form_of_call(

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from fxprec.capture.lazy_code import attach, with_code
 from fxprec.capture.state_names import attribute_path, keep_model_keys
 from fxprec.passes.canonicalize import every_graph
-from fxprec.passes.graph.ir import Op, Precision, Rule, weight_path
+from fxprec.passes.graph.annotations import Op, Precision, Rule, notes, weight_path
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.programs.call_form import Argument, CallForm, Made, Result, Step, Way
 from fxprec.programs.graph_calls import check_arguments, restored
@@ -75,7 +75,7 @@ def _restore_results(gm: GraphModule, low: dtype) -> None:
 
 
 #: What the nodes say that take arguments apart, look at them, and put results together.
-_OF_CALL: Final = Precision(None, None, None, Rule.KEEP, "no floats")
+_OF_CALL: Final = Precision.arriving(None, None, Rule.KEEP, "no floats")
 
 
 class _Writer:
@@ -142,7 +142,7 @@ class _Writer:
             inner = self._at(Way(way.name, way.steps[:-1]))
             node = self._gm.graph.call_function(take, (inner, key))
             if take in (getitem, getattr):
-                node.meta["op"] = Op(take.__name__)
+                notes(node).op = Op(take.__name__)
             self._reached[way.name, way.steps] = node
         return self._reached[way.name, way.steps]
 
@@ -199,7 +199,7 @@ def _follow(gm: GraphModule, model: nn.Module) -> None:
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for node in gm.graph.find_nodes(op="get_attr"):
         path = weight_path(node)
-        if node.meta.get("kind") in ("parameter", "buffer") and path in tensors:
+        if notes(node).kind in ("parameter", "buffer") and path in tensors:
             attach(gm, attribute_path(path), tensors[path])
 
 

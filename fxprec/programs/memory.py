@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.canonicalize import every_graph
+from fxprec.passes.graph.annotations import notes
 
 __all__ = ["SharedMemory", "constants_of", "mark_all_shared", "mark_shared"]
 
@@ -44,14 +45,14 @@ def mark_shared(gm: GraphModule, inputs: Mapping[Node, Any]) -> None:
     shared = {first for position, first in enumerate(pattern) if position != first}
     for node, first in zip(values, pattern, strict=True):
         if first in shared:
-            node.meta["memory"] = first
+            notes(node).memory = first
 
 
 def mark_all_shared(gm: GraphModule) -> None:
     """As if everything outside shared one memory: right for any tensors, at the price of more casts."""
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            node.meta["memory"] = 0
+            notes(node).memory = 0
 
 
 def constants_of(gm: GraphModule) -> list[Tensor]:

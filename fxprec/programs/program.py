@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxprec.passes.graph.annotations import notes, weight_path
 from fxprec.passes.graph.casts import cast
-from fxprec.passes.graph.ir import Op, weight_path
 from fxprec.passes.graph.leaves import leaf, tracer_of
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.ops.aliases import alias_roots
@@ -68,7 +68,7 @@ _NO_NAME = re.compile(r"\W")
 def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device: str = "cpu") -> Program:
     """Make the program of a rewritten, self-contained graph. Constants and subgraphs stay attributes."""
     shadows = {node: node.args[0] for node in gm.graph.nodes if is_weight_cast(node, low)}
-    weights = [node for node in gm.graph.find_nodes(op="get_attr") if node.meta.get("kind") in ("parameter", "buffer")]
+    weights = [node for node in gm.graph.find_nodes(op="get_attr") if notes(node).kind in ("parameter", "buffer")]
     read = {node: None for node in weights if any(user not in shadows for user in node.users)}
     graph = Graph()
     slots = {("low", weight_path(node)): node for node in shadows.values()}
@@ -83,7 +83,7 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     for node in gm.graph.nodes:
         if node in shadows:
             values[node] = placeholders["low", weight_path(shadows[node])]
-        elif node.op == "get_attr" and node.meta.get("kind") in ("parameter", "buffer"):
+        elif node.op == "get_attr" and notes(node).kind in ("parameter", "buffer"):
             if node in read:
                 values[node] = placeholders["plain", weight_path(node)]
         elif node.op == "output":
@@ -99,8 +99,8 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     lifted = GraphModule(gm, graph, class_name="Program")
     function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")
     named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}
-    written = [node for node in gm.graph.nodes if node.meta.get("written")]
-    writes_weights = any(node.meta.get("kind") == "parameter" for node in written)
+    written = [node for node in gm.graph.nodes if notes(node).written]
+    writes_weights = any(notes(node).kind == "parameter" for node in written)
     function = without_autocast(function, device)
     matters = {node.target for node in _written_or_copied(gm.graph)} if written else ()
     watched = tuple(target for target in named["plain"] if target in matters)
@@ -112,11 +112,11 @@ def _written_or_copied(graph: Graph) -> set[Node]:
     roots = alias_roots(graph)
     found: set[Node] = set()
     for node in graph.nodes:
-        op: Op | None = node.meta.get("op")
-        casts = op is not None and op.name == "to"
+        op = notes(node).op
+        casts = op.name == "to"
         if casts or node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
             found.update(roots[source] for source in node.all_input_nodes)
-    return {node for node in roots if node.meta.get("written") or roots[node] in found}
+    return {node for node in roots if notes(node).written or roots[node] in found}
 
 
 def without_autocast(function: Callable[..., Any], device: str) -> Callable[..., Any]:
@@ -153,7 +153,7 @@ def is_weight_cast(node: Node, low: torch.dtype) -> bool:
     source = node.args[0]
     if not isinstance(source, Node) or source.op != "get_attr":
         return False
-    return source.meta.get("kind") == "parameter" and not source.meta.get("written")
+    return notes(source).kind == "parameter" and not notes(source).written
 
 
 def _is_idle_dropout(node: Node) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fxprec.kernels.torch_internals import disable_current_modes
+from fxprec.passes.graph.annotations import notes
 from fxprec.passes.torch_internals import FakeTensorMode
 
 __all__ = ["propagate_shapes", "state_dtypes"]
@@ -52,7 +53,7 @@ def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
             return alike[kind]
 
     for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), tensors, strict=True):
-        node.meta["dtype"] = tensor.dtype
+        notes(node).dtype = tensor.dtype
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             Shapes(gm, mode).propagate(*[_widened(tensor.detach()) for tensor in tensors])
@@ -66,8 +67,8 @@ def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
 def state_dtypes(gm: GraphModule) -> None:
     """Give ``meta["val"]`` the dtypes of the rewritten graph, for who prints it: it was captured in the original's."""
     for node in gm.graph.nodes:
-        precision, value = node.meta.get("precision"), node.meta.get("val")
-        if precision is None or precision.output is None or not isinstance(value, Tensor):
+        precision, value = notes(node).precision, node.meta.get("val")
+        if precision.output is None or not isinstance(value, Tensor):
             continue
         if value.dtype in (torch.float32, *_LOW) and value.dtype != precision.output:
             with getattr(value, "fake_mode", contextlib.nullcontext()), torch.no_grad():

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.passes.graph.ir import Op
+from fxprec.passes.graph.annotations import Op, notes
 
 __all__ = ["split_head_loss"]
 
@@ -52,7 +52,7 @@ def split_head_loss(gm: GraphModule, node: Node) -> bool:
             classes = _call(node, "getitem", operator.getitem, shape, slice(None, -1))
             logits = _call(node, "unflatten", torch.unflatten, flat, -1, classes)
     node.target, node.args, node.kwargs = F.cross_entropy, (logits, target), given
-    node.meta["op"] = Op("cross_entropy")
+    notes(node).op = Op("cross_entropy")
     return True
 
 

@@ -22,8 +22,8 @@ from torch.fx.node import map_arg
 from fxprec.errors import PolicyError
 from fxprec.passes.context import Context
 from fxprec.passes.dtypes.special_results import RESULT_FIELDS
+from fxprec.passes.graph.annotations import Op, Rule, module_path
 from fxprec.passes.graph.casts import write_out
-from fxprec.passes.graph.ir import Op, Rule, module_path
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.torch_internals import OpOverload, op_name_of
 

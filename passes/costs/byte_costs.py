@@ -7,6 +7,8 @@ from typing import Any, Final, Protocol
 
 from torch.fx import Node
 
+from fxprec.passes.graph.annotations import notes
+
 __all__ = ["ByteCosts", "Costs", "attribute_of", "elements"]
 
 _CAST_BYTES: Final = 6  # read four and write two, or the reverse
@@ -49,7 +51,7 @@ class ByteCosts:
 
     def _moved(self, node: Node) -> float:
         """Parameters move nothing: their shadow is there already."""
-        if node.op == "get_attr" and node.meta.get("kind") == "parameter":
+        if node.op == "get_attr" and notes(node).kind == "parameter":
             return 0.0
         count = elements(node)
         return _CAST_BYTES * (self._typical if count is None else count)
@@ -57,7 +59,7 @@ class ByteCosts:
 
 def elements(node: Node) -> int | None:
     """Elements of a node's value, of all its parts where it is a tuple; None where nobody knows."""
-    count = node.meta.get("numel")
+    count = notes(node).numel
     if isinstance(count, tuple):
         return sum(each for each in count if isinstance(each, int))
     return count if isinstance(count, int) else None

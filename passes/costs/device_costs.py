@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from fxprec.passes.graph.ir import dtype_name
+from fxprec.passes.graph.text import dtype_name
 
 __all__ = ["Curve", "DeviceCosts", "Work"]
 

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxprec.kernels.torch_internals import FakeTensor
-from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN, DTypeInfo
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, notes
 from fxprec.passes.torch_internals import FakeTensorMode, no_autocast
 
 __all__ = ["fake_result", "hint", "numel_of", "value_dtype"]
@@ -55,7 +55,7 @@ def fake_result(node: Node, low: torch.dtype) -> DTypeInfo:
     captured = value_dtype(value)
     if not _captured_otherwise(node):
         return captured
-    if any(source.meta["dtype"] is UNKNOWN and _is_low(source, low) for source in node.all_input_nodes):
+    if any(notes(source).dtype is UNKNOWN and _is_low(source, low) for source in node.all_input_nodes):
         return _doubtful(captured, low)
     try:
         return value_dtype(_rerun(node))
@@ -66,9 +66,9 @@ def fake_result(node: Node, low: torch.dtype) -> DTypeInfo:
 def _captured_otherwise(node: Node) -> bool:
     """Whether autocast had given some input another dtype than the original program has."""
     return any(
-        source.meta.get("val") is not None and value_dtype(source.meta["val"]) != source.meta["dtype"]
+        source.meta.get("val") is not None and value_dtype(source.meta["val"]) != notes(source).dtype
         for source in node.all_input_nodes
-        if source.meta["dtype"] is not NON_TENSOR
+        if notes(source).dtype is not NON_TENSOR
     )
 
 
@@ -99,7 +99,7 @@ def _is_fake(value: Any) -> bool:
 
 
 def _original(source: Node) -> Any:
-    value, dtype = source.meta.get("val"), source.meta["dtype"]
+    value, dtype = source.meta.get("val"), notes(source).dtype
     if isinstance(value, torch.Tensor) and isinstance(dtype, torch.dtype):
         return value if value.dtype is dtype else value.to(dtype)
     if isinstance(value, tuple | list) and isinstance(dtype, tuple):

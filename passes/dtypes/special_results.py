@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from fxprec.passes.dtypes.fake_results import fake_result
 from fxprec.passes.dtypes.promotion import NUMBERS, Operands, first, promote
-from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN, DTypeInfo, Op
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, notes
 from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.torch_internals import OpOverload, schema_of
 
@@ -68,7 +68,7 @@ def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 
 def _getitem(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
     base, index = node.args[0], node.args[1]
-    info = base.meta["dtype"] if isinstance(base, Node) else NON_TENSOR
+    info = notes(base).dtype if isinstance(base, Node) else NON_TENSOR
     if not isinstance(info, tuple):
         return info
     if isinstance(index, slice):
@@ -81,7 +81,7 @@ def _getitem(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
 
 def _getattr(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
     base, name = node.args[0], str(node.args[1])
-    info = base.meta["dtype"] if isinstance(base, Node) else NON_TENSOR
+    info = notes(base).dtype if isinstance(base, Node) else NON_TENSOR
     if name == "dtype":
         facts.dtypes[node] = info
     if name in _NO_TENSOR_ATTRIBUTES:
@@ -106,8 +106,8 @@ def _to(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
         if isinstance(argument, Node):
             if argument in facts.dtypes:
                 return facts.dtypes[argument]
-            if argument.meta["dtype"] is not NON_TENSOR:  # type_as(other), to(other)
-                return argument.meta["dtype"]
+            if notes(argument).dtype is not NON_TENSOR:  # type_as(other), to(other)
+                return notes(argument).dtype
     return first(operands)
 
 
@@ -170,7 +170,7 @@ def _sequence(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
     """arange and full: the dtype of their numbers; linspace: always a float."""
     if facts.requested(node) is not None:
         return None
-    op: Op = node.meta["op"]
+    op = notes(node).op
     if operands.numbers is complex:
         return torch.get_default_dtype().to_complex()
     if operands.numbers is float or op.name in ("linspace", "logspace", "range"):
@@ -193,7 +193,7 @@ def _constant(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
     """torch.tensor(data) and the like; new_tensor keeps its tensor's dtype only where the data is a tensor too."""
     if facts.requested(node) is not None:
         return None
-    op: Op = node.meta["op"]
+    op = notes(node).op
     if op.name == "new_tensor" or (op.name == "scalar_tensor"):
         return first(operands) if operands.tensors else torch.get_default_dtype()
     if operands.tensors:

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from fxprec.errors import InvariantError
 from fxprec.passes.fusion.row_operations import is_row_operation
-from fxprec.passes.graph.ir import Op
+from fxprec.passes.graph.annotations import NO_OP, notes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.table import rule_of
 
@@ -51,7 +51,7 @@ def stretches(graph: Graph) -> dict[Node, int]:
     """
     found, count = {}, 0
     for node in graph.nodes:
-        count += node.op.startswith("call") and node.meta.get("op") is None
+        count += node.op.startswith("call") and notes(node).op is NO_OP
         found[node] = count
     return found
 
@@ -109,7 +109,7 @@ def sort(graph: Graph, order: Mapping[Node, Sequence[Node]], position: Mapping[N
 def _has_effects(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return False
-    op: Op | None = node.meta.get("op")
+    op = notes(node).op
     if is_row_operation(node):
         return False
-    return op is None or rule_of(op.name) is None or any(part in op.name for part in _RANDOM)
+    return op is NO_OP or rule_of(op.name) is None or any(part in op.name for part in _RANDOM)

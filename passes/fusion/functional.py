@@ -21,8 +21,8 @@ from torch.fx import Graph, Node
 
 from fxprec.kernels.rows.program.lowering import LOWERINGS
 from fxprec.passes.fusion.effects import stretches
+from fxprec.passes.graph.annotations import NO_OP, notes
 from fxprec.passes.graph.casts import cast
-from fxprec.passes.graph.ir import Op
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.table import rule_of
@@ -71,22 +71,22 @@ def make_functional(graph: Graph) -> bool:
 def _maker(writer: Node) -> Node:
     """What the first of several writes, each to the result of the one before, writes to."""
     target = writer
-    while (op := target.meta.get("op")) is not None and op.in_place and isinstance(target.args[0], Node):
+    while notes(target).op.in_place and isinstance(target.args[0], Node):
         target = target.args[0]
     return target
 
 
 def _fresh(root: Node) -> bool:
     """Whether the node made the memory itself: an op that we know, and no view or tuple of views."""
-    op: Op | None = root.meta.get("op")
-    row = rule_of(op.name) if op is not None else None
-    return row is not None and op is not None and (not row.view or _converts(root)) and not op.in_place
+    op = notes(root).op
+    row = rule_of(op.name)
+    return row is not None and (not row.view or _converts(root)) and not op.in_place
 
 
 def _may_share(reader: Node) -> bool:
     """Whether a reader may keep a view of what it reads: it would see later writes."""
-    op: Op | None = reader.meta.get("op")
-    row = rule_of(op.name) if op is not None else None
+    op = notes(reader).op
+    row = rule_of(op.name)
     return row is None or (row.view and not _converts(reader))
 
 
@@ -97,14 +97,14 @@ def _converts(node: Node) -> bool:
 
 def _can_change(node: Node) -> bool:
     """Whether it is an in-place row operation whose result has the dtype of what it writes to, and how to say so."""
-    op: Op | None = node.meta.get("op")
-    if op is None or not op.in_place or op.name not in LOWERINGS:
+    op = notes(node).op
+    if op is NO_OP or not op.in_place or op.name not in LOWERINGS:
         return False
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or actual_dtype(node) is not actual_dtype(source):
         return False
     for other in node.all_input_nodes:
-        converted = actual_dtype(source) is not None and other.meta.get("dtype") in _INTEGERS
+        converted = actual_dtype(source) is not None and notes(other).dtype in _INTEGERS
         if actual_dtype(other) is not actual_dtype(source) and not converted:
             return False  # out of place it would promote
     return _functional_target(node) is not None
@@ -129,4 +129,4 @@ def _rewrite(node: Node, source: Node) -> None:
     node.target = _functional_target(node)  # type: ignore[assignment]
     node.kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
     node.update_arg(0, source)
-    node.meta["op"] = node.meta["op"]._replace(in_place=False)
+    notes(node).op = notes(node).op._replace(in_place=False)

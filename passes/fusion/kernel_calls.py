@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node, Proxy
 
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.passes.graph.annotations import Precision, notes
 from fxprec.passes.graph.casts import cast
-from fxprec.passes.graph.ir import Op, Precision
 from fxprec.passes.graph.leaves import leaf
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
@@ -115,9 +115,9 @@ def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
     roots = alias_roots(graph)
     written = written_roots(graph, roots)
     for node in [*graph.nodes]:
-        op: Op | None = node.meta.get("op")
-        make = _KERNELS.get(op.name) if op is not None else None
-        if make is None or op is None or op.in_place or roots[node] in written:
+        op = notes(node).op
+        make = _KERNELS.get(op.name)
+        if make is None or op.in_place or roots[node] in written:
             continue
         if native and not (op.name == "cross_entropy" and _reads_cast(node)):
             continue
@@ -145,10 +145,10 @@ def _arguments(node: Node) -> dict[str, Any] | None:
 
 def _batch_norm(node: Node, arguments: dict[str, Any]) -> bool:
     """With the sum and relu behind it; left alone where there is nothing to join."""
-    output = node.meta["precision"].output
+    output = notes(node).precision.output
     end, residual, relu = node, None, False
     user = _only_user(end, "add")
-    if user is not None and not user.kwargs and len(user.args) == 2 and user.meta["precision"].output is output:
+    if user is not None and not user.kwargs and len(user.args) == 2 and notes(user).precision.output is output:
         other = user.args[1] if user.args[0] is end else user.args[0]
         after = _only_user(user, "relu")
         if isinstance(other, Node) and other is not end and after is not None:
@@ -160,23 +160,23 @@ def _batch_norm(node: Node, arguments: dict[str, Any]) -> bool:
         return False
     keywords = {"residual": residual, "relu": relu}
     _call(batch_norm, node, end, {("x" if k == "input" else k): v for k, v in arguments.items()} | keywords)
-    end.meta["fused"] = "the kernel of batch_norm" + (", add" if residual is not None else "") + " and relu"
+    notes(end).fused = "the kernel of batch_norm" + (", add" if residual is not None else "") + " and relu"
     return True
 
 
 def _cross_entropy(node: Node, arguments: dict[str, Any]) -> bool:
     logits = arguments["input"]
-    if not isinstance(logits, Node) or node.meta["precision"].output not in (None, torch.float32):
+    if not isinstance(logits, Node) or notes(node).precision.output not in (None, torch.float32):
         return False  # float64 probabilities, or a policy's own dtype: the kernel's loss is FP32
     source = logits.args[0] if _is_inserted_cast(logits) else logits
     assert isinstance(source, Node)
     _call(cross_entropy, node, node, arguments | {"input": source})
     if source is not logits:
-        reads, rule = source.meta["precision"].output, node.meta["precision"].rule
-        node.meta["precision"] = Precision(None, torch.float32, torch.float32, rule, _why(node, reads))
+        reads, rule = notes(source).precision.output, notes(node).precision.rule
+        notes(node).precision = Precision.arriving(torch.float32, torch.float32, rule, _why(node, reads))
         if not logits.users:
             node.graph.erase_node(logits)
-    node.meta["fused"] = "the kernel of cross_entropy"
+    notes(node).fused = "the kernel of cross_entropy"
     return True
 
 
@@ -185,11 +185,11 @@ def _reads_cast(loss: Node) -> bool:
 
 
 def _is_inserted_cast(node: Node) -> bool:
-    return node.target is cast and bool(node.meta.get("inserted"))
+    return node.target is cast and bool(notes(node).inserted)
 
 
-def _why(node: Node, reads: torch.dtype) -> str:
-    return f"{node.meta['precision'].why}; its kernel reads {reads} and computes in FP32"
+def _why(node: Node, reads: torch.dtype | None) -> str:
+    return f"{notes(node).precision.why}; its kernel reads {reads} and computes in FP32"
 
 
 def _call(function: Callable[..., Any], first: Node, last: Node, arguments: dict[str, Any]) -> None:
@@ -200,10 +200,9 @@ def _call(function: Callable[..., Any], first: Node, last: Node, arguments: dict
     last.op, last.target, last.args = "call_function", function, (arguments.pop(next(iter(arguments))),)
     last.kwargs = arguments
     if last is not first:
-        precision: Precision = first.meta["precision"]
-        last.meta["op"] = first.meta["op"]
-        last.meta["precision"] = Precision(
-            None,
+        precision = notes(first).precision
+        notes(last).op = notes(first).op
+        notes(last).precision = Precision.arriving(
             precision.compute,
             precision.output,
             precision.rule,
@@ -217,8 +216,8 @@ def _only_user(node: Node, name: str) -> Node | None:
     if len(node.users) != 1:
         return None
     (user,) = node.users
-    op: Op | None = user.meta.get("op")
-    return user if op is not None and op.name == name and not op.in_place else None
+    op = notes(user).op
+    return user if op.name == name and not op.in_place else None
 
 
 _KERNELS: Final = {"batch_norm": _batch_norm, "cross_entropy": _cross_entropy}

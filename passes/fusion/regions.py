@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 
 from fxprec.passes.fusion.effects import memory_of, stretches
 from fxprec.passes.fusion.row_operations import drops, is_row_operation, reduced_dimensions
-from fxprec.passes.graph.ir import Op, arg_nodes
+from fxprec.passes.graph.annotations import Op, arg_nodes, notes
 from fxprec.passes.ops.table import rule_of
 
 __all__ = ["Region", "find_regions", "saves"]
@@ -54,7 +54,7 @@ class Region:
     @property
     def name(self) -> str:
         """``fused_dropout_add_layer_norm``: its ops without casts, each once, the first of them."""
-        ops = ("bias" if "bias_of" in node.meta else _op(node).name for node in self.nodes)
+        ops = ("bias" if notes(node).state("bias_of") else _op(node).name for node in self.nodes)
         names = dict.fromkeys(name for name in ops if name != "to")
         return "_".join(["fused", *[*names][:_NAMED], *(["more"] if len(names) > _NAMED else [])])
 
@@ -219,4 +219,4 @@ def _gives_its_input(node: Node) -> bool:
 
 
 def _op(node: Node) -> Op:
-    return node.meta["op"]
+    return notes(node).op

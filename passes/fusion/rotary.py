@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, Proxy
 
-from fxprec.passes.graph.ir import Op
+from fxprec.passes.graph.annotations import Op, notes
 from fxprec.passes.graph.leaves import leaf
 
 __all__ = ["recognize_rotary", "rope"]
@@ -70,7 +70,7 @@ def recognize_rotary(graph: Graph) -> bool:
             matched = _match(*node.args) or _match(*reversed(node.args))
             if matched is not None:
                 node.op, node.target, node.args = "call_function", rope, matched
-                node.meta["op"] = Op("rope")
+                notes(node).op = Op("rope")
                 found = True
     if found:
         for node in reversed([*graph.nodes]):
@@ -123,5 +123,5 @@ def _product(node: Any) -> bool:
 
 
 def _is(node: Any, name: str) -> bool:
-    op = node.meta.get("op") if isinstance(node, Node) else None
-    return op is not None and op.name == name and not op.in_place
+    op = notes(node).op if isinstance(node, Node) else None
+    return op == Op(name)

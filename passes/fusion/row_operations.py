@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.kernels.rows.program.lowering import LOWERINGS, ROW_REDUCTIONS
-from fxprec.passes.graph.ir import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes
+from fxprec.passes.graph.annotations import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes, notes
 
 __all__ = ["drops", "is_row_operation", "reduced_dimensions"]
 
@@ -37,10 +37,10 @@ _BOOLEAN: Final = frozenset(
 
 def is_row_operation(node: Node) -> bool:
     """Whether a row program can compute this node, if its shapes allow it."""
-    op: Op | None = node.meta.get("op")
-    if op is None or op.in_place or node.op not in ("call_function", "call_method"):
+    op = notes(node).op
+    if op.in_place or node.op not in ("call_function", "call_method"):
         return False
-    if not _is_loaded(node.meta.get("dtype"), results=True) or not _reads_tensors(node):
+    if not _is_loaded(notes(node).dtype, results=True) or not _reads_tensors(node):
         return False
     if op.name == "to":
         return _is_plain_cast(node)
@@ -48,7 +48,7 @@ def is_row_operation(node: Node) -> bool:
         return _binds(_dropout, node)
     if op.name not in LOWERINGS or not _binds(LOWERINGS[op.name], node):
         return False
-    if node.meta.get("dtype") is torch.bool and not _is_boolean(node, op):
+    if notes(node).dtype is torch.bool and not _is_boolean(node, op):
         return False
     if op.name in ROW_REDUCTIONS:
         return reduced_dimensions(node) > 0
@@ -63,7 +63,7 @@ def is_row_operation(node: Node) -> bool:
 
 def drops(node: Node) -> bool:
     """Whether it is a dropout that drops: outside of training its calls do nothing."""
-    if node.meta["op"].name != "dropout":
+    if notes(node).op.name != "dropout":
         return False
     p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
     training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
@@ -72,8 +72,8 @@ def drops(node: Node) -> bool:
 
 def reduced_dimensions(node: Node) -> int:
     """How many trailing dimensions the node reduces over; 0 for none, -1 where it is others or nobody knows."""
-    op: Op | None = node.meta.get("op")
-    if op is None or op.name not in ROW_REDUCTIONS:
+    op = notes(node).op
+    if op.name not in ROW_REDUCTIONS:
         return 0
     position = ROW_REDUCTIONS[op.name]
     if position is None:
@@ -96,7 +96,7 @@ def _is_loaded(info: Any, results: bool) -> bool:
 
 def _is_boolean(node: Node, op: Op) -> bool:
     """Whether an operation that gives bool gives the same of operands in FP32."""
-    sources = [source.meta.get("dtype") for _, source in arg_nodes(node)]
+    sources = [notes(source).dtype for _, source in arg_nodes(node)]
     if op.name.startswith("logical_"):
         return all(dtype is torch.bool for dtype in sources)
     if op.name not in _BOOLEAN:
@@ -111,8 +111,7 @@ def _is_boolean(node: Node, op: Op) -> bool:
 def _reads_tensors(node: Node) -> bool:
     sources = [source for _, source in arg_nodes(node)]
     return bool(sources) and all(
-        source.meta.get("dtype") is not NON_TENSOR and _is_loaded(source.meta.get("dtype"), results=False)
-        for source in sources
+        notes(source).dtype is not NON_TENSOR and _is_loaded(notes(source).dtype, results=False) for source in sources
     )
 
 
@@ -121,11 +120,11 @@ def _is_plain_cast(node: Node) -> bool:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or node.kwargs.keys() - {"dtype"}:
         return False
-    if source.op == "get_attr" and not node.meta.get("in_registers"):
+    if source.op == "get_attr" and not notes(node).in_registers:
         return False  # a weight's shadow stands in its place
     if not all(isinstance(argument, torch.dtype) for argument in node.args[1:]):
         return False
-    return node.meta.get("dtype") in CASTABLE or node.meta.get("dtype") is UNKNOWN
+    return notes(node).dtype in CASTABLE or notes(node).dtype is UNKNOWN
 
 
 def _dropout(call: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:

@@ -21,8 +21,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.fusion.row_operations import is_row_operation
+from fxprec.passes.graph.annotations import CASTABLE, Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast
-from fxprec.passes.graph.ir import CASTABLE, Op, Precision, Rule
 
 __all__ = ["SplitBias", "put_back", "split_biases"]
 
@@ -45,12 +45,12 @@ def split_biases(graph: Graph) -> list[SplitBias]:
     """Split every bias that may join a region."""
     found = []
     for node in [*graph.nodes]:
-        op: Op | None = node.meta.get("op")
-        if op is None or op.name not in _BEHIND:
+        op = notes(node).op
+        if op.name not in _BEHIND:
             continue
         bias, end = _bias(node), _end_of_views(node)
         fits = all(map(is_row_operation, end.users)) and any(_op(user).name != "to" for user in end.users)
-        if isinstance(bias, Node) and fits and bias.meta.get("dtype") in CASTABLE:
+        if isinstance(bias, Node) and fits and notes(bias).dtype in CASTABLE:
             found.append(_split(graph, node, end, bias, _BEHIND[_op(node).name]))
     return found
 
@@ -68,7 +68,7 @@ def _end_of_views(product: Node) -> Node:
 
 
 def _split(graph: Graph, product: Node, end: Node, bias: Node, behind: int) -> SplitBias:
-    low = product.meta["precision"].output
+    low = notes(product).precision.output
     parameter = bias.args[0] if bias.target in CASTS else bias
     assert isinstance(parameter, Node)
     with graph.inserting_after(end):
@@ -78,21 +78,21 @@ def _split(graph: Graph, product: Node, end: Node, bias: Node, behind: int) -> S
             shape = (-1,) + (1,) * behind
             view = graph.call_method("reshape", (parameter, *shape))
             view.meta = _shaped(parameter, shape) | {"op": Op("reshape")}
-            view.meta["precision"] = Precision(None, None, torch.float32, Rule.FOLLOW, "a view of the bias")
+            notes(view).precision = Precision.arriving(None, torch.float32, Rule.FOLLOW, "a view of the bias")
             parameter = view
-        if low in (torch.float16, torch.bfloat16) and parameter.meta["precision"].output is not low:
+        if low in (torch.float16, torch.bfloat16) and notes(parameter).precision.output is not low:
             name = f"{bias.name}_joined"
             parameter = graph.create_node("call_function", cast, (parameter, low), name=name)
             parameter.meta = _shaped(bias, (-1,) + (1,) * behind) | {
                 "op": Op("to"), "inserted": True, "in_registers": True, "dtype": low,
-                "precision": Precision(None, low, low, Rule.KEEP, f"in the registers of what reads {product.name}"),
+                "precision": Precision.arriving(low, low, Rule.KEEP, f"in the registers of what reads {product.name}"),
             }  # fmt: skip
     end.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)
     added.update_arg(1, parameter)
     added.meta = {key: value for key, value in end.meta.items() if key != "in_registers"} | {
         "op": Op("add"),
         "bias_of": product.name,
-        "precision": Precision(None, torch.float32, low, Rule.PROMOTE, f"the bias of {product.name}"),
+        "precision": Precision.arriving(torch.float32, low, Rule.PROMOTE, f"the bias of {product.name}"),
     }
     call = (product.target, product.args, product.kwargs)
     _drop_bias(product)
@@ -136,7 +136,7 @@ def _value(argument: Any) -> Any:
 
 
 def _op(node: Node) -> Op:
-    return node.meta.get("op") or Op("")
+    return notes(node).op
 
 
 def _shaped(source: Node, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from fxprec.passes.graph.ir import Op, Precision
+from fxprec.passes.graph.annotations import notes
 from fxprec.passes.ops.table import rule_of
 
 __all__ = ["accumulate_wide"]
@@ -29,13 +29,14 @@ def accumulate_wide(gm: GraphModule) -> bool:
     """Give sums and means that read low their accumulation dtype. Says whether there were any."""
     changed = False
     for node in gm.graph.nodes:
-        op: Op | None = node.meta.get("op")
-        precision: Precision | None = node.meta.get("precision")
-        row = rule_of(op.name) if op is not None else None
-        if row is None or not row.dtype_keyword or precision is None or precision.reads is precision.output:
+        op = notes(node).op
+        precision = notes(node).precision
+        row = rule_of(op.name)
+        if row is None or not row.dtype_keyword or precision.reads is precision.output:
             continue
-        if precision.reads is not None and precision.output is torch.float32 and node.kwargs.get("dtype") is None:
+        reads_low = isinstance(precision.reads, torch.dtype)
+        if reads_low and precision.output is torch.float32 and node.kwargs.get("dtype") is None:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
-            node.meta["fused"] = "accumulates in FP32 while it reads low"
+            notes(node).fused = "accumulates in FP32 while it reads low"
             changed = True
     return changed

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Interpreter, Node, Proxy, Tracer
 from torch.fx.node import has_side_effect
 from torch.overrides import TorchFunctionMode
 
-from fxprec.passes.graph.ir import Op
+from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.leaves import leaf, tracer_of
 from fxprec.passes.torch_internals import trace_again_by
 
@@ -52,8 +52,8 @@ class Copying(Interpreter):
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        op: Op | None = n.meta.get("op")
-        if n.op == "call_method" and op is not None and op.in_place and not n.users:
+        op = notes(n).op
+        if n.op == "call_method" and op.in_place and not n.users:
             args = (args[0], n.target, *args[1:])
             return self._tracer.create_proxy("call_function", write, args, kwargs, n.name, n.type)
         target = f"{self._prefix}{n.target}" if n.op in ("get_attr", "call_module") else n.target

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.package.importer import sys_importer
 
-from fxprec.passes.graph.ir import Precision
+from fxprec.passes.graph.annotations import Precision
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, codegen_of
 

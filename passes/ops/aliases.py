@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.passes.graph.ir import Op, Rule, arg_nodes
+from fxprec.passes.graph.annotations import NO_OP, Rule, arg_nodes, notes
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 
@@ -51,8 +51,8 @@ def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None =
 
 def shared_sources(node: Node) -> Iterator[Node]:
     """The arguments whose memory the result may share."""
-    op: Op | None = node.meta.get("op")
-    if op is None or not node.args:
+    op = notes(node).op
+    if op is NO_OP or not node.args:
         return
     if isinstance(node.target, HigherOrderOperator):
         yield from (operand for operand, _, given_back in _operands(node) if given_back)
@@ -69,8 +69,8 @@ def shared_sources(node: Node) -> Iterator[Node]:
 
 def written_by(node: Node) -> Iterator[Node]:
     """The arguments that a call writes to, as far as its name or schema tells."""
-    op: Op | None = node.meta.get("op")
-    if op is None:
+    op = notes(node).op
+    if op is NO_OP:
         return
     if isinstance(node.target, HigherOrderOperator):
         yield from (operand for operand, written, _ in _operands(node) if written)
@@ -107,8 +107,8 @@ def _outside(node: Node) -> Iterator[object]:
     """By what it is known which memory outside of the graph a node gives."""
     if node.op == "get_attr":
         yield node.target
-    if node.op in ("get_attr", "placeholder") and node.meta.get("memory") is not None:
-        yield "memory", node.meta["memory"]
+    if node.op in ("get_attr", "placeholder") and notes(node).memory is not None:
+        yield "memory", notes(node).memory
 
 
 def _operands(node: Node) -> Iterator[tuple[Node, bool, bool]]:

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from fxprec.passes.graph.annotations import Op
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.graph.ir import Op
 from fxprec.passes.ops.spellings import ALIASES
 from fxprec.passes.torch_internals import (
     HigherOrderOperator,

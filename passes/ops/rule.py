@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 
 __all__ = ["OpRule", "Squares", "Writes", "having", "rows", "table"]
 

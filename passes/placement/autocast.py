@@ -17,11 +17,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.ir import Precision, Rule, is_scalar
+from fxprec.passes.graph.annotations import Precision, Rule, is_scalar, notes
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.names import dtype_argument
 from fxprec.passes.placement.pins import overflows, written_classes
-from fxprec.passes.placement.sites import Site, dtype_reference, original
+from fxprec.passes.placement.sites import Site, dtype_reference, original, reading
 from fxprec.passes.placement.walk import GraphWalk
 
 __all__ = ["AUTOCAST_FP32", "place_as_autocast"]
@@ -79,14 +79,14 @@ class _Promotion(GraphWalk):
             self.sources.add(node)
 
     def decide(self, node: Node, rule: Rule, why: str, reads: torch.dtype | None = None) -> None:
-        output, info = self.dtypes.get(node), node.meta.get("dtype")
+        output, info = self.dtypes.get(node), notes(node).dtype
         if output is None and isinstance(info, torch.dtype) and info.is_floating_point:
             output = info
         compute = reads or (output if node.op.startswith("call") else None)
         if rule is Rule.FULL and compute is not None:
             compute = torch.float32
-        node.meta["precision"] = Precision(reads, compute, output, rule, why)
-        node.meta.pop("root_dtype", None)
+        notes(node).precision = Precision(reading(node, rule, reads), compute, output, rule, why)
+        del notes(node).root_dtype
 
     def compute(self, site: Site, floats: bool) -> None:
         rule = self.listed(site) if set(site.data).isdisjoint(written_by(site.node)) else Rule.KEEP
@@ -114,7 +114,7 @@ class _Promotion(GraphWalk):
         node = site.node
         wide = reads is None or (site.row is not None and site.row.wide)
         if floats and (wide or dtype_argument(node) is not None or dtype_reference(node) is not None):
-            self.make(site, original(node.meta["dtype"]), source)
+            self.make(site, original(notes(node).dtype), source)
         elif floats and reads is not None:
             self.dtypes[node] = reads
         self.decide(node, rule, site.why, reads)

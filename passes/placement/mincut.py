@@ -19,7 +19,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.ir import NON_TENSOR, Precision, Rule, dtype_name
+from fxprec.passes.graph.annotations import NON_TENSOR, Precision, Rule, notes
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.names import dtype_argument
 from fxprec.passes.placement.op_costs import Verdict
@@ -30,7 +31,7 @@ from fxprec.passes.placement.pins import (
     unsafe_number,
     written_classes,
 )
-from fxprec.passes.placement.sites import Site, base_of, dtype_reference, original
+from fxprec.passes.placement.sites import Site, base_of, dtype_reference, original, reading
 from fxprec.passes.placement.solver import solve
 from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import GraphWalk
@@ -125,8 +126,8 @@ class CutWalk(GraphWalk):
 
     def output(self, node: Node, returns: Rule) -> None:
         for source in node.all_input_nodes if returns is Rule.KEEP else ():
-            if self.has(source) and isinstance(source.meta["dtype"], tuple):  # nobody can cast a tuple on its way out
-                self.variables.hold(source, self.variables.value[source], original(source.meta["dtype"]))
+            if self.has(source) and isinstance(notes(source).dtype, tuple):  # nobody can cast a tuple on its way out
+                self.variables.hold(source, self.variables.value[source], original(notes(source).dtype))
         super().output(node, returns)
 
     def compute(self, site: Site, floats: bool) -> None:
@@ -150,7 +151,7 @@ class CutWalk(GraphWalk):
             variables.tie(node, site.base)
         if variable is None or (site.rule is Rule.KEEP and site.name != "copy"):
             if variable is not None:
-                variables.hold(node, variable, original(site.base.meta["dtype"]))
+                variables.hold(node, variable, original(notes(site.base).dtype))
             variables.use_original(others)
             return self.decide(node, Rule.KEEP, site.why)
         square = overflowing_square(site, self.context)
@@ -169,7 +170,7 @@ class CutWalk(GraphWalk):
         node, variables = site.node, self.variables
         variable = variables.value[site.base]
         if site.rule is Rule.KEEP and floats:
-            variables.hold(node, variable, original(node.meta["dtype"]))
+            variables.hold(node, variable, original(notes(node).dtype))
         elif site.rule in (Rule.LOW, Rule.FULL):
             variables.hold(node, variable, site.dtype or (self.context.low if site.rule is Rule.LOW else torch.float32))
         if floats:
@@ -183,10 +184,10 @@ class CutWalk(GraphWalk):
         variables.use_original(sources)
         written = [target for target in written_by(node) if self.has(target)]
         for target in written:  # a custom op that says so in its schema: a cast of it would miss the write
-            variables.hold(node, variables.value[target], original(target.meta["dtype"]))
+            variables.hold(node, variables.value[target], original(notes(target).dtype))
         if floats:
             source = all(each in variables.unpromoting for each in sources)  # a lookup that rescales its weight
-            self.make(site, original(node.meta["dtype"]), source=source and bool(written or not sources))
+            self.make(site, original(notes(node).dtype), source=source and bool(written or not sources))
         self.decide(node, Rule.KEEP, site.why)
 
     def low(self, site: Site, floats: bool) -> None:
@@ -199,11 +200,11 @@ class CutWalk(GraphWalk):
         variables.use_data(site, read)
         named = dtype_argument(node) is not None or dtype_reference(node) is not None
         if floats and (named or (site.row is not None and site.row.wide)):
-            self.make(site, original(node.meta["dtype"]))  # O3: softmax(x, dtype=torch.float32)
+            self.make(site, original(notes(node).dtype))  # O3: softmax(x, dtype=torch.float32)
             return self.decide(node, Rule.LOW, site.why, read)
         if floats:
             variables.value[node] = read
-            if node in self.classes and not isinstance(node.meta["dtype"], tuple):
+            if node in self.classes and not isinstance(notes(node).dtype, tuple):
                 variables.value[node] = variables.new(node)
                 variables.step(node, read, variables.value[node])
                 self.roots.append(node)
@@ -224,13 +225,13 @@ class CutWalk(GraphWalk):
         variables.use_data(site, read)
         variables.close(variables.promoting(site), read)
         if floats and (asked is not None or dtype_reference(node) is not None):
-            self.make(site, original(node.meta["dtype"]))
+            self.make(site, original(notes(node).dtype))
         elif floats:
             variables.value[node] = out
         self.decide(node, Rule.FULL, site.why, read if site.data else None)
 
     def follow(self, site: Site, floats: bool) -> None:
-        node, variables, info = site.node, self.variables, site.node.meta.get("dtype")
+        node, variables, info = site.node, self.variables, notes(site.node).dtype
         if not site.data or dtype_argument(node) is not None or dtype_reference(node) is not None:
             variables.use_original(site.kept)
             if floats:  # made in the dtype that the call gives, or out of integers
@@ -284,13 +285,13 @@ class CutWalk(GraphWalk):
         decided = self.decided.get(user)
         if decided is None or user.op == "output" or isinstance(user.target, HigherOrderOperator):
             return False
-        cast = decided.out == LOW and "op" in user.meta and user.meta["op"].name == "to"
-        return user in low or decided.read == LOW or cast or user.meta.get("dtype") is NON_TENSOR
+        cast = decided.out == LOW and notes(user).state("op") and notes(user).op.name == "to"
+        return user in low or decided.read == LOW or cast or notes(user).dtype is NON_TENSOR
 
 
 def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) -> None:
     for node, (read, out, rule, why, site) in walk.decided.items():
-        reads, output, info = dtype(read), dtype(out), node.meta.get("dtype")
+        reads, output, info = dtype(read), dtype(out), notes(node).dtype
         if output is None and isinstance(info, torch.dtype) and info.is_floating_point:
             output = info
         compute = reads or (output if node.op.startswith("call") else None)
@@ -298,12 +299,12 @@ def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) 
             compute = torch.float32
         if site is not None and read is not None and not walk.variables.is_pinned(read):
             why = f"{why}; {_reason(walk, site, reads, dtype)}"
-        node.meta["precision"] = Precision(reads, compute, output, rule, why)
-        node.meta.pop("root_dtype", None)
+        notes(node).precision = Precision(reading(node, rule, reads), compute, output, rule, why)
+        del notes(node).root_dtype
     for node in walk.roots:
         lives = dtype(walk.variables.value[node])
-        if lives is not node.meta["precision"].output:
-            node.meta["root_dtype"] = lives
+        if lives is not notes(node).precision.output:
+            notes(node).root_dtype = lives
 
 
 def _reason(walk: CutWalk, site: Site, reads: torch.dtype | None, dtype: Callable) -> str:

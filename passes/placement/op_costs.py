@@ -22,7 +22,8 @@ from fxprec.passes.costs.byte_costs import attribute_of, elements
 from fxprec.passes.costs.device_costs import DeviceCosts, Work
 from fxprec.passes.dtypes.fake_results import hint, numel_of
 from fxprec.passes.fusion.row_operations import is_row_operation
-from fxprec.passes.graph.ir import Op, dtype_name
+from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.placement.sites import Site
 
@@ -127,7 +128,7 @@ class OpCosts:
     def cast(self, node: Node) -> float:
         """Of a value to the other dtype, at every call; of a parameter: its shadow."""
         count = _elements(node)
-        if node.op == "get_attr" and node.meta.get("kind") == "parameter":
+        if node.op == "get_attr" and notes(node).kind == "parameter":
             return self._shadow(node, count or 1)
         if self._fused and is_row_operation(node):
             return 0.0
@@ -284,8 +285,8 @@ def _text(shape: Shape) -> str:
 
 
 def _name(node: Node) -> str:
-    op: Op | None = node.meta.get("op")
-    return op.name if op is not None else ""
+    op = notes(node).op
+    return op.name
 
 
 def _requires_grad(value: Any) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.ir import UNKNOWN, module_path
+from fxprec.passes.graph.annotations import UNKNOWN, module_path, notes
 from fxprec.passes.ops.names import dtype_argument
 from fxprec.passes.placement.mincut import CutWalk
 from fxprec.passes.placement.op_costs import OpCosts, Price, Verdict
@@ -79,11 +79,11 @@ class _PricedWalk(CutWalk):
         node = site.node
         if site.dtype is not None or not floats or self._overridden(site):
             return None
-        if node.meta["dtype"] is UNKNOWN:
+        if notes(node).dtype is UNKNOWN:
             return "sizes unknown"
-        if isinstance(node.meta["dtype"], tuple):
+        if isinstance(notes(node).dtype, tuple):
             return self._costs.price(site)
-        if node.meta["dtype"] is not torch.float32:
+        if notes(node).dtype is not torch.float32:
             return None
         if dtype_argument(node) is not None or dtype_reference(node) is not None:
             return None

@@ -29,7 +29,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.ir import Op, Rule, dtype_name
+from fxprec.passes.graph.annotations import NO_OP, Rule, notes
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import alias_roots, shared_sources, written_roots
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.table import rule_of
@@ -113,8 +114,8 @@ def unsafe_number(site: Site, low: torch.dtype) -> str | None:
 def _guards(node: Node) -> bool:
     """``x / node``, ``sqrt(node)`` and the like."""
     for user in node.users:
-        op: Op | None = user.meta.get("op")
-        if op is None:
+        op = notes(user).op
+        if op is NO_OP:
             continue
         if op.name in _GUARDED_BY_EPS or (op.name == "div" and len(user.args) > 1 and user.args[1] is node):
             return True
@@ -147,13 +148,13 @@ def exp_chains(graph: Graph) -> set[Node]:
 
 
 def _named(node: Node, names: frozenset[str]) -> bool:
-    op: Op | None = node.meta.get("op")
-    return op is not None and op.name in names
+    op = notes(node).op
+    return op.name in names
 
 
 def _floats(node: Node) -> bool:
-    op: Op | None = node.meta.get("op")
-    row = rule_of(op.name) if op is not None else None
+    op = notes(node).op
+    row = rule_of(op.name)
     return row is not None and row.rule in (Rule.FOLLOW, Rule.PROMOTE)
 
 
@@ -166,11 +167,11 @@ def written_classes(graph: Graph) -> dict[Node, Node]:
 
 def _shares_memory_of(node: Node) -> Iterator[Node]:
     """As ``aliases.shared_sources``, without what converts or copies."""
-    op: Op | None = node.meta.get("op")
-    if op is not None and not op.in_place:
+    op = notes(node).op
+    if op is not NO_OP and not op.in_place:
         if op.name == "to":  # a cast to the dtype that the tensor has already gives the tensor itself
             target = cast_target(node)
-            if target is not None and target != original(node.all_input_nodes[0].meta.get("dtype")):
+            if target is not None and target != original(notes(node.all_input_nodes[0]).dtype):
                 return
         if op.name == "getattr" and node.args[1] not in ("data", "T", "mT", "H", "mH", "real"):
             return
@@ -183,6 +184,6 @@ def _picks_by_tensor(index: object) -> bool:
     """Advanced indexing copies: an index that is (or holds) a tensor or a list."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(
-        isinstance(part, list) or (isinstance(part, Node) and isinstance(part.meta.get("dtype"), torch.dtype))
+        isinstance(part, list) or (isinstance(part, Node) and isinstance(notes(part).dtype, torch.dtype))
         for part in parts
     )

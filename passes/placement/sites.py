@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.ir import UNKNOWN, DTypeInfo, Op, Rule, is_castable, module_path
+from fxprec.passes.graph.annotations import NO_OP, UNKNOWN, Arrival, DTypeInfo, Rule, is_castable, module_path, notes
 from fxprec.passes.ops.table import OpRule, rule_of
 
 __all__ = [
@@ -26,9 +26,12 @@ __all__ = [
     "is_metadata",
     "leaves",
     "original",
+    "reading",
     "site_of",
 ]
 
+#: Ops that take what arrives whatever the rule: parts, and casts of the user's.
+_AS_IT_COMES: Final = frozenset({"getitem", "to", "getattr", "copy"})
 #: Methods without a tensor result that still read the values.
 _READ_VALUES: Final = frozenset({"numpy", "tolist", "item", "storage", "typed_storage", "untyped_storage", "data_ptr"})
 
@@ -77,18 +80,18 @@ class Site:
         if self.dtype is not None or not context.native_mixed or self.row is None:
             return False
         if asked is None:  # float64 may arrive where nobody knows: a dtype would narrow it
-            return self.row.dtype_keyword and self.node.meta.get("dtype") is not UNKNOWN
+            return self.row.dtype_keyword and notes(self.node).dtype is not UNKNOWN
         return asked is torch.float32 and "dtype" in self.node.kwargs
 
 
 def site_of(node: Node, context: Context) -> Site:
     """Ask the table and the policy about one call."""
-    op: Op | None = node.meta.get("op")
-    name = op.name if op is not None else getattr(node.target, "__name__", str(node.target))
-    row = rule_of(name) if op is not None else None
+    op = notes(node).op
+    name = op.name or getattr(node.target, "__name__", str(node.target))
+    row = rule_of(name) if op is not NO_OP else None
     rule, why = context.policy.resolve(name, node, module_path(node), row, context.device)
-    info = node.meta.get("dtype")
-    if node.meta.get("autocast") is False:
+    info = notes(node).dtype
+    if notes(node).autocast is False:
         rule, why = Rule.KEEP, "inside autocast(enabled=False)"
     elif isinstance(info, torch.dtype) and info.is_complex:
         rule, why = Rule.KEEP, "complex numbers are never touched"
@@ -102,13 +105,13 @@ def site_of(node: Node, context: Context) -> Site:
     ports = row.ports if row is not None else None
     for port, argument in (*enumerate(node.args), *node.kwargs.items()):
         bucket = data if ports is None or port in ports else kept
-        bucket.extend(source for source in _nodes(argument) if carries_float(source.meta.get("dtype")))
-    return Site(node, name, row, rule, dtype, why, op is not None and op.in_place, tuple(data), tuple(kept))
+        bucket.extend(source for source in _nodes(argument) if carries_float(notes(source).dtype))
+    return Site(node, name, row, rule, dtype, why, op.in_place, tuple(data), tuple(kept))
 
 
 def _takes_wide(node: Node) -> bool:
     """Whether anybody uses a result that stays wide where the op is lowered (the logsumexp of an attention kernel)."""
-    wide = node.meta.get("wide")
+    wide = notes(node).wide
     return bool(wide) and any(
         user.target is not operator.getitem or (user.args[1] in wide and bool(user.users)) for user in node.users
     )
@@ -141,13 +144,22 @@ def original(info: DTypeInfo | None) -> torch.dtype:
 def dtype_reference(node: Node) -> Node | None:
     """The tensor whose dtype a call asks for: ``x.to(y.dtype)``, ``zeros(n, dtype=y.dtype)``, ``x.type_as(y)``."""
     for source in _nodes((node.args, node.kwargs)):
-        op: Op | None = source.meta.get("op")
-        if op is not None and op.name == "getattr" and source.args[1] == "dtype" and isinstance(source.args[0], Node):
+        op = notes(source).op
+        if op.name == "getattr" and source.args[1] == "dtype" and isinstance(source.args[0], Node):
             return source.args[0]
-    op = node.meta.get("op")
-    if op is not None and op.name == "to":
-        return next((s for s in _nodes((node.args[1:], node.kwargs)) if carries_float(s.meta.get("dtype"))), None)
+    op = notes(node).op
+    if op.name == "to":
+        return next((s for s in _nodes((node.args[1:], node.kwargs)) if carries_float(notes(s).dtype)), None)
     return None
+
+
+def reading(node: Node, rule: Rule, reads: torch.dtype | None) -> torch.dtype | Arrival:
+    """What a node with this rule reads. ``reads``: the dtype that it asks for; None: none."""
+    if notes(node).op.name in _AS_IT_COMES or not node.all_input_nodes:
+        return Arrival.AS_IT_ARRIVES
+    if reads is None:
+        return Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES
+    return reads
 
 
 def leaves(argument: object) -> Iterator[object]:

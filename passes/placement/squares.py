@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from fxprec.passes.graph.ir import Op, Rule
+from fxprec.passes.graph.annotations import NO_OP, Rule, notes
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import rule_of
 
@@ -29,8 +29,8 @@ _DEPTH: Final = 8
 
 def is_square(node: Node) -> bool:
     """Whether the op multiplies a value by itself, element by element; it may sum the products up."""
-    op: Op | None = node.meta.get("op")
-    row = rule_of(op.name) if op is not None else None
+    op = notes(node).op
+    row = rule_of(op.name)
     if row is None or row.squares is None:
         return False
     if row.squares == "always":
@@ -82,8 +82,8 @@ def _in_shape_of(view: Node, source: Node) -> bool:
     """``x.view_as(x)``, ``x.reshape(x.shape)``, ``x.expand(x.size())``."""
     if len(view.args) != 2 or view.kwargs or not isinstance(shape := view.args[1], Node):
         return False
-    op: Op | None = shape.meta.get("op")
-    if op is not None and op.name in ("getattr", "size"):
+    op = notes(shape).op
+    if op.name in ("getattr", "size"):
         return shape.args == (source,) or shape.args == (source, "shape")
     return shape is source
 
@@ -115,10 +115,10 @@ def _rank(node: Node) -> int | None:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.dim()
-    if "ndim" in node.meta:
-        return node.meta["ndim"]
-    op: Op | None = node.meta.get("op")
-    if op is None or node.kwargs:
+    if notes(node).state("ndim"):
+        return notes(node).ndim
+    op = notes(node).op
+    if op is NO_OP or node.kwargs:
         return None
     if op.name in ("flatten", "ravel") and len(node.args) == 1:
         return 1
@@ -154,5 +154,5 @@ def _has_square(subscripts: list[object], operands: list[Node]) -> bool:
 
 
 def _row(node: Node) -> OpRule | None:
-    op: Op | None = node.meta.get("op")
-    return rule_of(op.name) if op is not None and not op.in_place else None
+    op = notes(node).op
+    return rule_of(op.name) if op is not NO_OP and not op.in_place else None

@@ -14,7 +14,8 @@ from torch.fx import Node
 
 from fxprec.passes.costs.byte_costs import ByteCosts, Costs, attribute_of
 from fxprec.passes.fusion.row_operations import is_row_operation
-from fxprec.passes.graph.ir import dtype_name, is_scalar
+from fxprec.passes.graph.annotations import is_scalar, notes
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.placement.sites import Site, original
 from fxprec.passes.placement.solver import CutProblem, Tensor
 
@@ -119,7 +120,7 @@ class Variables:
     def use_original(self, sources: Iterable[Node]) -> None:
         for source in sources:
             if source in self.value:
-                self.use(source, self.pin(original(source.meta["dtype"])))
+                self.use(source, self.pin(original(notes(source).dtype)))
 
     def use_data(self, site: Site, variable: int) -> None:
         """All float arguments of a site: data in the variable's dtype, the others in their original one."""
@@ -127,7 +128,7 @@ class Variables:
         free = wide or (self.absorbs and is_row_operation(site.node))
         for source in site.data:
             self.use(source, variable, free)
-            if isinstance(source.meta.get("dtype"), tuple) and source in self.value:  # nobody can cast a tuple
+            if isinstance(notes(source).dtype, tuple) and source in self.value:  # nobody can cast a tuple
                 self._closures += [(self.value[source], variable), (variable, self.value[source])]
         self.use_original(site.kept)
 
@@ -205,7 +206,7 @@ class Variables:
     def _same(self, source: Node) -> Node:
         """The node whose readers count as the value's: a weight has one shadow, whatever nodes and names fetch it."""
         fetched = self._origin.get(source, source)
-        if self._costs is None or fetched.op != "get_attr" or fetched.meta.get("kind") != "parameter":
+        if self._costs is None or fetched.op != "get_attr" or notes(fetched).kind != "parameter":
             return source
         weight = attribute_of(fetched)
         return source if weight is None else self._first.setdefault(id(weight), source)

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.ir import CASTABLE, Rule
+from fxprec.passes.graph.annotations import CASTABLE, Rule, notes
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.placement.sites import Site, carries_float, dtype_reference, is_metadata, leaves, original, site_of
 from fxprec.passes.torch_internals import HigherOrderOperator
@@ -97,8 +97,8 @@ class GraphWalk:
 
     def source(self, node: Node, why: str) -> None:
         """A value that comes from outside, or from where we don't look."""
-        if carries_float(node.meta.get("dtype")):
-            self.give(node, original(node.meta["dtype"]), source=True)
+        if carries_float(notes(node).dtype):
+            self.give(node, original(notes(node).dtype), source=True)
         self.decide(node, Rule.KEEP, why)
 
     def output(self, node: Node, returns: Rule) -> None:
@@ -139,7 +139,7 @@ class GraphWalk:
             self.decide(node, Rule.KEEP, "as its caller gives it")
 
     def _call(self, site: Site) -> None:
-        floats = carries_float(site.node.meta.get("dtype"))
+        floats = carries_float(notes(site.node).dtype)
         if site.name in ("getitem", "getattr"):
             self._part(site, floats)
         elif site.name == "to":
@@ -224,15 +224,15 @@ def _body_calls(gm: GraphModule) -> Counter[int]:
 
 def _runs_bodies(node: Node) -> bool:
     """Whether a higher-order op just runs its bodies, so that what is in them is ours to decide."""
-    name = node.meta["op"].name if "op" in node.meta else ""
-    if node.meta.get("autocast") is False or (name.endswith("wrap_with_autocast") and node.args[2] is False):
+    name = notes(node).op.name if notes(node).state("op") else ""
+    if notes(node).autocast is False or (name.endswith("wrap_with_autocast") and node.args[2] is False):
         return False
     return name in _TRANSPARENT or name in _BOUNDED
 
 
 def _bind_operands(node: Node, gm: GraphModule) -> dict[Node, Node] | None:
     """Placeholder of the one body -> the caller's operand; None where the op does not simply hand them on."""
-    if node.meta["op"].name not in _TRANSPARENT:
+    if notes(node).op.name not in _TRANSPARENT:
         return None
     handed = [leaf for leaf in leaves(node.args) if not isinstance(leaf, str)]
     at = next(i for i, leaf in enumerate(handed) if isinstance(leaf, Node) and _body(leaf, gm) is not None)

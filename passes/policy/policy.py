@@ -24,7 +24,8 @@ from typing import Any, cast
 from torch.fx import Node
 
 from fxprec.errors import PolicyError
-from fxprec.passes.graph.ir import CASTABLE, Rule, dtype_name
+from fxprec.passes.graph.annotations import CASTABLE, Rule
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.custom import is_registered, registered_autocast
 from fxprec.passes.ops.table import OP_TABLE, OpRule
 from fxprec.passes.policy.terms import (

@@ -14,7 +14,8 @@ import torch
 from torch.fx import Node
 
 from fxprec.errors import PolicyError
-from fxprec.passes.graph.ir import CASTABLE, Rule, clean_path, dtype_name
+from fxprec.passes.graph.annotations import CASTABLE, Rule, clean_path
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import OP_TABLE
 
 __all__ = [

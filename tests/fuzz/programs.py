@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fxprec.capture.symbolic.trace import trace_static
 from fxprec.passes.context import Context
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.graph.ir import format_graph
+from fxprec.passes.graph.text import format_graph
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import run_passes
 from fxprec.programs.shapes import propagate_shapes

@@ -8,15 +8,15 @@ from torch.fx import Graph, GraphModule
 
 from fxprec.inspection.figures import Activations, activations, weights
 from fxprec.inspection.nodes import places
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Op, Precision, Rule
 from fxprec.passes.graph.casts import cast
-from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN, Op, Precision, Rule
 
 LOW, FP32 = torch.bfloat16, torch.float32
 
 
 def annotated(node, op, output, numel, dtype: object = FP32, **meta):
     node.meta = {"op": Op(*op.split("!")), "numel": numel, "dtype": dtype, **meta}
-    node.meta["precision"] = Precision(None, output, output, Rule.FOLLOW, "")
+    node.meta["precision"] = Precision.arriving(output, output, Rule.FOLLOW, "")
     return node
 
 

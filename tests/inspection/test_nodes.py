@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from fxprec.inspection.nodes import places, select, short_paths, source_line
-from fxprec.passes.graph.ir import Op
+from fxprec.passes.graph.annotations import Op
 
 
 def graph():

@@ -17,7 +17,7 @@ from torch import nn
 
 import fxprec
 from fxprec.errors import ConversionError, NotCapturedError
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxprec
-from fxprec.passes.graph import ir
+from fxprec.passes.graph.text import format_graph as text_of
 from fxprec.testing import assert_graph, assert_precision, format_graph
 
 
@@ -100,10 +100,10 @@ def test_arguments_are_checked():
 def test_text_of_one_graph_and_of_several():
     model = converted()
     gm = fxprec.graph_module(model)
-    assert format_graph(model) == format_graph(gm) == ir.format_graph(gm)
+    assert format_graph(model) == format_graph(gm) == text_of(gm)
     model.eval()(torch.randn(2, 8), torch.tensor([0]))
     text = format_graph(model)
-    assert text.startswith("# graph 1\n" + ir.format_graph(gm) + "\n\n# graph 2\n%x: float32 = placeholder\n")
+    assert text.startswith("# graph 1\n" + text_of(gm) + "\n\n# graph 2\n%x: float32 = placeholder\n")
 
 
 def test_bodies_of_higher_order_ops_follow():
@@ -114,7 +114,7 @@ def test_bodies_of_higher_order_ops_follow():
     x = graph.placeholder("x")
     graph.output(graph.call_function(torch.ops.higher_order.cond, (x, graph.get_attr("body"), x)))
     text = format_graph(torch.fx.GraphModule(root, graph))
-    assert text.endswith("\n\n# body\n" + ir.format_graph(body))
+    assert text.endswith("\n\n# body\n" + text_of(body))
 
 
 def test_assert_graph():

@@ -22,7 +22,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from fxprec.capture.symbolic.trace import trace_static
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.runner import run_passes
 from fxprec.programs.shapes import propagate_shapes
 from fxprec.testing import assert_annotations_hold

@@ -16,7 +16,8 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 from fxprec.errors import PolicyError
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonicalize import canonicalize, every_graph, subgraphs
-from fxprec.passes.graph.ir import arg_nodes, format_graph
+from fxprec.passes.graph.annotations import arg_nodes
+from fxprec.passes.graph.text import format_graph
 from fxprec.passes.policy.policy import Policy
 
 ATEN = torch.ops.aten

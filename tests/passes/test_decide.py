@@ -14,8 +14,9 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from fxprec.passes.decide import decide
+from fxprec.passes.graph.annotations import UNKNOWN, Arrival, Precision, Rule
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.graph.ir import UNKNOWN, Precision, Rule, format_graph
+from fxprec.passes.graph.text import format_graph
 from fxprec.passes.policy.policy import Policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -87,12 +88,12 @@ def test_the_annotations(decided):
             for p in [found[node.name]]
         ),
         """\
-x: None None float32 keep
-w: None None float32 keep
+x: as it arrives None float32 keep
+w: as it arrives None float32 keep
 linear: bfloat16 bfloat16 bfloat16 low
 relu: bfloat16 bfloat16 bfloat16 follow
 exp: float32 float32 float32 full
-output: None None None keep""",
+output: its original dtype None None keep""",
     )
     assert all(precision.why for precision in found.values())
 
@@ -128,7 +129,7 @@ def test_casts_of_a_twelve_layer_transformer(casts):
 def test_o0_changes_nothing(decided, casts):
     found, _ = decided(PreNorm(2), IDS, level="O0")
     assert {p.rule for p in found.values()} == {Rule.KEEP}
-    assert {p.reads for p in found.values()} == {None}
+    assert {p.reads for p in found.values()} == {Arrival.AS_IT_ARRIVES, Arrival.ORIGINAL}
     assert {p.output for p in found.values()} == {FP32, None}
     assert casts(PreNorm(2), IDS, level="O0") == (0, 0)
 
@@ -211,7 +212,7 @@ def test_user_casts_are_obeyed(decided):
         return wide, narrow, x.half(), y.double()
 
     found, _ = decided(f, torch.randn(2, 4), torch.randn(4, 4))
-    assert found["float_1"] == Precision(None, FP32, FP32, Rule.KEEP, found["float_1"].why)
+    assert found["float_1"] == Precision.arriving(FP32, FP32, Rule.KEEP, found["float_1"].why)
     assert found["mul"].reads is FP32
     assert found["to"].output is found["add"].reads is BF16
     assert found["half"].output is FP16, "a dtype that is neither FP32 nor low"
@@ -290,7 +291,11 @@ def test_unknown_ops_keep_their_dtypes(decided):
         return torch.linalg.inv(y), torch.fft.rfft(y), y.size(0)
 
     found, _ = decided(f, torch.randn(4, 4), torch.randn(4, 4))
-    assert (found["linalg_inv"].reads, found["linalg_inv"].rule, found["linalg_inv"].output) == (None, Rule.KEEP, FP32)
+    assert (found["linalg_inv"].reads, found["linalg_inv"].rule, found["linalg_inv"].output) == (
+        Arrival.ORIGINAL,
+        Rule.KEEP,
+        FP32,
+    )
     assert found["fft_rfft"].output is None
     assert found["size"].rule is Rule.FOLLOW, "a shape may be read off any dtype"
 
@@ -302,7 +307,7 @@ def test_a_region_without_autocast_is_kept(decided, tools):
             node.meta["autocast"] = False
     tools.rewritten(gm, tools.context(), until="decide")
     linear = next(node for node in gm.graph.nodes if node.name == "linear").meta["precision"]
-    assert (linear.reads, linear.output, linear.rule) == (None, FP32, Rule.KEEP)
+    assert (linear.reads, linear.output, linear.rule) == (Arrival.ORIGINAL, FP32, Rule.KEEP)
 
 
 def test_a_norm_between_products_reads_low(decided):
@@ -325,7 +330,7 @@ def test_integers_and_float64_are_untouched(decided):
     found, _ = decided(f, torch.arange(4), torch.randn(4, dtype=torch.float64), level="O2")
     assert found["add"].output is found["gt"].output is None
     assert found["mul"].output is found["where"].output is torch.float64
-    assert {p.reads for p in found.values()} == {None}
+    assert all(isinstance(p.reads, Arrival) for p in found.values())
 
 
 def test_comparisons_read_what_arrives(casts):

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 
 from fxprec.passes.fold_casts import fold_casts
 from fxprec.passes.graph.casts import CASTS, cast, cast_saturating
-from fxprec.passes.graph.ir import format_graph
+from fxprec.passes.graph.text import format_graph
 from fxprec.passes.runner import run_passes
 from fxprec.passes.verify import verify
 

@@ -18,7 +18,7 @@ import fxprec
 from fxprec.errors import ConversionError, PolicyError
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.fuse import fuse, region_names
-from fxprec.passes.graph.ir import format_graph
+from fxprec.passes.graph.text import format_graph
 
 X, W, B = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
 

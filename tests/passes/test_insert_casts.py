@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float, cast_saturating
-from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN, format_graph
+from fxprec.passes.graph.text import format_graph
 from fxprec.passes.insert_casts import original_dtype
 
 

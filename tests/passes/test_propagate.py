@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 import fxprec
 from fxprec.passes.canonicalize import canonicalize
 from fxprec.passes.context import Context
-from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN, DTypeInfo, format_graph
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo
+from fxprec.passes.graph.text import format_graph
 from fxprec.passes.ops.names import canonical_name, canonical_op
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.policy.policy import Policy

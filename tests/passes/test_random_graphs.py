@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.ir import format_graph
+from fxprec.passes.graph.text import format_graph
 from fxprec.passes.policy.policy import Policy
 from fxprec.testing import assert_annotations_hold
 from tests.fuzz import programs

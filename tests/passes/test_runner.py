@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 import fxprec
-from fxprec.passes.graph.ir import PassResult
+from fxprec.passes.context import PassResult
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import PIPELINE, run_passes
 

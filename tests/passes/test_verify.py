@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 import fxprec
+from fxprec.passes.graph.annotations import Arrival, Op, Precision, Rule
 from fxprec.passes.graph.casts import cast, cast_if_float
-from fxprec.passes.graph.ir import Op, Precision, Rule, format_graph
+from fxprec.passes.graph.text import format_graph
 from fxprec.passes.verify import INVARIANTS, check, verify
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -69,12 +70,16 @@ def insert(source: str, dtype: torch.dtype, before: str = "output", function=cas
     def change(gm):
         with gm.graph.inserting_before(node(gm, before)):
             new = gm.graph.call_function(function, (node(gm, source), dtype))
-        new.meta = {"op": Op("to"), "dtype": dtype, "precision": Precision(None, dtype, dtype, Rule.KEEP, "")}
+        new.meta = {
+            "op": Op("to"),
+            "dtype": dtype,
+            "precision": Precision.arriving(dtype, dtype, Rule.KEEP, ""),
+        }
 
     return change
 
 
-LOW_OUTPUT = together(rewire("output", "exp", "linear"), forget("output", "precision"))
+LOW_OUTPUT = rewire("output", "exp", "linear")
 BREAKS = {
     "no dtype": (forget("exp", "dtype"), DTYPES, "exp", "no dtype", "a dtype, UNKNOWN or NON_TENSOR"),
     "no precision": (
@@ -161,7 +166,7 @@ def test_of_unknown_values_only_casts_that_look_first_are_allowed(tools, functio
     ("change", "settings"),
     [
         (LOW_OUTPUT, {"keep_output_dtype": False}),
-        (together(rewire("output", "exp", "linear"), annotate("output", rule=Rule.FOLLOW)), {}),  # a body's
+        (together(rewire("output", "exp", "linear"), annotate("output", reads=Arrival.AS_IT_ARRIVES)), {}),  # a body's
         (annotate("exp", compute=BF16), {"level": "O3"}),
         (annotate("exp", compute=F64), {}),
         (annotate("exp", compute=None), {}),

@@ -23,9 +23,9 @@ from fxprec.passes.fusion.kernel_calls import batch_norm, cross_entropy
 from fxprec.passes.fusion.rotary import rope
 from fxprec.passes.fusion.seeds import draw_seeds_like
 from fxprec.passes.graph.casts import cast_each, cast_if_float, cast_saturating, write_out
-from fxprec.passes.graph.ir import format_graph
 from fxprec.passes.graph.retrace import write
 from fxprec.passes.graph.saved_graph import SavedGraph
+from fxprec.passes.graph.text import format_graph
 from fxprec.programs.graph_calls import restored
 from fxprec.programs.program import checkpointed
 from graph_ways import EXACT, RUNNERS, VALUES, extracted, pickled

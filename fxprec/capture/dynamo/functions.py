@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxprec.passes.canonicalize import body_of, every_graph
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from fxprec.capture.lazy_code import attach, without_code
 from fxprec.capture.state_names import attribute_path
 from fxprec.passes.canonicalize import body_of
-from fxprec.passes.graph.ir import clean_path
+from fxprec.passes.graph.annotations import clean_path, notes
 
 __all__ = ["SOURCE", "Arguments", "own_copy", "own_graph"]
 
@@ -98,7 +98,7 @@ def _name_weights(
         known = names.get(id(value)) if isinstance(value, Tensor) else None
         source = node.meta.get(SOURCE)
         if isinstance(value, Tensor):
-            node.meta["dtype"] = value.dtype
+            notes(node).dtype = value.dtype
         if known is None:
             rest.append(position)
             continue
@@ -109,7 +109,7 @@ def _name_weights(
             weight = gm.graph.create_node("get_attr", target, name="p_" + name.replace(".", "_"))
         weight.meta = {**node.meta, "kind": kind, "ndim": value.dim()}
         if target != name:
-            weight.meta["path"] = name
+            notes(weight).path = name
         attach(gm, target, value)
         node.replace_all_uses_with(weight)
         gm.graph.erase_node(node)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from torch.fx import Graph, Node
 
+from fxprec.passes.graph.annotations import notes
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 
@@ -23,7 +24,7 @@ def spoiled_constant(graph: Graph, made: Collection[str]) -> Node | None:
     fresh: set[Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
-            if node.meta["kind"] == "constant":
+            if notes(node).kind == "constant":
                 constants.add(node)
                 if node.target in made:
                     fresh.add(node)

@@ -30,6 +30,7 @@ from fxprec.capture.symbolic.traced_value import CheckedInput, TracedTensor, Tra
 from fxprec.capture.tripwires import replaced, tripwires
 from fxprec.capture.trusted import is_torchs
 from fxprec.kernels.rows.run.region import FusedRegion
+from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.torch_internals import BatchNorm, checks_of_input, input_check_of, wrapped_functions
@@ -315,7 +316,7 @@ class ForwardTracer(ValueTracer):
 
     def _attribute(self, path: str, kind: str, tensor: Tensor) -> fx.Node:
         node = self.create_node("get_attr", path, (), {})
-        node.meta["kind"] = kind
+        notes(node).kind = kind
         self.attributes[path] = tensor
         return node
 

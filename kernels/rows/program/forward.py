@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxprec.kernels.rows.program.lowering import ROW_REDUCTIONS, Declined, Term, lower
+from fxprec.kernels.rows.program.region_node import is_inserted, op_name
 from fxprec.kernels.rows.program.row_program import Forward, Port, Program, Store
 from fxprec.kernels.rows.program.values import Builder, Value
 
@@ -27,7 +28,7 @@ def reduced_dimensions(nodes: Sequence[Node]) -> int:
     """
     found: set[int] = set()
     for node in nodes:
-        name = node.meta["op"].name
+        name = op_name(node)
         if name not in ROW_REDUCTIONS:
             continue
         position = ROW_REDUCTIONS[name]
@@ -79,7 +80,7 @@ def forward(
             terms[node] = Term(value, own)
             continue
         args, kwargs = map_arg((node.args, node.kwargs), terms.__getitem__)
-        name = node.meta["op"].name
+        name = op_name(node)
         if name == "to":
             term = _cast(b, node, args[0], dtype)
         elif name == "dropout":
@@ -105,7 +106,7 @@ def _cast(b: Builder, node: Node, x: Term, dtype: torch.dtype) -> Term:
     if not dtype.is_floating_point or dtype is torch.float64:
         raise Declined(f"a cast to {dtype}")
     value = b.float(x.value)
-    if not node.meta.get("inserted") and dtype is not torch.float32 and isinstance(value, Value):
+    if not is_inserted(node) and dtype is not torch.float32 and isinstance(value, Value):
         value = b.round(value, dtype)  # the user's own cast rounds; ours only says in what the next op would read
     return Term(value, x.shape, x.dropped)
 

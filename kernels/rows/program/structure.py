@@ -7,6 +7,8 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxprec.kernels.rows.program.region_node import is_inserted, op_name
+
 __all__ = ["structure_of"]
 
 
@@ -28,8 +30,8 @@ def _lines(gm: GraphModule) -> list[str]:
             return _Name(numbers[argument])
 
         args, kwargs = map_arg((node.args, node.kwargs), number)
-        op = node.meta["op"].name if "op" in node.meta else node.op
-        inserted = " inserted" if node.meta.get("inserted") else ""
+        op = op_name(node)
+        inserted = " inserted" if is_inserted(node) else ""
         lines.append(f"{op}{inserted} {args!r} {sorted(kwargs.items(), key=lambda item: item[0])!r}")
     return lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.rule import OpRule, rows, table
 
 __all__ = ["LINALG_ROWS"]

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from fxprec.capture.containers import Contents
 from fxprec.capture.lazy_code import with_code
 from fxprec.capture.symbolic.trace import CaptureDeclined, StaticCapture, default_key, trace_static
-from fxprec.passes.graph.ir import module_path
+from fxprec.passes.graph.annotations import module_path
 
 
 def capture(model: nn.Module | Callable[..., Any], *names: str, **constants: Any) -> StaticCapture:

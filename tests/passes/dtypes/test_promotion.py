@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, promote
-from fxprec.passes.graph.ir import NON_TENSOR, UNKNOWN
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN
 
 DTYPES = (torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64,
           torch.complex64)  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fxprec.passes.fusion.functional import make_functional
-from fxprec.passes.graph.ir import format_graph
+from fxprec.passes.graph.text import format_graph
 
 X, W = torch.randn(4, 4), torch.randn(4, 4)
 

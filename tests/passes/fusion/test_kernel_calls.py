@@ -16,7 +16,8 @@ from torch.fx import GraphModule
 import fxprec
 import kernel_tools
 from fxprec.passes.fusion import kernel_calls
-from fxprec.passes.graph.ir import Rule, format_graph
+from fxprec.passes.graph.annotations import Rule
+from fxprec.passes.graph.text import format_graph
 from fxprec.testing import count_casts
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import kernel_tools
 from fxprec.passes.fusion.rotary import rope
-from fxprec.passes.graph.ir import format_graph
+from fxprec.passes.graph.text import format_graph
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fxprec.passes.fusion.split_bias import put_back, split_biases
-from fxprec.passes.graph.ir import format_graph
+from fxprec.passes.graph.text import format_graph
 
 X, W, B = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
 

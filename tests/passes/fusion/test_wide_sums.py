@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from fxprec.passes.fuse import fuse
-from fxprec.passes.graph.ir import Precision, Rule, format_graph
+from fxprec.passes.graph.annotations import UNDECIDED, Precision, Rule
+from fxprec.passes.graph.text import format_graph
 
 INPUTS = torch.randn(2, 4), torch.randn(4, 4)
 
@@ -124,7 +125,7 @@ def test_bodies_of_higher_order_ops(tools):
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("mean", None),
+        ("mean", UNDECIDED),
         ("mean", Precision(torch.bfloat16, torch.float32, torch.float64, Rule.FULL, "a test")),
         ("amax", Precision(torch.bfloat16, torch.float32, torch.float32, Rule.FULL, "a test")),  # takes no dtype
     ],

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxprec.capture.symbolic.trace import trace_static
-from fxprec.passes.graph.ir import format_graph
+from fxprec.passes.graph.text import format_graph
 from fxprec.passes.ops.aliases import alias_roots, outside_writes, written_by
 from fxprec.programs.program import lift
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 from torch.testing._internal.common_methods_invocations import op_db
 
+from fxprec.passes.graph.annotations import Op
 from fxprec.passes.graph.casts import cast, cast_if_float
-from fxprec.passes.graph.ir import Op
 from fxprec.passes.ops.names import canonical_name, canonical_op, cast_target, dtype_argument
 from fxprec.passes.ops.spellings import ALIASES
 

@@ -16,7 +16,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.names import canonical_name
 from fxprec.passes.ops.rows.modules import DECIDED_EXCEPTIONS, MODULE_EXCEPTIONS, MODULE_OPS
 from fxprec.passes.ops.rule import rows, table

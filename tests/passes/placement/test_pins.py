@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Arrival, Rule
 from fxprec.passes.placement.pins import written_classes
 from fxprec.passes.policy.policy import Policy
 
@@ -204,7 +204,7 @@ def test_a_write_that_converts_takes_anything(decided):
         return torch.exp(y)
 
     found, _ = decided(f)
-    assert found["copy_"].reads is None
+    assert found["copy_"].reads is Arrival.AS_IT_ARRIVES
     assert found["copy_"].output is FP32
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxprec
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.placement.squares import is_square
 from fxprec.passes.policy.policy import Policy
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from fxprec.errors import PolicyError
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.table import OP_TABLE, rule_of
 from fxprec.passes.policy.policy import LEVELS, Policy
 

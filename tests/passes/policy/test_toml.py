@@ -7,7 +7,7 @@ from torch import nn
 from torch.fx import Graph
 
 from fxprec.errors import PolicyError
-from fxprec.passes.graph.ir import Rule
+from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.policy.policy import CustomRule, Override, Policy
 

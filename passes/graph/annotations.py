@@ -1,0 +1,270 @@
+"""What the passes write on a node: typed, each field with the pass that writes it.
+
+``notes(node)`` reads and writes them; they lie in ``node.meta`` under their names (``node.meta["precision"]``), so that
+they travel with every copy of the node that torch.fx makes. A pass that makes a node, or makes another one of it,
+writes all of that node's; of the others it writes its own fields only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+__all__ = [
+    "CASTABLE",
+    "NON_TENSOR",
+    "NO_OP",
+    "UNDECIDED",
+    "UNKNOWN",
+    "Annotations",
+    "Arrival",
+    "DTypeInfo",
+    "Op",
+    "Precision",
+    "Rule",
+    "Special",
+    "arg_nodes",
+    "clean_path",
+    "is_castable",
+    "is_scalar",
+    "module_path",
+    "notes",
+    "weight_path",
+]
+
+#: Dtypes that a policy may change. float64, integers, bool and complex are never touched.
+CASTABLE: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+class Rule(StrEnum):
+    """What a policy says of an op (DESIGN: the op table)."""
+
+    LOW = "low"
+    FULL = "full"
+    FOLLOW = "follow"
+    PROMOTE = "promote"
+    KEEP = "keep"
+
+
+class Special(StrEnum):
+    """Stand-ins for a dtype where a value has none, or none that can be known."""
+
+    UNKNOWN = "unknown"
+    NON_TENSOR = "-"
+
+
+UNKNOWN: Final = Special.UNKNOWN
+NON_TENSOR: Final = Special.NON_TENSOR
+
+DTypeInfo: TypeAlias = "torch.dtype | Special | tuple[DTypeInfo, ...]"
+
+_T = TypeVar("_T")
+
+
+_REDUCTIONS: Final = frozenset({"sum", "mean", "prod", "max", "min", "amax", "amin", "norm", "std", "var"})
+_POINTWISE: Final = frozenset({"add", "sub", "mul", "div", "neg", "exp", "log", "sqrt", "rsqrt", "to", "clamp", "abs"})
+
+
+class Op(NamedTuple):
+    """Canonical op of a node: one name for all spellings. ``in_place``: the first argument is written."""
+
+    name: str
+    in_place: bool = False
+
+
+#: Of a node that calls no op: a placeholder, get_attr, the output, a function that the op names do not know.
+NO_OP: Final = Op("")
+
+
+class Arrival(StrEnum):
+    """What a node reads that asks for no dtype of its own."""
+
+    AS_IT_ARRIVES = "as it arrives"
+    ORIGINAL = "its original dtype"
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What ``decide`` says of one node.
+
+    Attributes:
+        reads: the dtype that the node's float data ports take, cast where they have another (its other float arguments
+            take their original dtype); ``ORIGINAL``: every float argument takes its original dtype; ``AS_IT_ARRIVES``:
+            nothing is cast.
+        compute: dtype the arithmetic runs in (FP32 inside a mixed kernel that reads low); None for non-float nodes.
+        output: dtype of the float result(s); None where there is none.
+        rule: the rule that applied.
+        why: one clause for the report.
+    """
+
+    reads: torch.dtype | Arrival
+    compute: torch.dtype | None
+    output: torch.dtype | None
+    rule: Rule
+    why: str
+
+    @classmethod
+    def arriving(cls, compute: torch.dtype | None, output: torch.dtype | None, rule: Rule, why: str) -> Precision:
+        """Of a node that takes everything as it arrives."""
+        return cls(Arrival.AS_IT_ARRIVES, compute, output, rule, why)
+
+    def __setstate__(self, state: list[Any]) -> None:
+        """Graphs that version 0.1 saved say None where nothing was cast."""
+        for field, value in zip(fields(self), state, strict=True):
+            arrives = field.name == "reads" and value is None
+            object.__setattr__(self, field.name, Arrival.AS_IT_ARRIVES if arrives else value)
+
+
+#: Of a node that ``decide`` did not see.
+UNDECIDED: Final = Precision.arriving(None, None, Rule.KEEP, "")
+
+
+class _Note(Generic[_T]):
+    """One field of the annotations. ``by``: the pass that writes it; ``absent``: what it is where nobody wrote it."""
+
+    __slots__ = ("absent", "by", "name")
+
+    def __init__(self, by: str, absent: _T) -> None:
+        self.by, self.absent = by, absent
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, notes: Annotations, owner: type) -> _T:
+        return notes.meta.get(self.name, self.absent)
+
+    def __set__(self, notes: Annotations, value: _T) -> None:
+        notes.meta[self.name] = value
+
+    def __delete__(self, notes: Annotations) -> None:
+        notes.meta.pop(self.name, None)
+
+
+class Annotations:
+    """The annotations of one node: a typed view of ``node.meta``, which torch.fx copies with the node."""
+
+    __slots__ = ("meta",)
+
+    def __init__(self, node: Node) -> None:
+        self.meta = node.meta
+
+    #: "parameter", "buffer" or "constant": what a get_attr node reads, or a weight that became an input.
+    kind = _Note("capture", "")
+    #: Path in the model of what a get_attr node reads, where a graph module cannot have that name.
+    path = _Note("capture", "")
+    #: Equal for inputs, parameters and buffers that share memory; None where nothing does.
+    memory = _Note[Any]("capture", None)
+    #: The canonical op.
+    op = _Note("canonicalize", NO_OP)
+    #: Whether the graph writes to the memory of this input, parameter or buffer.
+    written = _Note("canonicalize", False)
+    #: False within ``autocast(enabled=False)``: the node keeps its original dtype.
+    autocast = _Note("canonicalize", True)
+    #: A cast to the low dtype that reads ``x.to(y.dtype)`` in the source: it follows ``y``.
+    derived_cast = _Note("canonicalize", False)
+    #: dtype of the value in the *original* FP32 program: a ``torch.dtype``, ``UNKNOWN`` (nobody can tell without
+    #: inputs), ``NON_TENSOR``, or a tuple of these. Capture states those of inputs that it knows.
+    dtype = _Note["DTypeInfo"]("propagate", NON_TENSOR)
+    #: Elements of the value where shapes are known, else None (a tuple: of its elements).
+    numel = _Note[Any]("propagate", None)
+    #: Dimensions of a parameter or buffer.
+    ndim = _Note["int | None"]("propagate", None)
+    #: Positions of the results that are FP32 whatever arrives.
+    wide = _Note["frozenset[int]"]("propagate", frozenset())
+    #: Whether the value is known to be a 0-dim tensor; None: nobody asked yet.
+    scalar = _Note["bool | None"]("propagate", None)
+    #: What the node reads, computes and puts out, and why.
+    precision = _Note("decide", UNDECIDED)
+    #: The root of memory that is written later, and lives in another dtype than its kernel puts out: in this one.
+    root_dtype = _Note["torch.dtype | None"]("decide", None)
+    #: Whether the node is a cast that a pass made.
+    inserted = _Note("insert_casts", False)
+    #: Which kernel serves the node, in words.
+    fused = _Note("fuse", "")
+    #: The name of the region that the node is in.
+    region = _Note("fuse", "")
+    #: In a region: "stored" if the value leaves it, "kept" if not; "" outside.
+    in_region = _Note("fuse", "")
+    #: Of a region with several results: their dtypes.
+    puts_out = _Note["tuple[torch.dtype | None, ...]"]("fuse", ())
+    #: A cast of a bias that is made where it is read, never in memory.
+    in_registers = _Note("fuse", False)
+    #: The product whose bias the node adds.
+    bias_of = _Note[Any]("fuse", None)
+
+    def state(self, field: str) -> bool:
+        """Whether somebody wrote that field."""
+        return field in self.meta
+
+
+def notes(node: Node) -> Annotations:
+    """What the passes wrote on a node."""
+    return Annotations(node)
+
+
+def is_castable(info: DTypeInfo | None) -> bool:
+    """Whether a value of this original dtype is (or, when unknown, may be) a float that a policy can cast."""
+    return info is UNKNOWN or (isinstance(info, torch.dtype) and info in CASTABLE)
+
+
+def arg_nodes(node: Node) -> Iterator[tuple[int | str, Node]]:
+    """(port, node) for every node among the arguments, nested ones under the port of their container."""
+    for port, argument in (*enumerate(node.args), *node.kwargs.items()):
+        if isinstance(argument, Node):
+            yield port, argument
+        elif isinstance(argument, tuple | list | dict | slice):
+            found: list[Node] = []
+            map_aggregate(argument, lambda leaf, into=found: into.append(leaf) if isinstance(leaf, Node) else leaf)  # type: ignore[misc]
+            for source in found:
+                yield port, source
+
+
+def is_scalar(node: Node) -> bool:
+    """Whether the value is known to be a 0-dim tensor: those do not take part in type promotion.
+
+    Without shapes a tensor counts as dimensioned, unless the op that made it reduces over everything. ``propagate``
+    records the answer as ``meta["scalar"]``, so that a question never walks further than the arguments.
+    """
+    known = notes(node).scalar
+    if known is not None:
+        return known
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    if node.op == "get_attr":
+        return notes(node).ndim == 0
+    op = notes(node).op
+    if op is NO_OP:
+        return False
+    if op.name in _REDUCTIONS:
+        return len(node.args) == 1 and not ({"dim", "axis"} & node.kwargs.keys())
+    sources = node.all_input_nodes
+    return op.name in _POINTWISE and bool(sources) and all(notes(source).scalar for source in sources)
+
+
+def module_path(node: Node) -> str:
+    """Dotted path of the module whose forward made the node; '' at the root or where nobody recorded it."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))
+    name = path[0] if isinstance(path, tuple) else next(reversed(stack))
+    return clean_path(str(name))
+
+
+def weight_path(node: Node) -> str:
+    """Path in the model of the tensor that a get_attr node reads: a graph module cannot have every name."""
+    return notes(node).path or str(node.target)
+
+
+def clean_path(name: str) -> str:
+    """dynamo writes ``L['self']._modules['fc']`` or ``L['self'].fc``: make it ``fc``."""
+    name = re.sub(r"^L\['\w+'\]|^self\b", "", name)
+    return re.sub(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]", r".\1\2", name).strip(".")

@@ -1,0 +1,61 @@
+"""The one-line-a-node text form of a graph, as the snapshot tests and docstrings write it."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxprec.passes.graph.annotations import notes
+
+__all__ = ["dtype_name", "format_graph"]
+
+
+def dtype_name(dtype: object) -> str:
+    """``float16`` for ``torch.float16``; specials and None by their own short names."""
+    if dtype is None:
+        return "-"
+    if isinstance(dtype, tuple):
+        return "(" + ", ".join(dtype_name(element) for element in dtype) + ")"
+    return str(dtype).removeprefix("torch.")
+
+
+def format_graph(gm: GraphModule) -> str:
+    """One line a node: name, dtype and call, as the snapshot tests and docstrings write it.
+
+    >>> %linear: bfloat16 = linear(%x_low, %weight_low, %bias_low)
+    """
+    return "\n".join(_line(node) for node in gm.graph.nodes)
+
+
+def _line(node: Node) -> str:
+    if node.op == "output":
+        return f"return {_text(node.args[0])}"
+    if node.op in ("placeholder", "get_attr"):
+        call = f"{node.op}[{node.target}]" if node.op == "get_attr" else "placeholder"
+        return f"%{node.name}: {dtype_name(_shown(node))} = {call}"
+    op = notes(node).op
+    name = (op.name + ("_" if op.in_place else "")) if op else getattr(node.target, "__name__", str(node.target))
+    parts = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
+    return f"%{node.name}: {dtype_name(_shown(node))} = {name}({', '.join(parts)})"
+
+
+def _shown(node: Node) -> object:
+    if notes(node).state("puts_out"):
+        return notes(node).puts_out
+    precision = notes(node).precision
+    if precision.output is not None:
+        return precision.output
+    return notes(node).dtype
+
+
+def _text(argument: object) -> str:
+    if isinstance(argument, Node):
+        return f"%{argument.name}"
+    if isinstance(argument, tuple | list):
+        inner = ", ".join(_text(a) for a in argument)
+        return f"({inner})" if isinstance(argument, tuple) else f"[{inner}]"
+    if isinstance(argument, dict):
+        return "{" + ", ".join(f"{k}: {_text(v)}" for k, v in argument.items()) + "}"
+    if isinstance(argument, torch.dtype):
+        return str(argument)
+    return repr(argument)
