@@ -92,7 +92,7 @@ def _notes(row: OpRule) -> str:
         notes.append("reads low and accumulates in FP32 by `dtype=`")
     if row.squares is not None and row.rule is not Rule.FULL:
         notes.append(f"in float16 FULL{_SQUARES[row.squares]}: squares leave its range from 256 on")
-    if row.autocast is not None:
+    if row.autocast not in (None, row.rule):
         notes.append(f'{row.autocast.upper()} with `placement="autocast"`')
     return "".join(f". {note[0].upper()}{note[1:]}" for note in notes)
 

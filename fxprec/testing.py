@@ -31,7 +31,7 @@ from fxprec.model.module import conversion_of
 from fxprec.passes.graph import text
 from fxprec.passes.graph.annotations import Precision, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import facts_of
 
 __all__ = [
     "CastCount",
@@ -43,8 +43,9 @@ __all__ = [
     "format_graph",
 ]
 
-#: Move data and compute nothing: left out where a whole module is asserted to compute in a dtype. Views are, too.
-_MOVES: Final = frozenset({"to", "getitem", "getattr", "copy", "setitem", "cast"})
+#: Besides views, and ops that take what arrives: moves data and computes nothing, so that it is left out where a whole
+#: module is asserted to compute in a dtype.
+_MOVES: Final = frozenset({"setitem", "cast"})
 
 
 def assert_precision(
@@ -101,8 +102,8 @@ def _computing(place: Place, pattern: str) -> Precision | None:
         return None
     if node.op not in ("call_function", "call_method"):
         return None
-    row = rule_of(op_name(node))
-    moves = op_name(node) in _MOVES or (row is not None and row.view)
+    row = facts_of(op_name(node))
+    moves = op_name(node) in _MOVES or row.arrives or row.view
     return None if moves and not pattern.startswith(("op:", "node:")) and pattern != place.name else precision
 
 

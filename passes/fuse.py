@@ -32,6 +32,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.context import Context, PassResult
+from fxprec.passes.dtypes.scalars import is_scalar
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
@@ -40,7 +41,7 @@ from fxprec.passes.fusion.row_operations import drops
 from fxprec.passes.fusion.seeds import draw_seeds_like
 from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
 from fxprec.passes.fusion.wide_sums import accumulate_wide
-from fxprec.passes.graph.annotations import Op, Precision, Rule, is_scalar, notes
+from fxprec.passes.graph.annotations import Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.exact_graph import LazyGraphModule
 

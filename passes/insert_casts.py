@@ -42,6 +42,7 @@ from torch.fx.node import Argument, map_arg
 
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
+from fxprec.passes.dtypes.scalars import is_scalar
 from fxprec.passes.graph.annotations import (
     CASTABLE,
     UNKNOWN,
@@ -52,7 +53,6 @@ from fxprec.passes.graph.annotations import (
     Rule,
     arg_nodes,
     is_castable,
-    is_scalar,
     notes,
 )
 from fxprec.passes.graph.casts import cast, cast_each, cast_if_float, cast_saturating
@@ -60,20 +60,13 @@ from fxprec.passes.graph.grad_mode import recorded
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import facts_of
 
 __all__ = ["actual_dtype", "insert_casts", "original_dtype", "wanted_dtypes"]
 
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Of a node's meta, what its casts take over.
 _HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
-#: Their kernels want affine parameters in the dtype of the running statistics, FP32 even where parameters are low.
-_FP32_STATISTICS: Final = frozenset({"batch_norm", "instance_norm"})
-#: Ports of additive masks.
-_MASKED: Final = {
-    "scaled_dot_product_attention": (3, "attn_mask"),
-    "multi_head_attention_forward": (14, 16, "key_padding_mask", "attn_mask"),
-}
 
 
 def insert_casts(gm: GraphModule, context: Context) -> PassResult:
@@ -117,20 +110,20 @@ def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
     reads, op = notes(node).precision.reads, notes(node).op
     if reads is Arrival.AS_IT_ARRIVES:
         return {}
-    row = rule_of(op.name)
+    row = facts_of(op.name)
     wanted: dict[tuple[int | str, Node], torch.dtype] = {}
     data: list[tuple[int | str, Node]] = []
     for port, source in arg_nodes(node):
         original = original_dtype(notes(source).dtype)
         if original is None or (op.in_place and port == 0):
             continue  # the target of a write is never a copy
-        if reads is Arrival.ORIGINAL or (row is not None and row.ports is not None and port not in row.ports):
-            wanted[port, source] = torch.float32 if op.name in _FP32_STATISTICS else original
+        if reads is Arrival.ORIGINAL or (row.ports is not None and port not in row.ports):
+            wanted[port, source] = torch.float32 if row.fp32_ports else original
         else:
             data.append((port, source))
     if isinstance(reads, Arrival):
         return wanted
-    if row is not None and row.native_promotion:
+    if row.native_promotion:
         data = _not_promoted(data, reads, op)
     return wanted | dict.fromkeys(data, reads)
 
@@ -183,8 +176,7 @@ class _Epochs:
         if wanted is None or original_dtype(info) is None or (actual_dtype(source) == wanted and not unknown):
             return source
         function = cast_each if isinstance(info, tuple) else cast_if_float if unknown else cast
-        op = notes(reader).op
-        if port in _MASKED.get(op.name, ()) and wanted is not torch.float32:
+        if port in facts_of(notes(reader).op.name).masks and wanted is not torch.float32:
             function = cast_saturating
         made = self.made.setdefault(self.roots[source], {})
         with_gradient = (source, wanted, function, True)

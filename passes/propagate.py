@@ -26,8 +26,7 @@ A list whose length nobody knows (``x.unbind()`` without shapes) has a tuple of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -37,31 +36,14 @@ from torch.fx import GraphModule, Node
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_results import fake_result, numel_of, value_dtype
 from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, first
+from fxprec.passes.dtypes.scalars import is_scalar
 from fxprec.passes.dtypes.special_results import SPECIAL, Facts
-from fxprec.passes.graph.annotations import NO_OP, NON_TENSOR, UNKNOWN, DTypeInfo, Rule, arg_nodes, is_scalar, notes
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.graph.annotations import NO_OP, NON_TENSOR, UNKNOWN, DTypeInfo, Rule, arg_nodes, notes
+from fxprec.passes.ops.overloads import OVERLOAD_RESULTS
+from fxprec.passes.ops.table import facts_of, rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name_of, schema_of
 
 __all__ = ["propagate"]
-
-#: aten overloads that give several results where the Python function of the same name gives one.
-_OVERLOAD_RESULTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "native_dropout": ("first", "bool"),
-        "adaptive_max_pool1d": ("first", "int64"),
-        "adaptive_max_pool2d": ("first", "int64"),
-        "adaptive_max_pool3d": ("first", "int64"),
-        "fractional_max_pool2d": ("first", "int64"),
-        "fractional_max_pool3d": ("first", "int64"),
-        # with the logsumexp of each row, seeds, and for the flash and cuDNN kernels lengths
-        "_scaled_dot_product_flash_attention_for_cpu": ("first", "wide"),
-        "_scaled_dot_product_efficient_attention": ("first", "float32", "int64", "int64"),
-        "_scaled_dot_product_flash_attention":
-            ("first", "float32", "none", "none", "none", "none", "uint64", "uint64", "first"),
-        "_scaled_dot_product_cudnn_attention":
-            ("first", "float32", "none", "none", "none", "none", "int64", "int64", "none"),
-    }
-)  # fmt: skip
 
 #: Kinds of float results that stay as wide whatever arrives.
 _WIDE: Final = frozenset({"wide", "float32"})
@@ -69,18 +51,10 @@ _WIDE: Final = frozenset({"wide", "float32"})
 #: Higher-order ops whose bodies compute something else than the result.
 _OPAQUE: Final = frozenset({"flex_attention", "flex_attention_backward"})
 
-#: Arguments that a kernel takes as integers only: an input that arrives there, perhaps as a view, is no float.
-_INTEGER_PORTS: Final[Mapping[object, tuple[int | str, ...]]] = MappingProxyType(
-    {
-        F.embedding: (0, "input"),
-        F.embedding_bag: (0, "input"),
-        F.one_hot: (0, "tensor"),
-        "gather": (2, "index"),
-        "index_select": (2, "index"),
-    }
-)
-
-_FLOAT_NUMBERS: Final = frozenset({"div", "rdiv", "float", "sqrt", "sym_float", "sym_sqrt", "log", "exp", "truediv"})
+#: Functions whose first argument is integers. (The ops of their names take the weight first.)
+_LOOKUPS: Final = frozenset({F.embedding, F.embedding_bag, F.one_hot})
+#: Python's own functions that give a float.
+_FLOAT_NUMBERS: Final = frozenset({"float", "truediv"})
 
 
 def propagate(gm: GraphModule, context: Context) -> PassResult:
@@ -145,13 +119,12 @@ class _Walk:
             return NON_TENSOR if op.name == "setitem" else first(operands)
         if notes(node).derived_cast:
             return torch.float32
-        special = SPECIAL.get(op.name)
-        if special is not None:
-            info = special(self.facts, node, operands)
+        row = rule_of(op.name)
+        if row is not None and row.special is not None:
+            info = SPECIAL[row.special](self.facts, node, operands)
             if info is not None:
                 return self._number(node, operands, info)
         dtype = self.facts.requested(node)
-        row = rule_of(op.name)
         if dtype is not None and (row is None or row.result != "none"):
             return dtype
         if row is None or row.result == "unknown":
@@ -191,7 +164,8 @@ class _Walk:
             name = op.name or getattr(node.target, "__name__", "")
             source = first(operands)
             item = name == "item" and isinstance(source, torch.dtype) and source.is_floating_point
-            if operands.numbers is float or item or name in _FLOAT_NUMBERS or _is_float(node.meta.get("val")):
+            gives_float = name in _FLOAT_NUMBERS or facts_of(name).float_number
+            if operands.numbers is float or item or gives_float or _is_float(node.meta.get("val")):
                 self.facts.floats.add(node)
         return info
 
@@ -225,12 +199,11 @@ class _Walk:
 def _is_index(node: Node) -> bool:
     """Whether somebody can take the value as an index only."""
     for user in node.users:
-        op = notes(user).op
-        ports = _INTEGER_PORTS.get(user.target) or _INTEGER_PORTS.get(op.name, ())
+        row = facts_of(notes(user).op.name)
+        ports = (0, "input", "tensor") if user.target in _LOOKUPS else row.indices
         if any(source is node and port in ports for port, source in arg_nodes(user)):
             return True
-        row = rule_of(op.name)
-        if row is not None and row.view and row.rule is Rule.FOLLOW and user.args[:1] == (node,) and _is_index(user):
+        if row.view and row.rule is Rule.FOLLOW and user.args[:1] == (node,) and _is_index(user):
             return True
     return False
 
@@ -290,5 +263,5 @@ def _overload_kind(target: OpOverload, kind: str | tuple[str, ...]) -> str | tup
     if results == 1:
         return kind[0] if isinstance(kind, tuple) else kind
     if isinstance(kind, str) and kind in RESULT_KINDS:
-        return _OVERLOAD_RESULTS.get(op_name_of(target), (kind,) * results)
+        return OVERLOAD_RESULTS.get(op_name_of(target), (kind,) * results)
     return kind

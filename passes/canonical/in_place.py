@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -21,27 +21,20 @@ from torch.fx.node import map_arg
 
 from fxprec.errors import PolicyError
 from fxprec.passes.context import Context
-from fxprec.passes.dtypes.special_results import RESULT_FIELDS
 from fxprec.passes.graph.annotations import Op, Rule, module_path
 from fxprec.passes.graph.casts import write_out
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.attributes import RESULT_FIELDS
+from fxprec.passes.ops.table import facts_of, rule_of
 from fxprec.passes.torch_internals import OpOverload, op_name_of
 
 __all__ = ["is_in_place", "must_not_write", "out_by_copy", "write_by_copy"]
-
-#: Position of the ``inplace`` argument of functionals that take one.
-_INPLACE_POSITION: Final = {
-    "relu": 1, "relu6": 1, "silu": 1, "mish": 1, "hardswish": 1, "hardsigmoid": 1, "selu": 1,
-    "leaky_relu": 2, "elu": 2, "celu": 2, "threshold": 3, "hardtanh": 3, "rrelu": 4,
-    "dropout": 3, "dropout1d": 3, "dropout2d": 3, "dropout3d": 3, "alpha_dropout": 3, "feature_alpha_dropout": 3,
-}  # fmt: skip
 
 
 def is_in_place(node: Node, op: Op) -> bool:
     """Whether the call writes to its first argument, by its name or by a flag."""
     if op.in_place or node.kwargs.get("inplace") is True:
         return True
-    position = _INPLACE_POSITION.get(op.name)
+    position = facts_of(op.name).inplace
     return position is not None and len(node.args) > position and node.args[position] is True
 
 
@@ -100,7 +93,7 @@ def _functional_form(gm: GraphModule, node: Node, op: Op) -> Node:
             raise _no_twin(node, op)
         return gm.graph.call_method(name, node.args, node.kwargs)
     args, kwargs = node.args, dict(node.kwargs)
-    position = _INPLACE_POSITION.get(op.name)
+    position = facts_of(op.name).inplace
     if kwargs.pop("inplace", False):
         pass
     elif position is not None and len(args) > position and args[position] is True:

@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 import torch
 from torch.fx import Node
 
-from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, is_scalar
+from fxprec.passes.dtypes.scalars import is_scalar
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo
 
 __all__ = ["NUMBERS", "RESULT_KINDS", "Operands", "first", "promote"]
 

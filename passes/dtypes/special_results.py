@@ -1,6 +1,7 @@
 """dtypes of results that depend on a call's arguments: ``max(x)`` and ``max(x, dim)``, ``x[0]``, ``x.to(y.dtype)``.
 
-Each function answers for one op, or gives None: then the op table's row says it.
+Each function answers for the ops whose row names it (``OpRule.special``), or gives None: then ``OpRule.result`` says
+it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch.fx import Node
 from fxprec.passes.dtypes.fake_results import fake_result
 from fxprec.passes.dtypes.promotion import NUMBERS, Operands, first, promote
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, notes
+from fxprec.passes.ops.attributes import NO_TENSOR_ATTRIBUTES, RESULT_FIELDS, TENSOR_ATTRIBUTES
 from fxprec.passes.ops.names import cast_target, dtype_argument
+from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import OpOverload, schema_of
 
-__all__ = ["RESULT_FIELDS", "SPECIAL", "Facts"]
+__all__ = ["SPECIAL", "Facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +50,6 @@ class Facts:
 
 Special: TypeAlias = "Callable[[Facts, Node, Operands], DTypeInfo | None]"
 
-#: Results of torch.return_types by name -> position.
-RESULT_FIELDS: Final[Mapping[str, int]] = MappingProxyType(
-    {"values": 0, "indices": 1, "min": 0, "max": 1, "sign": 0, "logabsdet": 1, "mantissa": 0, "exponent": 1,
-     "Q": 0, "R": 1, "U": 0, "S": 1, "V": 2, "Vh": 2, "P": 0, "L": 1, "eigenvalues": 0, "eigenvectors": 1,
-     "solution": 0, "residuals": 1, "rank": 2, "singular_values": 3, "hist": 0, "bin_edges": 1, "result": 0,
-     "info": 1, "LU": 0, "pivots": 1, "output": 0, "counts": 2}
-)  # fmt: skip
-
-_TENSOR_ATTRIBUTES: Final = frozenset({"T", "H", "mT", "mH", "data", "grad"})
-_NO_TENSOR_ATTRIBUTES: Final = frozenset(
-    {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_cpu", "is_sparse",
-     "is_quantized", "is_meta", "is_nested", "itemsize", "nbytes", "names", "grad_fn", "_version", "is_mps", "is_xpu"}
-)  # fmt: skip
-
 
 def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
@@ -84,12 +73,12 @@ def _getattr(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
     info = notes(base).dtype if isinstance(base, Node) else NON_TENSOR
     if name == "dtype":
         facts.dtypes[node] = info
-    if name in _NO_TENSOR_ATTRIBUTES:
+    if name in NO_TENSOR_ATTRIBUTES:
         return NON_TENSOR
     if isinstance(info, tuple):
         position = RESULT_FIELDS.get(name, 0)
         return info[position] if position < len(info) else UNKNOWN
-    if name in _TENSOR_ATTRIBUTES:
+    if name in TENSOR_ATTRIBUTES:
         return info
     if name in ("real", "imag"):
         return info.to_real() if isinstance(info, torch.dtype) and info.is_complex else info
@@ -121,14 +110,12 @@ def _extreme(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
     return (value, torch.int64) if len(node.args) > 1 or "dim" in node.kwargs else value
 
 
-def _pooling(position: int) -> Special:
-    def pool(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
-        """max_pool2d(x, ..., return_indices=True)"""
-        if isinstance(node.target, OpOverload) or not _argument(node, position, "return_indices", False):
-            return None
-        return (first(operands), torch.int64)
-
-    return pool
+def _pool(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    """max_pool2d(x, ..., return_indices=True)"""
+    position = facts_of(notes(node).op.name).return_indices
+    if position is None or isinstance(node.target, OpOverload) or not _argument(node, position, "return_indices"):
+        return None
+    return (first(operands), torch.int64)
 
 
 def _native_norm(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
@@ -167,16 +154,18 @@ def _buckets(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
 
 
 def _sequence(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
-    """arange and full: the dtype of their numbers; linspace: always a float."""
+    """arange: the dtype of its numbers."""
     if facts.requested(node) is not None:
         return None
-    op = notes(node).op
-    if operands.numbers is complex:
-        return torch.get_default_dtype().to_complex()
-    if operands.numbers is float or op.name in ("linspace", "logspace", "range"):
-        return torch.get_default_dtype()
-    value = _argument(node, 1, "fill_value")
-    return torch.bool if op.name == "full" and isinstance(value, bool) else torch.int64
+    return _float_sequence(facts, node, operands) if operands.numbers in (float, complex) else torch.int64
+
+
+def _float_sequence(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    """linspace: a float whatever its numbers are."""
+    if facts.requested(node) is not None:
+        return None
+    default = torch.get_default_dtype()
+    return default.to_complex() if operands.numbers is complex else default
 
 
 def _full(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
@@ -186,21 +175,26 @@ def _full(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
         numbers: type | None = float if value in facts.floats else int
     else:
         numbers = type(value) if type(value) in NUMBERS else None
-    return _sequence(facts, node, operands._replace(numbers=numbers))
+    found = _sequence(facts, node, operands._replace(numbers=numbers))
+    return torch.bool if found is torch.int64 and numbers is bool else found
 
 
 def _constant(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
-    """torch.tensor(data) and the like; new_tensor keeps its tensor's dtype only where the data is a tensor too."""
+    """torch.tensor(data) and the like."""
     if facts.requested(node) is not None:
         return None
-    op = notes(node).op
-    if op.name == "new_tensor" or (op.name == "scalar_tensor"):
-        return first(operands) if operands.tensors else torch.get_default_dtype()
     if operands.tensors:
         return first(operands)
     if operands.numbers in (float, complex) or operands.numbers is None:
         return torch.get_default_dtype() if operands.numbers is not complex else None
     return torch.bool if operands.numbers is bool else torch.int64
+
+
+def _like(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    """x.new_tensor(data): the dtype of x."""
+    if facts.requested(node) is not None:
+        return None
+    return first(operands) if operands.tensors else torch.get_default_dtype()
 
 
 def _each(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
@@ -211,25 +205,26 @@ def _normal(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
     return None if operands.tensors else facts.requested(node) or torch.get_default_dtype()
 
 
+#: ``OpRule.special`` -> who answers.
 SPECIAL: Final[Mapping[str, Special]] = MappingProxyType(
     {
-        "getitem": _getitem,
-        "getattr": _getattr,
-        "to": _to,
-        **dict.fromkeys(("max", "min", "median", "nanmedian"), _extreme),
-        **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), _pooling(6)),
-        **dict.fromkeys(("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), _pooling(2)),
-        **dict.fromkeys(("fractional_max_pool2d", "fractional_max_pool3d"), _pooling(4)),
-        **dict.fromkeys(("unique", "unique_consecutive"), _unique),
-        **dict.fromkeys(("layer_norm", "group_norm", "batch_norm"), _native_norm),
+        "part": _getitem,
+        "attribute": _getattr,
+        "cast": _to,
+        "extreme": _extreme,
+        "pool": _pool,
+        "native_norm": _native_norm,
+        "unique": _unique,
         "where": _where,
         "nonzero": _nonzero,
         "div": _div,
-        **dict.fromkeys(("bucketize", "searchsorted"), _buckets),
-        **dict.fromkeys(("arange", "range", "linspace", "logspace"), _sequence),
+        "buckets": _buckets,
+        "sequence": _sequence,
+        "float_sequence": _float_sequence,
         "full": _full,
-        **dict.fromkeys(("tensor", "as_tensor", "asarray", "scalar_tensor", "new_tensor"), _constant),
-        **dict.fromkeys(("broadcast_tensors", "meshgrid"), _each),
+        "constant": _constant,
+        "like": _like,
+        "each": _each,
         "normal": _normal,
     }
 )

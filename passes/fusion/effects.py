@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -24,12 +24,6 @@ from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.table import rule_of
 
 __all__ = ["memory_of", "order_of_effects", "sort", "stretches"]
-
-#: Parts of the names of ops that draw random numbers.
-_RANDOM: Final = (
-    "rand", "dropout", "bernoulli", "multinomial", "normal_", "rrelu", "gumbel", "poisson", "exponential", "uniform",
-    "scaled_dot_product_attention", "multi_head_attention", "fractional_max_pool", "draw_seeds",
-)  # fmt: skip
 
 
 def memory_of(graph: Graph) -> tuple[dict[Node, Node], set[Node]]:
@@ -112,4 +106,5 @@ def _has_effects(node: Node) -> bool:
     op = notes(node).op
     if is_row_operation(node):
         return False
-    return op is NO_OP or rule_of(op.name) is None or any(part in op.name for part in _RANDOM)
+    row = rule_of(op.name)
+    return row is None or row.random

@@ -69,14 +69,22 @@ def recognize_rotary(graph: Graph) -> bool:
         if _is(node, "add") and len(node.args) == 2 and not node.kwargs:
             matched = _match(*node.args) or _match(*reversed(node.args))
             if matched is not None:
+                products = node.all_input_nodes
                 node.op, node.target, node.args = "call_function", rope, matched
                 notes(node).op = Op("rope")
+                for product in products:
+                    _erase(product)
                 found = True
-    if found:
-        for node in reversed([*graph.nodes]):
-            if not node.users and any(_is(node, name) for name in ("mul", "cat", "neg", "getitem")):
-                graph.erase_node(node)
     return found
+
+
+def _erase(node: Node) -> None:
+    """Erase a node that nobody reads any more, and what only it read."""
+    if not node.users:
+        sources = node.all_input_nodes
+        node.graph.erase_node(node)
+        for source in sources:
+            _erase(source)
 
 
 def _match(plain: Any, turned: Any) -> tuple[Node, Node, Node, int] | None:

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from fxprec.kernels.rows.program.lowering import LOWERINGS, ROW_REDUCTIONS
 from fxprec.passes.graph.annotations import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes, notes
+from fxprec.passes.ops.table import facts_of
 
 __all__ = ["drops", "is_row_operation", "reduced_dimensions"]
 
@@ -28,11 +29,6 @@ _LOADED: Final = CASTABLE | {torch.bool, torch.int8, torch.int16, torch.int32, t
 _LONG: Final = frozenset({torch.int32, torch.int64})
 #: Numbers up to here it does.
 _COUNTED: Final = 2**24
-#: Ops that give bool and mean the same in FP32; a sum of bools is none of them.
-_BOOLEAN: Final = frozenset(
-    {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "where", "masked_fill", "mul", "maximum", "minimum", "clone",
-     "contiguous", "positive"}
-)  # fmt: skip
 
 
 def is_row_operation(node: Node) -> bool:
@@ -99,7 +95,7 @@ def _is_boolean(node: Node, op: Op) -> bool:
     sources = [notes(source).dtype for _, source in arg_nodes(node)]
     if op.name.startswith("logical_"):
         return all(dtype is torch.bool for dtype in sources)
-    if op.name not in _BOOLEAN:
+    if not facts_of(op.name).boolean:
         return False
     numbers = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, int | float)]
     if any(dtype in CASTABLE for dtype in sources) or any(isinstance(number, float) for number in numbers):

@@ -15,7 +15,7 @@ stand between. ``put_back`` undoes it where no region came of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -23,11 +23,9 @@ from torch.fx import Graph, Node
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import CASTABLE, Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast
+from fxprec.passes.ops.table import facts_of
 
 __all__ = ["SplitBias", "put_back", "split_biases"]
-
-#: Dimensions behind that of the channels.
-_BEHIND: Final = {"linear": 0, "addmm": 0, "conv1d": 1, "conv2d": 2, "conv3d": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +43,20 @@ def split_biases(graph: Graph) -> list[SplitBias]:
     """Split every bias that may join a region."""
     found = []
     for node in [*graph.nodes]:
-        op = notes(node).op
-        if op.name not in _BEHIND:
+        behind = facts_of(notes(node).op.name).bias
+        if behind is None:
             continue
         bias, end = _bias(node), _end_of_views(node)
         fits = all(map(is_row_operation, end.users)) and any(_op(user).name != "to" for user in end.users)
         if isinstance(bias, Node) and fits and notes(bias).dtype in CASTABLE:
-            found.append(_split(graph, node, end, bias, _BEHIND[_op(node).name]))
+            found.append(_split(graph, node, end, bias, behind))
     return found
 
 
 def _end_of_views(product: Node) -> Node:
     """The last of the views that follow a matrix product, as long as each keeps its last dimension."""
     node = product
-    while _op(product).name in ("linear", "addmm") and len(node.users) == 1:
+    while facts_of(_op(product).name).bias == 0 and len(node.users) == 1:
         (user,) = node.users
         shapes = [getattr(each.meta.get("val"), "shape", None) for each in (node, user)]
         if _op(user).name not in ("view", "reshape") or None in shapes or shapes[0][-1:] != shapes[1][-1:]:  # type: ignore[index]

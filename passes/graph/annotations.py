@@ -33,7 +33,6 @@ __all__ = [
     "arg_nodes",
     "clean_path",
     "is_castable",
-    "is_scalar",
     "module_path",
     "notes",
     "weight_path",
@@ -66,10 +65,6 @@ NON_TENSOR: Final = Special.NON_TENSOR
 DTypeInfo: TypeAlias = "torch.dtype | Special | tuple[DTypeInfo, ...]"
 
 _T = TypeVar("_T")
-
-
-_REDUCTIONS: Final = frozenset({"sum", "mean", "prod", "max", "min", "amax", "amin", "norm", "std", "var"})
-_POINTWISE: Final = frozenset({"add", "sub", "mul", "div", "neg", "exp", "log", "sqrt", "rsqrt", "to", "clamp", "abs"})
 
 
 class Op(NamedTuple):
@@ -224,29 +219,6 @@ def arg_nodes(node: Node) -> Iterator[tuple[int | str, Node]]:
             map_aggregate(argument, lambda leaf, into=found: into.append(leaf) if isinstance(leaf, Node) else leaf)  # type: ignore[misc]
             for source in found:
                 yield port, source
-
-
-def is_scalar(node: Node) -> bool:
-    """Whether the value is known to be a 0-dim tensor: those do not take part in type promotion.
-
-    Without shapes a tensor counts as dimensioned, unless the op that made it reduces over everything. ``propagate``
-    records the answer as ``meta["scalar"]``, so that a question never walks further than the arguments.
-    """
-    known = notes(node).scalar
-    if known is not None:
-        return known
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return value.dim() == 0
-    if node.op == "get_attr":
-        return notes(node).ndim == 0
-    op = notes(node).op
-    if op is NO_OP:
-        return False
-    if op.name in _REDUCTIONS:
-        return len(node.args) == 1 and not ({"dim", "axis"} & node.kwargs.keys())
-    sources = node.all_input_nodes
-    return op.name in _POINTWISE and bool(sources) and all(notes(source).scalar for source in sources)
 
 
 def module_path(node: Node) -> str:

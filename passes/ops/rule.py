@@ -9,9 +9,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fxprec.passes.graph.annotations import Rule
 
-__all__ = ["OpRule", "Squares", "Writes", "having", "rows", "table"]
+__all__ = ["Cost", "Facts", "Numbers", "OpRule", "Rank", "Squares", "Writes", "facts", "having", "rows", "table"]
 
 Squares: TypeAlias = Literal["always", "factors", "vectors", "dimensions", "subscripts", "power"]
+Numbers: TypeAlias = Literal["operands", "fill", "aside"]
+Rank: TypeAlias = Literal["reduced", "kept"]
+Cost: TypeAlias = Literal["product", "convolution", "transposed convolution", "attention", "pointwise"]
 
 
 class Writes(NamedTuple):
@@ -23,14 +26,35 @@ class Writes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpRule:
-    """What is known of one canonical op.
+    """What is known of one canonical op. A port is an argument's position or keyword name.
+
+    What a policy says of it:
 
     Attributes:
         rule: LOW, FULL, FOLLOW, PROMOTE or KEEP.
         why: one clause, shown in the report and in docs/precision.md.
-        ports: the argument positions or keyword names that carry the rule's dtype; None: every float tensor argument
-            (nested lists included). The other float arguments keep their original dtype (a norm's weight, running
-            statistics).
+        autocast: what torch.autocast's CUDA lists say where ``rule`` says something better, and of FULL ops: None where
+            the lists are silent. For placement="autocast".
+
+    What its kernels take:
+
+        ports: the ports that carry the rule's dtype; None: every float tensor argument (nested lists included). The
+            other float arguments keep their original dtype (a norm's weight, running statistics).
+        fp32_ports: those others want FP32, even where parameters are low: the dtype of the running statistics.
+        masks: ports of additive masks: their numbers saturate where the low dtype cannot hold them.
+        indices: ports that take integers only.
+        arrives: it takes whatever arrives, whatever the rule: a part, a cast of the user's, a copy that converts.
+        native_promotion: the eager kernel takes mixed low/FP32 inputs and promotes inside: no cast is needed to
+            compute in FP32.
+        mixed: device types on which the eager kernel reads a low data port, computes in FP32 inside with the other
+            ports FP32, and writes low (free ports): {"cpu"} for layer_norm.
+        dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
+        low_kernel: whether there is a kernel for low inputs at all, forward and backward: without one a FULL op stays
+            FULL even where a level or a placement would have it run low.
+        boolean: of bool operands it gives the same as of their zeros and ones in FP32.
+
+    What comes out:
+
         result: how the dtype of the result follows from the inputs in the original program. A ``torch.dtype`` among
             the arguments of the call (``dtype=torch.float32``) always wins; else:
 
@@ -51,20 +75,28 @@ class OpRule:
             "first*"        a list of unknown length, each as the first (any of the above can have the star)
             a tuple         several results
             ==============  ====================================================================================
-        native_promotion: the eager kernel takes mixed low/FP32 inputs and promotes inside: no cast is needed to
-            compute in FP32.
-        mixed: device types on which the eager kernel reads a low data port, computes in FP32 inside with the other
-            ports FP32, and writes low (free ports): {"cpu"} for layer_norm.
-        dtype_keyword: the op takes ``dtype=`` and accumulates in it while reading low natively (sum, mean).
-        view: the result may alias the first argument.
-        low_kernel: whether there is a kernel for low inputs at all, forward and backward: without one a FULL op stays
-            FULL even where a level or a placement would have it run low.
-        autocast: what torch.autocast's CUDA lists say where ``rule`` says something better; for placement="autocast".
-        writes: what a call writes to although its name does not say so, and when.
+        special: the function of ``dtypes.special_results`` that is asked first: the call's arguments decide.
+        return_indices: position of the flag of that name: with it positions come out too.
+        rank: "reduced": the result is 0-dim where the call names no dimension; "kept": where all its tensors are.
+        float_number: of numbers it gives a Python float.
         wide: a LOW op whose kernel puts out FP32, whatever it reads.
+        view: the result may alias the first argument.
         same: the result holds the first argument's values, each in its place: a copy, a cast, a detached one.
+        exact: (views apart) the result is the same whether the input is rounded before or the result after: it only
+            moves, selects or drops values. Sums do not: (x - mean) of a rounded x has lost its digits.
+        reads_values: of an op without a tensor result: it reads the values all the same, not only sizes and flags.
+        gradient: whether gradients flow through it.
+
+    What it does besides:
+
+        inplace: position of its ``inplace`` argument.
+        writes: what a call writes to although its name does not say so, and when.
+        random: it draws random numbers, or may.
+
+    What it does to the range of its values:
+
         squares: whether the op multiplies a value by itself, which leaves float16's range from 256 on: there such a
-            call is FULL. ``passes.squares`` asks:
+            call is FULL. ``placement.squares`` asks:
 
             ==============  ====================================================================================
             "always"        it does
@@ -74,6 +106,18 @@ class OpRule:
             "subscripts"    where two operands with equal subscripts are one value
             "power"         where the exponent is above 1 (FULL as it is, but its result may be written elsewhere)
             ==============  ====================================================================================
+        numbers: what Python numbers among its arguments are: "operands" of the arithmetic; "fill": they become values
+            of the result; "aside": probabilities and factors that never meet the data; None: floats are operands, and
+            integers are dimensions and the like.
+        singular: position of the argument at whose zero it has a pole, or an endless slope: an eps guards it.
+        exponential: it raises to the power of its argument.
+        sums: it sums many values.
+
+    What it costs:
+
+        cost: how its time is told from its shapes; None: by the bytes it moves, or nobody knows.
+        factors: positions of the two operands of a product.
+        bias: how many dimensions of the result lie behind that of its bias, where it takes one.
     """
 
     rule: Rule
@@ -90,6 +134,39 @@ class OpRule:
     wide: bool = False
     same: bool = False
     squares: Squares | None = None
+    fp32_ports: bool = False
+    masks: tuple[int | str, ...] = ()
+    indices: tuple[int | str, ...] = ()
+    arrives: bool = False
+    boolean: bool = False
+    special: str | None = None
+    return_indices: int | None = None
+    rank: Rank | None = None
+    float_number: bool = False
+    exact: bool = False
+    reads_values: bool = False
+    gradient: bool = True
+    inplace: int | None = None
+    random: bool = False
+    numbers: Numbers | None = None
+    singular: int | None = None
+    exponential: bool = False
+    sums: bool = False
+    cost: Cost | None = None
+    factors: tuple[int, int] = (0, 1)
+    bias: int | None = None
+
+
+class Facts(NamedTuple):
+    """Further facts on some ops of a group: fields of ``OpRule``."""
+
+    names: frozenset[str]
+    fields: Mapping[str, Any]
+
+
+def facts(names: str, **fields: Any) -> Facts:
+    """Facts that the blank-separated names share, for ``having``."""
+    return Facts(frozenset(names.split()), fields)
 
 
 def rows(rule: Rule, why: str, names: str, **options: Any) -> dict[str, OpRule]:
@@ -98,9 +175,19 @@ def rows(rule: Rule, why: str, names: str, **options: Any) -> dict[str, OpRule]:
     return dict.fromkeys(names.split(), row)
 
 
-def having(group: Mapping[str, OpRule], names: str, **options: Any) -> dict[str, OpRule]:
-    """The rows of a group, with further facts on those that are named."""
-    return {**group, **{name: replace(group[name], **options) for name in names.split()}}
+def having(group: Mapping[str, OpRule], *further: Facts) -> Mapping[str, OpRule]:
+    """The rows of a group, in their order, with further facts on some.
+
+    Raises:
+        ValueError: facts on an op that has no row in the group.
+    """
+    rows = dict(group)
+    for names, fields in further:
+        if unknown := names - rows.keys():
+            raise ValueError(f"op table: facts on {', '.join(sorted(unknown))}, which have no row in this group")
+        for name in names:
+            rows[name] = replace(rows[name], **fields)
+    return MappingProxyType(rows)
 
 
 def table(*groups: Mapping[str, OpRule]) -> Mapping[str, OpRule]:

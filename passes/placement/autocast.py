@@ -11,38 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import reduce
-from typing import Final
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import Precision, Rule, is_scalar, notes
+from fxprec.passes.dtypes.scalars import is_scalar
+from fxprec.passes.graph.annotations import Precision, Rule, notes
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.names import dtype_argument
 from fxprec.passes.placement.pins import overflows, written_classes
 from fxprec.passes.placement.sites import Site, dtype_reference, original, reading
 from fxprec.passes.placement.walk import GraphWalk
 
-__all__ = ["AUTOCAST_FP32", "place_as_autocast"]
-
-#: FULL ops of the table that autocast runs in FP32 on CUDA: its fp32 lists by canonical name, and the functions of
-#: torch.nn.functional that are made of those.
-AUTOCAST_FP32: Final = frozenset(
-    """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rdiv rsqrt sinh tan pow softplus
-    layer_norm rms_norm group_norm local_response_norm normalize weight_norm lp_pool1d lp_pool2d lp_pool3d
-    norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm
-    cosine_similarity dist pdist cdist pairwise_distance
-    softmax softmin log_softmax gumbel_softmax logsumexp prod cumprod cumsum sum
-    cross_entropy nll_loss kl_div l1_loss mse_loss smooth_l1_loss huber_loss poisson_nll_loss gaussian_nll_loss
-    cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss multi_margin_loss
-    multilabel_margin_loss triplet_margin_loss triplet_margin_with_distance_loss binary_cross_entropy
-    binary_cross_entropy_with_logits
-    interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d upsample_bilinear2d_aa
-    upsample_bicubic2d_aa
-    """.split()
-)
+__all__ = ["place_as_autocast"]
 
 
 def place_as_autocast(gm: GraphModule, context: Context) -> None:
@@ -135,7 +117,7 @@ class _Promotion(GraphWalk):
             return site.rule
         if site.row.autocast is not None:
             return site.row.autocast
-        if site.rule is Rule.FULL and site.name not in AUTOCAST_FP32 and site.row.low_kernel:
+        if site.rule is Rule.FULL and site.row.low_kernel:
             return Rule.PROMOTE
         return site.rule
 

@@ -24,25 +24,16 @@ from fxprec.passes.dtypes.fake_results import hint, numel_of
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.rule import Cost
+from fxprec.passes.ops.table import facts_of
 from fxprec.passes.placement.sites import Site
 
 __all__ = ["OpCosts", "Price", "Verdict"]
 
-#: Products of two operands -> where these stand among the arguments.
-_PRODUCTS: Final[Mapping[str, tuple[int, int]]] = {
-    **dict.fromkeys(("linear", "matmul", "mm", "bmm"), (0, 1)),
-    **dict.fromkeys(("addmm", "addbmm", "baddbmm", "addmm_activation"), (1, 2)),
-    "einsum": (1, 2),
-}
-_CONVOLUTIONS: Final = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
-_TRANSPOSED: Final = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 #: Input channels a group from which on a convolution is a matrix product, and not a sum over a few.
 _THIN: Final = 8
 #: A shadow's part of the multi-tensor copy that refreshes all of them, beside a cast of its own, where both are small.
 _REFRESH_CALL: Final = 0.2
-#: Ops behind which no gradient flows.
-_DETACHED: Final = frozenset({"detach", "item", "argmax", "argmin"})
 
 Shape = tuple[int, ...]
 
@@ -104,23 +95,24 @@ class OpCosts:
             elif node.op == "placeholder":
                 flows = inside or _requires_grad(_value(node))
             else:
-                flows = _name(node) not in _DETACHED and any(map(self._flows, node.all_input_nodes))
+                flows = facts_of(_name(node)).gradient and any(map(self._flows, node.all_input_nodes))
             if flows:
                 self._differentiable.add(node)
 
     def price(self, site: Site) -> Price | str:
         """What the op of a LOW site takes; or why nobody knows."""
-        kinds: tuple[tuple[Any, Callable[[Site], Price | None]], ...] = (
-            (_PRODUCTS, self._product),
-            (_CONVOLUTIONS | _TRANSPOSED, self._convolution),
-            (("scaled_dot_product_attention",), self._attention),
-            (("prelu",), self._pointwise),
-        )
-        made = next((of_kind for names, of_kind in kinds if site.name in names), None)
-        if made is None:
+        kinds: dict[Cost, Callable[[Site], Price | None]] = {
+            "product": self._product,
+            "convolution": self._convolution,
+            "transposed convolution": self._convolution,
+            "attention": self._attention,
+            "pointwise": self._pointwise,
+        }
+        cost = site.facts.cost
+        if cost is None:
             return "its cost is not modelled"
         try:
-            found = made(site)
+            found = kinds[cost](site)
         except _UnknownSizes:
             found = None
         return "sizes unknown" if found is None else found
@@ -136,8 +128,8 @@ class OpCosts:
 
     def traffic(self, node: Node) -> float:
         """What it costs more to have an op other than LOW ones write FP32 and not low; negative: less."""
-        count, row = _elements(node), rule_of(_name(node))
-        if count is None or (row is not None and row.view):
+        count = _elements(node)
+        if count is None or facts_of(_name(node)).view:
             return 0.0
         full, low = (self._seconds(Work.POINTWISE, dtype, count) for dtype in (torch.float32, self.low))
         return (full - low) * (1 + self._flows(node))
@@ -161,7 +153,7 @@ class OpCosts:
         return Price(_picoseconds(seconds(torch.float32)), _picoseconds(seconds(self.low)), what)
 
     def _product(self, site: Site) -> Price | None:
-        left, right = (_operand(site, position) for position in _PRODUCTS[site.name])
+        left, right = (_operand(site, position) for position in site.facts.factors)
         a, b, out = _shape(left), _shape(right), _shape(site.node)
         depth = _summed(site, a, b) if site.name == "einsum" else a[-1]
         if depth is None:
@@ -177,7 +169,9 @@ class OpCosts:
     def _convolution(self, site: Site) -> Price:
         data, weight = _operand(site, 0), _operand(site, 1)
         x, w, out = _shape(data), _shape(weight), _shape(site.node)
-        transposed = site.name in _TRANSPOSED or (site.name == "convolution" and _is_transposed(site.node))
+        transposed = site.facts.cost == "transposed convolution" or (
+            site.name == "convolution" and _is_transposed(site.node)
+        )
         flop = 2 * prod(x if transposed else out) * prod(w[1:])
         thin = w[1] < _THIN
         forward = Work.THIN_CONVOLUTION if thin else Work.CONVOLUTION
@@ -285,8 +279,7 @@ def _text(shape: Shape) -> str:
 
 
 def _name(node: Node) -> str:
-    op = notes(node).op
-    return op.name
+    return notes(node).op.name
 
 
 def _requires_grad(value: Any) -> bool:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final
 
 import torch
 from torch.fx import Graph, Node
@@ -32,8 +31,9 @@ from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import NO_OP, Rule, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import alias_roots, shared_sources, written_roots
+from fxprec.passes.ops.attributes import VIEW_ATTRIBUTES
 from fxprec.passes.ops.names import cast_target
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import OpRule, facts_of
 from fxprec.passes.placement.sites import Site, original
 from fxprec.passes.placement.squares import is_square
 
@@ -46,58 +46,30 @@ __all__ = [
     "written_classes",
 ]
 
-_ARITHMETIC: Final = frozenset(
-    {"add", "sub", "rsub", "mul", "div", "clamp", "clamp_min", "clamp_max", "masked_fill", "index_fill", "fill",
-     "fill_diagonal", "full_like", "new_full", "where", "maximum", "minimum", "setitem", "threshold", "hardtanh"}
-)  # fmt: skip
-_FILLS: Final = frozenset({"masked_fill", "index_fill", "fill", "fill_diagonal", "full_like", "new_full"})
-_PROBABILITIES: Final = frozenset(
-    {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
-     "interpolate_nearest", "interpolate_area"}
-)  # fmt: skip
-_GUARDED_BY_EPS: Final = frozenset({"sqrt", "rsqrt", "log", "log2", "log10", "reciprocal", "pow"})
-_EXPONENTIALS: Final = frozenset({"exp", "exp2", "expm1"})
-_REDUCTIONS: Final = frozenset(
-    {"sum", "mean", "nansum", "nanmean", "prod", "cumsum", "cumprod", "logsumexp", "var", "std", "norm", "linalg_norm",
-     "linalg_vector_norm"}
-)  # fmt: skip
-
-#: Ops (views apart) whose result is the same whether the input is rounded before or the result after: they only move,
-#: select or drop values. Sums are not among them: (x - mean) of a rounded x has lost its digits.
-_EXACT: Final = frozenset(
-    {"relu", "neg", "abs", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
-     "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
-     "interpolate_nearest", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
-     "upsample_nearest_exact1d", "upsample_nearest_exact2d", "upsample_nearest_exact3d", "pad", "pixel_shuffle",
-     "pixel_unshuffle", "channel_shuffle", "im2col", "clone", "flip", "fliplr", "flipud", "roll", "rot90", "repeat",
-     "tile", "repeat_interleave", "tril", "triu", "diag", "diag_embed", "narrow_copy", "gather", "index_select", "take",
-     "take_along_dim", "masked_select", "index", "cat", "stack", "hstack", "vstack", "dstack", "column_stack", "where",
-     "amax", "amin"}
-)  # fmt: skip
-
 
 def commutes_with_rounding(site: Site) -> bool:
     """Whether casting the input early is as good as casting the result: then the smaller of the two may be cast."""
     view = site.row is not None and site.row.view and site.rule is Rule.FOLLOW
-    return (view or site.name in _EXACT) and site.rule in (Rule.FOLLOW, Rule.PROMOTE) and site.dtype is None
+    return (view or site.facts.exact) and site.rule in (Rule.FOLLOW, Rule.PROMOTE) and site.dtype is None
 
 
 def overflows(site: Site, low: torch.dtype) -> bool:
     """Whether an op fills a tensor with a number that the low dtype cannot hold: torch raises then."""
     numbers = (a for a in (*site.node.args, *site.node.kwargs.values()) if type(a) in (int, float))
     largest = torch.finfo(low).max
-    return site.name in _FILLS and any(largest < abs(number) < math.inf for number in numbers)  # type: ignore[arg-type]
+    return site.facts.numbers == "fill" and any(largest < abs(number) < math.inf for number in numbers)  # type: ignore[arg-type]
 
 
 def unsafe_number(site: Site, low: torch.dtype) -> str | None:
     """Why an op cannot run low because of a number among its arguments; None where it can."""
-    if site.name in _PROBABILITIES:
+    if site.facts.numbers == "aside":
         return None
+    operands = site.facts.numbers is not None
     limits = torch.finfo(low)
     node = site.node
     for argument in (*node.args, *node.kwargs.values()):
         kind = type(argument)
-        if kind is not float and (kind is not int or site.name not in _ARITHMETIC):
+        if kind is not float and (kind is not int or not operands):
             continue
         size = abs(argument)  # type: ignore[arg-type]
         if size == 0 or math.isinf(size) or math.isnan(size):
@@ -106,7 +78,7 @@ def unsafe_number(site: Site, low: torch.dtype) -> str | None:
             return f"{dtype_name(low)} cannot hold {argument!r}"
         if size < limits.tiny:
             return f"{argument!r} vanishes in {dtype_name(low)}"
-        if size < limits.eps and site.name in _ARITHMETIC and _guards(node):
+        if size < limits.eps and operands and _guards(node):
             return f"{argument!r} guards a division and would vanish beside the rest in {dtype_name(low)}"
     return None
 
@@ -114,10 +86,8 @@ def unsafe_number(site: Site, low: torch.dtype) -> str | None:
 def _guards(node: Node) -> bool:
     """``x / node``, ``sqrt(node)`` and the like."""
     for user in node.users:
-        op = notes(user).op
-        if op is NO_OP:
-            continue
-        if op.name in _GUARDED_BY_EPS or (op.name == "div" and len(user.args) > 1 and user.args[1] is node):
+        singular = facts_of(notes(user).op.name).singular
+        if singular is not None and user.args[singular : singular + 1] == (node,):
             return True
     return False
 
@@ -138,24 +108,21 @@ def exp_chains(graph: Graph) -> set[Node]:
     """The ops between an exponential and a reduction of it."""
     after: set[Node] = set()
     for node in graph.nodes:
-        if _floats(node) and any(source in after or _named(source, _EXPONENTIALS) for source in node.all_input_nodes):
+        if _floats(node) and any(source in after or _facts(source).exponential for source in node.all_input_nodes):
             after.add(node)
     found: set[Node] = set()
     for node in reversed(graph.nodes) if after else ():
-        if node in after and any(user in found or _named(user, _REDUCTIONS) for user in node.users):
+        if node in after and any(user in found or _facts(user).sums for user in node.users):
             found.add(node)
     return found
 
 
-def _named(node: Node, names: frozenset[str]) -> bool:
-    op = notes(node).op
-    return op.name in names
-
-
 def _floats(node: Node) -> bool:
-    op = notes(node).op
-    row = rule_of(op.name)
-    return row is not None and row.rule in (Rule.FOLLOW, Rule.PROMOTE)
+    return _facts(node).rule in (Rule.FOLLOW, Rule.PROMOTE)
+
+
+def _facts(node: Node) -> OpRule:
+    return facts_of(notes(node).op.name)
 
 
 def written_classes(graph: Graph) -> dict[Node, Node]:
@@ -173,7 +140,7 @@ def _shares_memory_of(node: Node) -> Iterator[Node]:
             target = cast_target(node)
             if target is not None and target != original(notes(node.all_input_nodes[0]).dtype):
                 return
-        if op.name == "getattr" and node.args[1] not in ("data", "T", "mT", "H", "mH", "real"):
+        if op.name == "getattr" and node.args[1] not in VIEW_ATTRIBUTES | {"real"}:
             return
         if op.name == "getitem" and _picks_by_tensor(node.args[1]):
             return

@@ -9,14 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch.fx import Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import NO_OP, UNKNOWN, Arrival, DTypeInfo, Rule, is_castable, module_path, notes
-from fxprec.passes.ops.table import OpRule, rule_of
+from fxprec.passes.ops.table import OpRule, facts_of, rule_of
 
 __all__ = [
     "Site",
@@ -29,11 +28,6 @@ __all__ = [
     "reading",
     "site_of",
 ]
-
-#: Ops that take what arrives whatever the rule: parts, and casts of the user's.
-_AS_IT_COMES: Final = frozenset({"getitem", "to", "getattr", "copy"})
-#: Methods without a tensor result that still read the values.
-_READ_VALUES: Final = frozenset({"numpy", "tolist", "item", "storage", "typed_storage", "untyped_storage", "data_ptr"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +59,11 @@ class Site:
     def base(self) -> Node:
         """The first argument: what a view looks at, a write writes, a cast casts."""
         return base_of(self.node)
+
+    @property
+    def facts(self) -> OpRule:
+        """Its row; where it has none, one that states nothing."""
+        return facts_of(self.name) if self.row is None else self.row
 
     @property
     def promotes(self) -> bool:
@@ -126,7 +125,7 @@ def base_of(node: Node) -> Node:
 def is_metadata(site: Site) -> bool:
     """Whether only sizes, flags and the like come out: then any dtype may go in."""
     row = site.row
-    return row is not None and row.result == "none" and row.rule is Rule.KEEP and site.name not in _READ_VALUES
+    return row is not None and row.result == "none" and row.rule is Rule.KEEP and not row.reads_values
 
 
 def carries_float(info: DTypeInfo | None) -> bool:
@@ -155,7 +154,7 @@ def dtype_reference(node: Node) -> Node | None:
 
 def reading(node: Node, rule: Rule, reads: torch.dtype | None) -> torch.dtype | Arrival:
     """What a node with this rule reads. ``reads``: the dtype that it asks for; None: none."""
-    if notes(node).op.name in _AS_IT_COMES or not node.all_input_nodes:
+    if facts_of(notes(node).op.name).arrives or not node.all_input_nodes:
         return Arrival.AS_IT_ARRIVES
     if reads is None:
         return Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES

@@ -13,8 +13,9 @@ import torch
 from torch.fx import Node
 
 from fxprec.passes.costs.byte_costs import ByteCosts, Costs, attribute_of
+from fxprec.passes.dtypes.scalars import is_scalar
 from fxprec.passes.fusion.row_operations import is_row_operation
-from fxprec.passes.graph.annotations import is_scalar, notes
+from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.placement.sites import Site, original
 from fxprec.passes.placement.solver import CutProblem, Tensor

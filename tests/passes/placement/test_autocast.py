@@ -13,7 +13,6 @@ from torch import Tensor
 from fxprec.passes.graph.annotations import Arrival, Rule
 from fxprec.passes.ops.names import canonical_name
 from fxprec.passes.ops.table import rule_of
-from fxprec.passes.placement.autocast import AUTOCAST_FP32
 from fxprec.passes.policy.policy import Policy
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -48,8 +47,7 @@ def rules(names: set[str]) -> set[Rule]:
 def test_every_op_of_the_lists_is_here():
     fp32 = {name for name in listed("FP32") | listed("FP32_SET_OPT_DTYPE") | {"norm"} if rule_of(name) is not None}
     assert len(fp32) > 50
-    assert {name for name in fp32 - AUTOCAST_FP32 if rule_of(name).autocast is not Rule.FULL} == set()
-    assert rules(set(AUTOCAST_FP32)) == {Rule.FULL}
+    assert {name for name in fp32 if rule_of(name).autocast is not Rule.FULL} == set()
     assert {rule_of(name).autocast or rule_of(name).rule for name in listed("LOWER_PRECISION_FP")} == {Rule.LOW}
     assert rules(listed("PROMOTE")) == {Rule.PROMOTE}
 

@@ -1,0 +1,32 @@
+"""Which values are 0-dim tensors: those do not take part in type promotion."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from fxprec.passes.graph.annotations import notes
+from fxprec.passes.ops.table import facts_of
+
+__all__ = ["is_scalar"]
+
+
+def is_scalar(node: Node) -> bool:
+    """Whether the value is known to be a 0-dim tensor.
+
+    Without shapes a tensor counts as dimensioned, unless the op that made it reduces over everything. ``propagate``
+    records the answer, so that a question never walks further than the arguments.
+    """
+    known = notes(node).scalar
+    if known is not None:
+        return known
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    if node.op == "get_attr":
+        return notes(node).ndim == 0
+    rank = facts_of(notes(node).op.name).rank
+    if rank == "reduced":
+        return len(node.args) == 1 and not ({"dim", "axis"} & node.kwargs.keys())
+    sources = node.all_input_nodes
+    return rank == "kept" and bool(sources) and all(notes(source).scalar for source in sources)
