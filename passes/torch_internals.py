@@ -36,6 +36,7 @@ __all__ = [
     "schema_of",
     "set_grad_enabled",
     "trace_again_by",
+    "tree_leaves",
     "tree_map",
 ]
 
@@ -48,7 +49,7 @@ with needed:
     from torch.autograd.grad_mode import _enter_inference_mode as enter_inference_mode  # and for inference_mode
     from torch.autograd.grad_mode import _exit_inference_mode as exit_inference_mode
     from torch.fx._lazy_graph_module import _LazyGraphModule as LazyBase  # writes its source when it is called
-    from torch.utils._pytree import tree_map
+    from torch.utils._pytree import tree_leaves, tree_map
 
     _CORE: Final[Any] = torch._C  # what is built in C++ has no stubs
     builtin_nn: Final[Any] = _CORE._nn

@@ -1,5 +1,8 @@
 """The invariants of a rewritten graph, checked on the result of each pass from the one on that establishes them.
 
+What the annotations say of results is judged by torch in the end: the graph is run once on fake tensors, which know
+nothing of the op table, of rules or of the passes.
+
 Nothing is rewritten here. A broken invariant is a bug of fxprec: the error names the pass, the node, what was found and
 what was expected::
 
@@ -18,6 +21,7 @@ from torch.fx import GraphModule, Node
 from fxprec.errors import InvariantError
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.context import Context, PassResult
+from fxprec.passes.dtypes.fake_run import run_on_fakes
 from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNDECIDED, UNKNOWN, Arrival, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.grad_mode import recorded
@@ -38,7 +42,7 @@ class Violation(NamedTuple):
 
 
 class Invariant(NamedTuple):
-    """``holds_after``: the first pass on whose result it must hold."""
+    """``holds_after``: the first pass on whose result it must hold; "verify": it is checked once, in the end."""
 
     text: str
     holds_after: str
@@ -118,6 +122,11 @@ def _non_floats_untouched(gm: GraphModule, context: Context) -> Iterator[Violati
             yield Violation(node.name, "a cast whatever arrives", "one that looks at run time")
 
 
+def _as_torch_says(gm: GraphModule, context: Context) -> Iterator[Violation]:
+    for node, got, stated in run_on_fakes(gm):
+        yield Violation(node.name, dtype_name(got), dtype_name(stated))
+
+
 def _outputs(gm: GraphModule, context: Context) -> Iterator[Violation]:
     returns = notes(gm.graph.output_node()).precision
     if not context.keep_output_dtype or returns.reads is Arrival.AS_IT_ARRIVES:
@@ -155,4 +164,5 @@ INVARIANTS: Final = (
     Invariant("module outputs keep their original dtype", "insert_casts", _outputs),
     Invariant("no cast is idle or made twice", "fold_casts", _least_casts),
     Invariant("a FULL op computes in FP32", "fuse", _full_in_fp32),
+    Invariant("every result has the dtype that torch gives it", "verify", _as_torch_says),
 )

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fxprec.model.module import is_converted
-from fxprec.passes.graph.annotations import CASTABLE, UNDECIDED, Precision, Rule, notes
+from fxprec.passes.dtypes.fake_run import differs
+from fxprec.passes.graph.annotations import UNDECIDED, Precision, Rule, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.programs.program import Executor, Program, lift, without_autocast
-from fxprec.torch_internals import tree_leaves
 
 __all__ = ["assert_annotations_hold"]
 
@@ -92,25 +91,13 @@ class _Checked(nn.Module):
 
 
 def _check(name: str, node: Node, value: Any) -> None:
-    precision = notes(node).precision
-    if not isinstance(value, Tensor) and precision is not UNDECIDED and precision.output is None:
-        return  # results of several dtypes (of a body): each is stated where it is taken out
-    if node.target is operator.getitem and not node.users:
-        return  # as the results of several that nobody takes apart
-    unused = notes(node).wide if precision.rule is not Rule.KEEP else ()
-    for port, leaf in enumerate(tree_leaves(value)):
-        if not isinstance(leaf, Tensor) or port in unused:
-            continue
-        if leaf.dtype in CASTABLE:
-            expected = precision.output
-        else:
-            info = notes(node).dtype
-            expected = info if isinstance(info, torch.dtype) else leaf.dtype
-        if leaf.dtype != expected:
-            raise AssertionError(
-                f"node %{name} ({node.format_node()}): got {dtype_name(leaf.dtype)}, expected {dtype_name(expected)}"
-                + (f" ({precision.rule}: {precision.why})" if precision is not UNDECIDED else "")
-            )
+    found = differs(node, value)
+    if found is not None:
+        precision = notes(node).precision
+        raise AssertionError(
+            f"node %{name} ({node.format_node()}): got {dtype_name(found.got)}, expected {dtype_name(found.stated)}"
+            + (f" ({precision.rule}: {precision.why})" if precision is not UNDECIDED else "")
+        )
 
 
 def _checking_lift(ran: list[str]) -> Callable[..., Program]:

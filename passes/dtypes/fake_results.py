@@ -18,7 +18,7 @@ from fxprec.kernels.torch_internals import FakeTensor
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, notes
 from fxprec.passes.torch_internals import FakeTensorMode, no_autocast
 
-__all__ = ["fake_result", "hint", "numel_of", "value_dtype"]
+__all__ = ["fake_result", "hint", "numel_of", "quietly", "value_dtype"]
 
 
 def numel_of(value: Any) -> Any:
@@ -86,7 +86,7 @@ def _doubtful(captured: DTypeInfo, low: torch.dtype) -> DTypeInfo:
 
 def _rerun(node: Node) -> Any:
     mode = next(source.meta["val"].fake_mode for source in node.all_input_nodes if _is_fake(source.meta.get("val")))
-    with _quietly(mode):
+    with quietly(mode):
         args, kwargs = map_arg((node.args, node.kwargs), _original)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -111,7 +111,7 @@ def _original(source: Node) -> Any:
 
 
 @contextlib.contextmanager
-def _quietly(mode: FakeTensorMode) -> Iterator[None]:
+def quietly(mode: FakeTensorMode) -> Iterator[None]:
     """Fake tensors, no autocast, no gradients, and no trace of the question in the guards of the capture."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_autocast())

@@ -154,6 +154,7 @@ def test_a_pickle_is_traced_by_the_tracer_that_the_graph_names() -> None:
     assert [node.op for node in loaded.graph.nodes].count("get_attr") == 1
 
 
-@contract("passes", "tree_map")
+@contract("passes", "tree_leaves", "tree_map")
 def test_trees_are_mapped() -> None:
+    assert of_passes.tree_leaves({"a": [1, (2,)], "b": None}) == [1, 2, None]
     assert of_passes.tree_map(lambda x: x + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}

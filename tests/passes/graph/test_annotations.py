@@ -1,0 +1,107 @@
+"""Annotations: every field has one writer, and an answer where nobody wrote it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule
+
+from fxprec.passes.canonicalize import every_graph
+from fxprec.passes.graph.annotations import NO_OP, UNDECIDED, Annotations, Arrival, Precision, Rule, notes
+from fxprec.passes.runner import PIPELINE
+
+#: Field -> the pass that writes it.
+WRITERS = {name: field.by for name, field in vars(Annotations).items() if hasattr(field, "by")}
+NAMES = [step.__name__ for step in PIPELINE]
+
+
+def written(gm: GraphModule) -> dict[tuple[int, str], tuple[Any, dict[str, Any]]]:
+    """(graph, node) -> what the node calls, and its annotations."""
+    return {
+        (number, node.name): ((node.op, node.target), {key: node.meta[key] for key in WRITERS if key in node.meta})
+        for number, each in enumerate(every_graph(gm))
+        for node in each.graph.nodes
+    }
+
+
+def attention(ids, table, w, w3):
+    x = F.embedding(ids, table)
+    query, key, value = F.linear(F.layer_norm(x, (8,)), w3).chunk(3, -1)
+    scores = (query @ key.transpose(-1, -2)) * 8**-0.5
+    x = x + F.linear(scores.masked_fill(scores > 1.0, -1e30).softmax(-1) @ value, w)
+    return x + F.linear(F.gelu(F.linear(F.layer_norm(x, (8,)), w)), w)
+
+
+def convolutions(x, w, mean, var, head, bias, target):
+    """A bias that is split, in-place writes, sums and a loss."""
+    y = F.relu(F.batch_norm(F.conv2d(x, w), mean, var, training=True), inplace=True)
+    logits = F.dropout(F.gelu(F.linear(y.mean((2, 3)), head, bias)), 0.1)
+    logits += 1.0
+    return F.cross_entropy(logits, target), logits.sum()
+
+
+CASES = {
+    "attention": (attention, (torch.arange(6).view(1, 6), torch.randn(9, 8), torch.randn(8, 8), torch.randn(24, 8))),
+    "convolutions": (
+        convolutions,
+        (torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.zeros(4), torch.ones(4), torch.randn(5, 4),
+         torch.randn(5), torch.tensor([1, 2])),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [{}, {"regions": "triton"}, {"level": "O2"}, {"placement": "autocast"}], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_pass_writes_its_own_fields_of_nodes_that_are_there(tools, case, settings):
+    function, inputs = CASES[case]
+    gm, context = tools.traced(function, *inputs), tools.context(**settings)
+    seen = {"capture"}
+    for step in PIPELINE:
+        before = written(gm)
+        gm = step(gm, context).gm
+        for key, (call, now) in written(gm).items():
+            if key not in before or before[key][0] != call:
+                continue  # a node that the pass made, or made another one of
+            was = before[key][1]
+            changed = {field for field in WRITERS if (field in was, was.get(field)) != (field in now, now.get(field))}
+            assert {WRITERS[field] for field in changed} <= {step.__name__}, (step.__name__, key, changed)
+            seen |= {WRITERS[field] for field in changed}
+    assert seen >= {"canonicalize", "propagate", "decide"}
+
+
+def test_every_writer_is_capture_or_a_pass():
+    assert set(WRITERS.values()) <= {"capture", *NAMES}
+
+
+def test_what_nobody_wrote_has_an_answer_and_is_not_stated():
+    node = Graph().placeholder("x")
+    assert notes(node).op is NO_OP and notes(node).precision is UNDECIDED and not notes(node).inserted
+    assert not any(notes(node).state(field) for field in WRITERS)
+    assert node.meta == {}, "asking writes nothing"
+
+
+def test_fields_lie_in_meta_and_go_with_copies():
+    graph = Graph()
+    x = graph.placeholder("x")
+    notes(x).precision = Precision.arriving(None, torch.float32, Rule.KEEP, "a test")
+    assert x.meta["precision"] is notes(x).precision
+    graph.output(x)
+    copied = next(iter(copy.deepcopy(graph).nodes))
+    assert notes(copied).precision == notes(x).precision
+    del notes(x).precision
+    assert notes(x).precision is UNDECIDED and "precision" not in x.meta
+    del notes(x).precision  # nothing is there to delete
+
+
+def test_precisions_of_before_arrivals_were_named_load():
+    precision = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, Rule.LOW, "a test")
+    assert pickle.loads(pickle.dumps(precision)) == precision
+    old = Precision.__new__(Precision)
+    old.__setstate__([None, None, torch.float32, Rule.KEEP, "a test"])
+    assert old == Precision.arriving(None, torch.float32, Rule.KEEP, "a test")
+    assert old.reads is Arrival.AS_IT_ARRIVES
