@@ -90,6 +90,7 @@ __all__ = [
     "scaler_states",
     "set_called",
     "set_eval_frame",
+    "set_scaler_states",
     "sharded_modules",
     "shown_to_dynamo",
     "skipped_by_dynamo",
@@ -590,9 +591,14 @@ def scaler_states(scaler: GradScaler) -> dict[int, dict[str, Any]]:
     return scaler._per_optimizer_states
 
 
-def fresh_states() -> dict[str, Any]:
-    """The attribute that ``scaler_states`` reads, as it is after an update."""
-    return {"_per_optimizer_states": defaultdict(_refresh_per_optimizer_state)}
+def set_scaler_states(scaler: GradScaler, states: dict[int, dict[str, Any]]) -> None:
+    """Set what ``scaler_states`` gives, of torch's own scaler."""
+    scaler._per_optimizer_states = states
+
+
+def fresh_states() -> dict[int, dict[str, Any]]:
+    """What ``scaler_states`` gives after an update."""
+    return defaultdict(_refresh_per_optimizer_state)
 
 
 # -- devices and ranks -------------------------------------------------------------------------------------------------

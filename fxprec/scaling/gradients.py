@@ -7,22 +7,23 @@ adding up duplicate indices may overflow; of a DTensor the local shard is taken,
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxprec.torch_internals import sparse_values
 
 __all__ = [
     "Grouped",
+    "ParameterNames",
     "dtensor_type",
     "few",
     "grouped",
     "local",
-    "parameter_names",
     "parameters_of",
     "refuse_dtypes",
     "summed",
@@ -129,15 +130,22 @@ def dtensor_type() -> Any:
     return None if module is None else module.DTensor
 
 
-def parameter_names(optimizer: Optimizer, known: Callable[[Tensor], str | None]) -> dict[int, str]:
-    """id -> name: from named groups, else from the converted model, else by place and shape."""
-    names: dict[int, str] = {}
-    for i, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names")
-        for j, parameter in enumerate(group["params"]):
-            place = f"param_groups[{i}]['params'][{j}] of shape {tuple(parameter.shape)}"
-            names[id(parameter)] = given[j] if given is not None else known(parameter) or place
-    return names
+class ParameterNames:
+    """An optimizer -> id of each of its parameters -> its name: of named groups, else of ``model``, else by place."""
+
+    def __init__(self) -> None:
+        self.model: weakref.ref[nn.Module] | None = None
+
+    def __call__(self, optimizer: Optimizer) -> dict[int, str]:
+        model = None if self.model is None else self.model()
+        known = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+        names: dict[int, str] = {}
+        for i, group in enumerate(optimizer.param_groups):
+            given = group.get("param_names")
+            for j, parameter in enumerate(group["params"]):
+                place = f"param_groups[{i}]['params'][{j}] of shape {tuple(parameter.shape)}"
+                names[id(parameter)] = given[j] if given is not None else known.get(id(parameter), place)
+        return names
 
 
 def few(names: list[str], most: int = 5) -> str:

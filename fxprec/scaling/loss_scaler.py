@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from inspect import signature
-from typing import Any, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,17 +18,39 @@ from torch.optim import Optimizer
 
 from fxprec.errors import GradientsWarning, LossScaleFloorError, NoGradientsError
 from fxprec.scaling import arguments
+from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.device_step import can_skip_on_device, step_on_device
 from fxprec.scaling.gradient_checks import GradientChecks
-from fxprec.scaling.gradients import parameters_of
+from fxprec.scaling.gradients import ParameterNames, parameters_of
+from fxprec.scaling.loss_scale import LossScale
+from fxprec.scaling.outputs import scaled
+from fxprec.scaling.records import Records
 from fxprec.scaling.refusals import floor_message, no_gradients
-from fxprec.scaling.scale_loss import add_back, scaled_loss
+from fxprec.scaling.resume import checked_blocks, saved_blocks
+from fxprec.scaling.scale_loss import add_back, gradients_aside, owners_of, refuse_loss
+from fxprec.scaling.scales import Scales
 from fxprec.scaling.stages import ASIDE, BY_LOSS, DELAYED, OPEN
 
 __all__ = ["LossScaler"]
 
 
-class LossScaler(GradientChecks):
+def _of_first_loss(name: str) -> Any:
+    def get(self: LossScaler) -> Tensor | None:
+        return getattr(self._scales.losses[0], name)
+
+    def set_(self: LossScaler, value: Tensor | None) -> None:
+        if value is not None and not self._scales.placed:
+            self._scales.place(value.device)
+        setattr(self._scales.losses[0], name, value)
+
+    return property(get, set_)
+
+
+def _of_scales(name: str) -> Any:
+    return property(lambda self: getattr(self._scales, name))
+
+
+class LossScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` with the same calls, stages and state, and more to see and to set.
 
     A low-precision loss is cast to FP32 before it is scaled. From ``scale`` to ``update`` nothing waits for the device
@@ -58,6 +82,75 @@ class LossScaler(GradientChecks):
     Sources: torch.amp.GradScaler; Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
     """
 
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        dynamic: bool = True,
+        fp16_gradients: bool = False,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+        num_losses: int = 1,
+        process_group: Any = None,
+        on_floor: Literal["raise", "warn"] | None = "raise",
+        recheck: bool = False,
+    ) -> None:
+        self._scales = Scales(
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            dynamic=dynamic,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            hysteresis=hysteresis,
+            consecutive_hysteresis=consecutive_hysteresis,
+            num_losses=num_losses,
+        )
+        arguments.checked_choice("on_floor", on_floor, ("raise", "warn", None))
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+        self._enabled = torch.amp.GradScaler(self._device, enabled=enabled).is_enabled()  # it warns without CUDA
+        self._recheck = recheck
+        self._compose(fp16_gradients, process_group, 0, on_floor)
+
+    def _compose(self, fp16_gradients: bool, process_group: Any, skipped: int, on_floor: Any) -> None:
+        """What is known of other objects: nothing yet."""
+        self._names = ParameterNames()
+        self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        self._records = Records(self._scales, self._known, skipped=skipped, on_floor=on_floor)
+        self._checks = GradientChecks(self._scales, fp16_gradients, process_group, self._names)
+
+    # torch's private names, which Lightning, Accelerate and optimizers that take the scaler read.
+    _scale: Any = _of_first_loss("scale")
+    _growth_tracker: Any = _of_first_loss("growth_tracker")
+    _growth_factor: Any = _of_scales("growth_factor")
+    _backoff_factor: Any = _of_scales("backoff_factor")
+    _growth_interval: Any = _of_scales("growth_interval")
+    _init_scale: Any = property(lambda self: self._scales.losses[0].start[0])
+    _init_growth_tracker: Any = property(lambda self: self._scales.losses[0].start[1])
+    _per_optimizer_states: Any = property(lambda self: self._records.states)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._scales.place(dev)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return self._checks.unscale(self._records, optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if not self._scales.placed and self._checks.process_group is not None:
+            # A pipeline stage without a loss: its gradients come from other ranks, scaled.
+            self._scales.place(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
+
     def scale(self, outputs: Any) -> Any:
         """The loss, or each tensor of a list, tuple, namedtuple or other iterable, times the scale, in FP32 or wider.
 
@@ -67,7 +160,7 @@ class LossScaler(GradientChecks):
         if not self._enabled:
             return outputs
         result = self._scaled(0, outputs)
-        self._scaled_outside = True
+        self._records.scaled_outside = True
         return result
 
     def scale_loss(
@@ -97,7 +190,7 @@ class LossScaler(GradientChecks):
         """
         if not self._enabled:
             return nullcontext(loss)
-        return scaled_loss(self, loss, optimizers, loss_id, delay_unscale)
+        return self._scale_loss(loss, optimizers, loss_id, delay_unscale)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place (sparse ones may be replaced), and check them.
@@ -110,7 +203,8 @@ class LossScaler(GradientChecks):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
-        state = self._state_of(optimizer, "unscale_")
+        records = self._records
+        state = records.state_of(optimizer, "unscale_")
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update(). Call it once a step, "
@@ -120,13 +214,13 @@ class LossScaler(GradientChecks):
             raise RuntimeError("unscale_() is being called after step(). Call it between backward() and step()")
         self._require_scaled("unscale_")
         loss_id = state.get(DELAYED, 0)
-        scale = cast(Tensor, self._losses[loss_id].scale)
+        scale = self._scale_of(loss_id)
         # As torch: FP32 division can be imprecise for certain compile options.
         inverse = scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
-        found = self._unscale_grads_(optimizer, inverse, torch.zeros_like(scale), allow_fp16=False)
+        found = self._checks.unscale(records, optimizer, inverse, torch.zeros_like(scale), allow_fp16=False)
         state.pop(DELAYED, None)
         state["stage"] = OptState.UNSCALED
-        self._record(state, [loss_id], found)
+        records.record(state, [loss_id], found)
         add_back(state.pop(ASIDE, []))
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, **kwargs: Any) -> Tensor:
@@ -140,7 +234,7 @@ class LossScaler(GradientChecks):
         Returns:
             The norm before clipping; inf or nan where the step will be skipped.
         """
-        if self._enabled and self._state_of(optimizer, "clip_grad_norm_")["stage"] is OptState.READY:
+        if self._enabled and self._records.state_of(optimizer, "clip_grad_norm_")["stage"] is OptState.READY:
             self.unscale_(optimizer)
         return torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, **kwargs)
 
@@ -157,7 +251,8 @@ class LossScaler(GradientChecks):
             return optimizer.step(*args, **kwargs)
         arguments.refuse_closure(args, kwargs)
         self._check_scale_growth_tracker("step")
-        state = self._state_of(optimizer, "step")
+        records, checks = self._records, self._checks
+        state = records.state_of(optimizer, "step")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
                 "step() has already been called since the last update(). Call scaler.update() once at the end of every "
@@ -169,15 +264,15 @@ class LossScaler(GradientChecks):
         if _wants_scaler(optimizer):
             result = super().step(optimizer, *args, **kwargs)
             if state["found_inf_per_device"]:
-                self._skips.note_on_device(optimizer, state["found_inf_per_device"])
+                records.skips.note_on_device(optimizer, state["found_inf_per_device"])
             return result
         on_device, unscales = can_skip_on_device(optimizer), False
         if state["stage"] is OptState.UNSCALED:
             if self._recheck:
-                self._record(state, state.get(BY_LOSS, [0]), self._check_only(optimizer))
+                records.record(state, state.get(BY_LOSS, [0]), checks.check(records, optimizer))
         elif on_device or hasattr(optimizer, "check_gradients"):
             unscales = True
-            self._record(state, [0], self._check_for_device(optimizer, state))
+            records.record(state, [0], checks.check_for_step(records, optimizer, state))
         else:
             self.unscale_(optimizer)
         found = state["found_inf_per_device"]
@@ -185,16 +280,16 @@ class LossScaler(GradientChecks):
             raise no_gradients(optimizer)
         if not on_device and any(flag.item() for flag in found.values()):
             result = None
-            self._skips.note_skip(optimizer, self.parameter_names(optimizer))
+            records.skips.note_skip(optimizer, self.parameter_names(optimizer))
         elif on_device or unscales:
-            result = step_on_device(optimizer, cast(Tensor, self._scale), state, args, kwargs)
+            result = step_on_device(optimizer, self._scales.first, state, args, kwargs)
             if on_device:
-                self._skips.note_on_device(optimizer, found)
+                records.skips.note_on_device(optimizer, found)
             else:
-                self._skips.note_step()
+                records.skips.note_step()
         else:
             result = optimizer.step(*args, **kwargs)
-            self._skips.note_step()
+            records.skips.note_step()
         state["stage"] = OptState.STEPPED
         return result
 
@@ -211,48 +306,50 @@ class LossScaler(GradientChecks):
         """
         if not self._enabled:
             return
+        records = self._records
         self._check_scale_growth_tracker("update")
-        if any(DELAYED in state or OPEN in state for state in self._per_optimizer_states.values()):
+        if any(DELAYED in state or OPEN in state for state in records.states.values()):
             raise RuntimeError(
                 "update() within scale_loss, or gradients of scale_loss(..., delay_unscale=True) are still scaled, and "
                 "an update may change the scale: close the accumulation with a scale_loss that unscales"
             )
         if new_scale is not None:
             value = arguments.checked_new_scale(new_scale, self._device)
-            arguments.checked_bounds(self._bounds[0], value, self._bounds[1])
-            self._before_update()
-            for loss in self._losses:
-                cast(Tensor, loss.scale).fill_(value)
-            self._floor.reset()
+            low, high = self._scales.bounds
+            arguments.checked_bounds(low, value, high)
+            records.before_update()
+            self._scales.fill(value)
+            records.floor.reset()
         else:
-            updated = [*self._found()]
+            updated = [*records.found()]
             if not updated:
                 raise NoGradientsError(
                     "No inf checks were recorded prior to update: no optimizer was stepped or unscaled through the "
                     "scaler since the last update. Call scaler.step(optimizer) before, or update(new_scale)"
                 )
-            self._before_update()
-            rule = self._rule()
+            records.before_update()
+            rule = self._scales.rule(records.floor.near)
             for loss, found in updated:
                 loss.update(found, rule)
-            self._floor.note(updated, self._losses, rule)
+            records.floor.note(updated, self._scales.losses, rule)
         self._end_iteration()
 
     def _end_iteration(self) -> None:
-        self._forget_iteration()
-        self._skips.begin()
-        if self._floor.fallen(self._backoff_factor) and self._on_floor is not None:
+        records = self._records
+        records.forget_iteration()
+        records.skips.begin()
+        if records.floor.fallen(self._scales.backoff_factor) and records.on_floor is not None:
             message = floor_message(
-                [loss.number() for loss in self._losses], self.skipped_steps, self.overflow_parameters()
+                [loss.number() for loss in self._scales.losses], self.skipped_steps, self.overflow_parameters()
             )
-            if self._on_floor == "raise":
+            if records.on_floor == "raise":
                 raise LossScaleFloorError(message)
             warnings.warn(message, GradientsWarning, stacklevel=3)
 
     def _before_replay(self, optimizer: Optimizer) -> None:
         """A captured iteration, with ``step`` and ``update``, is about to run."""
         self._known[id(optimizer)] = optimizer
-        self._old.before_update(cast(Tensor, self._scale), self._known, {id(optimizer)})
+        self._records.before_update({id(optimizer)})
 
     def _after_replay(self, optimizer: Optimizer, found: Tensor) -> None:
         """It was launched: note what ``step`` and ``update`` would have. ``found``: its flag, 0-dim FP32.
@@ -260,24 +357,48 @@ class LossScaler(GradientChecks):
         Raises:
             LossScaleFloorError: as ``update``.
         """
-        self._skips.note_on_device(optimizer, {found.device: found})
-        self._floor.note([(self._losses[0], found)], self._losses, self._rule())
+        records, losses = self._records, self._scales.losses
+        records.skips.note_on_device(optimizer, {found.device: found})
+        records.floor.note([(losses[0], found)], losses, self._scales.rule(records.floor.near))
         self._end_iteration()
+
+    def _found_by(self, optimizer: Optimizer) -> Tensor:
+        """One flag of what was found in the gradients of this optimizer since the last update; 0-dim FP32."""
+        return self._records.found_by(optimizer)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Iterations in the block leave nothing but the numbers of the scales: a graph is captured."""
+        kept, self._records = self._records, Records(self._scales, self._known)
+        try:
+            yield
+        finally:
+            self._records = kept
+
+    def _drop_iteration(self) -> None:
+        """It ended in an error, and its gradients are gone."""
+        self._records.forget_iteration()
+        self._records.skips.begin()
+
+    @property
+    def process_group(self) -> Any:
+        """Ranks that skip together, where the constructor was given any."""
+        return self._checks.process_group
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether a step of the last iteration (or of this one, once it stepped) was skipped. Reads the device."""
-        return self._skips.last
+        return self._records.skips.last
 
     @property
     def skipped_steps(self) -> int:
         """How many optimizer steps were skipped so far; saved with the state. Reads the device."""
-        return self._skips.count
+        return self._records.skips.count
 
     def found_inf(self, loss_id: int = 0) -> bool:
         """Whether the gradients that were checked since the last ``update`` hold inf or nan. Reads the device."""
-        wanted = self._losses[loss_id]
-        return self._enabled and any(bool(found > 0) for loss, found in self._found() if loss is wanted)
+        wanted = self._scales.losses[loss_id]
+        return self._enabled and any(bool(found > 0) for loss, found in self._records.found() if loss is wanted)
 
     def overflow_parameters(self) -> list[str]:
         """Names of the parameters whose gradients held inf or nan in the last skipped step. Reads the device.
@@ -287,7 +408,170 @@ class LossScaler(GradientChecks):
 
         After a step that was skipped on the device, ask before ``zero_grad``: the gradients themselves are looked at.
         """
-        return self._skips.parameters(self.parameter_names)
+        return self._records.skips.parameters(self.parameter_names)
+
+    def parameter_names(self, optimizer: Optimizer) -> dict[int, str]:
+        """id -> name, as messages have them: of named groups, of the converted model, else place and shape."""
+        return self._names(optimizer)
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Take names from this model (held weakly); ``convert`` does."""
+        self._names.model = weakref.ref(model)
+
+    def get_scale(self, loss_id: int = 0) -> float:
+        """The scale of a loss; 1.0 if scaling is disabled. Reads the device."""
+        return self._scales.losses[loss_id].number() if self._enabled else 1.0
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Raises LossScaleError unless it is above 1."""
+        self._scales.growth_factor = arguments.checked_factors(new_factor, 0.5)[0]
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Raises LossScaleError unless it is between 0 and 1."""
+        self._scales.backoff_factor = arguments.checked_factors(2.0, new_factor)[1]
+        self._records.floor.reset()
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Raises LossScaleError unless it is a whole number of at least 1."""
+        self._scales.growth_interval = arguments.checked_interval("growth_interval", new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five keys, and "fxprec": each loss's scale and trackers, skips, how gradients stand.
+
+        Loads into ``torch.amp.GradScaler`` too. Save between two iterations; or within an accumulation, with the
+        gradients, after any ``backward`` or ``scale_loss``.
+
+        Raises:
+            RuntimeError: ``scale_loss`` keeps gradients of earlier losses aside, which you cannot save.
+        """
+        if not self._enabled:
+            return {}
+        records = self._records
+        states = [(self._known[i], state) for i, state in records.states.items() if i in self._known]
+        extra = {
+            "losses": self._scales.saved(),
+            "skipped_steps": records.skips.count,
+            "scaled": records.scaled,
+            "blocks": saved_blocks(states) + records.blocks,
+        }
+        return {**super().state_dict(), "fxprec": extra}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of ours or of ``torch.amp.GradScaler``. Nothing changes if it is refused.
+
+        Raises:
+            TypeError: no dict. RuntimeError: empty, or keys are missing. LossScaleError: (a ValueError) numbers out of
+                range, or another number of losses.
+        """
+        if not self._enabled:
+            return
+        losses = arguments.checked_state(state_dict, len(self._scales.losses))
+        extra = state_dict.get("fxprec", {})
+        blocks = checked_blocks(extra.get("blocks", []), len(losses))
+        self._scales.load(state_dict, losses)
+        old = self._records
+        self._records = Records(self._scales, self._known, skipped=extra.get("skipped_steps", 0), on_floor=old.on_floor)
+        self._records.captured = old.captured
+        if extra.get("scaled"):  # saved within an accumulation: its gradients come from a file, not from a backward
+            self._records.scaled, self._records.blocks = True, blocks
+            if not self._scales.placed:
+                self._scales.place(torch.device(self._device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, copy and deepcopy, between two iterations, as torch's.
+
+        Raises:
+            AssertionError: within one. TypeError: a process group, which only this process knows.
+        """
+        if self._checks.process_group is not None:
+            raise TypeError("a LossScaler with a process_group cannot be pickled or copied: save its state_dict()")
+        if self._records.states:
+            raise AssertionError(
+                "A LossScaler may only be pickled at the beginning of an iteration, or at the end after scaler.update()"
+            )
+        parts = {
+            "_scales": copy.copy(self._scales),
+            "fp16_gradients": self._checks.fp16_gradients,
+            "skipped": self._records.skips.count,
+            "on_floor": self._records.on_floor,
+        }
+        return {name: value for name, value in self.__dict__.items() if name not in _COMPOSED} | parts
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = _of_0_1(state) if "_losses" in state else dict(state)
+        fp16_gradients, skipped, on_floor = (state.pop(name) for name in ("fp16_gradients", "skipped", "on_floor"))
+        self.__dict__.update(state)
+        self._compose(fp16_gradients, None, skipped, on_floor)
+
+    def _scale_of(self, loss_id: int) -> Tensor:
+        scale = self._scales.losses[loss_id].scale
+        assert scale is not None, "used before it was placed"
+        return scale
+
+    def _scaled(self, loss_id: int, outputs: Any) -> Any:
+        records = self._records
+
+        def times_scale(tensor: Tensor) -> Tensor:
+            if not self._scales.placed:
+                self._scales.place(tensor.device)
+            scale = self._scale_of(loss_id)
+            if capturing(tensor.device):
+                records.captured = True
+            result = tensor * scale.to(tensor.device, non_blocking=True)
+            records.old.watch(result, scale)
+            return result
+
+        records.claimed.clear()
+        result = scaled(outputs, times_scale)
+        records.scaled = True
+        return result
+
+    @contextmanager
+    def _scale_loss(
+        self, loss: Any, optimizers: Optimizer | Iterable[Optimizer], loss_id: int, delay_unscale: bool
+    ) -> Iterator[Any]:
+        owners = owners_of(optimizers)
+        refuse_loss(self._records, owners, loss_id)
+        result = self._scaled(loss_id, loss)
+        with gradients_aside(self._records, self._checks, owners, loss_id, delay_unscale):
+            yield result
+        for owner in () if delay_unscale else owners:
+            self.unscale_(owner)
+
+    def _require_scaled(self, call: str) -> None:
+        records = self._records
+        if not (records.scaled or records.captured) and self._checks.process_group is None:
+            raise RuntimeError(
+                f"{call}() would divide gradients by a scale of {self.get_scale():g}, but nothing was scaled since the "
+                "last update(): call scaler.scale(loss).backward(), or optimizer.step() for gradients without a scale"
+            )
+
+
+#: Made anew for a copy, or from a file.
+_COMPOSED = frozenset({"_names", "_known", "_records", "_checks"})
+
+
+def _of_0_1(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a scaler that version 0.1 pickled: its attributes, without parts."""
+    scales = Scales.__new__(Scales)
+    scales.__dict__.update(
+        losses=[LossScale(*loss.numbers()) for loss in state["_losses"]],
+        growth_factor=state["_growth_factor"],
+        backoff_factor=state["_backoff_factor"],
+        growth_interval=state["_growth_interval"],
+        hysteresis=state["_hysteresis"],
+        consecutive=state["_consecutive"],
+        bounds=state["_bounds"],
+    )
+    return {
+        "_scales": scales,
+        "_device": state["_device"],
+        "_enabled": state["_enabled"],
+        "_recheck": state["_recheck"],
+        "fp16_gradients": state["_fp16_gradients"],
+        "skipped": state["_skips"].count,
+        "on_floor": state["_on_floor"],
+    }
 
 
 def _wants_scaler(optimizer: Optimizer) -> bool:

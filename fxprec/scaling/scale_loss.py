@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ from torch.optim import Optimizer
 
 from fxprec.scaling.gradient_checks import GradientChecks
 from fxprec.scaling.gradients import parameters_of
+from fxprec.scaling.old_scale import holds_any
+from fxprec.scaling.records import Records
 from fxprec.scaling.refusals import claim
 from fxprec.scaling.stages import ASIDE, BLOCKS, DELAYED, OPEN
 from fxprec.torch_internals import foreach_add_, is_view
 
-__all__ = ["add_back", "scaled_loss"]
+__all__ = ["add_back", "gradients_aside", "owners_of", "refuse_loss"]
 
 
 class _Kept(NamedTuple):
@@ -67,34 +69,54 @@ class _Before(NamedTuple):
     scaled: bool
 
 
+def refuse_loss(records: Records, owners: list[Optimizer], loss_id: int) -> None:
+    """Raise what ``LossScaler.scale_loss`` does before anything is scaled."""
+    losses = len(records.scales.losses)
+    if not 0 <= loss_id < losses:
+        raise IndexError(f"loss_id={loss_id}: this scaler has {losses} losses; LossScaler(num_losses=...) makes more")
+    for optimizer in owners:
+        state = records.state_of(optimizer, "scale_loss")
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError(f"{type(optimizer).__name__} has stepped: scaler.update() before the next scale_loss")
+        if state.get(DELAYED, loss_id) != loss_id:
+            raise RuntimeError(
+                f"gradients of loss {state[DELAYED]} are there, still scaled (delay_unscale=True): unscale them "
+                f"before the backward of loss {loss_id}, or they cannot be told apart"
+            )
+        if records.scaled_outside and DELAYED not in state and state["stage"] is OptState.READY:
+            # Reads from the device, where scale and scale_loss are used in one iteration only.
+            if any(p.grad is not None and holds_any(p.grad) for p in parameters_of(optimizer)):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} has gradients, and scale() was called since the last update: they "
+                    "may still be scaled. scaler.unscale_ the optimizer before scale_loss, or use scale_loss for "
+                    "all its losses; or zero_grad() it"
+                )
+
+
 @contextmanager
-def scaled_loss(
-    scaler: GradientChecks, loss: Tensor, optimizers: Optimizer | Iterable[Optimizer], loss_id: int, delay_unscale: bool
-) -> Iterator[Any]:
-    """The context; see ``LossScaler.scale_loss``."""
-    owners = _owners(optimizers)
-    scaled = scaler._scaled_for(loss_id, loss, owners)
-    before = [_put_aside(scaler, owner) for owner in owners]
+def gradients_aside(
+    records: Records, checks: GradientChecks, owners: list[Optimizer], loss_id: int, delay_unscale: bool
+) -> Iterator[None]:
+    """Around a backward of a scaled loss: gradients of earlier ones are aside, and as before if the block fails."""
+    before = [_put_aside(records, owner) for owner in owners]
     try:
-        yield scaled
+        yield
         if not delay_unscale:
             claimed: dict[int, weakref.ref[Optimizer]] = {}
             for owner in owners:
-                scaler._refuse(owner, claimed)
+                checks.refuse(records, owner, claimed)
                 claim(owner, claimed)
     except BaseException:
-        _restore(scaler, before)
+        _restore(records, before)
         raise
     for entry in before:
-        state = scaler._state_of(entry.optimizer)
+        state = records.state_of(entry.optimizer)
         del state[OPEN]
         state[DELAYED], state[BLOCKS] = loss_id, True
         if entry.scaled:
             add_back(entry.gradients)
         else:
             state[ASIDE] = entry.gradients
-    for owner in () if delay_unscale else owners:
-        scaler.unscale_(owner)
 
 
 @torch.no_grad()
@@ -116,7 +138,7 @@ def add_back(kept: list[_Kept]) -> None:
             k.add_back()
 
 
-def _owners(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+def owners_of(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     """Each optimizer once."""
     given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
     owners = {id(owner): owner for owner in given}
@@ -127,9 +149,9 @@ def _owners(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
 
 
 @torch.no_grad()
-def _put_aside(scaler: GradientChecks, optimizer: Optimizer) -> _Before:
+def _put_aside(records: Records, optimizer: Optimizer) -> _Before:
     """Gradients that are there are unscaled, or are restored if the block fails: no backward may add to them."""
-    state = scaler._state_of(optimizer)
+    state = records.state_of(optimizer)
     gradients = [_Kept.of(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
     for kept in gradients:
         kept.parameter.grad = None
@@ -139,10 +161,10 @@ def _put_aside(scaler: GradientChecks, optimizer: Optimizer) -> _Before:
 
 
 @torch.no_grad()
-def _restore(scaler: GradientChecks, before: list[_Before]) -> None:
+def _restore(records: Records, before: list[_Before]) -> None:
     """As on entry."""
     for entry in before:
-        state = scaler._state_of(entry.optimizer)
+        state = records.state_of(entry.optimizer)
         state["stage"] = entry.stage
         state.pop(OPEN, None)
         for parameter in parameters_of(entry.optimizer):

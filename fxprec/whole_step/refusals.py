@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fxprec.errors import CaptureError
 from fxprec.scaling.device_step import is_plain_step
 from fxprec.scaling.gradients import dtensor_type, parameters_of
+from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.whole_step.iteration import Iteration
 
 __all__ = ["buffers_in_place", "check_types", "check_values", "device_of", "refuse_ungraphable"]
@@ -66,7 +67,8 @@ def _refuse_distributed(iteration: Iteration) -> None:
     wrappers += [] if fsdp is None else [fsdp.FullyShardedDataParallel, fsdp.FSDPModule]
     wrapped = next((m for root in iteration.roots() for m in root.modules() if isinstance(m, tuple(wrappers))), None)
     sharded = dtensor is not None and any(isinstance(p, dtensor) for p in iteration.parameters)
-    if wrapped is not None or sharded or getattr(iteration.scaler, "_process_group", None) is not None:
+    ranks = isinstance(iteration.scaler, LossScaler) and iteration.scaler.process_group is not None
+    if wrapped is not None or sharded or ranks:
         what = "parameters that are DTensors" if wrapped is None else type(wrapped).__name__
         raise CaptureError(
             f"capture_step works in one process, and this model has {what if wrapped or sharded else 'several ranks'}: "

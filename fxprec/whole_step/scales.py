@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.torch_internals import fresh_states, place_scale, scale_names, scaler_states
+from fxprec.torch_internals import fresh_states, place_scale, scale_names, scaler_states, set_scaler_states
 
 __all__ = ["forget_iteration", "refuse_open_iteration", "scale_rule", "scale_tensors", "scaler_untouched"]
 
 
 def scale_tensors(scaler: GradScaler) -> list[Tensor]:
     """Scale and trackers, where they were placed."""
-    losses: Any = scaler._losses if isinstance(scaler, LossScaler) else [scaler]
+    losses: Any = scaler._scales.losses if isinstance(scaler, LossScaler) else [scaler]
     names = ("scale", "growth_tracker", "hysteresis_left") if isinstance(scaler, LossScaler) else scale_names
     if not scaler.is_enabled():
         return []
@@ -40,7 +40,7 @@ def refuse_open_iteration(scaler: GradScaler) -> None:
     if not scaler.is_enabled():
         return
     open_ = any(state["stage"] is not OptState.READY for state in scaler_states(scaler).values())
-    if open_ or getattr(scaler, "_scaled_since_update", False):
+    if open_ or (isinstance(scaler, LossScaler) and scaler._records.scaled):
         raise RuntimeError(
             "the scaler has begun an iteration (scale, unscale_ or step was called since its last update), and a "
             "captured step is a whole one: finish it with scaler.step and scaler.update, drop it with "
@@ -53,10 +53,9 @@ def forget_iteration(scaler: GradScaler) -> None:
     if not scaler.is_enabled():
         return
     if isinstance(scaler, LossScaler):
-        scaler._forget_iteration()
-        scaler._skips.begin()
+        scaler._drop_iteration()
     else:
-        scaler.__dict__.update(fresh_states())
+        set_scaler_states(scaler, fresh_states())
 
 
 @contextmanager
@@ -71,14 +70,19 @@ def scaler_untouched(scaler: GradScaler, device: torch.device) -> Iterator[None]
     place_scale(scaler, device)
     tensors = scale_tensors(scaler)
     values = [tensor.clone() for tensor in tensors]
-    aside = fresh_states()
-    if isinstance(scaler, LossScaler):
-        aside |= scaler._fresh_notes()
-    kept = {name: scaler.__dict__[name] for name in aside}
-    scaler.__dict__.update(aside)
+    try:
+        with scaler._aside() if isinstance(scaler, LossScaler) else _states_aside(scaler):
+            yield
+    finally:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+@contextmanager
+def _states_aside(scaler: GradScaler) -> Iterator[None]:
+    kept = scaler_states(scaler)
+    set_scaler_states(scaler, fresh_states())
     try:
         yield
     finally:
-        scaler.__dict__.update(kept)
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
+        set_scaler_states(scaler, kept)

@@ -276,7 +276,8 @@ def test_hooks_of_an_optimizer_are_seen() -> None:
     assert [[*hooks.values()] for hooks in of_fxprec.step_hooks(optimizer)] == [[print], [repr]]
 
 
-@contract("fxprec", "has_scaled", "place_scale", "scale_names", "growth_tracker", "scaler_states", "fresh_states")
+@contract("fxprec", "has_scaled", "place_scale", "scale_names", "growth_tracker", "scaler_states", "set_scaler_states",
+          "fresh_states")  # fmt: skip
 def test_a_scaler_keeps_its_scale_and_what_it_knows_of_optimizers() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -294,7 +295,7 @@ def test_a_scaler_keeps_its_scale_and_what_it_knows_of_optimizers() -> None:
     scaler.unscale_(optimizer)
     states = of_fxprec.scaler_states(scaler)
     assert states[id(optimizer)]["stage"] is OptState.UNSCALED and [*states[id(optimizer)]["found_inf_per_device"]]
-    scaler.__dict__.update(of_fxprec.fresh_states())
+    of_fxprec.set_scaler_states(scaler, of_fxprec.fresh_states())
     assert of_fxprec.scaler_states(scaler)[id(optimizer)]["stage"] is OptState.READY
     scaler.unscale_(optimizer)  # allowed again
 

@@ -125,7 +125,7 @@ def test_any_of_several_losses_may_fall():
 def test_a_changed_scale_wakes_the_watch(change):
     scaler = LossScaler("cpu", 2.0**20, min_scale=1.0)
     iteration(scaler, False)
-    assert not scaler._floor.near  # sleeps for 19 updates
+    assert not scaler._records.floor.near  # sleeps for 19 updates
     if change == "update":
         scaler.update(2.0)
     elif change == "load":

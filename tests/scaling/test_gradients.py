@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from fxprec.scaling.gradients import few, grouped, local, parameter_names, parameters_of, refuse_dtypes
+from fxprec.scaling.gradients import ParameterNames, few, grouped, local, parameters_of, refuse_dtypes
 
 
 def names_of(optimizer):
-    return parameter_names(optimizer, lambda parameter: None)
+    return ParameterNames()(optimizer)
 
 
 def with_gradients(*gradients):

@@ -629,7 +629,7 @@ def test_a_captured_cuda_graph_scales_unseen(monkeypatch):
     scaler, parameter = LossScaler("cpu", 4.0), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
     with monkeypatch.context() as capture:
-        capture.setattr("fxprec.scaling.gradient_checks.capturing", lambda device: True)
+        capture.setattr("fxprec.scaling.loss_scaler.capturing", lambda device: True)
         scaler.scale(parameter.sum())
     for _ in range(2):
         parameter.grad = torch.full((2,), 4.0)  # the replay

@@ -180,7 +180,7 @@ def test_an_optimizer_that_accumulates_across_updates_is_refused(window, first_w
     assert torch.equal(b.grad, gradient)
     second.zero_grad(set_to_none=False)  # as the message says
     scaler.step(second)
-    assert scaler._old._mixed == {}
+    assert scaler._records.old._mixed == {}
 
 
 def test_the_same_with_a_scale_that_did_not_change_is_fine():
@@ -246,7 +246,7 @@ def test_no_graph_and_no_loss_is_kept_alive(backward):
         scaler.scale((a * b).sum()).backward()
         scaler.step(first)
         scaler.update()
-    assert scaler._old._left or scaler._old._search is False
+    assert scaler._records.old._left or scaler._records.old._search is False
     gc.collect()
     gc.disable()
     try:
@@ -257,7 +257,7 @@ def test_no_graph_and_no_loss_is_kept_alive(backward):
         scaler.step(first)
         scaler.update()  # b is known to nobody; a hook is on the next loss
         scaler._known[id(first)] = first
-        scaler._old._search = True
+        scaler._records.old._search = True
 
         class Holds(torch.autograd.Function):
             @staticmethod
@@ -304,9 +304,9 @@ def test_a_copy_leaves_it_behind():
         scaler.scale((a * b).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert scaler._old._left
+    assert scaler._records.old._left
     again = copy.deepcopy(scaler)
-    assert not again._old._left and again.get_scale() == scaler.get_scale()
+    assert not again._records.old._left and again.get_scale() == scaler.get_scale()
 
 
 def test_holds_any():

@@ -22,7 +22,7 @@ def problem(count=1, dtype=torch.float32):
 def everything(scaler, parameters=()):
     """All that a refused call must leave as it was."""
     values = [(p.detach().clone(), None if p.grad is None else p.grad.clone()) for p in parameters]
-    return scaler.state_dict(), scaler._init_scale, scaler._scaled_since_update, str(values)
+    return scaler.state_dict(), scaler._init_scale, scaler._records.scaled, str(values)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_losses(outputs, message):
     scaler = LossScaler("cpu", 4.0)
     with pytest.raises(TypeError, match=message):
         scaler.scale(outputs)
-    assert not scaler._scaled_since_update
+    assert not scaler._records.scaled
     with pytest.raises(TypeError, match=message):
         next(iter(scaler.scale(output for output in [outputs])))  # a generator's are refused when they come
 

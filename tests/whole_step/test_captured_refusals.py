@@ -139,6 +139,9 @@ def test_contradictions_are_refused() -> None:
     parallel = nn.DataParallel(other.model)
     with pytest.raises(fxprec.CaptureError, match="DataParallel"):
         fxprec.capture_step(parallel, F.cross_entropy, other.optimizer, None, batches(1)[0])
+    ranks = fxprec.LossScaler("cpu", process_group=object())
+    with pytest.raises(fxprec.CaptureError, match="in one process, and this model has several ranks"):
+        fxprec.capture_step(other.model, F.cross_entropy, other.optimizer, ranks, batches(1)[0])
     moved = Net()
     optimizer = torch.optim.SGD(moved.parameters(), 0.1)
     moved.norm.to("meta")
