@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.annotations import NO_OP, notes
 
 __all__ = ["dtype_name", "format_graph"]
 
@@ -34,7 +34,7 @@ def _line(node: Node) -> str:
         call = f"{node.op}[{node.target}]" if node.op == "get_attr" else "placeholder"
         return f"%{node.name}: {dtype_name(_shown(node))} = {call}"
     op = notes(node).op
-    name = (op.name + ("_" if op.in_place else "")) if op else getattr(node.target, "__name__", str(node.target))
+    name = op.name + "_" * op.in_place if op is not NO_OP else getattr(node.target, "__name__", str(node.target))
     parts = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
     return f"%{node.name}: {dtype_name(_shown(node))} = {name}({', '.join(parts)})"
 

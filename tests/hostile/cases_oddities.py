@@ -105,7 +105,7 @@ def forward_by_partialmethod(t: Run):
         def run(self, x, scale):
             return super().forward(x) * scale
 
-        forward = functools.partialmethod(run, scale=2.0)
+        forward = functools.partialmethod(run, scale=2.0)  # type: ignore[assignment]
 
     t.changes(M(), again)
 
@@ -253,7 +253,7 @@ def names_of_python(t: Run):
 
         def forward(self, x):
             for name in ("class", "lambda", "None", "self", "def"):
-                x = torch.tanh(self._modules[name](x))
+                x = torch.tanh(self._modules[name](x))  # type: ignore[misc]
             return x
 
     t.changes(M(), again)

@@ -38,7 +38,7 @@ def lists_of_ops(tree: ast.Module) -> Iterator[tuple[int, list[str]]]:
             elements = [ast.Constant(word) for word in node.value.split()]
         else:
             continue
-        names = [each.value for each in elements if isinstance(each, ast.Constant) and each.value in OP_TABLE]
+        names = [str(each.value) for each in elements if isinstance(each, ast.Constant) and each.value in OP_TABLE]
         if len(names) >= (2 if id(node) in constants else 3):
             yield node.lineno, names
 

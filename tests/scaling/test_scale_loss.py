@@ -1,5 +1,6 @@
 """``scale_loss``: gradients of several losses, each with a scale of its own, add up to what they are without scales."""
 
+import functools
 import itertools
 
 import pytest
@@ -27,11 +28,8 @@ def loss_of(i, *parameters):
 
 def expected(parameter, losses):
     """The sum of the gradients, added in this order."""
-    total = None
-    for i in losses:
-        (gradient,) = torch.autograd.grad(loss_of(i, parameter), parameter)
-        total = gradient if total is None else total + gradient
-    return total
+    gradients = [torch.autograd.grad(loss_of(i, parameter), parameter)[0] for i in losses]
+    return functools.reduce(torch.add, gradients)
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3)), (0, 0), (2, 1, 2), (1,)])

@@ -160,7 +160,7 @@ def test_a_scheduler_can_be_stepped_only_after_real_steps():
 class DuckTyped:
     """Not a torch optimizer, and neither hashable nor equal to itself; torch's scaler takes it."""
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, parameters):
         self.param_groups, self.steps = [{"params": parameters}], 0
