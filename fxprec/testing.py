@@ -8,6 +8,7 @@
         model(x).sum().backward()
     assert casts.weights == 0
     fxprec.testing.assert_annotations_hold(model, x)
+    fxprec.testing.assert_rule_holds(policy, "mylib::gate", torch.randn(4, 64), torch.randn(64))
     with fxprec.testing.check_shadows(model), torch.no_grad():
         model(x)
 """
@@ -27,6 +28,7 @@ from torch.fx import GraphModule
 from fxprec.inspection.annotations import assert_annotations_hold
 from fxprec.inspection.cast_count import CastCount, count_casts
 from fxprec.inspection.nodes import Place, is_inserted, op_name, places, rewritten_graphs, select, source_line
+from fxprec.inspection.rule_check import assert_rule_holds
 from fxprec.model.module import conversion_of
 from fxprec.passes.graph import text
 from fxprec.passes.graph.annotations import Precision, notes
@@ -38,6 +40,7 @@ __all__ = [
     "assert_annotations_hold",
     "assert_graph",
     "assert_precision",
+    "assert_rule_holds",
     "check_shadows",
     "count_casts",
     "format_graph",

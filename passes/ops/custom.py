@@ -8,12 +8,12 @@ import torch
 
 from fxprec.passes.torch_internals import autocast_key, custom_op_autocast
 
-__all__ = ["is_registered", "registered_autocast"]
+__all__ = ["is_registered", "registered", "registered_autocast"]
 
 
 def is_registered(op_name: str) -> bool:
     """Whether torch has an op of this name."""
-    return _packet(op_name) is not None
+    return registered(op_name) is not None
 
 
 def registered_autocast(op_name: str, device: str | None = None) -> torch.dtype | None:
@@ -22,7 +22,7 @@ def registered_autocast(op_name: str, device: str | None = None) -> torch.dtype 
     torch offers no way to ask: ``custom_op`` definitions keep it in an attribute, ops of a ``Library`` in the
     closure of their Python kernel. What a version of torch keeps elsewhere counts as not registered.
     """
-    packet = _packet(op_name)
+    packet = registered(op_name)
     if packet is None:
         return None
     kernels = getattr(getattr(packet, op_name.partition(".")[2] or "default", None), "py_kernels", {})
@@ -37,7 +37,8 @@ def registered_autocast(op_name: str, device: str | None = None) -> torch.dtype 
     return None
 
 
-def _packet(op_name: str) -> Any:
+def registered(op_name: str) -> Any:
+    """torch's op of this name (a packet of overloads), or None."""
     namespace, separator, name = op_name.partition("::")
     if not (separator and namespace and name):
         return None

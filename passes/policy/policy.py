@@ -104,7 +104,7 @@ class Policy:
         """Rule or dtype of a node, and why. ``device``: where the parameters are (autocast registrations differ)."""
         if self.level == "O0":
             return Rule.KEEP, "level O0 changes nothing"
-        known, why = self._row(op_name, table_rule, device)
+        known, why = self.row(op_name, table_rule, device)
         for override in reversed(self.overrides):
             found = override.match(op_name, node, module_path)
             if found is not None and not (override.kind == "modules" and known is Rule.KEEP):
@@ -119,7 +119,7 @@ class Policy:
         overrides = (each for each in reversed(self.overrides) if each.matches_module(path, modules))
         return next((each.precision for each in overrides), None)
 
-    def _row(self, op_name: str, table_rule: OpRule | None, device: str | None) -> tuple[Resolved, str]:
+    def row(self, op_name: str, table_rule: OpRule | None, device: str | None = None) -> tuple[Resolved, str]:
         """What is known of an op before level and overrides."""
         for row in reversed(self.rules):
             if row.op == op_name:
