@@ -16,7 +16,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 TORCH ?= 2.10.0 2.11.0 2.13.0 2.14.1
 
-.PHONY: demo test matrix lint install clean
+.PHONY: demo test matrix lint hooks install clean
 
 demo: install
 	$(BIN)/python examples/digits_cnn.py
@@ -32,6 +32,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
+
+hooks: install
+	$(BIN)/pre-commit install
 
 install: $(STAMP)
 
