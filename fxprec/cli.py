@@ -15,8 +15,6 @@ from fxprec.inspection.text import columns, plain, titled
 from fxprec.passes.costs.device_costs import DeviceCosts, Work
 from fxprec.passes.graph.text import dtype_name
 
-__all__ = ["main"]
-
 _ABOUT = """Measure what matrix products, convolutions, attention and casts take on this machine, and keep it for
 convert(..., lower="pays"): a few seconds, in which nothing else should run. A CPU is measured with the number of
 threads that torch takes; with another number it is another machine."""

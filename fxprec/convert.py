@@ -29,9 +29,6 @@ from fxprec.scaling.default_scaler import make_scaler
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.settings import Capture, Fuse, Lower, Placement, Settings
 
-__all__ = ["Converted", "convert"]
-
-
 #: The class of the model, which an editor goes on to know.
 _Model = TypeVar("_Model", bound=nn.Module)
 _Module = TypeVar("_Module", bound=nn.Module, covariant=True)

@@ -18,8 +18,6 @@ from fxprec.passes.policy.policy import Policy
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.program import Executor
 
-__all__ = ["Settings", "one_of", "why_no_kernels"]
-
 Capture = Literal["auto", "symbolic", "dynamo"]
 Placement = Literal["mincut", "autocast"]
 #: See ``convert``. Costs of the user's own: as "pays", but by these.

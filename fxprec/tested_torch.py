@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from fxprec.errors import UntestedTorchWarning
 from fxprec.kernels.torch_internals import TESTED_TORCH
 
-__all__ = ["warn_if_untested"]
-
 
 def warn_if_untested(version: str, missing: Mapping[str, str]) -> None:
     """Warn of a newer minor version than those tested, and of private names that are not there.

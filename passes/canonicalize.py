@@ -31,15 +31,13 @@ from torch.fx import GraphModule, Node
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonical.head_losses import split_head_loss
 from fxprec.passes.canonical.in_place import is_in_place, must_not_write, out_by_copy, write_by_copy
+from fxprec.passes.canonical.rotary import recognize_rotary
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.fusion.rotary import recognize_rotary
 from fxprec.passes.graph.annotations import Op, notes
 from fxprec.passes.ops.aliases import outside_writes
 from fxprec.passes.ops.names import canonical_op, cast_target
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.torch_internals import enter_autocast, exit_autocast
-
-__all__ = ["body_of", "canonicalize", "every_graph", "subgraphs"]
 
 
 def canonicalize(gm: GraphModule, context: Context) -> PassResult:

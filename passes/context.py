@@ -13,8 +13,6 @@ from torch.fx import GraphModule
 from fxprec.passes.costs.device_costs import DeviceCosts
 from fxprec.passes.policy.policy import Policy
 
-__all__ = ["Context", "Pass", "PassResult"]
-
 
 @dataclass(frozen=True, slots=True)
 class Context:

@@ -52,8 +52,6 @@ from fxprec.passes.placement.autocast import place_as_autocast
 from fxprec.passes.placement.mincut import place_by_cut
 from fxprec.passes.placement.pays import what_pays
 
-__all__ = ["decide"]
-
 
 def decide(gm: GraphModule, context: Context) -> PassResult:
     """Annotate ``meta["precision"]`` on every node of the graph and of the bodies it calls."""

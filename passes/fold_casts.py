@@ -42,8 +42,6 @@ from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.names import cast_target
 
-__all__ = ["fold_casts"]
-
 _WIDER: Final = {
     torch.float16: (torch.float32, torch.float64),
     torch.bfloat16: (torch.float32, torch.float64),

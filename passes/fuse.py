@@ -45,8 +45,6 @@ from fxprec.passes.graph.annotations import Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.exact_graph import LazyGraphModule
 
-__all__ = ["fuse", "region_names"]
-
 
 def fuse(gm: GraphModule, context: Context) -> PassResult:
     """Form regions where the context asks for them; give the native sums that are left their accumulation dtype."""

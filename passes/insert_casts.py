@@ -62,8 +62,6 @@ from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.table import facts_of
 
-__all__ = ["actual_dtype", "insert_casts", "original_dtype", "wanted_dtypes"]
-
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Of a node's meta, what its casts take over.
 _HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")

@@ -43,8 +43,6 @@ from fxprec.passes.ops.overloads import OVERLOAD_RESULTS
 from fxprec.passes.ops.table import facts_of, rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name_of, schema_of
 
-__all__ = ["propagate"]
-
 #: Kinds of float results that stay as wide whatever arrives.
 _WIDE: Final = frozenset({"wide", "float32"})
 

@@ -24,8 +24,6 @@ from fxprec.passes.insert_casts import insert_casts
 from fxprec.passes.propagate import propagate
 from fxprec.passes.verify import check, verify
 
-__all__ = ["PIPELINE", "run_passes"]
-
 log = logging.getLogger(__name__)
 
 PIPELINE: Final[tuple[Pass, ...]] = (canonicalize, propagate, decide, insert_casts, fold_casts, fuse, verify)

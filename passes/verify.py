@@ -30,8 +30,6 @@ from fxprec.passes.insert_casts import actual_dtype, original_dtype, wanted_dtyp
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.table import rule_of
 
-__all__ = ["INVARIANTS", "Invariant", "Violation", "check", "verify"]
-
 
 class Violation(NamedTuple):
     """One node that breaks an invariant."""

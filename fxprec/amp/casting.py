@@ -11,8 +11,6 @@ from torch import Tensor
 
 from fxprec.torch_internals import tree_map_only
 
-__all__ = ["CastOutputs", "cast_arguments", "widest"]
-
 #: Casts by name: dynamo's graphs tell a cast that was written so from one that merely follows another tensor's dtype.
 _CASTS: Final = {torch.float32: Tensor.float, torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}
 

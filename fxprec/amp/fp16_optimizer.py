@@ -28,8 +28,6 @@ from fxprec.amp.fp16_state import FP16State
 from fxprec.amp.masters import copy_masters, half_parameters, with_masters
 from fxprec.errors import LossScaleFloorError
 
-__all__ = ["FP16_Optimizer"]
-
 #: What a dynamic scale starts with here, unless ``dynamic_loss_args`` says otherwise.
 _DYNAMIC: dict[str, Any] = {
     "init_scale": 2.0**16,

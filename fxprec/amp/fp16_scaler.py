@@ -17,8 +17,6 @@ from torch import Tensor
 from fxprec.errors import LossScaleFloorError
 from fxprec.scaling.floor import SMALLEST_SCALE
 
-__all__ = ["DynamicLossScaler", "LossScaler"]
-
 
 class LossScaler:
     """A static loss scale; steps are never skipped. ``scale`` is finite and greater than 0, else ValueError."""

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from fxprec.amp.fp16_scaler import LossScaler
 from fxprec.amp.masters import copy_masters, saved_masters
 
-__all__ = ["FP16State"]
-
 
 class FP16State:
     """The accessors and the checkpoints of ``FP16_Optimizer``, which documents the attributes and sets them."""

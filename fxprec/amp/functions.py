@@ -23,8 +23,6 @@ from fxprec.amp.casting import cast_arguments, widest
 from fxprec.amp.state import Kind, state
 from fxprec.model.module import conversion_of, is_converted
 
-__all__ = ["decorated", "disable_casts", "float_function", "half_function", "is_decorated", "promote_function"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

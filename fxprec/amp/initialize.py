@@ -17,8 +17,6 @@ from fxprec.amp.registered import patch_registered
 from fxprec.amp.scaling import STASH, guard_step
 from fxprec.amp.state import say, state
 
-__all__ = ["initialize"]
-
 
 def initialize(
     models: nn.Module | list[nn.Module],

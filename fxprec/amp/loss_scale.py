@@ -19,8 +19,6 @@ from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.scaling.stages import DELAYED, OPEN
 from fxprec.torch_internals import growth_tracker, scaler_states
 
-__all__ = ["AmpLossScaler", "checked_entry"]
-
 _OWN = ("_device", "_fp16_gradients", "_how", "_overflowed", "_static_unskipped", "scaler")
 #: What scripts set of apex's object.
 _APEX = ("_loss_scale", "_unskipped", "dynamic", "_scale_seq_len", "_min_loss_scale", "_max_loss_scale")

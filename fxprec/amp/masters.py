@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from fxprec.torch_internals import foreach_copy_
 
-__all__ = ["MasterGroup", "copy_masters", "half_parameters", "saved_masters", "with_masters"]
-
 
 class MasterGroup(NamedTuple):
     """One param group: its trainable low parameters, their FP32 masters, and those that were FP32."""

@@ -23,8 +23,6 @@ from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.settings import Settings
 from fxprec.torch_internals import BatchNorm
 
-__all__ = ["check_models", "convert_model", "device_of"]
-
 _LOW = (torch.float16, torch.bfloat16)
 
 

@@ -24,8 +24,6 @@ import torch
 from fxprec.passes.graph.annotations import CASTABLE
 from fxprec.passes.policy.policy import Level
 
-__all__ = ["Properties", "properties_of"]
-
 _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     "O0": {"cast_model_type": torch.float32, "master_weights": False, "loss_scale": 1.0},
     "O1": {"patch_torch_functions": True, "loss_scale": "dynamic"},

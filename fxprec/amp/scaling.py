@@ -18,8 +18,6 @@ from fxprec.amp.loss_scale import AmpLossScaler, checked_entry
 from fxprec.amp.properties import Properties
 from fxprec.amp.state import say, state
 
-__all__ = ["guard_step", "load_state_dict", "master_params", "scale_loss", "state_dict"]
-
 #: Where an optimizer keeps its ``Stash``; its presence tells that it went through ``initialize``.
 STASH = "_amp_stash"
 

@@ -17,8 +17,6 @@ from fxprec.amp.properties import Properties
 if TYPE_CHECKING:
     from fxprec.amp.loss_scale import AmpLossScaler
 
-__all__ = ["AmpState", "Handle", "Kind", "Registration", "say", "state"]
-
 #: What a decorated or registered function computes in: the low dtype, FP32, or the widest of its arguments.
 Kind = Literal["half", "float", "promote"]
 

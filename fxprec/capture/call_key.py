@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fxprec.capture.declined import CaptureDeclined
 
-__all__ = ["Constants", "call_key", "default_key", "plain_constant", "same_constant"]
-
 #: The hashable part of a key: (name, value) pairs of the arguments that are no tensors.
 Constants = tuple[tuple[str, Hashable], ...]
 

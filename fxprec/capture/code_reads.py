@@ -22,8 +22,6 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any, Final, Literal
 
-__all__ = ["CodeReads", "Key", "Read", "Write", "code_reads", "names_in", "strings_in"]
-
 _GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _CLOSURES: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})

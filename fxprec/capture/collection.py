@@ -13,8 +13,6 @@ import gc
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["fewer_collections"]
-
 #: New objects that start a collection of them, and such collections that start one of older objects too.
 _NEW: Final = 1_000_000
 _OFTEN: Final = 1_000

@@ -8,8 +8,6 @@ from typing import Any
 
 from fxprec.capture.guard_values import contents, is_container
 
-__all__ = ["Contents", "refill", "unchanged"]
-
 
 class Contents:
     """Shallow copies of containers; of what is in them, too, once it is added."""

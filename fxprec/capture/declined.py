@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CaptureDeclined"]
-
 
 class CaptureDeclined(Exception):
     """Static capture cannot take this model or call; the model is as it was. ``reason``: one clause that says where."""

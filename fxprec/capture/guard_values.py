@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["CONTAINERS", "PLAIN", "contents", "is_container", "is_plain", "same", "snapshot"]
-
 #: Values that cannot change: what they are can be compared at any time.
 PLAIN: Final = frozenset(
     {

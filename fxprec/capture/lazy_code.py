@@ -17,8 +17,6 @@ from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.exact_graph import LazyGraphModule, made_exact
 
-__all__ = ["attach", "holding", "with_code", "without_code"]
-
 
 def without_code(root: nn.Module | dict[str, Any], graph: Graph, name: str = "GraphModule") -> GraphModule:
     """``GraphModule(root, graph, name)``, which writes its source when it is needed."""

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from torch import nn
 
-__all__ = ["PARTS", "Lookups"]
-
 #: The dicts that nn.Module keeps its parts in.
 PARTS: Final = ("_modules", "_parameters", "_buffers")
 

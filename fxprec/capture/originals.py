@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from torch import nn
 
-__all__ = ["ORIGINAL", "defined_method", "mark", "marked", "original_class", "original_function", "unbound_method"]
-
 #: In the namespace of a class of ours: the user's class. On a function of ours: what gives the user's function.
 ORIGINAL: Final = "_fxprec_original"
 

@@ -13,8 +13,6 @@ from torch import Tensor, dtype, nn
 
 from fxprec.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["has_low_input", "has_more_than", "made_by_dataclass", "made_by_namedtuple", "parts_of", "restore_dtypes"]
-
 #: What makes the default of a dataclass's field, where nothing else comes of it.
 _FRESH: Final = (dataclasses.MISSING, list, dict)
 

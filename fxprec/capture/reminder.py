@@ -16,8 +16,6 @@ from torch.compiler import is_dynamo_compiling
 
 from fxprec.torch_internals import called_module, run_call
 
-__all__ = ["Reminder"]
-
 
 class Reminder:
     """What a module is called through. Keeps no module alive, and is none in a copy.

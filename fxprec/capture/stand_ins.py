@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["stand_ins"]
-
 
 def stand_ins(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -21,8 +21,6 @@ from torch.fx import Graph, GraphModule
 
 from fxprec.passes.graph.exact_graph import LazyGraphModule
 
-__all__ = ["attribute_path", "keep_model_keys"]
-
 #: Attributes of any module, and of graph modules.
 _OF_MODULES: Final = frozenset(dir(nn.Module()))
 _OF_GRAPHS: Final = frozenset(dir(LazyGraphModule({}, Graph())))

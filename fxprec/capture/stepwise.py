@@ -19,8 +19,6 @@ from typing import Any, Final
 
 from fxprec.torch_internals import tree_flatten, tree_unflatten
 
-__all__ = ["close_steps", "is_stepwise", "steps_of", "stepwise"]
-
 _Context = Callable[[], contextlib.AbstractContextManager[Any]]
 _Restore = Callable[[Any], Any]
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Slots", "Ties", "slots_of"]
-
 #: What holds tensors, or modules: a dict of a module, and the prefix of the names in it.
 Slots = Sequence[tuple[str, Mapping[str, Any]]]
 

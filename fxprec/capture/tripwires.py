@@ -16,8 +16,6 @@ import torch
 
 from fxprec.torch_internals import fx_tracer_file, grad_modes
 
-__all__ = ["TRIPWIRES", "replaced", "trips", "tripwires", "unpatched"]
-
 _GRAD_MODE: Final = "sets or asks for the grad mode (no_grad, enable_grad, set_grad_enabled, inference_mode)"
 
 #: (owner, attribute, what the forward does that calls it).

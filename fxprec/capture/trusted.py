@@ -14,8 +14,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["is_stdlib", "is_torchs", "is_trusted"]
-
 #: Packages whose functions and classes are taken for pure, or record what they do.
 _PACKAGES: Final = frozenset({"torch", "fxprec", "triton", "numpy", "typing_extensions"})
 _PURE: Final = frozenset(

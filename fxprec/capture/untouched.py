@@ -19,8 +19,6 @@ from fxprec.capture.containers import Contents, refill, unchanged
 from fxprec.capture.guard_values import is_container, is_plain
 from fxprec.capture.lookups import PARTS
 
-__all__ = ["ModelState", "RandomState"]
-
 _STANDARD: Final = frozenset(vars(nn.Module()))
 #: Of these, the containers, most of them empty.
 _CONTAINERS: Final = tuple(name for name, value in vars(nn.Module()).items() if is_container(value))

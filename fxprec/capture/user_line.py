@@ -9,8 +9,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["user_level"]
-
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES: Final = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _OURS + os.sep)
 

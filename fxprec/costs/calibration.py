@@ -21,8 +21,6 @@ from fxprec.costs.files import processor_name
 from fxprec.errors import ServiceWarning
 from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
 
-__all__ = ["calibrate"]
-
 #: Seconds for one size and dtype, and runs at least.
 _SECONDS: Final = 0.04
 _RUNS: Final = 3

@@ -17,8 +17,6 @@ from fxprec.costs.shipped import shipped
 from fxprec.errors import ServiceWarning
 from fxprec.passes.costs.device_costs import DeviceCosts
 
-__all__ = ["costs_of", "cpu_flags", "has_bfloat16_units", "path_of", "processor_name", "read", "write"]
-
 #: What /proc/cpuinfo and torch call the instructions: of x86, of Arm.
 _BFLOAT16_UNITS: Final = frozenset({"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "svebf16", "sve_bf16"})
 

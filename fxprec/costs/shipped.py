@@ -20,8 +20,6 @@ import torch
 
 from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
 
-__all__ = ["shipped"]
-
 #: Threads of the CPU that was measured -> its file.
 _MEASURED: Final = {1: "costs/epyc-9004-1-thread.json", 2: "costs/epyc-9004-2-threads.json"}
 _THREAD: Final = 0.85

@@ -18,8 +18,6 @@ from fxprec.passes.graph.annotations import UNDECIDED, Precision, Rule, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.programs.program import Executor, Program, lift, without_autocast
 
-__all__ = ["assert_annotations_hold"]
-
 
 def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Run rewritten graphs node by node and compare the dtype of every float value with its annotation.

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from fxprec.torch_internals import TorchDispatchMode, aten_foreach_copy_, aten_to_copy, current_autograd_node, view_base
 
-__all__ = ["CastCount", "count_casts"]
-
 _VIEWS: Final = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"})
 
 

@@ -24,8 +24,6 @@ from fxprec.passes.graph.annotations import arg_nodes, module_path, notes, weigh
 from fxprec.passes.graph.casts import cast_if_float
 from fxprec.passes.graph.text import dtype_name
 
-__all__ = ["Explanation", "explain"]
-
 
 class Explanation(str):
     """A text that shows as itself at a prompt."""

@@ -18,8 +18,6 @@ from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNKNOWN, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import rule_of
 
-__all__ = ["Activations", "Weights", "activations", "count", "weights"]
-
 
 @dataclass(frozen=True, slots=True)
 class Activations:

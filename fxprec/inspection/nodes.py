@@ -26,23 +26,6 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.program import is_weight_cast
 
-__all__ = [
-    "Place",
-    "annotated_graphs",
-    "captured_of",
-    "is_inserted",
-    "is_shadow",
-    "methods_of",
-    "op_name",
-    "places",
-    "reason",
-    "rewritten_graphs",
-    "select",
-    "short_paths",
-    "shown_dtype",
-    "source_line",
-]
-
 _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
 _PATH: Final = re.compile(r"(?:[A-Za-z]:)?[/\\][^\s:\"'(),]*\.pyw?\b")
 _LIBRARIES: Final = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))

@@ -13,8 +13,6 @@ from fxprec.kernels.rows.run.accounting import bytes_moved, count_kernels
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph
 
-__all__ = ["REGION_COLUMNS", "RegionReport", "region_cells", "region_line", "regions_of"]
-
 REGION_COLUMNS: Final = ("region", "nodes", "path", "why", "kernels", "bytes moved", "x bound")
 
 

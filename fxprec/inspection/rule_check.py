@@ -14,8 +14,6 @@ from fxprec.passes.ops.custom import registered
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.torch_internals import FakeTensorMode, tree_leaves, tree_map
 
-__all__ = ["assert_rule_holds"]
-
 #: The error may be that many times what rounding the inputs and the result costs by itself.
 _LIMIT: Final = 2.0
 #: Rules under which an op is given something else than low inputs; None: what arrives.

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["columns", "plain", "stacked", "titled"]
-
 #: Columns of the plain text: wide enough that names stay whole, whatever the terminal.
 _WIDTH: Final = 160
 

@@ -23,8 +23,6 @@ from typing import Any, Final, NamedTuple
 
 from torch import nn
 
-__all__ = ["Unnamed", "unnamed_methods"]
-
 _OF_MODULES: Final = frozenset(dir(nn.Module)) - {"forward", "__call__"}
 _NOTHING: Final = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL", "NOP", "COPY_FREE_VARS", "KW_NAMES"})
 #: What takes a submodule and calls nothing: it is returned, kept, or asked for.

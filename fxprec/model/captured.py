@@ -17,8 +17,6 @@ from fxprec.programs.calls import Calls, modes_of
 from fxprec.programs.program import Program, lift
 from fxprec.settings import Settings
 
-__all__ = ["Captured", "rewrite"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:

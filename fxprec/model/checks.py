@@ -19,8 +19,6 @@ from fxprec.passes.policy.policy import Policy
 from fxprec.settings import Settings, why_no_kernels
 from fxprec.torch_internals import is_compiled
 
-__all__ = ["check_module_overrides", "refuse_unfit", "settled_device"]
-
 _WRAPPERS = {
     "DistributedDataParallel": "torch.nn.parallel",
     "DataParallel": "torch.nn.parallel",

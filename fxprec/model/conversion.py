@@ -51,8 +51,6 @@ from fxprec.programs.call_form import CallForm, form_of_key
 from fxprec.programs.weights import Weights
 from fxprec.settings import Settings
 
-__all__ = ["STATE", "Conversion"]
-
 #: The attribute of a converted module that holds its conversion.
 STATE: Final = "_fxprec"
 #: Why a function that was just set on the instance runs in the net.

@@ -35,8 +35,6 @@ from fxprec.programs.program import Program
 from fxprec.programs.weights import Weights
 from fxprec.settings import Settings
 
-__all__ = ["DynamicGraphs", "LeftToNet"]
-
 
 class LeftToNet(Exception):
     """Dynamo cannot take the forward, of which nothing ran yet."""

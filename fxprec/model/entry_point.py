@@ -24,8 +24,6 @@ from fxprec.model.wrappers import Wrappers
 from fxprec.programs.weights import Weights
 from fxprec.settings import Settings
 
-__all__ = ["ENTRY", "MOST_RESTARTS", "EntryPoint", "entry_of"]
-
 #: How often what dynamo captured may be out of date, before the net serves: each costs a capture.
 MOST_RESTARTS: Final = 8
 

@@ -15,8 +15,6 @@ from fxprec.model.module import conversion_of, graphs
 from fxprec.shadows import stores
 from fxprec.shadows.low_gradients import widened
 
-__all__ = ["accumulate", "freeze", "refresh"]
-
 _Model = TypeVar("_Model", bound=nn.Module)
 
 

@@ -14,8 +14,6 @@ from torch.jit import ScriptModule
 from fxprec.errors import ConversionError
 from fxprec.passes.policy.terms import did_you_mean
 
-__all__ = ["FORWARD", "MethodName", "named_methods"]
-
 
 @dataclass(frozen=True, slots=True)
 class MethodName:

@@ -13,8 +13,6 @@ from torch import nn
 from fxprec.capture.symbolic.guards import HOOKS
 from fxprec.torch_internals import global_hooks
 
-__all__ = ["HooksSeen"]
-
 
 class HooksSeen:
     """The hooks that captures of one method met."""

@@ -13,8 +13,6 @@ import threading
 
 import torch
 
-__all__ = ["Net", "inside_net"]
-
 
 class _Depth(threading.local):
     nets = 0

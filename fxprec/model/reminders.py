@@ -28,8 +28,6 @@ from fxprec.kernels.launch.observers import FX, SCRIPT, TRACING, watcher
 from fxprec.model.net import inside_net
 from fxprec.torch_internals import CALLED_THROUGH, is_module_call
 
-__all__ = ["Reminders"]
-
 #: Modules of torch's whose weights every level lowers that lowers any: known before there is a graph.
 _LOWERED: Final = (
     *(nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention),

@@ -13,8 +13,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["SavedNames", "find_saved_names"]
-
 #: A module of 0.1, and in which modules its names stand now.
 _MOVED: Final = {
     "fxprec.graph_calls": ("fxprec.programs.graph_calls",),
@@ -24,6 +22,7 @@ _MOVED: Final = {
     "fxprec.module": ("fxprec.model.module",),
     "fxprec.passes.casts": ("fxprec.passes.graph.casts",),
     "fxprec.passes.device_costs": ("fxprec.passes.costs.device_costs",),
+    "fxprec.passes.fusion.rotary": ("fxprec.passes.canonical.rotary",),
     "fxprec.passes.exact_graph": ("fxprec.passes.graph.exact_graph",),
     "fxprec.passes.ir": ("fxprec.passes.graph.annotations",),
     "fxprec.passes.policy_terms": ("fxprec.passes.policy.terms",),

@@ -18,8 +18,6 @@ from fxprec.programs.memory import SharedMemory, constants_of, mark_shared
 from fxprec.programs.shapes import propagate_shapes
 from fxprec.programs.weights import Weights
 
-__all__ = ["OtherDtypes", "StaticEntry", "StaticGraphs"]
-
 #: Input dtypes for which a graph captured without inputs is right as it stands: its run-time tests tell them apart.
 _ASSUMED: Final = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 

@@ -27,18 +27,6 @@ from fxprec.model.unscaled import stop_expecting
 from fxprec.model.wrappers import NOT_TRACED
 from fxprec.torch_internals import hide_from_dynamo, set_eval_frame
 
-__all__ = [
-    "Swapped",
-    "as_original",
-    "follow_all",
-    "is_host",
-    "portable",
-    "put_back",
-    "swap_class",
-    "swap_hosts",
-    "take_off",
-]
-
 #: In the namespace of a host's class: what gives the conversion, while it lives.
 _CONVERSION: Final = "_fxprec_conversion"
 #: In the namespace of each class: attribute -> the name of the method in the model.

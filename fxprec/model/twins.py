@@ -17,8 +17,6 @@ from fxprec.capture.code_reads import names_in
 from fxprec.capture.originals import original_class
 from fxprec.capture.trusted import is_stdlib, is_torchs
 
-__all__ = ["asks_for_class", "twin_of"]
-
 _ASKED_BY: Final = frozenset({"type", "__class__"})
 
 

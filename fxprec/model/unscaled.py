@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from fxprec.model.conversion import Conversion
     from fxprec.scaling.loss_scaler import LossScaler
 
-__all__ = ["expect_scaling", "handed_back", "scales", "stop_expecting"]
-
 
 def scales(scaler: LossScaler) -> bool:
     """Whether gradients are others with this scaler than without: not so if it is disabled, or a static 1."""

@@ -16,8 +16,6 @@ from fxprec.errors import FxprecError
 from fxprec.model.conversion import Conversion
 from fxprec.torch_internals import NormBase
 
-__all__ = ["warm_up"]
-
 
 def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
     """Run the converted forward once on the example inputs, so that its graph exists with dtypes and shapes.

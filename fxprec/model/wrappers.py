@@ -21,8 +21,6 @@ from fxprec.capture.locks import CAPTURING
 from fxprec.capture.originals import ORIGINAL, mark, unbound_method
 from fxprec.torch_internals import hide_from_dynamo, shown_to_dynamo
 
-__all__ = ["NOT_TRACED", "Wrappers"]
-
 #: What an outer ``torch.compile(fullgraph=True)`` says, which would break there, and a strict ``torch.export``.
 NOT_TRACED: Final = (
     "a model converted by fxprec captures its own graphs; to export or compile one, use fxprec.graph_module(model)"

@@ -16,8 +16,6 @@ from fxprec.optim.rounding import Rounding
 from fxprec.optim.triton_update import adam_launch
 from fxprec.scaling.gradients import parameters_of
 
-__all__ = ["Adam", "AdamW"]
-
 #: Names of the moments in the state, as torch has them.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 

@@ -25,8 +25,6 @@ from fxprec.kernels.optim.lists import is_dense
 from fxprec.kernels.torch_internals import is_traceable_wrapper_subclass
 from fxprec.torch_internals import compiled_standalone, cpp_compiler
 
-__all__ = ["LEAST", "Loop", "check_compiler", "compiled", "why_no_loop"]
-
 #: Elements from which a loop of its own pays; below, torch's kernels take many parameters in one call.
 LEAST: Final = 1 << 16
 

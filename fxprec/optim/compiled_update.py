@@ -29,8 +29,6 @@ from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import in_one_order
 from fxprec.torch_internals import foreach_add_
 
-__all__ = ["CompiledUpdates"]
-
 
 class CompiledUpdates:
     """The updates of one optimizer, and what they keep from step to step."""

@@ -14,8 +14,6 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-__all__ = ["Counters"]
-
 
 class Counters:
     """Where the counters of one optimizer lie, as long as they lie there."""

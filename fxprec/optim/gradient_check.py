@@ -15,8 +15,6 @@ from fxprec.scaling.cuda_graphs import reading_waits
 from fxprec.scaling.gradients import dtensor_type, local, summed
 from fxprec.torch_internals import flatten_dense_tensors, foreach_norm
 
-__all__ = ["GradientCheck", "check"]
-
 #: As in ``torch.nn.utils.clip_grad_norm_``.
 _EPSILON = 1e-6
 

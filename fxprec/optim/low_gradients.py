@@ -21,8 +21,6 @@ from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.shadows import stores
 from fxprec.shadows.low_gradients import Wishes, widened
 
-__all__ = ["ask_for_low_gradients", "checked_low_gradients", "end_low_gradients"]
-
 
 def checked_low_gradients(argument: Any) -> str | None:
     """None: gradients stay FP32; "step": low, unless they are accumulated; "accumulate": low then too.

@@ -34,8 +34,6 @@ from fxprec.scaling.cuda_graphs import reading_waits
 from fxprec.scaling.device_step import makes_state
 from fxprec.scaling.gradients import local, parameters_of, summed
 
-__all__ = ["OnePass", "Step"]
-
 #: Arguments of a whole optimizer, which torch would keep in a group without a word.
 _OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients", "compiled")
 

@@ -14,8 +14,6 @@ from fxprec.optim.compiled_loop import why_no_loop
 from fxprec.optim.triton_update import serves, takes
 from fxprec.scaling.gradients import local
 
-__all__ = ["Part", "parts_of"]
-
 Kernel = Literal["triton", "compiled", "torch"]
 
 _PLAIN = {Tensor, torch.nn.Parameter}

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from fxprec.kernels.launch.rounding import rounding_offset, stochastic_round
 
-__all__ = ["Rounding"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rounding:

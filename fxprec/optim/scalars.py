@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["rate", "scalar"]
-
 
 def rate(lr: Any) -> Any:
     """A learning rate as torch's fused kernels take it: on an accelerator they read FP32."""

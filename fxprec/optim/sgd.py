@@ -14,8 +14,6 @@ from fxprec.optim.one_pass import OnePass, Step
 from fxprec.optim.parts import parts_of
 from fxprec.optim.triton_update import sgd_launch
 
-__all__ = ["SGD"]
-
 
 class SGD(OnePass, torch.optim.SGD):
     """``torch.optim.SGD``: the same hyper-parameters, groups, state names and checkpoints, with less traffic.

@@ -10,8 +10,6 @@ from torch import Tensor
 from fxprec.shadows import ShadowStore, stores
 from fxprec.torch_internals import foreach_copy_
 
-__all__ = ["ShadowCopies"]
-
 
 class ShadowCopies:
     """What one step has to write. Empty where no converted model reads the parameters.

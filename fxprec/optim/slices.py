@@ -19,8 +19,6 @@ from torch import Tensor
 
 from fxprec.torch_internals import foreach_copy_
 
-__all__ = ["slices"]
-
 Lists = Mapping[str, list[Any]]
 
 #: Elements of a slice: on a CPU 2 MB in FP32, which its cache holds; elsewhere few launches count more.

@@ -23,8 +23,6 @@ from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.slices import slices
 from fxprec.torch_internals import foreach_add_, foreach_copy_, foreach_sub_, fused_adam_, fused_adamw_, fused_sgd_
 
-__all__ = ["TorchUpdates"]
-
 
 @contextlib.contextmanager
 def in_one_order(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str, list[Tensor]]]:

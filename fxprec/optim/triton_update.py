@@ -19,8 +19,6 @@ from fxprec.kernels.optim.tables import MultiTensorPlan
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import scalar
 
-__all__ = ["Plans", "adam_launch", "norm_launch", "serves", "sgd_launch", "takes", "why_not"]
-
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 

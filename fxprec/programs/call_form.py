@@ -14,8 +14,6 @@ from fxprec.capture.call_key import Constants, plain_constant, same_constant
 from fxprec.passes.graph.annotations import clean_path
 from fxprec.programs.graph_calls import ANYTHING, LEFT_OUT
 
-__all__ = ["Argument", "CallForm", "Made", "Result", "Step", "Way", "arguments_of", "form_of_key", "reached"]
-
 #: One step in what dynamo writes as ``L['self']._modules['drop'].p``.
 _STEPS: Final = re.compile(r"\.(\w+)|\['([^']+)'\]|\[(\d+)\]")
 

@@ -15,8 +15,6 @@ from torch.fx import GraphModule
 from fxprec.programs.call_form import CallForm
 from fxprec.programs.first_call import NoForm, Placeholder, form_of_call
 
-__all__ = ["Calls", "Modes", "Ran", "modes_of"]
-
 #: Whether each of the modules in one is training.
 Modes = tuple[bool, ...]
 

@@ -23,8 +23,6 @@ from fxprec.programs.memory import SharedMemory, constants_of
 from fxprec.programs.program import Program
 from fxprec.programs.weights import Weights
 
-__all__ = ["ArgumentProgram", "ProgramsByMemory"]
-
 #: Ways of sharing memory that have a program of their own each; one that serves them all comes next.
 _MOST: Final = 8
 

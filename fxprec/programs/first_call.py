@@ -26,8 +26,6 @@ from fxprec.programs.call_form import CallForm, Made, Result, Step, Way, argumen
 from fxprec.programs.graph_calls import ANYTHING, held_by, in_container, number_tensor
 from fxprec.torch_internals import tree_flatten, treespec_dumps, treespec_loads
 
-__all__ = ["NoForm", "Placeholder", "form_of_call"]
-
 _CONSTANTS: Final = (str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
 _NUMBERS: Final = (int, float, complex)
 

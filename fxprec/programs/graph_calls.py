@@ -16,8 +16,6 @@ from fxprec.errors import OtherCallError
 from fxprec.passes.graph.leaves import leaf, tracer_of
 from fxprec.torch_internals import tree_unflatten, treespec_loads
 
-__all__ = ["ANYTHING", "LEFT_OUT", "check_arguments", "held_by", "in_container", "number_tensor", "restored"]
-
 #: The default of an argument that may, or must, be left out of a call.
 LEFT_OUT: Final = ...
 #: What ``check_arguments`` does not look at.

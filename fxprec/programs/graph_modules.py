@@ -25,8 +25,6 @@ from fxprec.programs.graph_calls import check_arguments, restored
 from fxprec.programs.program import run_checkpoints
 from fxprec.programs.shapes import state_dtypes
 
-__all__ = ["made_presentable"]
-
 
 def made_presentable(
     gm: GraphModule, model: nn.Module, low: dtype | None = None, form: CallForm | None = None

@@ -25,8 +25,6 @@ from torch.fx import GraphModule, Node
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.graph.annotations import notes
 
-__all__ = ["SharedMemory", "constants_of", "mark_all_shared", "mark_shared"]
-
 #: Where memory starts and ends.
 _Span = tuple[int, int]
 _NOWHERE: Final[_Span] = (0, 0)

@@ -32,8 +32,6 @@ from fxprec.passes.ops.aliases import alias_roots
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 
-__all__ = ["Executor", "Program", "checkpointed", "is_weight_cast", "lift", "run_checkpoints"]
-
 Executor = Literal["eager", "inductor"]
 
 

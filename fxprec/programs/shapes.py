@@ -13,8 +13,6 @@ from fxprec.kernels.torch_internals import disable_current_modes
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.torch_internals import FakeTensorMode
 
-__all__ = ["propagate_shapes", "state_dtypes"]
-
 _LOW = (torch.float16, torch.bfloat16)
 
 

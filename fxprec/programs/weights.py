@@ -15,8 +15,6 @@ from torch import Tensor
 from fxprec.shadows import ShadowStore
 from fxprec.torch_internals import sharded_modules
 
-__all__ = ["Weights"]
-
 
 class Weights:
     """The low weights of one converted model. Knows nothing of the model: dynamo keeps the graphs that read them.

@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.torch_internals import root_mesh
 
-__all__ = ["agree", "group_of", "group_of_parameters", "sum_over"]
-
 
 def group_of(optimizer: Optimizer, asked: Any) -> Any:
     """The process group that has to agree on this optimizer's gradients; None: this rank alone.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["capturing", "reading_waits"]
-
 
 def capturing(device: torch.device) -> bool:
     """Whether kernels on this device are being captured: then nothing can be read from it."""

@@ -13,8 +13,6 @@ from fxprec.scaling.loss_scaler import LossScaler
 if TYPE_CHECKING:
     from fxprec.passes.policy.policy import Level
 
-__all__ = ["make_scaler"]
-
 
 def make_scaler(argument: object, dtype: torch.dtype, level: Level, device: str) -> LossScaler:
     """The scaler for ``convert(scaler=argument)``, on parameters of this device type.

@@ -18,8 +18,6 @@ from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.stages import CHECK
 from fxprec.torch_internals import is_wrapped_by_scheduler
 
-__all__ = ["can_skip_on_device", "is_plain_step", "makes_state", "step_on_device"]
-
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:
     """Whether a skip by the optimizer itself leaves everything as it was.

@@ -19,8 +19,6 @@ from fxprec.scaling.scales import Scales
 from fxprec.scaling.stages import CHECK
 from fxprec.torch_internals import amp_unscale_
 
-__all__ = ["GradientChecks"]
-
 
 @dataclass(frozen=True, slots=True)
 class GradientChecks:

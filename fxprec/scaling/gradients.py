@@ -17,18 +17,6 @@ from torch.optim import Optimizer
 
 from fxprec.torch_internals import sparse_values
 
-__all__ = [
-    "Grouped",
-    "ParameterNames",
-    "dtensor_type",
-    "few",
-    "grouped",
-    "local",
-    "parameters_of",
-    "refuse_dtypes",
-    "summed",
-]
-
 #: (device, dtype) -> dense tensors that can be unscaled in place.
 Grouped = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from fxprec.torch_internals import amp_update_scale_
 
-__all__ = ["LossScale", "UpdateRule"]
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:

@@ -31,8 +31,6 @@ from fxprec.scaling.scale_loss import add_back, gradients_aside, owners_of, refu
 from fxprec.scaling.scales import Scales
 from fxprec.scaling.stages import ASIDE, BY_LOSS, DELAYED, OPEN
 
-__all__ = ["LossScaler"]
-
 
 def _of_first_loss(name: str) -> Any:
     def get(self: LossScaler) -> Tensor | None:

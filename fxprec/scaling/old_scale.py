@@ -29,8 +29,6 @@ from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.gradients import local, parameters_of
 from fxprec.torch_internals import sparse_values
 
-__all__ = ["OldGradients", "holds_any"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Seen:

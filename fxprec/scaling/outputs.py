@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["scaled"]
-
 
 def scaled(outputs: Any, times_scale: Callable[[Tensor], Tensor]) -> Any:
     """``outputs`` times the scale; low precision is cast to FP32 first, where 65536 times a loss would be inf.

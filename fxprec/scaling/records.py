@@ -20,8 +20,6 @@ from fxprec.scaling.skips import Skips
 from fxprec.scaling.stages import BY_LOSS, OPEN
 from fxprec.torch_internals import fresh_states
 
-__all__ = ["Records"]
-
 
 class Records:
     """One object, so that iterations which are to leave no trace get one of their own (``LossScaler._aside``).

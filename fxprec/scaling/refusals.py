@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 from fxprec.errors import NoGradientsError
 from fxprec.scaling.gradients import few, parameters_of
 
-__all__ = ["claim", "floor_message", "no_gradients", "refuse_shared"]
-
 
 def refuse_shared(
     optimizer: Optimizer,

@@ -17,8 +17,6 @@ from fxprec.errors import LossScaleError
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.stages import ASIDE, BLOCKS, BY_LOSS, DELAYED, OPEN
 
-__all__ = ["checked_blocks", "resume", "saved_blocks"]
-
 
 def saved_blocks(states: Iterable[tuple[Optimizer, Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """An entry for each optimizer that ``scale_loss`` gave gradients and that has not stepped. Reads the device.

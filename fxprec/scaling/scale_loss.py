@@ -24,8 +24,6 @@ from fxprec.scaling.refusals import claim
 from fxprec.scaling.stages import ASIDE, BLOCKS, DELAYED, OPEN
 from fxprec.torch_internals import foreach_add_, is_view
 
-__all__ = ["add_back", "gradients_aside", "owners_of", "refuse_loss"]
-
 
 class _Kept(NamedTuple):
     """A gradient that was put aside: the tensor, and its values, elsewhere where a backward may write into the tensor.

@@ -13,8 +13,6 @@ from fxprec.scaling import arguments
 from fxprec.scaling.floor import SMALLEST_SCALE
 from fxprec.scaling.loss_scale import LossScale, UpdateRule
 
-__all__ = ["Scales"]
-
 _NUMBERS: Final = ("scale", "growth_tracker", "hysteresis_left")
 
 

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from fxprec.scaling.gradients import local, parameters_of
 
-__all__ = ["Skips"]
-
 #: That many flags of one device are kept before they are added up there: a kernel in so many steps.
 _FLAGS = 256
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ASIDE", "BLOCKS", "BY_LOSS", "CHECK", "DELAYED", "OPEN"]
-
 #: Unscaled gradients of earlier losses, put aside until those of a ``scale_loss`` are unscaled.
 ASIDE: Final = "aside"
 #: The loss whose gradients a ``scale_loss`` left scaled.

@@ -20,8 +20,6 @@ from fxprec.kernels.launch.observers import SCRIPT, TRACING, TRANSFORM, watcher
 from fxprec.shadows.low_gradients import Wish, cast_with_low_gradient
 from fxprec.torch_internals import run_before
 
-__all__ = ["Entry", "is_lasting", "is_traced", "stale"]
-
 #: The sequence number below that of AccumulateGrad, which is the highest.
 _AS_SOON_AS_READY: Final = 2**64 - 2
 

@@ -20,8 +20,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxprec.errors import ConversionError
 from fxprec.torch_internals import ddp_runs
 
-__all__ = ["Wish", "Wishes", "cast_with_low_gradient", "refuse_ddp", "widen", "widened", "wish_for"]
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Wish:

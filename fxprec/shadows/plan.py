@@ -18,8 +18,6 @@ from torch import Tensor
 from fxprec.shadows.entry import Entry
 from fxprec.torch_internals import foreach_copy_
 
-__all__ = ["Plan"]
-
 _version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
 _shape = operator.attrgetter("shape")

@@ -37,8 +37,6 @@ from fxprec.shadows.low_gradients import refuse_ddp, widen, wish_for
 from fxprec.shadows.plan import Plan
 from fxprec.torch_internals import foreach_copy_
 
-__all__ = ["ShadowStore", "stores"]
-
 #: Python references to a weight that only its own shadow keeps alive, as `_living` counts them: the list, the call of
 #: `getrefcount`, and the entry's, or the one that torch holds while C++ (here: AccumulateGrad) refers to the tensor.
 _HELD_BY_SHADOW_ONLY = 3

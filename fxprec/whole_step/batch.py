@@ -11,8 +11,6 @@ from torch import Tensor
 
 from fxprec.torch_internals import tree_leaves
 
-__all__ = ["Batch"]
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:

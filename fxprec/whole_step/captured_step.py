@@ -27,8 +27,6 @@ from fxprec.whole_step.refusals import buffers_in_place, check_types, check_valu
 from fxprec.whole_step.scales import refuse_open_iteration
 from fxprec.whole_step.shadow_links import ShadowLinks
 
-__all__ = ["CapturedStep", "capture_step"]
-
 _training = operator.attrgetter("training")
 
 _log = logging.getLogger("fxprec")

@@ -14,8 +14,6 @@ import torch
 
 from fxprec.torch_internals import end_allocation
 
-__all__ = ["CudaRecorder", "Recorder", "Recording", "recorder_of"]
-
 _T = TypeVar("_T")
 
 

@@ -13,8 +13,6 @@ import torch
 
 from fxprec.errors import CaptureError, FxprecError
 
-__all__ = ["explained"]
-
 #: What torch and CUDA say -> what it comes from.
 _CAUSES: Final = {
     "synchroniz|stream is capturing|StreamCaptureUnsupported|not permitted": (

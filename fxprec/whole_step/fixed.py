@@ -22,8 +22,6 @@ from fxprec.whole_step.rates import Rates
 from fxprec.whole_step.scales import scale_rule, scale_tensors
 from fxprec.whole_step.shadow_links import ShadowLinks
 
-__all__ = ["Fixed", "attributes_of"]
-
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _SEQUENCES: Final = (list, set, deque)
 _wants_gradient = operator.attrgetter("requires_grad")

@@ -20,8 +20,6 @@ from fxprec.whole_step.batch import Batch
 from fxprec.whole_step.scales import forget_iteration
 from fxprec.whole_step.strangers import refuse_strangers
 
-__all__ = ["Iteration"]
-
 
 class Iteration:
     """Forward, loss, backward, unscale, clip, update and scale update; see ``capture_step`` for the arguments.

@@ -15,8 +15,6 @@ from fxprec.torch_internals import set_called, was_called
 from fxprec.whole_step.iteration import Iteration
 from fxprec.whole_step.scales import scaler_untouched
 
-__all__ = ["put_back"]
-
 
 @contextmanager
 def put_back(iteration: Iteration, device: torch.device) -> Iterator[None]:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Rates"]
-
 
 class Rates:
     """The learning rates of one optimizer, one 0-dim tensor for each group whose ``lr`` is a number.

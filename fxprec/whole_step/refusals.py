@@ -17,8 +17,6 @@ from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.whole_step.iteration import Iteration
 
-__all__ = ["buffers_in_place", "check_types", "check_values", "device_of", "refuse_ungraphable"]
-
 
 def check_types(iteration: Iteration) -> None:
     """Raises TypeError for what is no model, optimizer, scaler or loss function."""

@@ -13,8 +13,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.torch_internals import fresh_states, place_scale, scale_names, scaler_states, set_scaler_states
 
-__all__ = ["forget_iteration", "refuse_open_iteration", "scale_rule", "scale_tensors", "scaler_untouched"]
-
 
 def scale_tensors(scaler: GradScaler) -> list[Tensor]:
     """Scale and trackers, where they were placed."""

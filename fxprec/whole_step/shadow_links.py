@@ -19,8 +19,6 @@ from fxprec.scaling.gradients import parameters_of
 from fxprec.shadows import ShadowStore, stores
 from fxprec.whole_step.iteration import Iteration
 
-__all__ = ["ShadowLinks"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Link:

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from fxprec.errors import CaptureError
 
-__all__ = ["refuse_strangers"]
-
 
 def refuse_strangers(loss: Tensor, known: Iterable[Tensor]) -> None:
     """Look through the autograd graph of a loss, before its backward.

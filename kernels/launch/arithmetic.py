@@ -8,8 +8,6 @@ import struct
 import torch
 from torch import Tensor
 
-__all__ = ["float32", "fma", "split", "sqrt"]
-
 
 def fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
     """``a * b + c`` of FP32 tensors, rounded once as ``fma.rn.f32`` does: the product of two FP32 is exact in FP64.

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watcher
 
-__all__ = ["KernelOp", "eager_gradients"]
-
 _KERNELS: Final[dict[str, KernelOp]] = {}
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
-__all__ = ["draw_seeds", "drop_threshold", "dropout_scale", "keep_mask", "keep_tile"]
-
 _MASK = 0xFFFFFFFF
 
 

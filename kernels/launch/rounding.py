@@ -18,8 +18,6 @@ from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
-__all__ = ["round_with_bits", "rounding_offset", "stochastic_round"]
-
 _MASK = (1 << 64) - 1
 
 

@@ -40,8 +40,6 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     tiles,
 )
 
-__all__ = ["batch_norm", "bytes_moved", "reference"]
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

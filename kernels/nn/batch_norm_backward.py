@@ -36,8 +36,6 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     tiles,
 )
 
-__all__ = ["BACKWARD"]
-
 _BLOCK_PARTS = 32
 
 

@@ -30,8 +30,6 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     tiles,
 )
 
-__all__ = ["STATISTICS", "channel_statistics"]
-
 _FINISH_CHANNELS = 16
 _FINISH_WARPS = 8
 

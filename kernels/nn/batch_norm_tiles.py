@@ -23,26 +23,6 @@ from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl
 
-__all__ = [
-    "BACKWARD_BYTES",
-    "FORWARD_BYTES",
-    "STAGES",
-    "WARPS",
-    "Tiles",
-    "channel_mean",
-    "channel_terms",
-    "channel_values",
-    "cut",
-    "dense",
-    "like",
-    "normalized",
-    "on_device",
-    "over_tile",
-    "packed",
-    "program_place",
-    "tiles",
-]
-
 WARPS: Final = 16
 #: Tiles on their way while one is computed: no multiprocessor hides the way to memory behind 16 warps otherwise.
 STAGES: Final = constant(3)

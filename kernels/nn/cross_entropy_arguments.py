@@ -7,8 +7,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "check_arguments", "check_linear_arguments"]
-
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 _REDUCTIONS: Final = ("none", "mean", "sum")
 

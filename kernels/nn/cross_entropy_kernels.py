@@ -24,8 +24,6 @@ from fxprec.kernels.launch.triton_support import can_launch, constexpr, int64, j
 from fxprec.kernels.nn.cross_entropy_reference import launch_in_torch
 from fxprec.kernels.nn.cross_entropy_tiles import edge_places, row_middle, sum_tile, write_tile
 
-__all__ = ["Plan", "cross_entropy_kernel", "launch", "plan", "starts_alike"]
-
 _BLOCK: Final = 4096
 _SHORT: Final = 2048  # elements of the rows that share a program
 _WARPS: Final = 8

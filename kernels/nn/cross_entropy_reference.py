@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["count_targets", "launch_in_torch", "reference"]
-
 #: Elements that are computed at once: 1 MB in FP32.
 _AT_ONCE: Final = 1 << 18
 

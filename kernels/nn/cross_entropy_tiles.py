@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
-__all__ = ["edge_places", "row_middle", "sum_tile", "write_tile"]
-
 
 @jit()
 def row_middle(row, columns, VECTOR: constexpr):

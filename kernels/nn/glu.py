@@ -24,8 +24,6 @@ from torch.nn import functional
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 
-__all__ = ["bytes_moved", "geglu", "geglu_packed", "reference", "reference_packed", "swiglu", "swiglu_packed"]
-
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 #: What kernels know an activation by.
 _KINDS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}

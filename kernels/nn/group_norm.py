@@ -28,8 +28,6 @@ from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.nn.group_norm_kernels import group_backward_kernel, group_forward_kernel
 from fxprec.kernels.nn.norm_launch import add_parts, on_device, processors
 
-__all__ = ["bytes_moved", "group_norm", "reference"]
-
 #: Elements up to which a group is one tile, in powers of two of channels and pixels.
 FORWARD_ELEMENTS: Final = 16384
 BACKWARD_ELEMENTS: Final = 8192

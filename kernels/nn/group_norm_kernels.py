@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
-__all__ = ["group_backward_kernel", "group_forward_kernel"]
-
 
 @jit()
 def group_place(groups, pixels, CPG: constexpr, PT: constexpr, LAST: constexpr):

@@ -23,8 +23,6 @@ from torch import Tensor
 from fxprec.kernels.nn.norm_launch import dropped, normalised
 from fxprec.kernels.nn.norm_ops import NormOps, check_arguments, norm_bytes
 
-__all__ = ["bytes_moved", "layer_norm", "reference"]
-
 _OPS: Final = NormOps("layer_norm", center=True)
 
 

@@ -26,8 +26,6 @@ from fxprec.kernels.nn.cross_entropy_arguments import DTYPES, check_linear_argum
 from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
 
-__all__ = ["buffer_bytes", "default_chunk", "linear_cross_entropy", "reference"]
-
 _SMALLEST: Final = 128
 _PITCH: Final = 64  # elements that a row of logits is padded to, for the matmuls' aligned accesses
 

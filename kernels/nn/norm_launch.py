@@ -15,8 +15,6 @@ from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.nn.norm_long_rows import columns_kernel, long_backward_kernel, long_forward_kernel
 from fxprec.kernels.nn.norm_rows import backward_kernel, finish_kernel, forward_kernel
 
-__all__ = ["add_parts", "dropped", "launch_backward", "launch_forward", "normalised", "on_device", "processors"]
-
 #: Columns up to which a row is in registers; in the backward two column sums are there, too.
 FORWARD_COLUMNS: Final = 16384
 BACKWARD_COLUMNS: Final = 8192

@@ -11,8 +11,6 @@ from __future__ import annotations
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 from fxprec.kernels.nn.norm_rows import dropout_factor, weight_row
 
-__all__ = ["columns_kernel", "long_backward_kernel", "long_forward_kernel"]
-
 
 @jit(do_not_specialize=["rows"])
 def long_forward_kernel(

@@ -25,8 +25,6 @@ from fxprec.kernels.nn.norm_launch import (
     normalised,
 )
 
-__all__ = ["NormOps", "check_arguments", "norm_bytes"]
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 from fxprec.kernels.launch.philox import keep_tile
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
-__all__ = ["backward_kernel", "finish_kernel", "forward_kernel"]
-
 
 @jit()
 def dropout_factor(seed, row, columns, start, scale, THRESHOLD: constexpr, BLOCK: constexpr):

@@ -23,8 +23,6 @@ from torch import Tensor
 from fxprec.kernels.nn.norm_launch import dropped, normalised
 from fxprec.kernels.nn.norm_ops import NormOps, check_arguments, norm_bytes
 
-__all__ = ["bytes_moved", "reference", "rms_norm"]
-
 _OPS: Final = NormOps("rms_norm", center=False)
 #: torch computes low precision in FP32 and takes FP32's machine epsilon for it, too.
 _EPS: Final = torch.finfo(torch.float32).eps

@@ -23,8 +23,6 @@ from torch import Tensor
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 
-__all__ = ["bytes_moved", "reference", "rope", "rope_qk"]
-
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 #: Pairs of a tile, 8 a thread.
 _TILE: Final = 1024

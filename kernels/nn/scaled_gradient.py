@@ -16,8 +16,6 @@ from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watch
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 from fxprec.kernels.torch_internals import keeps_graph, storage_owners
 
-__all__ = ["scaled_gradient", "wants_gradients_now"]
-
 _BLOCK: Final = 4096
 #: Of the memory of a saved tensor: what the graph saved, what it hands out, and the storage object that asks.
 _OWNERS: Final = 3

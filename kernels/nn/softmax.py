@@ -22,8 +22,6 @@ from fxprec.kernels.launch.philox import draw_seeds, drop_threshold, dropout_sca
 from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.nn.softmax_kernels import launch_backward, launch_forward
 
-__all__ = ["bytes_moved", "reference", "softmax"]
-
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 

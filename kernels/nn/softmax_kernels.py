@@ -16,8 +16,6 @@ from torch import Tensor
 from fxprec.kernels.launch.philox import drop_threshold, dropout_scale, keep_tile
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
-__all__ = ["launch_backward", "launch_forward"]
-
 #: Columns that a program holds at once.
 _WHOLE: Final = 16384
 #: Columns of a block of a longer row.

@@ -41,8 +41,6 @@ from fxprec.kernels.optim.tables import (
     elements_at,
 )
 
-__all__ = ["AdamSettings", "bytes_per_element", "launch", "reference"]
-
 _BLOCK: Final = 512
 _WARPS: Final = 4
 

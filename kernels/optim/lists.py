@@ -11,8 +11,6 @@ from torch.nn import Parameter
 
 from fxprec.kernels.torch_internals import is_traceable_wrapper_subclass
 
-__all__ = ["SUPPORTED", "check_operand", "check_scalar", "dense_like", "device_rate", "is_dense", "only_dtype"]
-
 #: What the kernels read and write. Float64 and complex tensors stay with torch's own optimizers.
 SUPPORTED: Final = (torch.float32, torch.bfloat16, torch.float16)
 

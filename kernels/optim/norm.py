@@ -19,8 +19,6 @@ from fxprec.kernels.launch.triton_support import constexpr, jit, require_triton,
 from fxprec.kernels.optim.lists import check_scalar
 from fxprec.kernels.optim.tables import Gradients, chunk_place, elements_at
 
-__all__ = ["NormResult", "bytes_per_element", "clip_coefficient", "launch", "reference"]
-
 _BLOCK: Final = 2048
 _FINISH_BLOCK: Final = 4096
 _WARPS: Final = 4

@@ -39,8 +39,6 @@ from fxprec.kernels.optim.tables import (
     elements_at,
 )
 
-__all__ = ["SgdSettings", "bytes_per_element", "launch", "reference"]
-
 _BLOCK: Final = 512
 _WARPS: Final = 4
 # Which step is the first.

@@ -25,8 +25,6 @@ from torch import Tensor
 from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl
 from fxprec.kernels.optim.lists import SUPPORTED, check_operand, check_scalar, dense_like, only_dtype
 
-__all__ = ["Gradients", "MultiTensorPlan", "Tables", "chunk_size"]
-
 #: A chunk is a multiple of this, and this of every kernel's block.
 _SMALLEST_CHUNK: Final = 8192
 #: More programs would only lengthen the tables and the last reduction of a norm.

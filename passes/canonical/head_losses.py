@@ -25,8 +25,6 @@ from torch.fx.node import map_arg
 
 from fxprec.passes.graph.annotations import Op, notes
 
-__all__ = ["split_head_loss"]
-
 _NAMES: Final = ("input", "linear_weight", "target")
 _OF_LOSS: Final = ("weight", "reduction", "ignore_index", "label_smoothing")
 

@@ -27,8 +27,6 @@ from fxprec.passes.ops.attributes import RESULT_FIELDS
 from fxprec.passes.ops.table import facts_of, rule_of
 from fxprec.passes.torch_internals import OpOverload, op_name_of
 
-__all__ = ["is_in_place", "must_not_write", "out_by_copy", "write_by_copy"]
-
 
 def is_in_place(node: Node, op: Op) -> bool:
     """Whether the call writes to its first argument, by its name or by a flag."""

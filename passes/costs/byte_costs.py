@@ -9,8 +9,6 @@ from torch.fx import Node
 
 from fxprec.passes.graph.annotations import notes
 
-__all__ = ["ByteCosts", "Costs", "attribute_of", "elements"]
-
 _CAST_BYTES: Final = 6  # read four and write two, or the reverse
 _CAST_CALL: Final = 16384  # bytes that move in the time one more call takes: of equal bytes, fewer casts are cheaper
 _FP32_TRAFFIC: Final = 1 / 64  # of a cast's bytes: it breaks ties

@@ -17,8 +17,6 @@ import torch
 
 from fxprec.passes.graph.text import dtype_name
 
-__all__ = ["Curve", "DeviceCosts", "Work"]
-
 #: Of files that ``to_dict`` wrote; another number is not read.
 _FORMAT: Final = 1
 

@@ -18,8 +18,6 @@ from fxprec.kernels.torch_internals import FakeTensor
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, notes
 from fxprec.passes.torch_internals import FakeTensorMode, no_autocast
 
-__all__ = ["fake_result", "hint", "numel_of", "quietly", "value_dtype"]
-
 
 def numel_of(value: Any) -> Any:
     """Elements of a tensor, a tuple of them for several; None where nobody knows. Symbolic sizes give their hint."""

@@ -23,9 +23,6 @@ from fxprec.passes.graph.casts import CASTS, cast
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.torch_internals import FakeTensorMode, HigherOrderOperator, tree_leaves, tree_map
 
-__all__ = ["Disagreement", "differs", "run_on_fakes"]
-
-
 #: Casts that look at run time what arrives.
 _LOOK: Final = CASTS - {cast}
 

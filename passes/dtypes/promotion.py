@@ -16,8 +16,6 @@ from torch.fx import Node
 from fxprec.passes.dtypes.scalars import is_scalar
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo
 
-__all__ = ["NUMBERS", "RESULT_KINDS", "Operands", "first", "promote"]
-
 #: Python number types, narrowest first.
 NUMBERS: Final = (bool, int, float, complex)
 

@@ -8,8 +8,6 @@ from torch.fx import Node
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.ops.table import facts_of
 
-__all__ = ["is_scalar"]
-
 
 def is_scalar(node: Node) -> bool:
     """Whether the value is known to be a 0-dim tensor.

@@ -22,8 +22,6 @@ from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import OpOverload, schema_of
 
-__all__ = ["SPECIAL", "Facts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Facts:

@@ -23,8 +23,6 @@ from fxprec.passes.graph.annotations import NO_OP, notes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.table import rule_of
 
-__all__ = ["memory_of", "order_of_effects", "sort", "stretches"]
-
 
 def memory_of(graph: Graph) -> tuple[dict[Node, Node], set[Node]]:
     """(roots, written) of ``aliases``. Where an argument is written to, it may be that others are views of it."""

@@ -27,8 +27,6 @@ from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.table import rule_of
 
-__all__ = ["make_functional"]
-
 #: Of these a float takes its own dtype in an operation with them.
 _INTEGERS: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 

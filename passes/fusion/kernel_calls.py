@@ -31,9 +31,8 @@ from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, w
 from fxprec.passes.graph.annotations import Precision, notes
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import leaf
+from fxprec.passes.graph.served import is_served
 from fxprec.passes.ops.aliases import alias_roots, written_roots
-
-__all__ = ["batch_norm", "call_kernels", "cross_entropy", "is_served"]
 
 _LOW: Final = (torch.float16, torch.bfloat16)
 _FLOATS: Final = (*_LOW, torch.float32)
@@ -80,15 +79,6 @@ def cross_entropy(
 
         return kernel(input, target, weight, **options)
     return F.cross_entropy(input.float() if input.dtype in _LOW else input, target, weight, **options)
-
-
-def is_served(x: Any) -> bool:
-    """Whether a kernel takes this tensor; compilers and exporters get torch's own ops."""
-    if torch.compiler.is_compiling() or x.dtype not in _FLOATS:
-        return False
-    from fxprec.kernels.launch.triton_support import can_launch
-
-    return can_launch(x.device)
 
 
 def _in_slices(logits: Any) -> bool:

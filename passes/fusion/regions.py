@@ -27,8 +27,6 @@ from fxprec.passes.fusion.row_operations import drops, is_row_operation, reduced
 from fxprec.passes.graph.annotations import Op, arg_nodes, notes
 from fxprec.passes.ops.table import rule_of
 
-__all__ = ["Region", "find_regions", "saves"]
-
 #: Nodes of a region. Larger kernels run out of registers.
 _MOST: Final = 64
 #: Ops in a region's name.

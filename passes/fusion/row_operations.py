@@ -18,8 +18,6 @@ from fxprec.kernels.rows.program.lowering import LOWERINGS, ROW_REDUCTIONS
 from fxprec.passes.graph.annotations import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes, notes
 from fxprec.passes.ops.table import facts_of
 
-__all__ = ["drops", "is_row_operation", "reduced_dimensions"]
-
 #: Keyword arguments that may be there, and what they must be.
 _ALLOWED: Final = {"inplace": (False, True), "out": (None,), "rounding_mode": (None,)}
 _EXPONENTS: Final = frozenset({1.0, 2.0, 3.0, 4.0, -1.0, -2.0, -3.0, -4.0, 0.5, -0.5, 1.5})

@@ -7,8 +7,6 @@ from torch.fx import Proxy
 
 from fxprec.passes.graph.leaves import leaf
 
-__all__ = ["draw_seeds_like"]
-
 
 def draw_seeds_like(x: Tensor, count: int) -> Tensor:
     """int64 [count] on the device of ``x``, from torch's generator there."""

@@ -25,8 +25,6 @@ from fxprec.passes.graph.annotations import CASTABLE, Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast
 from fxprec.passes.ops.table import facts_of
 
-__all__ = ["SplitBias", "put_back", "split_biases"]
-
 
 @dataclass(frozen=True, slots=True)
 class SplitBias:

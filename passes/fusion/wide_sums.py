@@ -22,8 +22,6 @@ from torch.fx import GraphModule
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.ops.table import rule_of
 
-__all__ = ["accumulate_wide"]
-
 
 def accumulate_wide(gm: GraphModule) -> bool:
     """Give sums and means that read low their accumulation dtype. Says whether there were any."""

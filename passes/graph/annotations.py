@@ -17,27 +17,6 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-__all__ = [
-    "CASTABLE",
-    "NON_TENSOR",
-    "NO_OP",
-    "UNDECIDED",
-    "UNKNOWN",
-    "Annotations",
-    "Arrival",
-    "DTypeInfo",
-    "Op",
-    "Precision",
-    "Rule",
-    "Special",
-    "arg_nodes",
-    "clean_path",
-    "is_castable",
-    "module_path",
-    "notes",
-    "weight_path",
-]
-
 #: Dtypes that a policy may change. float64, integers, bool and complex are never touched.
 CASTABLE: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 

@@ -10,8 +10,6 @@ from torch.fx import Proxy
 from fxprec.passes.graph.leaves import leaf
 from fxprec.passes.torch_internals import tree_map
 
-__all__ = ["CASTS", "cast", "cast_each", "cast_if_float", "cast_saturating", "write_out"]
-
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 

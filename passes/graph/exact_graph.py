@@ -28,8 +28,6 @@ from fxprec.passes.graph.retrace import Copying
 from fxprec.passes.graph.saved_graph import SavedGraph, import_lines
 from fxprec.passes.torch_internals import OF_GRAPH, LazyBase
 
-__all__ = ["ExactGraphModule", "LazyGraphModule", "made_exact"]
-
 
 class ExactGraphModule(GraphModule):
     """A graph module whose copies have the very same nodes."""

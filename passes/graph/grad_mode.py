@@ -14,8 +14,6 @@ from torch.fx import Graph, Node
 
 from fxprec.passes.torch_internals import enter_inference_mode, exit_inference_mode, set_grad_enabled
 
-__all__ = ["recorded"]
-
 
 def recorded(graph: Graph, at_first: bool) -> dict[Node, bool]:
     """Node -> whether autograd records what it computes. ``at_first``: the mode in which the graph is called."""

@@ -19,8 +19,6 @@ from typing import Any
 
 from torch.fx import Proxy
 
-__all__ = ["leaf", "tracer_of"]
-
 
 def leaf(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Record ``function(*args, **kwargs)`` as one node of the trace that its first traced argument belongs to."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-__all__ = ["new_node"]
-
 
 def new_node(
     graph: Graph,

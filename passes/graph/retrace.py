@@ -24,8 +24,6 @@ from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.leaves import leaf, tracer_of
 from fxprec.passes.torch_internals import trace_again_by
 
-__all__ = ["Copying", "EveryCall", "write"]
-
 
 def write(x: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     """``x.add_(...)`` for its effect alone, which ``eliminate_dead_code`` takes for a call without any."""

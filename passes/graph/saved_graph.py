@@ -19,8 +19,6 @@ from fxprec.passes.graph.annotations import Precision
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, codegen_of
 
-__all__ = ["SavedGraph", "import_lines"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Node:

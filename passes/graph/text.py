@@ -7,8 +7,6 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.graph.annotations import NO_OP, notes
 
-__all__ = ["dtype_name", "format_graph"]
-
 
 def dtype_name(dtype: object) -> str:
     """``float16`` for ``torch.float16``; specials and None by their own short names."""

@@ -19,8 +19,6 @@ from fxprec.passes.graph.annotations import NO_OP, Rule, arg_nodes, notes
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 
-__all__ = ["alias_roots", "outside_writes", "shared_sources", "written_by", "written_roots"]
-
 
 def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None = None) -> dict[Node, Node]:
     """Node -> the first node of those that may share its memory; itself where there is no other.

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["NO_TENSOR_ATTRIBUTES", "RESULT_FIELDS", "TENSOR_ATTRIBUTES", "VIEW_ATTRIBUTES"]
-
 #: Results of torch.return_types by name -> position.
 RESULT_FIELDS: Final[Mapping[str, int]] = MappingProxyType(
     {"values": 0, "indices": 1, "min": 0, "max": 1, "sign": 0, "logabsdet": 1, "mantissa": 0, "exponent": 1,

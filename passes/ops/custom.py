@@ -8,8 +8,6 @@ import torch
 
 from fxprec.passes.torch_internals import autocast_key, custom_op_autocast
 
-__all__ = ["is_registered", "registered", "registered_autocast"]
-
 
 def is_registered(op_name: str) -> bool:
     """Whether torch has an op of this name."""

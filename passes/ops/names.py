@@ -33,8 +33,6 @@ from fxprec.passes.torch_internals import (
     packet_name,
 )
 
-__all__ = ["canonical_name", "canonical_op", "cast_target", "dtype_argument"]
-
 #: Functions that several names reach with different meanings, or whose own name says nothing.
 _EXPLICIT: Final[tuple[tuple[Any, str], ...]] = (
     (F.fold, "fold"),

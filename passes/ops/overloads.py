@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["OVERLOAD_RESULTS"]
-
 #: Name of the overload's op -> its results, in the words of ``OpRule.result``.
 OVERLOAD_RESULTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

@@ -9,8 +9,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fxprec.passes.graph.annotations import Rule
 
-__all__ = ["Cost", "Facts", "Numbers", "OpRule", "Rank", "Squares", "Writes", "facts", "having", "rows", "table"]
-
 Squares: TypeAlias = Literal["always", "factors", "vectors", "dimensions", "subscripts", "power"]
 Numbers: TypeAlias = Literal["operands", "fill", "aside"]
 Rank: TypeAlias = Literal["reduced", "kept"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["ALIASES"]
-
 #: Spelling (no trailing underscore) -> canonical name, where they differ.
 ALIASES: Final = MappingProxyType(
     {

@@ -24,8 +24,6 @@ from fxprec.passes.placement.pins import overflows, written_classes
 from fxprec.passes.placement.sites import Site, dtype_reference, original, reading
 from fxprec.passes.placement.walk import GraphWalk
 
-__all__ = ["place_as_autocast"]
-
 
 def place_as_autocast(gm: GraphModule, context: Context) -> None:
     """Annotate ``meta["precision"]`` in the graph and the bodies it calls."""

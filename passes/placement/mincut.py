@@ -37,8 +37,6 @@ from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import GraphWalk
 from fxprec.passes.torch_internals import HigherOrderOperator
 
-__all__ = ["CutWalk", "place_by_cut"]
-
 
 class _Decided(NamedTuple):
     """What is known of a node before the cut: the variables of what it reads and puts out."""

@@ -28,8 +28,6 @@ from fxprec.passes.ops.rule import Cost
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.placement.sites import Site
 
-__all__ = ["OpCosts", "Price", "Verdict"]
-
 #: Input channels a group from which on a convolution is a matrix product, and not a sum over a few.
 _THIN: Final = 8
 #: A shadow's part of the multi-tensor copy that refreshes all of them, beside a cast of its own, where both are small.

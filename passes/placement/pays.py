@@ -28,8 +28,6 @@ from fxprec.passes.placement.op_costs import OpCosts, Price, Verdict
 from fxprec.passes.placement.sites import Site, dtype_reference
 from fxprec.passes.placement.solver import solve
 
-__all__ = ["what_pays"]
-
 
 def what_pays(gm: GraphModule, context: Context) -> Verdict:
     """Weigh every LOW op of the graph and of the bodies it calls. Annotates nothing."""

@@ -37,15 +37,6 @@ from fxprec.passes.ops.table import OpRule, facts_of
 from fxprec.passes.placement.sites import Site, original
 from fxprec.passes.placement.squares import is_square
 
-__all__ = [
-    "commutes_with_rounding",
-    "exp_chains",
-    "overflowing_square",
-    "overflows",
-    "unsafe_number",
-    "written_classes",
-]
-
 
 def commutes_with_rounding(site: Site) -> bool:
     """Whether casting the input early is as good as casting the result: then the smaller of the two may be cast."""

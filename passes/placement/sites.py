@@ -17,18 +17,6 @@ from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import NO_OP, UNKNOWN, Arrival, DTypeInfo, Rule, is_castable, module_path, notes
 from fxprec.passes.ops.table import OpRule, facts_of, rule_of
 
-__all__ = [
-    "Site",
-    "base_of",
-    "carries_float",
-    "dtype_reference",
-    "is_metadata",
-    "leaves",
-    "original",
-    "reading",
-    "site_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Site:

@@ -30,8 +30,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
 
-__all__ = ["CutProblem", "Tensor", "cost_of", "solve"]
-
 _S: Final = -1
 _T: Final = -2
 _FAN: Final = 8

@@ -21,8 +21,6 @@ from fxprec.passes.graph.annotations import NO_OP, Rule, notes
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import rule_of
 
-__all__ = ["is_square", "same_value"]
-
 #: How far back two values are compared, call by call.
 _DEPTH: Final = 8
 

@@ -20,8 +20,6 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.placement.sites import Site, original
 from fxprec.passes.placement.solver import CutProblem, Tensor
 
-__all__ = ["FP32", "LOW", "Variables"]
-
 FP32: Final = 0
 LOW: Final = 1
 

@@ -24,8 +24,6 @@ from fxprec.passes.ops.names import cast_target
 from fxprec.passes.placement.sites import Site, carries_float, dtype_reference, is_metadata, leaves, original, site_of
 from fxprec.passes.torch_internals import HigherOrderOperator
 
-__all__ = ["GraphWalk"]
-
 #: Higher-order ops that run their body once, there and then: its nodes are decided as part of the caller's graph.
 _TRANSPARENT: Final = frozenset(
     f"higher_order::{name}"

@@ -18,20 +18,6 @@ from fxprec.passes.graph.annotations import CASTABLE, Rule, clean_path
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import OP_TABLE
 
-__all__ = [
-    "LEVELS",
-    "CustomRule",
-    "Kind",
-    "Level",
-    "Override",
-    "Predicate",
-    "Resolved",
-    "did_you_mean",
-    "parse_level",
-    "parse_precision",
-    "precision_name",
-]
-
 Level = Literal["O0", "O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 

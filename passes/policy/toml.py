@@ -27,8 +27,6 @@ from fxprec.passes.policy.terms import (
     precision_name,
 )
 
-__all__ = ["dump", "load", "loads"]
-
 #: What a ``Policy`` is made of.
 Parts: TypeAlias = tuple[Level, tuple[Override, ...], tuple[CustomRule, ...]]
 

@@ -7,12 +7,12 @@ import textwrap
 import pytest
 import torch
 
+from fxprec.passes.canonical.rotary import recognize_rotary
 from fxprec.passes.canonicalize import canonicalize
 from fxprec.passes.decide import decide
 from fxprec.passes.fold_casts import fold_casts
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
-from fxprec.passes.fusion.rotary import recognize_rotary
 from fxprec.passes.fusion.wide_sums import accumulate_wide
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.text import format_graph

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import fxprec
 from fxprec.capture.symbolic.tracer import check_dim
 from fxprec.kernels.rows.run.region import FusedRegion
+from fxprec.passes.canonical.rotary import rope
 from fxprec.passes.fusion.kernel_calls import batch_norm, cross_entropy
-from fxprec.passes.fusion.rotary import rope
 from fxprec.passes.fusion.seeds import draw_seeds_like
 from fxprec.passes.graph.casts import cast_each, cast_if_float, cast_saturating, write_out
 from fxprec.passes.graph.retrace import write

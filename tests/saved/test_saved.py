@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import fxprec
+from fxprec.model.saved_names import _MOVED as MOVED
 from write_saved import INPUT, stepped
 
 FOLDER = Path(__file__).parent / "0.1.0"
@@ -71,3 +73,12 @@ def test_names_that_0_1_did_not_have_are_not_found() -> None:
 
     with pytest.raises(AttributeError, match="has no 'nothing' in this version"):
         _ = old.nothing
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_modules_of_0_1_have_what_stands_elsewhere_now(old: str) -> None:
+    module = importlib.import_module(old)
+    for now in MOVED[old]:
+        there = importlib.import_module(now)
+        own = [name for name, value in vars(there).items() if getattr(value, "__module__", None) == now]
+        assert own and all(getattr(module, name) is getattr(there, name) for name in own)

@@ -36,8 +36,6 @@ from fxprec.torch_internals import (
     wrap_inline,
 )
 
-__all__ = ["DynamoCapture", "GraphReceiver", "why_not_now"]
-
 #: Patched around each compilation, never around a call (that costs 23 us).
 _CONFIG: Final = {
     "recompile_limit": 64,

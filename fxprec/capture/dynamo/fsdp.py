@@ -15,8 +15,6 @@ from torch import nn
 
 from fxprec.torch_internals import skipped_by_dynamo, wrap_inline
 
-__all__ = ["frames_of_shards"]
-
 
 @contextlib.contextmanager
 def frames_of_shards(module: nn.Module) -> Iterator[None]:

@@ -24,8 +24,6 @@ from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 
-__all__ = ["function_of_low_dtypes"]
-
 _FRAME: Final = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 

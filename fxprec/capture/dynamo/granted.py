@@ -36,8 +36,6 @@ from fxprec.capture.lookups import Lookups
 from fxprec.capture.trusted import is_stdlib, is_torchs
 from fxprec.torch_internals import raw_environment
 
-__all__ = ["Granted"]
-
 _BUILTINS: Final = frozenset(vars(builtins))
 _CODE: Final = attrgetter("__code__")
 #: What runs whenever a module is called.

@@ -24,8 +24,6 @@ from fxprec.capture.state_names import attribute_path
 from fxprec.passes.canonicalize import body_of
 from fxprec.passes.graph.annotations import clean_path, notes
 
-__all__ = ["SOURCE", "Arguments", "own_copy", "own_graph"]
-
 #: Of a placeholder in our copy: where its value came from, as ``_source_of`` writes it.
 SOURCE: Final = "argument_source"
 

@@ -23,8 +23,6 @@ from typing import Any, Final
 
 from fxprec.torch_internals import add_guard, guarded_value
 
-__all__ = ["exact", "exact_closure", "exact_keys", "is_ambiguous", "spelled"]
-
 _NUMBERS: Final = (bool, int, float, complex)
 _SEQUENCES: Final = (tuple, list)
 _SETS: Final = (set, frozenset)

@@ -34,8 +34,6 @@ from fxprec.torch_internals import (
     value_behind,
 )
 
-__all__ = ["strict"]
-
 
 @contextlib.contextmanager
 def strict(granted: Granted) -> Iterator[None]:

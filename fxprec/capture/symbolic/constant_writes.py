@@ -10,8 +10,6 @@ from fxprec.passes.graph.annotations import notes
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 
-__all__ = ["spoiled_constant"]
-
 
 def spoiled_constant(graph: Graph, made: Collection[str]) -> Node | None:
     """The first node that writes a constant in place, or the output if it returns one.

@@ -32,8 +32,6 @@ from fxprec.capture.ties import Ties
 from fxprec.capture.trusted import is_torchs
 from fxprec.torch_internals import global_hooks
 
-__all__ = ["HOOKS", "Fact", "Guards", "Reads", "Slot", "hooks_of"]
-
 #: Attributes of a module that hold hooks which run when it is called.
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Of the attributes of a module, a tuple of them.

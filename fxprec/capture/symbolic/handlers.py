@@ -25,8 +25,6 @@ import torch
 
 from fxprec.capture.trusted import is_torchs
 
-__all__ = ["catches", "ends_errors", "has_handlers"]
-
 #: What torch's ops raise.
 _OF_OPS: Final = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError, torch.OutOfMemoryError)
 _MATCHES: Final = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH")

@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from fxprec.capture.declined import CaptureDeclined
 
-__all__ = ["OpaqueCode"]
-
 _MONITORING: Final[Any] = getattr(sys, "monitoring", None)
 #: Of the six tools that there can be at a time, those that PEP 669 names (debugger, coverage, profiler) come last.
 _TOOLS: Final = (4, 3, 5, 2, 1, 0)

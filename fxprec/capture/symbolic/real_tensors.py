@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fxprec.torch_internals import TorchDispatchMode, tree_leaves
 
-__all__ = ["RealTensorOps"]
-
 
 class RealTensorOps(TorchDispatchMode):
     """Lets constants be made (``torch.arange(n)``), and declines before a weight is read or written, or a number drawn.

@@ -28,8 +28,6 @@ from fxprec.capture.symbolic.surroundings import Held, Surroundings
 from fxprec.capture.trusted import is_trusted
 from fxprec.torch_internals import CALLED_THROUGH
 
-__all__ = ["Recorder", "unfit"]
-
 _TENSORS: Final = {"_parameters", "_buffers"}
 _STANDARD: Final = frozenset(vars(nn.Module()))
 #: Read at every call of a module and no business of a guard, or guarded for every module that was read.

@@ -12,8 +12,6 @@ import torch
 
 from fxprec.capture.symbolic.handlers import catches, has_handlers
 
-__all__ = ["CHECKPOINTS", "SourceLines"]
-
 #: Why ops within an activation checkpoint are not traced.
 CHECKPOINTS: Final = "uses activation checkpointing"
 

@@ -40,8 +40,6 @@ from fxprec.capture.symbolic.handlers import ends_errors
 from fxprec.capture.tripwires import unpatched
 from fxprec.capture.trusted import is_stdlib, is_torchs, is_trusted
 
-__all__ = ["Expected", "Held", "Surroundings"]
-
 #: Attributes that hand out what an object holds, a tensor too, past everything that watches.
 _INSIDE: Final = frozenset(
     "__dict__ __globals__ __closure__ __code__ __defaults__ __kwdefaults__ __func__ __self__ __getattribute__ "

@@ -32,8 +32,6 @@ from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 from fxprec.torch_internals import for_fx, node_name_of
 
-__all__ = ["CheckedInput", "TracedAttribute", "TracedTensor", "TracedValue"]
-
 _OWN: Final = frozenset({"tracer", "node", "root", "attr", "_node", "tensor", "rank", "channels"})
 _IN_PLACE: Final = (
     "add",

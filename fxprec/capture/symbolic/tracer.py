@@ -35,8 +35,6 @@ from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.torch_internals import BatchNorm, checks_of_input, input_check_of, wrapped_functions
 
-__all__ = ["ForwardTracer", "check_dim"]
-
 _PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, type(...)})
 _DECLINED_METHODS: Final = {"numpy": "leaves torch for numpy", "backward": "runs a backward pass"}
 

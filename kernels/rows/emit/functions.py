@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from fxprec.kernels.launch.triton_support import jit, tl
 
-__all__ = ["expm1", "log1p", "maximum", "minimum", "row_max", "row_min", "sign", "tanh", "trunc"]
-
 
 @jit()
 def tanh(x):

@@ -10,8 +10,6 @@ from fxprec.kernels.rows.emit.tiling import reduction_levels
 from fxprec.kernels.rows.emit.writer import NEUTRAL, REDUCE, Writer
 from fxprec.kernels.rows.program.values import REDUCTIONS, Value, walk
 
-__all__ = ["long_rows"]
-
 _COMBINE = {"sum": "{} + {}", "max": "maximum({}, {})", "min": "minimum({}, {})"}
 
 

@@ -11,8 +11,6 @@ from fxprec.kernels.rows.emit.writer import HEADER, Writer
 from fxprec.kernels.rows.program.row_program import Program
 from fxprec.kernels.rows.program.values import REDUCTIONS, walk
 
-__all__ = ["emit"]
-
 #: In each kind of tile, which of its columns there are, where it may reach over the end of a row.
 _INSIDE_ROW = {"flat": "inside", "tile": "inside_row", "blocks": "inside_row", "loop": "column < COLUMNS"}
 

@@ -19,8 +19,6 @@ from typing import Final
 from fxprec.kernels.rows.program.row_program import Program
 from fxprec.kernels.rows.program.values import REDUCTIONS, Value
 
-__all__ = ["Form", "form_of", "reduction_levels"]
-
 #: Columns that a reduction may have in one tile.
 LONGEST_TILE: Final = 16384
 _TILE: Final = 2048

@@ -16,8 +16,6 @@ from fxprec.kernels.rows.emit.tiling import Form
 from fxprec.kernels.rows.program.row_program import Program, Store
 from fxprec.kernels.rows.program.values import COMPARISONS, REDUCTIONS, Operand, Value, walk
 
-__all__ = ["HEADER", "NEUTRAL", "REDUCE", "Writer"]
-
 
 class Writer:
     """What is written so far, and what has a name by then.

@@ -12,8 +12,6 @@ from fxprec.kernels.rows.program.derivatives import gradients
 from fxprec.kernels.rows.program.row_program import Backward, Forward, Port, Program, Store
 from fxprec.kernels.rows.program.values import REDUCTIONS, Operand, Value, walk
 
-__all__ = ["backward"]
-
 #: More outputs than these are not weighed one against the other: all that can be are loaded.
 _WEIGHED: Final = 6
 

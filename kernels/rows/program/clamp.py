@@ -14,8 +14,6 @@ import torch
 
 from fxprec.kernels.rows.program.terms import Call, Term
 
-__all__ = ["clamp"]
-
 
 def clamp(c: Call, input: Term, min: Any = None, max: Any = None) -> Term:  # torch's names
     """``torch.clamp``, by numbers or by tensors. Where ``min > max`` it gives ``max``."""

@@ -13,8 +13,6 @@ from typing import Final
 
 from fxprec.kernels.rows.program.values import Builder, Operand, Value, walk
 
-__all__ = ["gradients"]
-
 Rule = Callable[[Builder, Value, Operand], tuple[Operand | None, ...]]
 
 

@@ -15,8 +15,6 @@ from fxprec.kernels.rows.program.region_node import is_inserted, op_name
 from fxprec.kernels.rows.program.row_program import Forward, Port, Program, Store
 from fxprec.kernels.rows.program.values import Builder, Value
 
-__all__ = ["forward", "reduced_dimensions"]
-
 #: What nodes may give. Integers would wrap where they are computed, and FP32 has 24 bits.
 _COMPUTED: Final = (torch.float32, torch.float16, torch.bfloat16, torch.bool)
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from fxprec.kernels.rows.program.terms import Declined
 
-__all__ = ["Layout", "Place", "dense_strides", "find_layout", "place"]
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

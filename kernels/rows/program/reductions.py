@@ -11,8 +11,6 @@ import torch
 
 from fxprec.kernels.rows.program.terms import Call, Declined, Term
 
-__all__ = ["REDUCING", "ROW_REDUCTIONS"]
-
 
 def _sum(c: Call, input: Term, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Term:
     return c.reduce("sum", input, dim, keepdim)

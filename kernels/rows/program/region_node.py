@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-__all__ = ["is_inserted", "op_name"]
-
 
 def op_name(node: Node) -> str:
     """The canonical op of a node, or torch.fx's opcode of one that calls none."""

@@ -15,8 +15,6 @@ import torch
 
 from fxprec.kernels.rows.program.values import REDUCTIONS, Builder, Operand, Value, walk
 
-__all__ = ["Backward", "Forward", "Port", "Program", "Store"]
-
 
 @dataclass(frozen=True, slots=True)
 class Port:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Spec", "spec_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Spec:

@@ -9,8 +9,6 @@ from torch.fx.node import map_arg
 
 from fxprec.kernels.rows.program.region_node import is_inserted, op_name
 
-__all__ = ["structure_of"]
-
 
 def structure_of(gm: GraphModule) -> str:
     """Equal for graphs that do the same to their inputs."""

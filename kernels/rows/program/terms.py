@@ -10,8 +10,6 @@ import torch
 
 from fxprec.kernels.rows.program.values import Builder, Operand, Value
 
-__all__ = ["Call", "Declined", "Term"]
-
 
 class Declined(Exception):
     """A region, a shape or a layout that row programs do not serve; says why, for the report."""

@@ -26,8 +26,6 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-__all__ = ["BOOLEAN", "COMPARISONS", "REDUCTIONS", "Builder", "Kind", "Operand", "Value", "walk"]
-
 Kind = Literal["float", "integer", "bool"]
 
 

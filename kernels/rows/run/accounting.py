@@ -13,8 +13,6 @@ if TYPE_CHECKING:  # Triton is loaded when a plan is made
     from fxprec.kernels.rows.run.kernel import Launch
     from fxprec.kernels.rows.run.plan import Plan
 
-__all__ = ["bytes_moved", "count_kernels"]
-
 
 def count_kernels(plan: Plan) -> int:
     """Launches of a forward and a backward; second stages of sums counted, copies of odd gradients not."""

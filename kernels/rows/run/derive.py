@@ -19,8 +19,6 @@ from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.program.terms import Declined
 from fxprec.kernels.rows.run.plan import Derived, Plan
 
-__all__ = ["make_plan"]
-
 
 class _Shapes(Interpreter):
     """Runs a region's graph on meta tensors and writes down what each node gives."""

@@ -13,8 +13,6 @@ from fxprec.kernels.rows.program.layout import Layout
 from fxprec.kernels.rows.program.row_program import Program
 from fxprec.kernels.rows.program.values import COMPARISONS, REDUCTIONS, Value, walk
 
-__all__ = ["evaluate"]
-
 
 def evaluate(
     program: Program,

@@ -16,8 +16,6 @@ from fxprec.kernels.rows.program.layout import Layout
 from fxprec.kernels.rows.program.row_program import Backward
 from fxprec.kernels.rows.program.spec import Spec
 
-__all__ = ["Finish", "finishes", "partial_widths"]
-
 
 @dataclass(frozen=True, slots=True)
 class Finish:

@@ -19,8 +19,6 @@ from fxprec.kernels.rows.run.evaluate import evaluate
 if TYPE_CHECKING:  # Triton is loaded when a plan is made
     from fxprec.kernels.rows.run.plan import Plan
 
-__all__ = ["eager_backward", "finished", "laid_out"]
-
 
 def finished(plan: Plan, made: Sequence[Tensor]) -> list[Tensor]:
     """A gradient for each wanted input, in its shape and dtype, from what ``Plan.backward`` gave."""

@@ -24,8 +24,6 @@ from fxprec.kernels.rows.emit.tiling import Form, form_of, reduction_levels
 from fxprec.kernels.rows.program.layout import Layout, Place, merged
 from fxprec.kernels.rows.program.row_program import Program
 
-__all__ = ["Launch", "built", "prepare"]
-
 _COUNT = itertools.count()
 #: Programs of a launch that go from tile to tile, for each multiprocessor.
 _PER_MULTIPROCESSOR: Final = 4

@@ -21,8 +21,6 @@ from fxprec.kernels.rows.run import ops
 from fxprec.kernels.rows.run.finish import Finish, finishes, partial_widths
 from fxprec.kernels.rows.run.kernel import Launch, prepare
 
-__all__ = ["Derived", "Plan"]
-
 
 @dataclass(slots=True)
 class Derived:

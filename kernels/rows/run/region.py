@@ -24,8 +24,6 @@ from fxprec.kernels.torch_internals import FakeTensor, disable_current_modes
 if TYPE_CHECKING:
     from fxprec.kernels.rows.run.plan import Plan
 
-__all__ = ["FusedRegion"]
-
 _PLAIN: Final = frozenset({Tensor, nn.Parameter})
 #: Plans of a region. A model that calls it with ever new shapes keeps the latest.
 _MOST_PLANS: Final = 64

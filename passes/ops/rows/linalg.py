@@ -8,8 +8,6 @@ from typing import Final
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.rule import OpRule, rows, table
 
-__all__ = ["LINALG_ROWS"]
-
 _SOLVER: Final = "a solver or decomposition: no low kernel, and errors grow with the condition number"
 _FFT: Final = "Fourier transforms have no bfloat16 kernel and complex results"
 _COMPLEX: Final = "complex numbers are never touched"

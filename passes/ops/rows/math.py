@@ -8,8 +8,6 @@ from typing import Final
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.rule import OpRule, facts, having, rows, table
 
-__all__ = ["MATH_ROWS"]
-
 _WIDEST: Final = "several float inputs: the widest wins, inside the kernel"
 _ONE_DTYPE: Final = "several float inputs: the widest wins; the kernel wants them all in it"
 _RANGE: Final = "its results leave the range of low precision, or lose their digits there"

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["DECIDED_EXCEPTIONS", "MODULE_EXCEPTIONS", "MODULE_OPS"]
-
 #: Class of torch.nn -> canonical names of the ops that its forward runs, the ones that decide first.
 MODULE_OPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

@@ -8,8 +8,6 @@ from typing import Final
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.rule import OpRule, Writes, facts, having, rows, table
 
-__all__ = ["NN_ROWS"]
-
 _INPUT: Final = (0, "input")
 #: Running statistics, in torch.nn.functional's order of arguments and in aten's.
 _STATISTICS: Final = (1, 2, 3, 4, "running_mean", "running_var")

@@ -8,8 +8,6 @@ from typing import Final
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.rule import OpRule, facts, having, rows, table
 
-__all__ = ["TENSOR_ROWS"]
-
 _SELF: Final = (0, "input", "self")
 _VIEW: Final = "the same values in another shape"
 _COPY: Final = "copies values: exact in any dtype"

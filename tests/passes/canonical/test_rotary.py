@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import kernel_tools
-from fxprec.passes.fusion.rotary import rope
+from fxprec.passes.canonical.rotary import rope
 from fxprec.passes.graph.text import format_graph
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)

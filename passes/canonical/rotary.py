@@ -27,8 +27,7 @@ from torch.fx import Graph, Node, Proxy
 
 from fxprec.passes.graph.annotations import Op, notes
 from fxprec.passes.graph.leaves import leaf
-
-__all__ = ["recognize_rotary", "rope"]
+from fxprec.passes.graph.served import is_served
 
 
 def rope(x: Any, cos: Any, sin: Any, half: int) -> Any:
@@ -49,8 +48,6 @@ def rope(x: Any, cos: Any, sin: Any, half: int) -> Any:
 
 def _tables(x: Any, cos: Any, sin: Any, half: int) -> tuple[Any, tuple[Any, Any]] | None:
     """(x as [B, H, T, D], (cos, sin) as [B, T, D]) where the kernel serves; None where it does not."""
-    from fxprec.passes.fusion.kernel_calls import is_served
-
     fits = x.dim() == 4 and x.shape[-1] == 2 * half and cos.shape == sin.shape and cos.dim() == 4
     if not fits or cos.requires_grad or sin.requires_grad or cos.shape[-1] != x.shape[-1] or not is_served(x):
         return None
