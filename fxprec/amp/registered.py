@@ -67,7 +67,7 @@ class IsOp:
     rule: Rule
 
     def __call__(self, node: Node) -> Rule | None:
-        return self.rule if notes(node).state("op") and notes(node).op.name == self.op else None
+        return self.rule if notes(node).op.name == self.op else None
 
 
 def with_registered(policy: Policy, model: nn.Module) -> Policy:

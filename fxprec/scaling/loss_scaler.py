@@ -212,7 +212,7 @@ class LossScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() is being called after step(). Call it between backward() and step()")
         self._require_scaled("unscale_")
         loss_id = state.get(DELAYED, 0)
-        scale = self._scale_of(loss_id)
+        scale = self._scales.of(loss_id)
         # As torch: FP32 division can be imprecise for certain compile options.
         inverse = scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
         found = self._checks.unscale(records, optimizer, inverse, torch.zeros_like(scale), allow_fp16=False)
@@ -501,18 +501,13 @@ class LossScaler(torch.amp.GradScaler):
         self.__dict__.update(state)
         self._compose(fp16_gradients, None, skipped, on_floor)
 
-    def _scale_of(self, loss_id: int) -> Tensor:
-        scale = self._scales.losses[loss_id].scale
-        assert scale is not None, "used before it was placed"
-        return scale
-
     def _scaled(self, loss_id: int, outputs: Any) -> Any:
         records = self._records
 
         def times_scale(tensor: Tensor) -> Tensor:
             if not self._scales.placed:
                 self._scales.place(tensor.device)
-            scale = self._scale_of(loss_id)
+            scale = self._scales.of(loss_id)
             if capturing(tensor.device):
                 records.captured = True
             result = tensor * scale.to(tensor.device, non_blocking=True)
@@ -549,8 +544,16 @@ class LossScaler(torch.amp.GradScaler):
 _COMPOSED = frozenset({"_names", "_known", "_records", "_checks"})
 
 
+#: Attributes of a scaler of 0.1 that are in its parts now.
+_GONE = frozenset(
+    {"_losses", "_growth_factor", "_backoff_factor", "_growth_interval", "_hysteresis", "_consecutive", "_bounds",
+     "_init_scale", "_init_growth_tracker", "_per_optimizer_states", "_fp16_gradients", "_skips", "_floor", "_on_floor",
+     "_scaled_since_update", "_scaled_outside", "_blocks"}
+)  # fmt: skip
+
+
 def _of_0_1(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a scaler that version 0.1 pickled: its attributes, without parts."""
+    """The state of a scaler that version 0.1 pickled: its attributes, without parts. Those of a subclass stay."""
     scales = Scales.__new__(Scales)
     scales.__dict__.update(
         losses=[LossScale(*loss.numbers()) for loss in state["_losses"]],
@@ -561,11 +564,8 @@ def _of_0_1(state: Mapping[str, Any]) -> dict[str, Any]:
         consecutive=state["_consecutive"],
         bounds=state["_bounds"],
     )
-    return {
+    return {name: value for name, value in state.items() if name not in _GONE} | {
         "_scales": scales,
-        "_device": state["_device"],
-        "_enabled": state["_enabled"],
-        "_recheck": state["_recheck"],
         "fp16_gradients": state["_fp16_gradients"],
         "skipped": state["_skips"].count,
         "on_floor": state["_on_floor"],

@@ -60,7 +60,11 @@ class Scales:
     @property
     def first(self) -> Tensor:
         """The scale of the first loss, once it is placed."""
-        scale = self.losses[0].scale
+        return self.of(0)
+
+    def of(self, loss_id: int) -> Tensor:
+        """The scale of a loss, once it is placed."""
+        scale = self.losses[loss_id].scale
         assert scale is not None, "used before it was placed"
         return scale
 
@@ -71,9 +75,8 @@ class Scales:
 
     def fill(self, value: float) -> None:
         """Set all scales, which are placed."""
-        for loss in self.losses:
-            assert loss.scale is not None
-            loss.scale.fill_(value)
+        for loss_id in range(len(self.losses)):
+            self.of(loss_id).fill_(value)
 
     def rule(self, near_floor: bool) -> UpdateRule:
         """How they move now. ``near_floor``: the next update may bring one down to the smallest number."""

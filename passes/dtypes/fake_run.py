@@ -144,7 +144,7 @@ def _call(node: Node, values: dict[Node, Any]) -> Any:
 
 
 def _stated(node: Node, mode: FakeTensorMode) -> Any:
-    """The captured fake value in the dtypes that the annotation says: a copy where the graph writes to it."""
+    """The captured fake value in the dtypes that the annotation says: a copy where the graph may write to it."""
     if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
         return None  # it may have several results, each of a dtype of its own
     value = node.meta.get("val")
@@ -152,11 +152,12 @@ def _stated(node: Node, mode: FakeTensorMode) -> Any:
         value = attribute_of(node)
         value = mode.from_tensor(value, static_shapes=True) if type(value) in _PLAIN else None
     dtype = notes(node).precision.output
+    copy = notes(node).written or node.op not in ("placeholder", "get_attr")
 
     def stated(leaf: Any) -> Any:
         if type(leaf) is not FakeTensor:
             return leaf
-        return leaf.to(dtype if dtype and leaf.dtype in CASTABLE else leaf.dtype, copy=notes(node).written)
+        return leaf.to(dtype if dtype and leaf.dtype in CASTABLE else leaf.dtype, copy=copy)
 
     return tree_map(stated, value)
 

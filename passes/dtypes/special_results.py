@@ -46,7 +46,7 @@ class Facts:
         return self.dtypes.get(given, UNKNOWN) if isinstance(given, Node) else None
 
 
-Special: TypeAlias = "Callable[[Facts, Node, Operands], DTypeInfo | None]"
+Answer: TypeAlias = "Callable[[Facts, Node, Operands], DTypeInfo | None]"
 
 
 def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
@@ -204,7 +204,7 @@ def _normal(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
 
 
 #: ``OpRule.special`` -> who answers.
-SPECIAL: Final[Mapping[str, Special]] = MappingProxyType(
+SPECIAL: Final[Mapping[str, Answer]] = MappingProxyType(
     {
         "part": _getitem,
         "attribute": _getattr,

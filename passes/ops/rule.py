@@ -155,16 +155,16 @@ class OpRule:
     bias: int | None = None
 
 
-class Facts(NamedTuple):
+class Further(NamedTuple):
     """Further facts on some ops of a group: fields of ``OpRule``."""
 
     names: frozenset[str]
     fields: Mapping[str, Any]
 
 
-def facts(names: str, **fields: Any) -> Facts:
+def facts(names: str, **fields: Any) -> Further:
     """Facts that the blank-separated names share, for ``having``."""
-    return Facts(frozenset(names.split()), fields)
+    return Further(frozenset(names.split()), fields)
 
 
 def rows(rule: Rule, why: str, names: str, **options: Any) -> dict[str, OpRule]:
@@ -173,7 +173,7 @@ def rows(rule: Rule, why: str, names: str, **options: Any) -> dict[str, OpRule]:
     return dict.fromkeys(names.split(), row)
 
 
-def having(group: Mapping[str, OpRule], *further: Facts) -> Mapping[str, OpRule]:
+def having(group: Mapping[str, OpRule], *further: Further) -> Mapping[str, OpRule]:
     """The rows of a group, in their order, with further facts on some.
 
     Raises:

@@ -283,7 +283,7 @@ class CutWalk(GraphWalk):
         decided = self.decided.get(user)
         if decided is None or user.op == "output" or isinstance(user.target, HigherOrderOperator):
             return False
-        cast = decided.out == LOW and notes(user).state("op") and notes(user).op.name == "to"
+        cast = decided.out == LOW and notes(user).op.name == "to"
         return user in low or decided.read == LOW or cast or notes(user).dtype is NON_TENSOR
 
 

@@ -222,7 +222,7 @@ def _body_calls(gm: GraphModule) -> Counter[int]:
 
 def _runs_bodies(node: Node) -> bool:
     """Whether a higher-order op just runs its bodies, so that what is in them is ours to decide."""
-    name = notes(node).op.name if notes(node).state("op") else ""
+    name = notes(node).op.name
     if notes(node).autocast is False or (name.endswith("wrap_with_autocast") and node.args[2] is False):
         return False
     return name in _TRANSPARENT or name in _BOUNDED

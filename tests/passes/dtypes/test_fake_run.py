@@ -7,11 +7,18 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxprec.passes.dtypes.fake_run import run_on_fakes
 from fxprec.passes.fusion import kernel_calls
 from fxprec.passes.graph.annotations import notes
+
+
+@wrap
+def stranger(x):
+    return x * 1.0
+
 
 F32, BF16 = torch.float32, torch.bfloat16
 X, W = torch.randn(2, 4), torch.randn(4, 4)
@@ -74,6 +81,15 @@ def test_neither_captured_values_nor_random_state_change(final):
     assert found(gm) == []
     assert torch.equal(torch.random.get_rng_state(), state)
     assert [(value.shape, value.dtype, value._version) for value in values] == before
+
+
+def test_a_write_to_what_was_not_run_does_not_reach_its_captured_value(final):
+    """A function of a user's is not run: what it gave stands for it, and is copied before the graph changes it."""
+    gm = final(lambda x, w: stranger(F.linear(x, w)).unsqueeze_(0).exp(), X, W)
+    value = next(node.meta["val"] for node in gm.graph.nodes if node.target is stranger)
+    before = value.shape
+    assert found(gm) == []
+    assert value.shape == before
 
 
 class Count(TorchDispatchMode):
