@@ -157,10 +157,13 @@ def _lossless(narrow: torch.dtype | None, wide: torch.dtype | None) -> bool:
 
 def _hoist(gm: GraphModule) -> int:
     """Operands that a called body only ever reads through one cast are cast outside."""
+    calls = _calls(gm)
+    if not calls:
+        return 0
     roots = alias_roots(gm.graph)
     written = written_roots(gm.graph, roots)
     hoisted = 0
-    for call, body in _calls(gm):
+    for call, body in calls:
         inputs = body.graph.find_nodes(op="placeholder")
         if len(inputs) != len(call.args) - 1 or any(_writes(node) for node in body.graph.nodes):
             continue

@@ -81,9 +81,10 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
         elif node.op in ("call_function", "call_method"):
             changed |= epochs.cast_arguments(node) or epochs.keep_recorded(node) or epochs.keep_apart(node)
             epochs.written(node)
-        dtype = notes(node).root_dtype
+        annotations = notes(node)
+        dtype = annotations.root_dtype
         if dtype is not None:
-            del notes(node).root_dtype
+            del annotations.root_dtype
             changed |= epochs.recast_root(node, dtype)
     return PassResult(gm, changed)
 
@@ -105,9 +106,11 @@ def original_dtype(info: DTypeInfo | None) -> torch.dtype | None:
 
 def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
     """(port, source) -> the dtype in which ``node`` wants that castable argument; absent: as it comes."""
-    reads, op = notes(node).precision.reads, notes(node).op
+    annotations = notes(node)
+    reads = annotations.precision.reads
     if reads is Arrival.AS_IT_ARRIVES:
         return {}
+    op = annotations.op
     row = facts_of(op.name)
     wanted: dict[tuple[int | str, Node], torch.dtype] = {}
     data: list[tuple[int | str, Node]] = []

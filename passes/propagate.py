@@ -76,16 +76,14 @@ class _Walk:
             if node.op == "output":
                 returned = _structure(node.args[0])
                 continue
+            annotations = notes(node)
             if node.op == "get_attr":
                 info = self._attribute(node)
-            elif node.op == "placeholder":
-                info = self._placeholder(node)
-                notes(node).numel = numel_of(node.meta.get("val"))
             else:
-                info = self._call(node)
-                notes(node).numel = numel_of(node.meta.get("val"))
-            notes(node).dtype = info
-            notes(node).scalar = is_scalar(node)
+                info = self._placeholder(node) if node.op == "placeholder" else self._call(node)
+                annotations.numel = numel_of(node.meta.get("val"))
+            annotations.dtype = info
+            annotations.scalar = is_scalar(node)
         return returned
 
     def _placeholder(self, node: Node) -> DTypeInfo:
@@ -102,8 +100,9 @@ class _Walk:
         if not isinstance(value, torch.Tensor):
             notes(node).numel = None
             return NON_TENSOR
-        notes(node).numel = numel_of(value)
-        notes(node).ndim = value.dim()
+        annotations = notes(node)
+        annotations.numel = numel_of(value)
+        annotations.ndim = value.dim()
         return value.dtype
 
     def _call(self, node: Node) -> DTypeInfo:

@@ -75,8 +75,8 @@ def _decided(gm: GraphModule, context: Context) -> Iterator[Violation]:
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
-        precision = notes(node).precision
-        info = notes(node).dtype
+        annotations = notes(node)
+        precision, info = annotations.precision, annotations.dtype
         if precision is UNDECIDED:
             yield Violation(node.name, "no precision", "what it reads, computes and puts out")
         elif isinstance(info, torch.dtype) and info not in CASTABLE and precision.output not in (info, None):
@@ -95,10 +95,12 @@ def _edges(gm: GraphModule, context: Context) -> Iterator[Violation]:
 
 
 def _full_in_fp32(gm: GraphModule, context: Context) -> Iterator[Violation]:
+    if context.policy.level == "O3":
+        return
     for node in gm.graph.nodes:
-        precision = notes(node).precision
-        op = notes(node).op
-        if op is NO_OP or precision.rule is not Rule.FULL or context.policy.level == "O3":
+        annotations = notes(node)
+        precision, op = annotations.precision, annotations.op
+        if op is NO_OP or precision.rule is not Rule.FULL:
             continue
         row = rule_of(op.name)
         if precision.compute not in (torch.float32, torch.float64, None):

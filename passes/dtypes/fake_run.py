@@ -1,15 +1,17 @@
 """Run a rewritten graph on fake tensors, and compare what comes out with what the passes wrote on its nodes.
 
 This knows nothing of rules, ports or casts: torch itself says which dtype each call gives for the dtypes that arrive.
-A call that cannot be run on fake tensors (of an op without a row, of a body, of our own kernels, one that reads values,
-or one that has no fake) gives what its annotation says, so that its readers are judged all the same.
+Layers are alike: of calls that differ in sizes only one is run. A call that cannot be run on fake tensors (of an op
+without a row, of a body, of our own kernels, one that reads values, or one that has no fake) gives what its annotation
+says, so that its readers are judged all the same.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
@@ -25,6 +27,10 @@ from fxprec.passes.torch_internals import FakeTensorMode, HigherOrderOperator, t
 
 #: Casts that look at run time what arrives.
 _LOOK: Final = CASTS - {cast}
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+
+#: Of each tensor or other value that a result is made of: its dtype, None where it is no tensor.
+Dtypes: TypeAlias = "tuple[torch.dtype | None, ...]"
 
 
 class Disagreement(NamedTuple):
@@ -33,6 +39,35 @@ class Disagreement(NamedTuple):
     node: Node
     got: torch.dtype
     stated: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What a node gives: fake tensors of the right sizes, and the dtypes that they have in this graph."""
+
+    fakes: Any
+    dtypes: Dtypes
+
+    def is_plain(self) -> bool:
+        leaves = _leaves(self.fakes)
+        return self.fakes is not None and all(
+            type(leaf) is FakeTensor or not isinstance(leaf, torch.Tensor) for leaf in leaves
+        )
+
+    def described(self) -> tuple[object, ...]:
+        """All that the dtype of a result may follow from."""
+        return tuple(
+            (type(leaf), leaf) if dtype is None else (dtype, leaf.dim(), leaf.device)
+            for leaf, dtype in zip(_leaves(self.fakes), self.dtypes, strict=True)
+        )
+
+    def in_its_dtypes(self, copy: bool = False) -> Any:
+        if not copy and all(
+            dtype in (None, leaf.dtype) for leaf, dtype in zip(_leaves(self.fakes), self.dtypes, strict=True)
+        ):
+            return self.fakes
+        dtypes = iter(self.dtypes)
+        return tree_map(lambda leaf: leaf if (to := next(dtypes)) is None else leaf.to(to, copy=copy), self.fakes)
 
 
 def run_on_fakes(gm: GraphModule) -> Iterator[Disagreement]:
@@ -46,19 +81,23 @@ def run_on_fakes(gm: GraphModule) -> Iterator[Disagreement]:
 
 def differs(node: Node, value: Any) -> Disagreement | None:
     """Whether the tensors of a result have other dtypes than its node's annotations say."""
-    precision = notes(node).precision
-    if not isinstance(value, torch.Tensor) and (_taken_apart(node) or precision.output is None):
+    return _disagreement(node, _dtypes(value), isinstance(value, torch.Tensor))
+
+
+def _disagreement(node: Node, dtypes: Dtypes, single: bool) -> Disagreement | None:
+    annotations = notes(node)
+    precision, info = annotations.precision, annotations.dtype
+    if not single and (_taken_apart(node) or precision.output is None):
         return None  # several results: each is stated where it is taken out
     if (node.target is operator.getitem and not node.users) or (node.target in _LOOK and precision.output is None):
         return None
-    unused = notes(node).wide if precision.rule is not Rule.KEEP else ()
-    info = notes(node).dtype
-    for port, leaf in enumerate(tree_leaves(value)):
-        if not isinstance(leaf, torch.Tensor) or port in unused:
+    unused = annotations.wide if precision.rule is not Rule.KEEP else ()
+    for port, dtype in enumerate(dtypes):
+        if dtype is None or port in unused:
             continue
-        stated = precision.output if leaf.dtype in CASTABLE else info if isinstance(info, torch.dtype) else leaf.dtype
-        if leaf.dtype != stated:
-            return Disagreement(node, leaf.dtype, stated)
+        stated = precision.output if dtype in CASTABLE else info if isinstance(info, torch.dtype) else dtype
+        if dtype != stated:
+            return Disagreement(node, dtype, stated)
     return None
 
 
@@ -68,38 +107,37 @@ def _taken_apart(node: Node) -> bool:
 
 
 def _run(gm: GraphModule, mode: FakeTensorMode) -> Iterator[Disagreement]:
-    values: dict[Node, Any] = {}
-    known: dict[object, Any] = {}  # layers are alike: a call runs once for the same op on the same dtypes and shapes
+    values: dict[Node, _Value] = {}
+    known: dict[object, Dtypes] = {}
     for node in gm.graph.nodes:
+        values[node] = _stated(node, mode)
         if not _runs(node, values):
-            values[node] = _stated(node, mode)
             continue
         key = _key(node, values)
-        if key is not None and key in known:
-            values[node] = known[key]
+        dtypes = known.get(key) if key is not None else None
+        if dtypes is not None and len(dtypes) == len(values[node].dtypes):
+            values[node] = _Value(values[node].fakes, dtypes)
         else:
             try:
-                values[node] = _call(node, values)
+                result = _call(node, values)
             except Exception:  # without a fake, or one that does not take these: what is stated is all there is
-                values[node] = _stated(node, mode)
                 continue
+            values[node] = _Value(result, _dtypes(result))
             if key is not None:
-                known[key] = values[node]
-        found = differs(node, values[node])
+                known[key] = values[node].dtypes
+        found = _disagreement(node, values[node].dtypes, isinstance(values[node].fakes, torch.Tensor))
         if found is not None:
             yield found
 
 
-def _key(node: Node, values: dict[Node, Any]) -> object:
-    """What the dtype of a result follows from; None where that is more than can be compared."""
+def _key(node: Node, values: dict[Node, _Value]) -> object:
+    """What the dtypes of a result follow from; None where that is more than can be compared."""
     if notes(node).op.in_place:
         return None
 
     def described(argument: Any) -> object:
         if isinstance(argument, Node):
-            argument = values[argument]
-        if isinstance(argument, torch.Tensor):
-            return argument.dtype, argument.shape, argument.device
+            return values[argument].described()
         if isinstance(argument, tuple | list):
             return tuple(map(described, argument))
         if isinstance(argument, dict):
@@ -116,7 +154,7 @@ def _key(node: Node, values: dict[Node, Any]) -> object:
     return key
 
 
-def _runs(node: Node, values: dict[Node, Any]) -> bool:
+def _runs(node: Node, values: dict[Node, _Value]) -> bool:
     """Whether a call of torch's, with every tensor that it reads at hand as a plain fake one."""
     if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
         return False
@@ -125,41 +163,36 @@ def _runs(node: Node, values: dict[Node, Any]) -> bool:
         return False
     if str(getattr(node.target, "__module__", "")).startswith("fxprec.") and node.target not in CASTS:
         return False
-    return all(_is_plain(values[source]) for source in node.all_input_nodes)
+    return all(values[source].is_plain() for source in node.all_input_nodes)
 
 
-def _is_plain(value: Any) -> bool:
-    if type(value) is FakeTensor:
-        return True
-    leaves = tree_leaves(value)
-    return value is not None and all(type(leaf) is FakeTensor or not isinstance(leaf, torch.Tensor) for leaf in leaves)
-
-
-def _call(node: Node, values: dict[Node, Any]) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+def _call(node: Node, values: dict[Node, _Value]) -> Any:
+    if notes(node).op.in_place:  # later readers see the write; captured values do not
+        for source in node.all_input_nodes:
+            own = values[source].in_its_dtypes(copy=True)
+            values[source] = _Value(own, values[source].dtypes)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: values[source].in_its_dtypes())
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
 
 
-def _stated(node: Node, mode: FakeTensorMode) -> Any:
-    """The captured fake value in the dtypes that the annotation says: a copy where the graph may write to it."""
+def _stated(node: Node, mode: FakeTensorMode) -> _Value:
+    """The captured fake value in the dtypes that the annotation says."""
     if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
-        return None  # it may have several results, each of a dtype of its own
+        return _Value(None, (None,))  # it may have several results, each of a dtype of its own
     value = node.meta.get("val")
     if value is None and node.op == "get_attr":
         value = attribute_of(node)
         value = mode.from_tensor(value, static_shapes=True) if type(value) in _PLAIN else None
-    dtype = notes(node).precision.output
-    copy = notes(node).written or node.op not in ("placeholder", "get_attr")
-
-    def stated(leaf: Any) -> Any:
-        if type(leaf) is not FakeTensor:
-            return leaf
-        return leaf.to(dtype if dtype and leaf.dtype in CASTABLE else leaf.dtype, copy=copy)
-
-    return tree_map(stated, value)
+    stated = notes(node).precision.output
+    return _Value(value, tuple(stated if stated and dtype in CASTABLE else dtype for dtype in _dtypes(value)))
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+def _dtypes(value: Any) -> Dtypes:
+    return tuple(leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in _leaves(value))
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    return (value,) if isinstance(value, torch.Tensor) else tree_leaves(value)

@@ -15,15 +15,16 @@ def is_scalar(node: Node) -> bool:
     Without shapes a tensor counts as dimensioned, unless the op that made it reduces over everything. ``propagate``
     records the answer, so that a question never walks further than the arguments.
     """
-    known = notes(node).scalar
+    annotations = notes(node)
+    known = annotations.scalar
     if known is not None:
         return known
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
     if node.op == "get_attr":
-        return notes(node).ndim == 0
-    rank = facts_of(notes(node).op.name).rank
+        return annotations.ndim == 0
+    rank = facts_of(annotations.op.name).rank
     if rank == "reduced":
         return len(node.args) == 1 and not ({"dim", "axis"} & node.kwargs.keys())
     sources = node.all_input_nodes

@@ -102,12 +102,12 @@ def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
     ``native``: there are no regions; only what is better than torch's ops on a CPU.
     """
     changed, declined = False, []
-    roots = alias_roots(graph)
-    written = written_roots(graph, roots)
-    for node in [*graph.nodes]:
-        op = notes(node).op
-        make = _KERNELS.get(op.name)
-        if make is None or op.in_place or roots[node] in written:
+    calls = [(node, op) for node in graph.nodes if (op := notes(node).op).name in _KERNELS]
+    roots = alias_roots(graph) if calls else {}
+    written = written_roots(graph, roots) if calls else set()
+    for node, op in calls:
+        make = _KERNELS[op.name]
+        if op.in_place or roots[node] in written:
             continue
         if native and not (op.name == "cross_entropy" and _reads_cast(node)):
             continue

@@ -20,21 +20,20 @@ import torch
 from torch.fx import GraphModule
 
 from fxprec.passes.graph.annotations import notes
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import facts_of
 
 
 def accumulate_wide(gm: GraphModule) -> bool:
     """Give sums and means that read low their accumulation dtype. Says whether there were any."""
     changed = False
     for node in gm.graph.nodes:
-        op = notes(node).op
-        precision = notes(node).precision
-        row = rule_of(op.name)
-        if row is None or not row.dtype_keyword or precision.reads is precision.output:
+        annotations = notes(node)
+        row, precision = facts_of(annotations.op.name), annotations.precision
+        if not row.dtype_keyword or precision.reads is precision.output:
             continue
         reads_low = isinstance(precision.reads, torch.dtype)
         if reads_low and precision.output is torch.float32 and node.kwargs.get("dtype") is None:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
-            notes(node).fused = "accumulates in FP32 while it reads low"
+            annotations.fused = "accumulates in FP32 while it reads low"
             changed = True
     return changed

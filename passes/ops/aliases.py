@@ -37,10 +37,8 @@ def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None =
 
     for node in graph.nodes:
         parent[node] = node
-        shared = [*sources(node)]
-        for key in _outside(node):
-            shared.append(outside.setdefault(key, node))
-        for other in shared:
+        keys = _outside(node) if node.op in ("placeholder", "get_attr") else ()
+        for other in (*sources(node), *[outside.setdefault(key, node) for key in keys]):
             if other in parent:  # not so in a graph that is no graph of its own: a region's is looked at alone
                 first, second = sorted((root(other), root(node)))
                 parent[second] = first
@@ -49,8 +47,10 @@ def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None =
 
 def shared_sources(node: Node) -> Iterator[Node]:
     """The arguments whose memory the result may share."""
+    if not node.args:
+        return
     op = notes(node).op
-    if op is NO_OP or not node.args:
+    if op is NO_OP:
         return
     if isinstance(node.target, HigherOrderOperator):
         yield from (operand for operand, _, given_back in _operands(node) if given_back)
@@ -67,6 +67,8 @@ def shared_sources(node: Node) -> Iterator[Node]:
 
 def written_by(node: Node) -> Iterator[Node]:
     """The arguments that a call writes to, as far as its name or schema tells."""
+    if not (node.args or node.kwargs):
+        return
     op = notes(node).op
     if op is NO_OP:
         return
@@ -102,11 +104,12 @@ def outside_writes(gm: GraphModule) -> set[Node]:
 
 
 def _outside(node: Node) -> Iterator[object]:
-    """By what it is known which memory outside of the graph a node gives."""
+    """By what it is known which memory outside of the graph an input or attribute gives."""
     if node.op == "get_attr":
         yield node.target
-    if node.op in ("get_attr", "placeholder") and notes(node).memory is not None:
-        yield "memory", notes(node).memory
+    memory = notes(node).memory
+    if memory is not None:
+        yield "memory", memory
 
 
 def _operands(node: Node) -> Iterator[tuple[Node, bool, bool]]:

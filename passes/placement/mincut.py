@@ -289,7 +289,8 @@ class CutWalk(GraphWalk):
 
 def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) -> None:
     for node, (read, out, rule, why, site) in walk.decided.items():
-        reads, output, info = dtype(read), dtype(out), notes(node).dtype
+        annotations = notes(node)
+        reads, output, info = dtype(read), dtype(out), annotations.dtype
         if output is None and isinstance(info, torch.dtype) and info.is_floating_point:
             output = info
         compute = reads or (output if node.op.startswith("call") else None)
@@ -297,8 +298,8 @@ def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) 
             compute = torch.float32
         if site is not None and read is not None and not walk.variables.is_pinned(read):
             why = f"{why}; {_reason(walk, site, reads, dtype)}"
-        notes(node).precision = Precision(reading(node, rule, reads), compute, output, rule, why)
-        del notes(node).root_dtype
+        annotations.precision = Precision(reading(node, rule, reads), compute, output, rule, why)
+        del annotations.root_dtype
     for node in walk.roots:
         lives = dtype(walk.variables.value[node])
         if lives is not notes(node).precision.output:

@@ -73,12 +73,12 @@ class Site:
 
 def site_of(node: Node, context: Context) -> Site:
     """Ask the table and the policy about one call."""
-    op = notes(node).op
+    annotations = notes(node)
+    op, info = annotations.op, annotations.dtype
     name = op.name or getattr(node.target, "__name__", str(node.target))
     row = rule_of(name) if op is not NO_OP else None
     rule, why = context.policy.resolve(name, node, module_path(node), row, context.device)
-    info = notes(node).dtype
-    if notes(node).autocast is False:
+    if annotations.autocast is False:
         rule, why = Rule.KEEP, "inside autocast(enabled=False)"
     elif isinstance(info, torch.dtype) and info.is_complex:
         rule, why = Rule.KEEP, "complex numbers are never touched"
