@@ -3,7 +3,7 @@
 ``reference`` is what it computes. In FP32 that is what torch's ``_fused_adam_`` and ``_fused_adamw_`` compute on a CPU
 with FMA, bit for bit: opmath FP32, hyper-parameters rounded to FP32 once, and per step
 
-    g  = fma(p, weight_decay, ±g * (1 / grad_scale) * clip_coef)      p = p * (1 - lr * weight_decay) if decoupled
+    g  = fma(p, weight_decay, ±g * (1 / grad_scale))      p = p * (1 - lr * weight_decay) if decoupled
     m  = fma(1 - beta1, g - m, m)                                     v = fma(v, beta2, (1 - beta2) * g * g)
     p  = p - (lr / (1 - beta1**t)) * m / (sqrt(v) / sqrt(1 - beta2**t) + eps)
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fxprec.kernels.launch.arithmetic import float32, fma, split, sqrt
 from fxprec.kernels.launch.rounding import random_words, round_block, rounding_offset, stochastic_round
-from fxprec.kernels.launch.triton_support import constexpr, int64, jit, require_triton, tl, triton_dtype
+from fxprec.kernels.launch.triton_support import constexpr, int64, jit, require_triton, tl
 from fxprec.kernels.optim.lists import check_scalar, device_rate
 from fxprec.kernels.optim.tables import (
     CHUNKS,
@@ -42,7 +42,6 @@ from fxprec.kernels.optim.tables import (
 )
 
 _BLOCK: Final = 512
-_WARPS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ def double(high, low):
 @jit()
 def adam_block(
     gradient, param, exp_avg, exp_avg_sq, max_exp_avg_sq, shadow, has_shadow, first, length, start, seed, step, index,
-    scale, clip, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, weight_decay,
+    scale, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, weight_decay,
     PARAM_DTYPE: constexpr, STATE_DTYPE: constexpr, SHADOW_DTYPE: constexpr, DECAY: constexpr,
     DECOUPLED: constexpr, AMSGRAD: constexpr, MAXIMIZE: constexpr, STOCHASTIC: constexpr,
     FROM_GRADIENT: constexpr, MASKED: constexpr, BLOCK: constexpr,
@@ -105,7 +104,7 @@ def adam_block(
     """Update the block that begins ``first`` elements into a chunk; MASKED: the chunk ends within it."""
     offset = first + tl.arange(0, BLOCK)
     mask = offset < length if MASKED else None
-    g = tl.load(gradient + offset, mask=mask).to(tl.float32) * scale * clip
+    g = tl.load(gradient + offset, mask=mask).to(tl.float32) * scale
     p = tl.load(param + offset, mask=mask).to(tl.float32)
     m = tl.load(exp_avg + offset, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq + offset, mask=mask).to(tl.float32)
@@ -142,9 +141,9 @@ def adam_block(
             tl.store(shadow + offset, p_stored.to(tl.float32).to(SHADOW_DTYPE), mask=mask)
 
 
-@jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["lr", "grad_scale", "clip_coef", "found_inf"])
+@jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["lr", "grad_scale", "found_inf"])
 def adam_kernel(
-    chunks, entries, gradients, arrivals, lr, grad_scale, clip_coef, found_inf,
+    chunks, entries, gradients, arrivals, lr, grad_scale, found_inf,
     lr_high, lr_low, decay_high, decay_low, log1_high, log1_low, log2_high, log2_low,
     lerp_weight, beta2, one_minus_beta2, eps, seed: int64,
     GRADIENT_DTYPE: constexpr, PARAM_DTYPE: constexpr, STATE_DTYPE: constexpr, SHADOW_DTYPE: constexpr,
@@ -158,7 +157,7 @@ def adam_kernel(
     At those addresses, each element once: gradient GRADIENT_DTYPE, read; parameter PARAM_DTYPE and states STATE_DTYPE,
     read and written; shadow SHADOW_DTYPE (None: none), written; step fp32 [1], read, and written by one program. All
     arithmetic on elements is fp32, that on t and lr fp64.
-    grad_scale, clip_coef, found_inf: fp32 [1] or None; lr: fp32 or fp64 [1], or None. Pairs (high, low) are doubles as
+    grad_scale, found_inf: fp32 [1] or None; lr: fp32 or fp64 [1], or None. Pairs (high, low) are doubles as
     two fp32: lr (where the pointer is None), weight decay, log(beta1), log(beta2).
     """
     if found_inf is not None:
@@ -169,11 +168,8 @@ def adam_kernel(
     if address == 0:
         return
     scale = 1.0
-    clip = 1.0
     if grad_scale is not None:
         scale = tl.div_rn(1.0, tl.load(grad_scale))
-    if clip_coef is not None:
-        clip = tl.load(clip_coef)
     rate = double(lr_high, lr_low)
     if lr is not None:
         rate = tl.load(lr).to(tl.float64)
@@ -201,14 +197,14 @@ def adam_kernel(
     for first in range(0, whole, BLOCK):
         adam_block(
             gradient, param, exp_avg, exp_avg_sq, max_exp_avg_sq, shadow, has_shadow, first, length, start, seed, step,
-            index, scale, clip, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, decay_high,
+            index, scale, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, decay_high,
             PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED, AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT,
             False, BLOCK,
         )  # fmt: skip
     if whole < length:
         adam_block(
             gradient, param, exp_avg, exp_avg_sq, max_exp_avg_sq, shadow, has_shadow, whole, length, start, seed, step,
-            index, scale, clip, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, decay_high,
+            index, scale, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, decay_high,
             PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED, AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT,
             True, BLOCK,
         )  # fmt: skip
@@ -221,7 +217,6 @@ def launch(
     *,
     lr: float | Tensor,
     grad_scale: Tensor | None = None,
-    clip_coef: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
     """Step in one launch, on the current stream, without host sync. ``reference`` says what it does.
@@ -229,14 +224,13 @@ def launch(
     :param gradients: ``bind`` of a plan with states (exp_avg, exp_avg_sq[, max_exp_avg_sq]) and steps.
     :param lr: a float, or one float32 or float64 on the plan's device or on the CPU.
     :param grad_scale: one float32 on the plan's device, the loss scale, which gradients are divided by.
-    :param clip_coef: one float32 on the plan's device, which gradients are multiplied by.
     :param found_inf: one float32 on the plan's device: unless it is 0 nothing is written.
     :raises RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
     :raises ValueError: the plan's lists do not fit the settings, or a scalar is not one float32 on its device.
     """
     plan, tables = gradients.plan, gradients.tables
     require_triton(plan.device, "multi_tensor_adam")
-    _check(gradients, settings, grad_scale, clip_coef, found_inf)
+    _check(gradients, settings, grad_scale, found_inf)
     if gradients.dtype is None:
         return
     pointer, rate = device_rate(lr, plan.device)
@@ -245,16 +239,13 @@ def launch(
     lerp_weight, from_gradient = _lerp_weight(beta1)
     with plan.on_device():
         adam_kernel[(len(tables.chunks),)](
-            tables.chunks, tables.entries, gradients.row, tables.arrivals, pointer, grad_scale, clip_coef, found_inf,
+            tables.chunks, tables.entries, gradients.row, tables.arrivals, pointer, grad_scale, found_inf,
             lr_high=pairs[0][0], lr_low=pairs[0][1], decay_high=pairs[1][0], decay_low=pairs[1][1],
             log1_high=pairs[2][0], log1_low=pairs[2][1], log2_high=pairs[3][0], log2_low=pairs[3][1],
             lerp_weight=lerp_weight, beta2=float(beta2), one_minus_beta2=1.0 - beta2, eps=float(settings.eps),
-            seed=settings.rounding_seed or 0, GRADIENT_DTYPE=triton_dtype(gradients.dtype),
-            PARAM_DTYPE=triton_dtype(plan.param_dtype), STATE_DTYPE=triton_dtype(plan.state_dtype),
-            SHADOW_DTYPE=triton_dtype(plan.shadow_dtype), DECAY=settings.weight_decay != 0,
-            DECOUPLED=settings.decoupled, AMSGRAD=settings.amsgrad, MAXIMIZE=settings.maximize,
-            STOCHASTIC=settings.rounding_seed is not None, FROM_GRADIENT=from_gradient, ALIGNED=gradients.aligned,
-            CHUNK=plan.chunk, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+            seed=settings.rounding_seed or 0, DECAY=settings.weight_decay != 0, DECOUPLED=settings.decoupled,
+            AMSGRAD=settings.amsgrad, MAXIMIZE=settings.maximize, STOCHASTIC=settings.rounding_seed is not None,
+            FROM_GRADIENT=from_gradient, **gradients.of_update(_BLOCK),
         )  # fmt: skip
 
 
@@ -265,7 +256,6 @@ def reference(
     *,
     lr: float | Tensor,
     grad_scale: Tensor | None = None,
-    clip_coef: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
     """The same in plain torch, on any device, tensor by tensor; reads found_inf, lr and the step counts back.
@@ -273,7 +263,7 @@ def reference(
     Stochastic rounding draws other bits than the kernel.
     """
     plan = gradients.plan
-    _check(gradients, settings, grad_scale, clip_coef, found_inf)
+    _check(gradients, settings, grad_scale, found_inf)
     if found_inf is not None and found_inf.item() != 0:
         return
     rate = float(lr)
@@ -289,8 +279,6 @@ def reference(
         g, p, m, v, *largest = (tensor.float() for tensor in (grad, param, *states))
         if grad_scale is not None:
             g = g * grad_scale.reciprocal()
-        if clip_coef is not None:
-            g = g * clip_coef
         if settings.maximize:
             g = -g
         if settings.weight_decay != 0 and settings.decoupled:
@@ -321,7 +309,6 @@ def _check(
     gradients: Gradients,
     settings: AdamSettings,
     grad_scale: Tensor | None,
-    clip_coef: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
     plan = gradients.plan
@@ -333,7 +320,7 @@ def _check(
         )
     if settings.rounding_seed is not None and plan.state_dtype != torch.bfloat16:
         raise ValueError(f"rounding_seed is for bfloat16 states; these are {plan.state_dtype}.")
-    for name, scalar in (("grad_scale", grad_scale), ("clip_coef", clip_coef), ("found_inf", found_inf)):
+    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
         check_scalar(name, scalar, plan.device)
 
 

@@ -22,8 +22,6 @@ from fxprec.kernels.optim.tables import Gradients, chunk_place, elements_at
 _BLOCK: Final = 2048
 _FINISH_BLOCK: Final = 4096
 _WARPS: Final = 4
-#: torch's, in clip_grad_norm_.
-_CLIP_EPS: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +30,6 @@ class NormResult:
 
     sum_of_squares: Tensor
     found_inf: Tensor  # 0 or 1
-    clip_coef: Tensor | None  # where max_norm was given
-    flags: Tensor  # int32 [n]: 1 where a part of a gradient of this pass holds a value that is not finite
-    owners: Tensor  # int [n]: the position of the gradient that the part belongs to
-
-    def overflowed(self) -> list[int]:
-        """Positions of this pass's gradients that hold a value that is not finite. Waits for the device."""
-        return self.owners[self.flags != 0].unique().tolist()
 
 
 def bytes_per_element(gradient: torch.dtype) -> int:
@@ -47,11 +38,6 @@ def bytes_per_element(gradient: torch.dtype) -> int:
     Beside that a program reads some 100 bytes of tables and writes 8, for 8192 elements or more.
     """
     return gradient.itemsize
-
-
-def clip_coefficient(sum_of_squares: Tensor, max_norm: float) -> Tensor:
-    """``min(1, max_norm / (norm + 1e-6))`` as ``torch.nn.utils.clip_grad_norm_`` has it; NaN where the norm is NaN."""
-    return (max_norm / (sum_of_squares.sqrt() + _CLIP_EPS)).clamp(max=1.0)
 
 
 @jit()
@@ -93,15 +79,12 @@ def norm_kernel(
     tl.store(flags + program, tl.max(bad))
 
 
-@jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["previous_sum", "previous_found"])
-def finish_kernel(
-    sums, flags, count, previous_sum, previous_found, max_norm, results, CLIP: constexpr, BLOCK: constexpr
-):
+@jit(do_not_specialize=["count"])
+def finish_kernel(sums, flags, count, results, BLOCK: constexpr):
     """Add up what the chunks found. Grid: one program.
 
     sums: fp32 [count], flags: int32 [count], read; summed in fp32, lane by lane, then by a tree.
-    previous_sum, previous_found: fp32 [1] or None, another pass's results to go on from. max_norm: fp32 scalar.
-    results: fp32 [3], written: sum of squares, found_inf, and with CLIP the clip coefficient.
+    results: fp32 [2], written: sum of squares, found_inf.
     """
     lanes = tl.arange(0, BLOCK)
     totals = tl.zeros((BLOCK,), tl.float32)
@@ -110,79 +93,45 @@ def finish_kernel(
         inside = offset + lanes < count
         totals += tl.load(sums + offset + lanes, mask=inside, other=0.0)
         bad |= tl.load(flags + offset + lanes, mask=inside, other=0)
-    total = tl.sum(totals)
-    found = tl.max(bad).to(tl.float32)
-    if previous_sum is not None:
-        total += tl.load(previous_sum)
-        found = tl.maximum(found, tl.load(previous_found))
-    tl.store(results, total)
-    tl.store(results + 1, found)
-    if CLIP:
-        coefficient = tl.div_rn(max_norm, tl.sqrt_rn(total) + 1e-6)
-        tl.store(results + 2, tl.where(coefficient > 1.0, 1.0, coefficient))  # NaN stays NaN
+    tl.store(results, tl.sum(totals))
+    tl.store(results + 1, tl.max(bad).to(tl.float32))
 
 
-def launch(
-    gradients: Gradients,
-    *,
-    grad_scale: Tensor | None = None,
-    max_norm: float | None = None,
-    previous: NormResult | None = None,
-) -> NormResult:
+def launch(gradients: Gradients, *, grad_scale: Tensor | None = None) -> NormResult:
     """Run the pass in two launches, on the current stream, without host sync.
 
     :param gradients: ``plan.bind(...)``'s.
     :param grad_scale: one float32 on the plan's device, the loss scale, which the gradients are divided by.
-    :param max_norm: also compute the clip coefficient of the sum.
-    :param previous: a pass over other gradients of the same device, whose sum and found_inf are added in.
     :raises RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
     :raises ValueError: a scalar that is not one float32 on the plan's device.
     """
     plan, tables = gradients.plan, gradients.tables
     require_triton(plan.device, "multi_tensor_norm")
     check_scalar("grad_scale", grad_scale, plan.device)
-    if previous is not None:
-        check_scalar("previous.found_inf", previous.found_inf, plan.device)
     count = len(tables.chunks)
     sums = torch.empty(count, dtype=torch.float32, device=plan.device)
     flags = torch.empty(count, dtype=torch.int32, device=plan.device)
-    results = torch.empty(3, dtype=torch.float32, device=plan.device)
+    results = torch.empty(2, dtype=torch.float32, device=plan.device)
     with plan.on_device():
         norm_kernel[(count,)](
             tables.chunks, tables.entries, gradients.row, grad_scale, sums, flags,
             GRADIENT=triton_dtype(gradients.dtype or torch.float32), ALIGNED=gradients.aligned, CHUNK=plan.chunk,
             BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-        finish_kernel[(1,)](
-            sums, flags, count,
-            None if previous is None else previous.sum_of_squares, None if previous is None else previous.found_inf,
-            0.0 if max_norm is None else float(max_norm), results,
-            CLIP=max_norm is not None, BLOCK=_FINISH_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-    total, found, coefficient = results.unbind()
-    return NormResult(total, found, None if max_norm is None else coefficient, flags, tables.chunks[:, 0])
+        finish_kernel[(1,)](sums, flags, count, results, BLOCK=_FINISH_BLOCK, num_warps=_WARPS, enable_fp_fusion=False)
+    return NormResult(*results.unbind())
 
 
 @torch.no_grad()
-def reference(
-    gradients: Gradients,
-    *,
-    grad_scale: Tensor | None = None,
-    max_norm: float | None = None,
-    previous: NormResult | None = None,
-) -> NormResult:
+def reference(gradients: Gradients, *, grad_scale: Tensor | None = None) -> NormResult:
     """The same in plain torch, on any device; only the order of the sum differs."""
     plan = gradients.plan
     check_scalar("grad_scale", grad_scale, plan.device)
-    factor = None if grad_scale is None else grad_scale.reciprocal()
-    zero = torch.zeros((), device=plan.device)
-    total, found = (zero, zero) if previous is None else (previous.sum_of_squares, previous.found_inf)
-    flags = []
+    factor = 1.0 if grad_scale is None else grad_scale.reciprocal()
+    total = found = torch.zeros((), device=plan.device)
     for tensor in gradients.tensors:
-        values = zero if tensor is None else tensor.float() if factor is None else tensor.float() * factor
-        total = total + values.square().sum()
-        flags.append((~values.isfinite()).any().to(torch.int32))
-    bad = torch.stack(flags)
-    found = torch.maximum(found, bad.amax().float())
-    coefficient = None if max_norm is None else clip_coefficient(total, max_norm)
-    return NormResult(total, found, coefficient, bad, torch.arange(len(flags), device=plan.device))
+        if tensor is not None:
+            values = tensor.float() * factor
+            total = total + values.square().sum()
+            found = torch.maximum(found, (~values.isfinite()).any().float())
+    return NormResult(total, found)

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl
+from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl, triton_dtype
 from fxprec.kernels.optim.lists import SUPPORTED, check_operand, check_scalar, dense_like, only_dtype
 
 #: A chunk is a multiple of this, and this of every kernel's block.
@@ -30,6 +30,8 @@ _SMALLEST_CHUNK: Final = 8192
 #: More programs would only lengthen the tables and the last reduction of a norm.
 _MOST_CHUNKS: Final = 32768
 _MOST_STATES: Final = 3
+#: Warps of a program that updates.
+UPDATE_WARPS: Final = 4
 #: Stands for the address of a tensor without elements: not 0, and never read.
 _NOWHERE: Final = 16
 
@@ -57,6 +59,21 @@ class Gradients:
     tables: Tables
     row: Tensor
     aligned: bool  # theirs and the tables' addresses divide by 16
+
+    def of_update(self, block: int) -> dict[str, Any]:
+        """The constants and options of an update's launch: dtypes, alignment, sizes; no FMA but those written."""
+        plan = self.plan
+        dtypes = {
+            "GRADIENT": self.dtype,
+            "PARAM": plan.param_dtype,
+            "STATE": plan.state_dtype,
+            "SHADOW": plan.shadow_dtype,
+        }
+        return {
+            **{f"{name}_DTYPE": triton_dtype(dtype) for name, dtype in dtypes.items()},
+            "ALIGNED": self.aligned, "CHUNK": plan.chunk, "BLOCK": block,
+            "num_warps": UPDATE_WARPS, "enable_fp_fusion": False,
+        }  # fmt: skip
 
 
 class MultiTensorPlan:

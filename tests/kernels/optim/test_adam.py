@@ -15,7 +15,7 @@ from torch import Tensor
 import kernel_tools
 from fxprec.kernels.optim import adam
 from fxprec.kernels.optim.adam import AdamSettings
-from fxprec.kernels.optim.tables import MultiTensorPlan
+from fxprec.kernels.optim.tables import UPDATE_WARPS, MultiTensorPlan
 
 fused_multiply_add = kernel_tools.fused_multiply_add
 
@@ -159,11 +159,9 @@ def test_odd_sizes_are_as_near_to_float64_as_torchs_fused_kernel(
 def test_the_kernel_is_the_reference_to_the_bit(device: str, settings: AdamSettings, fused_multiply_add: None) -> None:
     options: dict[str, Any] = {"amsgrad": settings.amsgrad, "gradient": F16, "shadow": F16, "scale": 1024.0}
     case, expected = problem(device, **options), problem(**options)
-    scale, clip = torch.tensor(1024.0), torch.tensor(0.37)
-    adam.reference(expected.plan().bind(expected.gradients), settings, lr=3e-3, grad_scale=scale, clip_coef=clip)
-    adam.launch(
-        case.plan().bind(case.gradients), settings, lr=3e-3, grad_scale=scale.to(device), clip_coef=clip.to(device)
-    )
+    scale = torch.tensor(1024.0)
+    adam.reference(expected.plan().bind(expected.gradients), settings, lr=3e-3, grad_scale=scale)
+    adam.launch(case.plan().bind(case.gradients), settings, lr=3e-3, grad_scale=scale.to(device))
     for ours, theirs in zip(case.written(), expected.written(), strict=True):
         assert kernel_tools.same_bits(ours.cpu(), theirs)
 
@@ -209,12 +207,12 @@ def test_low_parameters_are_computed_in_float32_and_rounded_once(run: Any, devic
 
 @every_form
 @pytest.mark.parametrize("scale", [65536.0, 3.0])
-def test_gradients_are_unscaled_then_clipped_and_left_as_they_are(run: Any, device: str, scale: float) -> None:
+def test_gradients_are_unscaled_and_left_as_they_are(run: Any, device: str, scale: float) -> None:
     case = problem(device, gradient=F16, scale=100.0)
     kept = [g.clone() for g in case.gradients if g is not None]
-    truth = float64(case, AdamSettings(), lr=3e-3, factor=0.25 / scale)
-    scalars = {"grad_scale": torch.tensor(scale, device=device), "clip_coef": torch.tensor(0.25, device=device)}
-    run(case.plan().bind(case.gradients), AdamSettings(), lr=3e-3, **scalars)
+    truth = float64(case, AdamSettings(), lr=3e-3, factor=1 / scale)
+    divisor = torch.tensor(scale, device=device)
+    run(case.plan().bind(case.gradients), AdamSettings(), lr=3e-3, grad_scale=divisor)
     for p, exact, gradient, before in zip(case.params, truth, case.gradients, kept, strict=True):
         torch.testing.assert_close(p.double(), exact, rtol=3e-7, atol=3e-7)
         assert gradient is not None and torch.equal(gradient, before)
@@ -415,7 +413,6 @@ def test_a_plan_that_does_not_fit_is_refused_and_nothing_changes(run: Any, devic
         (lambda: run(bound, AdamSettings(rounding_seed=1), lr=1e-3), "for bfloat16 states; these are torch.float32"),
         (lambda: run(bound, AdamSettings(), lr=1e-3, found_inf=bad), "found_inf must be one float32"),
         (lambda: run(bound, AdamSettings(), lr=1e-3, grad_scale=bad), "grad_scale must be one float32"),
-        (lambda: run(bound, AdamSettings(), lr=1e-3, clip_coef=bad), "clip_coef must be one float32"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
@@ -455,14 +452,14 @@ def compiled(
     from fxprec.kernels.launch.triton_support import triton_dtype
 
     pointers = {"chunks": "*i32", "entries": "*i64", "gradients": "*i64", "arrivals": "*i32", "seed": "i64"}
-    pointers |= dict.fromkeys(("lr", "grad_scale", "clip_coef", "found_inf"), "*fp32")
+    pointers |= dict.fromkeys(("lr", "grad_scale", "found_inf"), "*fp32")
     constants = {
         "GRADIENT_DTYPE": triton_dtype(gradient), "PARAM_DTYPE": triton_dtype(param),
         "STATE_DTYPE": triton_dtype(state), "SHADOW_DTYPE": triton_dtype(shadow), "DECAY": True, "DECOUPLED": True,
         "AMSGRAD": False, "MAXIMIZE": False, "STOCHASTIC": False, "FROM_GRADIENT": False, "ALIGNED": True,
         "CHUNK": 8192, "BLOCK": adam._BLOCK, **flags,
     }  # fmt: skip
-    return kernel_tools.compiled(adam.adam_kernel, architecture, adam._WARPS, pointers, constants)
+    return kernel_tools.compiled(adam.adam_kernel, architecture, UPDATE_WARPS, pointers, constants)
 
 
 @kernel_tools.compiles

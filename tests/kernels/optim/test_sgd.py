@@ -16,7 +16,7 @@ from torch import Tensor
 import kernel_tools
 from fxprec.kernels.optim import sgd
 from fxprec.kernels.optim.sgd import SgdSettings
-from fxprec.kernels.optim.tables import Gradients, MultiTensorPlan
+from fxprec.kernels.optim.tables import UPDATE_WARPS, Gradients, MultiTensorPlan
 
 fused_multiply_add = kernel_tools.fused_multiply_add
 
@@ -40,30 +40,28 @@ VARIANTS = [
 
 @dataclass
 class Problem:
-    """Parameters, their buffers (None: no momentum) and step counts, and a gradient for each."""
+    """Parameters, their buffers (None: no momentum), and a gradient for each."""
 
     params: list[Tensor]
     buffers: list[Tensor] | None
-    steps: list[Tensor] | None
     shadows: list[Tensor | None] | None
     gradients: list[Tensor | None]
 
     def bind(self, **options: Any) -> Gradients:
         states = [] if self.buffers is None else [self.buffers]
         options = {"chunk": 8192, **options}
-        plan = MultiTensorPlan(self.params, states=states, steps=self.steps, shadows=self.shadows, **options)
+        plan = MultiTensorPlan(self.params, states=states, shadows=self.shadows, **options)
         return plan.bind(self.gradients)
 
     def written(self) -> Iterator[Tensor]:
         shadows = [shadow for shadow in self.shadows or [] if shadow is not None]
-        return itertools.chain(self.params, self.buffers or [], self.steps or [], shadows)
+        return itertools.chain(self.params, self.buffers or [], shadows)
 
 
 def problem(
     device: str = "cpu",
     *,
     momentum: bool = True,
-    step: int | None = None,
     shapes: list[tuple[int, ...]] = SHAPES,
     gradient: torch.dtype = F32,
     param: torch.dtype = F32,
@@ -71,24 +69,16 @@ def problem(
     shadow: torch.dtype | None = None,
     scale: float = 1.0,
 ) -> Problem:
-    """The same numbers for the same arguments. ``step``: count steps from there, with buffers of NaN at 0."""
+    """The same numbers for the same arguments."""
     torch.manual_seed(0)
 
     def tensors(dtype: torch.dtype, factor: float = 1.0) -> list[Tensor]:
         return [(torch.randn(shape) * factor).to(dtype).to(device) for shape in shapes]
 
     params, buffers, gradients = tensors(param), tensors(state), tensors(gradient, scale)
-    if step == 0:
-        buffers = [torch.full_like(buffer, math.nan) for buffer in buffers]
     shadows = None if shadow is None else [torch.full_like(p, math.nan, dtype=shadow) for p in params]
     shadows = shadows and [None if i % 3 == 0 else s for i, s in enumerate(shadows)]
-    steps = None if step is None else [torch.tensor(float(step), device=device) for _ in shapes]
-    return Problem(params, buffers if momentum else None, steps, shadows, [*gradients])
-
-
-def known(settings: SgdSettings, first: bool) -> dict[str, bool]:
-    """What the caller says about the first step, where there is something to say."""
-    return {"first": first} if settings.momentum else {}
+    return Problem(params, buffers if momentum else None, shadows, [*gradients])
 
 
 def float64(case: Problem, settings: SgdSettings, lr: float, first: bool, factor: float = 1.0) -> list[Tensor]:
@@ -130,7 +120,7 @@ def test_the_kernel_in_the_interpreter() -> None:
 def test_the_reference_is_torchs_fused_kernel_to_the_bit(settings: SgdSettings, first: bool) -> None:
     # torch's CPU kernel takes 16 elements at a time, and a rest one by one with other roundings.
     ours, theirs = (problem(shapes=[(4096,), (32, 16)], momentum=settings.momentum > 0) for _ in range(2))
-    sgd.reference(ours.bind(), settings, lr=0.3, **known(settings, first))
+    sgd.reference(ours.bind(), settings, lr=0.3, first=first)
     torchs(theirs, settings, lr=0.3, first=first)
     assert max(kernel_tools.ulps(a, b) for a, b in zip(ours.written(), theirs.written(), strict=True)) == 0
 
@@ -143,7 +133,7 @@ def test_odd_sizes_are_as_near_to_float64_as_torchs_fused_kernel(
 ) -> None:
     case, theirs = (problem(on, momentum=settings.momentum > 0) for on in (device, "cpu"))
     truth = float64(theirs, settings, lr=0.3, first=first)
-    run(case.bind(), settings, lr=0.3, **known(settings, first))
+    run(case.bind(), settings, lr=0.3, first=first)
     torchs(theirs, settings, lr=0.3, first=first)
     for p, q, exact in zip(case.params, theirs.params, truth, strict=True):
         if p.numel():
@@ -153,17 +143,15 @@ def test_odd_sizes_are_as_near_to_float64_as_torchs_fused_kernel(
 
 @on_devices
 @pytest.mark.parametrize("settings", VARIANTS)
-@pytest.mark.parametrize("when", ["first", "later", "step 0", "step 6"])
+@pytest.mark.parametrize("first", [True, False])
 def test_the_kernel_is_the_reference_to_the_bit(
-    device: str, settings: SgdSettings, when: str, fused_multiply_add: None
+    device: str, settings: SgdSettings, first: bool, fused_multiply_add: None
 ) -> None:
-    step = int(when[5:]) if when.startswith("step") else None
-    options: dict[str, Any] = {"gradient": F16, "shadow": F16, "scale": 1024.0, "step": step}
+    options: dict[str, Any] = {"gradient": F16, "shadow": F16, "scale": 1024.0}
     case, expected = (problem(on, momentum=settings.momentum > 0, **options) for on in (device, "cpu"))
-    first = known(settings, when == "first") if step is None else {}
-    scalars = {"grad_scale": torch.tensor(1024.0), "clip_coef": torch.tensor(0.37)}
-    sgd.reference(expected.bind(), settings, lr=0.3, **first, **scalars)
-    sgd.launch(case.bind(), settings, lr=0.3, **first, **{name: s.to(device) for name, s in scalars.items()})
+    scale = torch.tensor(1024.0)
+    sgd.reference(expected.bind(), settings, lr=0.3, first=first, grad_scale=scale)
+    sgd.launch(case.bind(), settings, lr=0.3, first=first, grad_scale=scale.to(device))
     for ours, theirs in zip(case.written(), expected.written(), strict=True):
         assert kernel_tools.same_bits(ours.cpu(), theirs)
 
@@ -176,9 +164,8 @@ def test_low_gradients_are_read_and_shadows_written_in_the_same_pass(
 ) -> None:
     case = problem(device, momentum=settings.momentum > 0, gradient=F16, shadow=shadow, scale=100.0)
     kept = [g.clone() for g in case.gradients if g is not None]
-    truth = float64(case, settings, lr=0.3, first=False, factor=0.25 / 3)
-    scalars = {"grad_scale": torch.tensor(3.0, device=device), "clip_coef": torch.tensor(0.25, device=device)}
-    run(case.bind(), settings, lr=0.3, **known(settings, False), **scalars)
+    truth = float64(case, settings, lr=0.3, first=False, factor=1 / 3)
+    run(case.bind(), settings, lr=0.3, grad_scale=torch.tensor(3.0, device=device))
     for i, (p, exact) in enumerate(zip(case.params, truth, strict=True)):
         torch.testing.assert_close(p.double(), exact, rtol=3e-7, atol=2e-6)
         gradient, written = case.gradients[i], None if case.shadows is None else case.shadows[i]
@@ -223,7 +210,7 @@ def test_steps_on_a_device_go_with_torchs_fused_optimizer(settings: SgdSettings)
             assert gradient is not None
             p.grad = gradient.clone()
         optimizer.step()
-        sgd.launch(case.bind(), settings, lr=0.01, **known(settings, count == 0))
+        sgd.launch(case.bind(), settings, lr=0.01, first=count == 0)
     for ours, p in zip(case.params, theirs.params, strict=True):
         torch.testing.assert_close(ours, p, rtol=1e-5, atol=2e-6)
 
@@ -243,37 +230,21 @@ def test_the_first_step_does_not_read_the_buffer(run: Any, device: str) -> None:
 
 
 @every_form
-def test_a_first_step_that_the_device_skips_is_the_first_again(run: Any, device: str) -> None:
-    case, expected = problem(device, step=0), problem(device)
-    before = [t.clone() for t in case.written()]
-    bound = case.bind()
-    run(bound, MOMENTUM, lr=0.3, found_inf=torch.tensor(1.0, device=device))
-    assert all(kernel_tools.same_bits(a, b) for a, b in zip(case.written(), before, strict=True))
-    for first in (True, False):
-        run(bound, MOMENTUM, lr=0.3, found_inf=torch.tensor(0.0, device=device))
-        run(expected.bind(), MOMENTUM, lr=0.3, first=first)
-        for a, b in zip([*case.params, *(case.buffers or [])], expected.written(), strict=True):
-            assert torch.equal(a, b)
-    assert case.steps is not None and [step.item() for step in case.steps] == [2] * len(SHAPES)
-
-
-@every_form
 def test_found_inf_leaves_every_bit(run: Any, device: str) -> None:
-    case = problem(device, state=BF16, shadow=F16, step=4)
+    case = problem(device, state=BF16, shadow=F16)
     before = [t.clone() for t in case.written()]
-    settings = replace(MOMENTUM, rounding_seed=3)
-    run(case.bind(), settings, lr=0.3, found_inf=torch.tensor(1.0, device=device))
+    run(case.bind(), MOMENTUM, lr=0.3, found_inf=torch.tensor(1.0, device=device))
     assert all(kernel_tools.same_bits(a, b) for a, b in zip(case.written(), before, strict=True))
 
 
 @every_form
 def test_a_parameter_without_a_gradient_is_left_alone(run: Any, device: str) -> None:
-    case = problem(device, step=4, shadow=F16)
-    assert case.buffers is not None and case.steps is not None and case.shadows is not None
+    case = problem(device, shadow=F16)
+    assert case.buffers is not None and case.shadows is not None
     case.gradients[4] = None
     before = [t.clone() for t in case.written()]
     run(case.bind(), MOMENTUM, lr=0.3)
-    alone = {id(group[4]) for group in (case.params, case.buffers, case.steps, case.shadows)}
+    alone = {id(group[4]) for group in (case.params, case.buffers, case.shadows)}
     for tensor, old in zip(case.written(), before, strict=True):
         assert kernel_tools.same_bits(tensor, old) == (id(tensor) in alone or tensor.numel() == 0)
 
@@ -287,7 +258,7 @@ def test_hundreds_of_tensors_of_as_many_sizes_are_one_launch(
     device: str, offset: int, count: int, monkeypatch: pytest.MonkeyPatch, fused_multiply_add: None
 ) -> None:
     shapes = [(3 * i,) for i in range(count)]
-    case, expected = (problem(on, shapes=shapes, shadow=F16, step=1) for on in (device, "cpu"))
+    case, expected = (problem(on, shapes=shapes, shadow=F16) for on in (device, "cpu"))
     case.params = [torch.cat([p.new_zeros(offset), p])[offset:] for p in case.params]
     grids, kind = [], type(sgd.sgd_kernel)
     original = kind.__getitem__
@@ -300,45 +271,22 @@ def test_hundreds_of_tensors_of_as_many_sizes_are_one_launch(
     assert all(kernel_tools.same_bits(a.cpu(), b) for a, b in zip(case.written(), expected.written(), strict=True))
 
 
-@every_form
-def test_stochastic_rounding_of_the_buffer_has_no_bias_and_depends_on_seed_step_and_index(
-    run: Any, device: str
-) -> None:
-    def after(seed: int, step: int = 5, index: int = 0) -> Tensor:
-        case = problem(device, shapes=[(8192,)], state=BF16, step=step)
-        assert case.buffers is not None
-        for tensor in (case.buffers[0], case.gradients[0]):
-            assert tensor is not None
-            tensor.fill_(0.1)  # every element is the same: only chance tells them apart
-        run(case.bind(indices=[index]), replace(MOMENTUM, rounding_seed=seed), lr=0.3)
-        return case.buffers[0]
-
-    one = after(7)
-    exact = 0.9 * torch.tensor(0.1).bfloat16().item() + 0.7 * 0.1
-    values = one.double().unique()
-    assert len(values) == 2 and values[0] < exact < values[1], "its two neighbours"
-    assert abs(one.double().mean().item() - exact) < 5 * (values[1] - values[0]).item() / 2 / math.sqrt(8192)
-    assert torch.equal(one, after(7))
-    assert not any(torch.equal(one, other) for other in (after(8), after(7, step=6), after(7, index=1)))
-
-
 # What is refused
 
 
 @every_form
 def test_a_plan_that_does_not_fit_is_refused_and_nothing_changes(run: Any, device: str) -> None:
-    case, counted, bare = problem(device), problem(device, step=1), problem(device, momentum=False)
+    case, bare = problem(device), problem(device, momentum=False)
     before = [t.clone() for t in case.written()]
     bad = torch.tensor(1.0, dtype=torch.float64, device=device)
+    steps = [torch.zeros(1, device=device) for _ in case.params]
+    counted = MultiTensorPlan(case.params, states=[case.buffers or []], steps=steps).bind(case.gradients)
     for call, message in [
         (lambda: run(bare.bind(), MOMENTUM, lr=0.3, first=True), "momentum 0.9 needs a plan with 1 lists .* got 0"),
         (lambda: run(case.bind(), SgdSettings(), lr=0.3), "momentum 0.0 needs a plan with 0 lists .* got 1"),
-        (lambda: run(case.bind(), MOMENTUM, lr=0.3), "got first=None and no steps"),
-        (lambda: run(counted.bind(), MOMENTUM, lr=0.3, first=True), "got first=True and steps"),
-        (lambda: run(counted.bind(), replace(MOMENTUM, rounding_seed=1), lr=0.3), "got torch.float32 and steps"),
+        (lambda: run(counted, MOMENTUM, lr=0.3), "SGD counts no steps"),
         (lambda: run(case.bind(), MOMENTUM, lr=0.3, first=True, found_inf=bad), "found_inf must be one float32"),
         (lambda: run(case.bind(), MOMENTUM, lr=0.3, first=True, grad_scale=bad), "grad_scale must be one float32"),
-        (lambda: run(case.bind(), MOMENTUM, lr=0.3, first=True, clip_coef=bad), "clip_coef must be one float32"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
@@ -354,7 +302,6 @@ def test_a_plan_that_does_not_fit_is_refused_and_nothing_changes(run: Any, devic
         ({"dampening": math.nan}, "dampening must be finite"),
         ({"nesterov": True}, "nesterov needs momentum and no dampening"),
         ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov needs momentum and no dampening"),
-        ({"rounding_seed": -1}, "rounding_seed must be in"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
@@ -376,22 +323,20 @@ def compiled(
 ) -> Any:
     from fxprec.kernels.launch.triton_support import triton_dtype
 
-    pointers = {"chunks": "*i32", "entries": "*i64", "gradients": "*i64", "arrivals": "*i32", "seed": "i64"}
-    pointers |= dict.fromkeys(("lr", "grad_scale", "clip_coef", "found_inf"), "*fp32")
+    pointers = {"chunks": "*i32", "entries": "*i64", "gradients": "*i64"}
+    pointers |= dict.fromkeys(("lr", "grad_scale", "found_inf"), "*fp32")
     constants = {
         "GRADIENT_DTYPE": triton_dtype(gradient), "PARAM_DTYPE": triton_dtype(param),
         "STATE_DTYPE": triton_dtype(state), "SHADOW_DTYPE": triton_dtype(shadow), "DECAY": True, "NESTEROV": True,
-        "MAXIMIZE": False, "STOCHASTIC": False, "FIRST": 0, "STEPS": False, "ALIGNED": True, "CHUNK": 8192,
-        "BLOCK": sgd._BLOCK, **flags,
+        "MAXIMIZE": False, "FIRST": False, "ALIGNED": True, "CHUNK": 8192, "BLOCK": sgd._BLOCK, **flags,
     }  # fmt: skip
-    return kernel_tools.compiled(sgd.sgd_kernel, architecture, sgd._WARPS, pointers, constants)
+    return kernel_tools.compiled(sgd.sgd_kernel, architecture, UPDATE_WARPS, pointers, constants)
 
 
 @kernel_tools.compiles
 @pytest.mark.parametrize("architecture", kernel_tools.ARCHITECTURES)
-@pytest.mark.parametrize("flags", [{"FIRST": 0}, {"FIRST": 2, "STEPS": True}])
-def test_float32_moves_16_bytes_at_a_time_and_nothing_spills(architecture: int, flags: dict[str, Any]) -> None:
-    kernel = compiled(architecture, **flags)
+def test_float32_moves_16_bytes_at_a_time_and_nothing_spills(architecture: int) -> None:
+    kernel = compiled(architecture)
     assert len(re.findall(r"ld\.global[.\w]*v4\.b32", kernel.ptx)) == 2, "parameter and buffer"
     assert len(re.findall(r"st\.global[.\w]*v4\.b32", kernel.ptx)) == 2
     assert len(re.findall(r"(?:ld|st)\.global[.\w]*v2\.b32", kernel.ptx)) == 2, "gradient and shadow, 8 bytes"
@@ -415,12 +360,11 @@ def test_odd_addresses_are_claimed_for_nothing() -> None:
     ],
 )
 def test_the_bytes_of_the_update_are_those_of_its_loop(dtypes: dict[str, Any], first: bool, total: int) -> None:
-    flags = {"FIRST": int(first), "NESTEROV": dtypes.get("state", F32) is not None}
+    flags = {"FIRST": first, "NESTEROV": dtypes.get("state", F32) is not None}
     loads, stores = compiled(**dtypes, **flags).moved_in_the_loop()
     assert loads + stores == sgd.bytes_per_element(**dtypes, first=first) == total
 
 
 @kernel_tools.compiles
-def test_without_step_counts_there_is_no_atomic() -> None:
+def test_there_is_no_atomic() -> None:
     assert not re.search(r"\batom\.", compiled().ptx)
-    assert len(re.findall(r"\batom\.", compiled(FIRST=2, STEPS=True).ptx)) == 1

@@ -348,10 +348,8 @@ def test_nothing_waits_for_the_device() -> None:
     try:
         for _ in range(3):
             bound = plan.bind([torch.zeros_like(p) for p in params])
-            result = multi_tensor_norm.launch(bound, grad_scale=scale, max_norm=1.0)
-            multi_tensor_adam.launch(
-                bound, AdamSettings(), lr=0.1, grad_scale=scale, clip_coef=result.clip_coef, found_inf=result.found_inf
-            )
+            found = multi_tensor_norm.launch(bound, grad_scale=scale).found_inf
+            multi_tensor_adam.launch(bound, AdamSettings(), lr=0.1, grad_scale=scale, found_inf=found)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
