@@ -62,8 +62,9 @@ needed: Final = _Needed()
 def optional(path: str, without: str) -> Any:
     """The object at a dotted path, or None, which ``MISSING`` then explains.
 
-    :param path: ``package.module.name.name``.
-    :param without: what is not, or slower, without it.
+    Args:
+        path: ``package.module.name.name``.
+        without: what is not, or slower, without it.
     """
     module, _, name = path.partition(":")
     try:

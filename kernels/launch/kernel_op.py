@@ -28,13 +28,15 @@ _KERNELS: Final[dict[str, KernelOp]] = {}
 class KernelOp:
     """``op(*inputs)``: one kernel, as ``torch.ops.fxprec.<name>`` and by the shortest way.
 
-    :param name: of the op, unique in the namespace ``fxprec``.
-    :param forward: the launcher. Its annotations are the op's schema (Tensor, Tensor | None, int, float, bool, ...;
-        returns Tensor or a tuple of them); it returns no input and no view of one, and writes to none but those named.
-    :param fake: the same arguments to empty tensors of the results' shapes, dtypes and strides.
-    :param backward: ``backward(ctx, *grads)``, as of torch.autograd.Function: a gradient (or None) for each input.
-    :param setup_context: ``setup_context(ctx, inputs, output)``, as of torch.library.register_autograd.
-    :param mutates_args: names of the arguments that ``forward`` writes to; such an op has no backward.
+    Args:
+        name: of the op, unique in the namespace ``fxprec``.
+        forward: the launcher. Its annotations are the op's schema (Tensor, Tensor | None, int, float, bool, ...;
+            returns Tensor or a tuple of them); it returns no input and no view of one, and writes to none but those
+            named.
+        fake: the same arguments to empty tensors of the results' shapes, dtypes and strides.
+        backward: ``backward(ctx, *grads)``, as of torch.autograd.Function: a gradient (or None) for each input.
+        setup_context: ``setup_context(ctx, inputs, output)``, as of torch.library.register_autograd.
+        mutates_args: names of the arguments that ``forward`` writes to; such an op has no backward.
     """
 
     def __init__(
@@ -79,9 +81,12 @@ def eager_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of ``reference(*inputs)``, an eager form of the kernel, that can be differentiated themselves.
 
-    :param inputs: those of the forward, tensors as autograd knows them (``ctx.saved_tensors``).
-    :param grads: of the results; None where a result had no gradient.
-    :returns: for each input its gradient; None where it wants none.
+    Args:
+        inputs: those of the forward, tensors as autograd knows them (``ctx.saved_tensors``).
+        grads: of the results; None where a result had no gradient.
+
+    Returns:
+        for each input its gradient; None where it wants none.
     """
     wanted = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
     gradients: list[Tensor | None] = [None] * len(inputs)

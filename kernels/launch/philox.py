@@ -26,7 +26,8 @@ def draw_seeds(count: int, device: torch.device) -> Tensor:
 def drop_threshold(p: float) -> int:
     """Words below this are dropped: ``p`` of 2**32, at least one of them for p > 0.
 
-    :raises ValueError: p is not in [0, 1).
+    Raises:
+        ValueError: p is not in [0, 1).
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout takes p in [0, 1), got {p}: p=1 is a tensor of zeros")
@@ -57,7 +58,8 @@ def keep_tile(seed, rows, columns, start, THRESHOLD: constexpr, BLOCK: constexpr
 def keep_mask(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
     """The same in plain torch: bool [rows, columns].
 
-    :param seed: one int64, on any device; the mask is there too.
+    Args:
+        seed: one int64, on any device; the mask is there too.
     """
     pitch = (columns + 3) // 4
     quad = torch.arange(rows * pitch, dtype=torch.int64, device=seed.device)

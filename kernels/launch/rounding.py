@@ -52,9 +52,12 @@ def round_block(x, bits):
 def round_with_bits(x: Tensor, bits: Tensor) -> Tensor:
     """Round FP32 to bfloat16 with the given random bits.
 
-    :param x: float32, any shape.
-    :param bits: int32 of the same shape, uniform in [0, 2**16).
-    :returns: bfloat16 of the same shape.
+    Args:
+        x: float32, any shape.
+        bits: int32 of the same shape, uniform in [0, 2**16).
+
+    Returns:
+        bfloat16 of the same shape.
     """
     word = x.view(torch.int32)
     up = (word + bits) & -65536
@@ -67,11 +70,16 @@ def round_with_bits(x: Tensor, bits: Tensor) -> Tensor:
 def stochastic_round(x: Tensor, seed: int, offset: int) -> Tensor:
     """Round FP32 to bfloat16 by chance, without bias; the same (seed, offset) gives the same result.
 
-    :param x: float32, any shape, on any device that has generators.
-    :param seed: any int, the run's.
-    :param offset: any int, another one for every tensor that is rounded (``rounding_offset`` makes them).
-    :returns: bfloat16 of the same shape and strides.
-    :raises TypeError: x is not float32.
+    Args:
+        x: float32, any shape, on any device that has generators.
+        seed: any int, the run's.
+        offset: any int, another one for every tensor that is rounded (``rounding_offset`` makes them).
+
+    Returns:
+        bfloat16 of the same shape and strides.
+
+    Raises:
+        TypeError: x is not float32.
     """
     if x.dtype != torch.float32:
         raise TypeError(f"stochastic_round takes float32, got {x.dtype}.")

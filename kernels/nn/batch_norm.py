@@ -58,22 +58,27 @@ def batch_norm(
 ) -> Tensor:
     """``relu?(torch.nn.functional.batch_norm(x, ...) [+ residual])``, with FP32 statistics.
 
-    :param x: [N, C, *]; contiguous or channels_last, a copy is made of others. Like all tensors here float32, float16
-        or bfloat16, whatever the others are.
-    :param running_mean: [C], or None in training. With ``training`` both running statistics are updated in place:
-        ``(1 - momentum) * running + momentum * batch``, where the batch's variance is the unbiased one. Under
-        torch.utils.checkpoint the second forward updates them again, as torch's own does. A backward through them
-        after such an update raises autograd's error about a tensor modified in place.
-    :param running_var: [C], or None in training.
-    :param weight: [C], or None for 1.
-    :param bias: [C], or None for 0.
-    :param training: normalise by the batch's statistics rather than by the running ones.
-    :param momentum: a number, as torch.nn.functional takes it. For the cumulative average, which is what None means to
-        torch.nn.BatchNorm2d, pass what that passes: ``1 / num_batches_tracked``.
-    :param residual: of x's shape.
-    :returns: of x's shape, dtype and memory format.
-    :raises TypeError: an operand that is no tensor of those dtypes; float64 is declined. A momentum that is no number.
-    :raises ValueError: shapes or devices that do not fit; training with a single value a channel; eps not positive.
+    Args:
+        x: [N, C, *]; contiguous or channels_last, a copy is made of others. Like all tensors here float32, float16
+            or bfloat16, whatever the others are.
+        running_mean: [C], or None in training. With ``training`` both running statistics are updated in place:
+            ``(1 - momentum) * running + momentum * batch``, where the batch's variance is the unbiased one. Under
+            torch.utils.checkpoint the second forward updates them again, as torch's own does. A backward through them
+            after such an update raises autograd's error about a tensor modified in place.
+        running_var: [C], or None in training.
+        weight: [C], or None for 1.
+        bias: [C], or None for 0.
+        training: normalise by the batch's statistics rather than by the running ones.
+        momentum: a number, as torch.nn.functional takes it. For the cumulative average, which is what None means to
+            torch.nn.BatchNorm2d, pass what that passes: ``1 / num_batches_tracked``.
+        residual: of x's shape.
+
+    Returns:
+        of x's shape, dtype and memory format.
+
+    Raises:
+        TypeError: an operand that is no tensor of those dtypes; float64 is declined. A momentum that is no number.
+        ValueError: shapes or devices that do not fit; training with a single value a channel; eps not positive.
     """
     _check(x, running_mean, running_var, weight, bias, residual, training, momentum, eps)
     if training:

@@ -80,8 +80,9 @@ def tiles(x: Tensor, size: int, *others: Tensor | None) -> Tiles:
 def cut(shape: tuple[int, ...], contiguous: bool, programs: int, tile: int) -> Tiles:
     """The tiles for at most ``programs`` programs, or one for each channel (block) if that is more.
 
-    :param contiguous: or else channels_last; where it is both, what has the longer rows is taken.
-    :param tile: elements, a power of two.
+    Args:
+        contiguous: or else channels_last; where it is both, what has the longer rows is taken.
+        tile: elements, a power of two.
     """
     samples, channels = shape[:2]
     positions = 1

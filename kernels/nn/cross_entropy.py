@@ -30,10 +30,11 @@ def bytes_moved(
 ) -> tuple[int, int]:
     """Bytes that forward and backward move for logits [rows, columns] without class weights, a mean included.
 
-    :param target: int64 or uint8 labels, or the dtype of probabilities.
-    :param gradient_in_forward: counted for a gradient of the loss of 1. A row of more than 4096 columns is read a
-        second time there, at once after the first: from the L2 cache as a rule, which this does not count (it does
-        with probabilities, of which forward and backward are launches of their own).
+    Args:
+        target: int64 or uint8 labels, or the dtype of probabilities.
+        gradient_in_forward: counted for a gradient of the loss of 1. A row of more than 4096 columns is read a
+            second time there, at once after the first: from the L2 cache as a rule, which this does not count (it does
+            with probabilities, of which forward and backward are launches of their own).
     """
     logits = rows * columns * dtype.itemsize
     targets = rows * target.itemsize * (columns if target.is_floating_point else 1)
@@ -213,22 +214,27 @@ def cross_entropy(
     assertion); elsewhere the function runs as plain torch, and raises as torch does. A row of ``ignore_index`` is not
     read: its gradient is zero, whatever its logits are.
 
-    :param logits: [C], [N, C] or [N, C, d1, ...]. Rows may be any distance apart; where classes are not next to each
-        other in memory, or rows of several dimensions are not equally spaced, the logits are copied.
-    :param target: class indices, int64 or uint8, [], [N] or [N, d1, ...]; or probabilities of the logits' shape,
-        float32, float16 or bfloat16.
-    :param weight: of each class, [C], float32, float16 or bfloat16. A mean is divided by the weights of its labels.
-    :param label_smoothing: in [0, 1].
-    :param z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of each row that is not ignored, without class
-        weights; a mean divides it by the same denominator. PaLM (arXiv 2204.02311) uses 1e-4.
-    :param gradient_in_forward: make the gradient in the forward: it needs the memory early, and saves a pass over the
-        logits. Only where the logits alone want a gradient, once (no ``create_graph``); elsewhere without effect.
-        In float16 it is divided by a mean's denominator in the backward, lest it underflow.
-    :returns: float32: 0-dim, or with reduction "none" of the shape of the labels.
-    :raises TypeError: a dtype that is not listed above (float64 among them).
-    :raises ValueError: shapes that do not match, an unknown reduction, label_smoothing outside of [0, 1], or
-        ignore_index >= 0 with probabilities.
-    :raises RuntimeError: weights that want a gradient, with class indices.
+    Args:
+        logits: [C], [N, C] or [N, C, d1, ...]. Rows may be any distance apart; where classes are not next to each
+            other in memory, or rows of several dimensions are not equally spaced, the logits are copied.
+        target: class indices, int64 or uint8, [], [N] or [N, d1, ...]; or probabilities of the logits' shape,
+            float32, float16 or bfloat16.
+        weight: of each class, [C], float32, float16 or bfloat16. A mean is divided by the weights of its labels.
+        label_smoothing: in [0, 1].
+        z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of each row that is not ignored, without class
+            weights; a mean divides it by the same denominator. PaLM (arXiv 2204.02311) uses 1e-4.
+        gradient_in_forward: make the gradient in the forward: it needs the memory early, and saves a pass over the
+            logits. Only where the logits alone want a gradient, once (no ``create_graph``); elsewhere without effect.
+            In float16 it is divided by a mean's denominator in the backward, lest it underflow.
+
+    Returns:
+        float32: 0-dim, or with reduction "none" of the shape of the labels.
+
+    Raises:
+        TypeError: a dtype that is not listed above (float64 among them).
+        ValueError: shapes that do not match, an unknown reduction, label_smoothing outside of [0, 1], or
+            ignore_index >= 0 with probabilities.
+        RuntimeError: weights that want a gradient, with class indices.
     """
     soft = check_arguments(logits, target, weight, ignore_index, reduction, label_smoothing)
     shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else target.shape[: 0 if soft else None]

@@ -192,8 +192,9 @@ class Plan(NamedTuple):
 def plan(logits: Tensor, heavy: bool = False, both: bool = False) -> Plan:
     """The plan for these logits: by columns, and by whether all rows start and end at multiples of 16 elements.
 
-    :param heavy: every class has a part in the loss (smoothing, probabilities): sums that take registers.
-    :param both: forward and backward in one launch, which take more than one of them.
+    Args:
+        heavy: every class has a part in the loss (smoothing, probabilities): sums that take registers.
+        both: forward and backward in one launch, which take more than one of them.
     """
     columns = logits.shape[1]
     uneven = bool(columns % 16 or logits.stride(0) % 16 or logits.data_ptr() % 16)

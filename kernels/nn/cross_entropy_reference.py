@@ -61,7 +61,8 @@ def launch_in_torch(
 ) -> None:  # fmt: skip
     """What ``cross_entropy_kernels.launch`` does, where no kernel runs; some rows at a time, which fit into a cache.
 
-    :raises IndexError: a target outside of [0, C), as torch on a CPU.
+    Raises:
+        IndexError: a target outside of [0, C), as torch on a CPU.
     """
     count, columns = logits.shape
     soft = target.is_floating_point()

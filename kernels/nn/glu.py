@@ -102,12 +102,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     On a CPU it runs as plain torch. Double backward is plain torch too.
 
-    :param gate: float32, float16 or bfloat16, any shape. Rows of any stride; elements of a row that are not next to
-        each other are copied first.
-    :param up: as gate, of the same shape; another dtype is promoted as torch does.
-    :returns: contiguous, gate's shape. Gradients come in the dtypes of gate and up.
-    :raises TypeError: another dtype.
-    :raises ValueError: shapes or devices that differ.
+    Args:
+        gate: float32, float16 or bfloat16, any shape. Rows of any stride; elements of a row that are not next to
+            each other are copied first.
+        up: as gate, of the same shape; another dtype is promoted as torch does.
+
+    Returns:
+        contiguous, gate's shape. Gradients come in the dtypes of gate and up.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: shapes or devices that differ.
     """
     return _glu("swiglu", gate, up, "silu")
 
@@ -115,8 +120,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """``gelu(gate, approximate) * up``; all else as ``swiglu``.
 
-    :param approximate: "none", with erf, or "tanh", as of ``torch.nn.functional.gelu``.
-    :raises ValueError: another approximate.
+    Args:
+        approximate: "none", with erf, or "tanh", as of ``torch.nn.functional.gelu``.
+
+    Raises:
+        ValueError: another approximate.
     """
     return _glu("geglu", gate, up, _gelu(approximate))
 
@@ -124,9 +132,14 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 def swiglu_packed(x: Tensor) -> Tensor:
     """``silu(gate) * up`` where x's last dimension holds gate, then up; all else as ``swiglu``.
 
-    :param x: float32, float16 or bfloat16 [..., 2 * columns], the result of one matmul.
-    :returns: contiguous [..., columns]. The gradient is one contiguous tensor of x's shape.
-    :raises ValueError: a last dimension that is odd or missing.
+    Args:
+        x: float32, float16 or bfloat16 [..., 2 * columns], the result of one matmul.
+
+    Returns:
+        contiguous [..., columns]. The gradient is one contiguous tensor of x's shape.
+
+    Raises:
+        ValueError: a last dimension that is odd or missing.
     """
     return _packed("swiglu_packed", x, "silu")
 

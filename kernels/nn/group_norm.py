@@ -48,12 +48,17 @@ def group_norm(
 
     On a CPU, and where Triton is missing, it runs as plain torch.
 
-    :param x: float32, float16 or bfloat16 [N, C, *], contiguous or channels_last (also of 3-D); else it is copied.
-    :param num_groups: what the channels are divided into.
-    :param weight: float32, float16 or bfloat16 [C], or None; likewise the bias.
-    :returns: of x's shape, dtype and memory format.
-    :raises TypeError: another dtype (float64 is declined).
-    :raises ValueError: channels that are no multiple of num_groups; shapes or devices that do not fit.
+    Args:
+        x: float32, float16 or bfloat16 [N, C, *], contiguous or channels_last (also of 3-D); else it is copied.
+        num_groups: what the channels are divided into.
+        weight: float32, float16 or bfloat16 [C], or None; likewise the bias.
+
+    Returns:
+        of x's shape, dtype and memory format.
+
+    Raises:
+        TypeError: another dtype (float64 is declined).
+        ValueError: channels that are no multiple of num_groups; shapes or devices that do not fit.
     """
     if x.dim() < 2:
         raise ValueError(f"group_norm takes x of shape [N, C, *], got {tuple(x.shape)}.")
@@ -89,7 +94,8 @@ def bytes_moved(shape: Sequence[int], x: torch.dtype, parameters: Sequence[torch
     A group of more than ``FORWARD_ELEMENTS`` (``BACKWARD_ELEMENTS``) is read twice. Not counted: that second read, of
     which a cache has most while a group is smaller than it, statistics, and parts of the parameters' gradients.
 
-    :param parameters: dtypes of weight and bias, as many as there are.
+    Args:
+        parameters: dtypes of weight and bias, as many as there are.
     """
     small = shape[1] * sum(dtype.itemsize for dtype in parameters)
     return 2 * prod(shape) * x.itemsize + small, 3 * prod(shape) * x.itemsize + 2 * small

@@ -68,18 +68,23 @@ def layer_norm(
 
     Computes in FP32 and rounds at the store. On a CPU, and where Triton is missing, it runs as plain torch.
 
-    :param x: float32, float16 or bfloat16 [*, *normalized_shape]. Rows at one distance from each other, contiguous in
-        themselves, are read in place; else x is copied. Likewise the residual.
-    :param normalized_shape: of the last dimensions, the norm is over.
-    :param weight: float32, float16 or bfloat16 [*normalized_shape], or None; likewise the bias.
-    :param residual: float32, float16 or bfloat16 of x's shape: the stream that x is added to. s has the dtype that
-        torch promotes the two to.
-    :param dropout_p: part of x that is dropped, [0, 1), by a seed from torch's generator of the device.
-    :param training: drop; else dropout_p is of no effect.
-    :param output_dtype: of y; x's without it.
-    :returns: y, contiguous, of x's shape; with a residual (y, s).
-    :raises TypeError: another dtype (float64 is declined).
-    :raises ValueError: shapes or devices do not fit; dropout without residual; dropout_p outside of [0, 1).
+    Args:
+        x: float32, float16 or bfloat16 [*, *normalized_shape]. Rows at one distance from each other, contiguous in
+            themselves, are read in place; else x is copied. Likewise the residual.
+        normalized_shape: of the last dimensions, the norm is over.
+        weight: float32, float16 or bfloat16 [*normalized_shape], or None; likewise the bias.
+        residual: float32, float16 or bfloat16 of x's shape: the stream that x is added to. s has the dtype that
+            torch promotes the two to.
+        dropout_p: part of x that is dropped, [0, 1), by a seed from torch's generator of the device.
+        training: drop; else dropout_p is of no effect.
+        output_dtype: of y; x's without it.
+
+    Returns:
+        y, contiguous, of x's shape; with a residual (y, s).
+
+    Raises:
+        TypeError: another dtype (float64 is declined).
+        ValueError: shapes or devices do not fit; dropout without residual; dropout_p outside of [0, 1).
     """
     parameters = {"weight": weight, "bias": bias}
     columns = check_arguments("layer_norm", x, normalized_shape, parameters, residual, dropout_p, output_dtype)
@@ -100,7 +105,8 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """(y, s) in plain torch, which can be differentiated.
 
-    :param seed: int64 [1] of the dropout, None for p = 0.
+    Args:
+        seed: int64 [1] of the dropout, None for p = 0.
     """
     s = x
     if residual is not None:
@@ -120,7 +126,8 @@ def bytes_moved(
 ) -> tuple[int, int]:
     """Bytes that forward and backward (of all gradients) move between memory and device; see ``norm_bytes``.
 
-    :param x: dtype of x; likewise residual and y (x's without it).
-    :param parameters: dtypes of weight and bias, as many as there are.
+    Args:
+        x: dtype of x; likewise residual and y (x's without it).
+        parameters: dtypes of weight and bias, as many as there are.
     """
     return norm_bytes(rows, columns, True, x, residual, y, parameters, dropout)

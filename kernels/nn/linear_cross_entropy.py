@@ -64,7 +64,8 @@ def _run_chunks(
 ) -> None:  # fmt: skip
     """Write the losses [N], and the gradients of hidden, weight and bias (FP32, those two) that are not None.
 
-    :param grad_output: of each loss, [N] at any distance; None for 1.
+    Args:
+        grad_output: of each loss, [N] at any distance; None for 1.
     """
     count, classes = len(hidden), len(weight)
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
@@ -285,14 +286,19 @@ def linear_cross_entropy(
     ``torch.autocast`` hidden is cast to its dtype first, as by ``torch.nn.functional.linear``. Differentiating twice
     works, in plain torch with all logits in memory.
 
-    :param hidden: [..., D], float32, float16 or bfloat16: the dtype of the logits.
-    :param weight: [V, D], of hidden's dtype or float32, which is cast once and whose gradient is float32.
-    :param target: class indices, int64 or uint8, [...].
-    :param bias: [V], as the weight, or None.
-    :param chunk: rows at a time; None for ``default_chunk``. More rows make better matmuls and take more memory.
-    :returns: float32: 0-dim, or with reduction "none" of the shape of target.
-    :raises TypeError: a dtype that is not listed above (float64 among them).
-    :raises ValueError: shapes that do not match, an unknown reduction, label_smoothing outside of [0, 1], chunk < 1.
+    Args:
+        hidden: [..., D], float32, float16 or bfloat16: the dtype of the logits.
+        weight: [V, D], of hidden's dtype or float32, which is cast once and whose gradient is float32.
+        target: class indices, int64 or uint8, [...].
+        bias: [V], as the weight, or None.
+        chunk: rows at a time; None for ``default_chunk``. More rows make better matmuls and take more memory.
+
+    Returns:
+        float32: 0-dim, or with reduction "none" of the shape of target.
+
+    Raises:
+        TypeError: a dtype that is not listed above (float64 among them).
+        ValueError: shapes that do not match, an unknown reduction, label_smoothing outside of [0, 1], chunk < 1.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype in DTYPES:

@@ -43,8 +43,9 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """One pass: y, s (None without residual), and float32 [2, rows] of mean and rstd ([1, rows], rstd, in RMS norm).
 
-    :param columns: of a row: the last dimensions of x, as many as the norm is over.
-    :param seed: int64 [1], read where p > 0.
+    Args:
+        columns: of a row: the last dimensions of x, as many as the norm is over.
+        seed: int64 [1], read where p > 0.
     """
     if not can_launch(x.device):
         return _eager_forward(x, residual, weight, bias, seed, columns, eps, p, offset, dtype, center)
@@ -94,9 +95,10 @@ def launch_backward(
 ) -> list[Tensor]:
     """One pass, and a small second one for the column sums: the gradients whose dtype is given, in this order.
 
-    :param s: what was normalised: the s of the forward, or x.
-    :param stream: dtype of the gradient of s.
-    :param branch: dtype of the same behind dropout.
+    Args:
+        s: what was normalised: the s of the forward, or x.
+        stream: dtype of the gradient of s.
+        branch: dtype of the same behind dropout.
     """
     if not can_launch(s.device):
         return _eager_backward(

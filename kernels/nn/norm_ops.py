@@ -31,7 +31,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class NormOps:
     """The ops of one norm: ``plain`` gives (y, statistics), ``added`` (y, s, statistics); ``backward`` is of both.
 
-    :param center: layer norm; else RMS norm.
+    Args:
+        center: layer norm; else RMS norm.
     """
 
     def __init__(self, name: str, center: bool) -> None:
@@ -145,8 +146,9 @@ def check_arguments(
 ) -> int:
     """The number of columns of a norm's rows.
 
-    :raises TypeError: a dtype that is none of float32, float16 and bfloat16.
-    :raises ValueError: shapes or devices that do not fit, dropout without residual, a rate outside of [0, 1).
+    Raises:
+        TypeError: a dtype that is none of float32, float16 and bfloat16.
+        ValueError: shapes or devices that do not fit, dropout without residual, a rate outside of [0, 1).
     """
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:

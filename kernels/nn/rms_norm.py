@@ -70,21 +70,26 @@ def rms_norm(
 
     Computes in FP32 and rounds at the store. On a CPU, and where Triton is missing, it runs as plain torch.
 
-    :param x: float32, float16 or bfloat16 [*, *normalized_shape]. Rows at one distance from each other, contiguous in
-        themselves, are read in place; else x is copied. Likewise the residual.
-    :param normalized_shape: of the last dimensions, the norm is over.
-    :param weight: float32, float16 or bfloat16 [*normalized_shape], or None.
-    :param eps: float32's machine epsilon if None, as torch has it for every one of these dtypes.
-    :param residual: float32, float16 or bfloat16 of x's shape: the stream that x is added to. s has the dtype that
-        torch promotes the two to.
-    :param dropout_p: part of x that is dropped, [0, 1), by a seed from torch's generator of the device.
-    :param training: drop; else dropout_p is of no effect.
-    :param output_dtype: of y; x's without it.
-    :param offset: added to the weight.
-    :returns: y, contiguous, of x's shape; with a residual (y, s).
-    :raises TypeError: another dtype (float64 is declined).
-    :raises ValueError: shapes or devices do not fit; dropout without residual; dropout_p outside of [0, 1); an offset
-        without weight.
+    Args:
+        x: float32, float16 or bfloat16 [*, *normalized_shape]. Rows at one distance from each other, contiguous in
+            themselves, are read in place; else x is copied. Likewise the residual.
+        normalized_shape: of the last dimensions, the norm is over.
+        weight: float32, float16 or bfloat16 [*normalized_shape], or None.
+        eps: float32's machine epsilon if None, as torch has it for every one of these dtypes.
+        residual: float32, float16 or bfloat16 of x's shape: the stream that x is added to. s has the dtype that
+            torch promotes the two to.
+        dropout_p: part of x that is dropped, [0, 1), by a seed from torch's generator of the device.
+        training: drop; else dropout_p is of no effect.
+        output_dtype: of y; x's without it.
+        offset: added to the weight.
+
+    Returns:
+        y, contiguous, of x's shape; with a residual (y, s).
+
+    Raises:
+        TypeError: another dtype (float64 is declined).
+        ValueError: shapes or devices do not fit; dropout without residual; dropout_p outside of [0, 1); an offset
+            without weight.
     """
     parameters = {"weight": weight}
     columns = check_arguments("rms_norm", x, normalized_shape, parameters, residual, dropout_p, output_dtype)
@@ -108,7 +113,8 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """(y, s) in plain torch, which can be differentiated.
 
-    :param seed: int64 [1] of the dropout, None for p = 0.
+    Args:
+        seed: int64 [1] of the dropout, None for p = 0.
     """
     s = x
     if residual is not None:
@@ -128,6 +134,7 @@ def bytes_moved(
 ) -> tuple[int, int]:
     """Bytes that forward and backward (of all gradients) move between memory and device; see ``norm_bytes``.
 
-    :param x: dtype of x; likewise residual, y (x's without it) and weight.
+    Args:
+        x: dtype of x; likewise residual, y (x's without it) and weight.
     """
     return norm_bytes(rows, columns, False, x, residual, y, () if weight is None else (weight,), dropout)

@@ -130,18 +130,23 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rota
 
     On a CPU it runs as plain torch.
 
-    :param x: float32, float16 or bfloat16 [B, H, T, D], [B, T, D] or [T, D]. B, H and T may have any strides, e.g.
-        those of a transposed [B, T, H, D]. A transposed D, with columns that are not next to each other, runs as plain
-        torch.
-    :param cos: float32, float16 or bfloat16, one entry for each pair, or one for each column (Hugging Face repeats the
-        pairs' in the order of the columns; they may differ): [T, R / 2], [T, R], or with a leading B or 1.
-    :param sin: of cos's shape.
-    :param interleaved: pairs are neighbours (GPT-J), not columns half of R apart (Llama, GPT-NeoX).
-    :param rotary_dim: R, how many columns turn; the others pass through. None: D where cos has D or D / 2 columns,
-        else as many as cos has.
-    :returns: of x's dtype, in x's layout (``torch.empty_like``).
-    :raises TypeError: another dtype.
-    :raises ValueError: shapes that do not fit; cos or sin wants a gradient, which this op does not compute.
+    Args:
+        x: float32, float16 or bfloat16 [B, H, T, D], [B, T, D] or [T, D]. B, H and T may have any strides, e.g.
+            those of a transposed [B, T, H, D]. A transposed D, with columns that are not next to each other, runs as
+            plain torch.
+        cos: float32, float16 or bfloat16, one entry for each pair, or one for each column (Hugging Face repeats the
+            pairs' in the order of the columns; they may differ): [T, R / 2], [T, R], or with a leading B or 1.
+        sin: of cos's shape.
+        interleaved: pairs are neighbours (GPT-J), not columns half of R apart (Llama, GPT-NeoX).
+        rotary_dim: R, how many columns turn; the others pass through. None: D where cos has D or D / 2 columns,
+            else as many as cos has.
+
+    Returns:
+        of x's dtype, in x's layout (``torch.empty_like``).
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: shapes that do not fit; cos or sin wants a gradient, which this op does not compute.
     """
     rotary = _check("rope", (x,), cos, sin, rotary_dim)
     return _ROPE(x, cos, sin, rotary, interleaved, False)

@@ -69,11 +69,12 @@ _op = KernelOp("scaled_gradient", _scaled, _fake)
 def scaled_gradient(values: Tensor, factor: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``values * (factor / denominator)`` in a backward, rounded once to ``dtype``.
 
-    :param values: contiguous float32, float16 or bfloat16 that only this graph has saved. They are overwritten and
-        returned where the dtype is theirs and the graph is being freed, in plain eager mode.
-    :param factor: one float32 on the same device, the gradient of the loss.
-    :param denominator: one float32 on the same device, or None for 1. Zero divides nothing: no row had a label, and the
-        values are zeros.
+    Args:
+        values: contiguous float32, float16 or bfloat16 that only this graph has saved. They are overwritten and
+            returned where the dtype is theirs and the graph is being freed, in plain eager mode.
+        factor: one float32 on the same device, the gradient of the loss.
+        denominator: one float32 on the same device, or None for 1. Zero divides nothing: no row had a label, and the
+            values are zeros.
     """
     if values.dtype == dtype and _last_look(values):
         with torch.no_grad():

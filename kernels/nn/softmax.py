@@ -41,21 +41,27 @@ def softmax(
     eager torch, and so is a row that holds a NaN where it is not masked. Gradients can be differentiated again, in
     plain torch. The same seed of torch's generator drops the same elements, on every device.
 
-    :param x: float32, float16 or bfloat16 [..., rows, columns], any strides; columns that are not next to each other
-        are copied first. Its last dimension is that of the softmax.
-    :param scale: what x is multiplied by.
-    :param mask: either additive (float32, float16 or bfloat16; differentiable: its gradient goes through one FP32
-        tensor of x's shape) or bool, True where a row attends to a column. Of any shape that broadcasts to x's, e.g.
-        [B, 1, 1, columns]; it is read by its strides and never expanded. With a mask x has at most 4 dimensions.
-    :param causal: row i attends to columns up to i only, as ``is_causal`` of
-        ``torch.nn.functional.scaled_dot_product_attention``; together with a mask, where both allow it.
-    :param dropout_p: in [0, 1).
-    :param training: False leaves dropout out.
-    :param output_dtype: float32, float16 or bfloat16; None is x's.
-    :returns: contiguous, x's shape.
-    :raises TypeError: x, the mask or output_dtype of another dtype.
-    :raises ValueError: a mask that does not broadcast to x's shape or is on another device; no last dimension, or with
-        causal none before it; dropout_p out of its range.
+    Args:
+        x: float32, float16 or bfloat16 [..., rows, columns], any strides; columns that are not next to each other
+            are copied first. Its last dimension is that of the softmax.
+        scale: what x is multiplied by.
+        mask: either additive (float32, float16 or bfloat16; differentiable: its gradient goes through one FP32
+            tensor of x's shape) or bool, True where a row attends to a column. Of any shape that broadcasts to x's,
+            e.g. [B, 1, 1, columns]; it is read by its strides and never expanded. With a mask x has at most 4
+            dimensions.
+        causal: row i attends to columns up to i only, as ``is_causal`` of
+            ``torch.nn.functional.scaled_dot_product_attention``; together with a mask, where both allow it.
+        dropout_p: in [0, 1).
+        training: False leaves dropout out.
+        output_dtype: float32, float16 or bfloat16; None is x's.
+
+    Returns:
+        contiguous, x's shape.
+
+    Raises:
+        TypeError: x, the mask or output_dtype of another dtype.
+        ValueError: a mask that does not broadcast to x's shape or is on another device; no last dimension, or with
+            causal none before it; dropout_p out of its range.
     """
     dtype = x.dtype if output_dtype is None else output_dtype
     _check(x, mask, causal, dtype)
@@ -92,7 +98,8 @@ def reference(
 ) -> Tensor:
     """The same in plain torch, on any device, differentiable any number of times.
 
-    :param seed: int64 [1], of the dropout; None for no dropout.
+    Args:
+        seed: int64 [1], of the dropout; None for no dropout.
     """
     y = torch.softmax(_logits(x, mask, scale, causal), dim=-1)
     if seed is not None:

@@ -50,7 +50,8 @@ class AdamSettings:
 
     ``rounding_seed``: round bfloat16 states stochastically with this seed; None rounds them to nearest.
 
-    :raises ValueError: a beta outside [0, 1), a negative or non-finite eps or weight decay, a seed beyond 63 bits.
+    Raises:
+        ValueError: a beta outside [0, 1), a negative or non-finite eps or weight decay, a seed beyond 63 bits.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -221,12 +222,15 @@ def launch(
 ) -> None:
     """Step in one launch, on the current stream, without host sync. ``reference`` says what it does.
 
-    :param gradients: ``bind`` of a plan with states (exp_avg, exp_avg_sq[, max_exp_avg_sq]) and steps.
-    :param lr: a float, or one float32 or float64 on the plan's device or on the CPU.
-    :param grad_scale: one float32 on the plan's device, the loss scale, which gradients are divided by.
-    :param found_inf: one float32 on the plan's device: unless it is 0 nothing is written.
-    :raises RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
-    :raises ValueError: the plan's lists do not fit the settings, or a scalar is not one float32 on its device.
+    Args:
+        gradients: ``bind`` of a plan with states (exp_avg, exp_avg_sq[, max_exp_avg_sq]) and steps.
+        lr: a float, or one float32 or float64 on the plan's device or on the CPU.
+        grad_scale: one float32 on the plan's device, the loss scale, which gradients are divided by.
+        found_inf: one float32 on the plan's device: unless it is 0 nothing is written.
+
+    Raises:
+        RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
+        ValueError: the plan's lists do not fit the settings, or a scalar is not one float32 on its device.
     """
     plan, tables = gradients.plan, gradients.tables
     require_triton(plan.device, "multi_tensor_adam")

@@ -18,8 +18,9 @@ SUPPORTED: Final = (torch.float32, torch.bfloat16, torch.float16)
 def check_operand(name: str, position: int, tensor: Tensor, param: Tensor | None = None) -> None:
     """Refuse a tensor whose memory a kernel cannot go through in step with its parameter's.
 
-    :raises TypeError: not strided, a wrapper of other tensors (a DTensor), or neither float32, bfloat16 nor float16.
-    :raises ValueError: not dense; or not of the parameter's device, shape and strides.
+    Raises:
+        TypeError: not strided, a wrapper of other tensors (a DTensor), or neither float32, bfloat16 nor float16.
+        ValueError: not dense; or not of the parameter's device, shape and strides.
     """
     where = f"{name}[{position}]"
     if type(tensor) not in (Tensor, Parameter) and is_traceable_wrapper_subclass(tensor):
@@ -77,7 +78,8 @@ def check_scalar(name: str, scalar: Tensor | None, device: torch.device) -> Tens
 def device_rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
     """The learning rate as a kernel takes it: a pointer, or None and a number. Reads no device tensor.
 
-    :raises ValueError: a tensor on another device than the CPU and the plan's, or not one float32 or float64.
+    Raises:
+        ValueError: a tensor on another device than the CPU and the plan's, or not one float32 or float64.
     """
     if not isinstance(lr, Tensor):
         return None, float(lr)

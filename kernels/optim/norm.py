@@ -100,10 +100,13 @@ def finish_kernel(sums, flags, count, results, BLOCK: constexpr):
 def launch(gradients: Gradients, *, grad_scale: Tensor | None = None) -> NormResult:
     """Run the pass in two launches, on the current stream, without host sync.
 
-    :param gradients: ``plan.bind(...)``'s.
-    :param grad_scale: one float32 on the plan's device, the loss scale, which the gradients are divided by.
-    :raises RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
-    :raises ValueError: a scalar that is not one float32 on the plan's device.
+    Args:
+        gradients: ``plan.bind(...)``'s.
+        grad_scale: one float32 on the plan's device, the loss scale, which the gradients are divided by.
+
+    Raises:
+        RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
+        ValueError: a scalar that is not one float32 on the plan's device.
     """
     plan, tables = gradients.plan, gradients.tables
     require_triton(plan.device, "multi_tensor_norm")

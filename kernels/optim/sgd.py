@@ -33,7 +33,8 @@ _BLOCK: Final = 512
 class SgdSettings:
     """What stays the same from step to step.
 
-    :raises ValueError: a value that is negative or not finite, nesterov without momentum or with dampening.
+    Raises:
+        ValueError: a value that is negative or not finite, nesterov without momentum or with dampening.
     """
 
     momentum: float = 0.0
@@ -165,13 +166,16 @@ def launch(
 ) -> None:
     """Step in one launch, on the current stream, without host sync. ``reference`` says what it does.
 
-    :param gradients: ``bind`` of a plan with states (momentum_buffer,), or none without momentum.
-    :param lr: a float, or one float32 or float64 on the plan's device or on the CPU.
-    :param first: with momentum: whether the buffers are yet to begin.
-    :param grad_scale: one float32 on the plan's device, the loss scale, which gradients are divided by.
-    :param found_inf: one float32 on the plan's device: unless it is 0 nothing is written.
-    :raises RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
-    :raises ValueError: plan and settings do not fit, or a scalar is not one float32 on its device.
+    Args:
+        gradients: ``bind`` of a plan with states (momentum_buffer,), or none without momentum.
+        lr: a float, or one float32 or float64 on the plan's device or on the CPU.
+        first: with momentum: whether the buffers are yet to begin.
+        grad_scale: one float32 on the plan's device, the loss scale, which gradients are divided by.
+        found_inf: one float32 on the plan's device: unless it is 0 nothing is written.
+
+    Raises:
+        RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
+        ValueError: plan and settings do not fit, or a scalar is not one float32 on its device.
     """
     plan, tables = gradients.plan, gradients.tables
     require_triton(plan.device, "multi_tensor_sgd")

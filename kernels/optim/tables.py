@@ -82,15 +82,18 @@ class MultiTensorPlan:
     All tensors of a parameter have its device, shape and strides and are dense; a list has one dtype. A plan that a
     CUDA graph was captured with must live as long as the graph. Not for several threads or streams at once.
 
-    :param params: float32, bfloat16 or float16.
-    :param states: up to three lists (Adam: exp_avg, exp_avg_sq[, max_exp_avg_sq]; SGD: momentum_buffer), of one dtype.
-    :param steps: one-element float32 tensors on the same device, which the kernel counts up.
-    :param shadows: low-precision copies that the kernel writes; None where a parameter has none.
-    :param indices: what tells tensors apart in stochastic rounding, in [0, 2**31); default: their positions.
-    :param chunk: elements that a program takes, a multiple of 8192; default: ``chunk_size`` of the parameters.
-    :raises TypeError: a tensor that the kernels cannot read.
-    :raises ValueError: lists of different lengths, devices, dtypes, shapes or strides.
-    :raises RuntimeError: a CUDA graph is being captured: tables must be there before.
+    Args:
+        params: float32, bfloat16 or float16.
+        states: up to three lists (Adam: exp_avg, exp_avg_sq[, max_exp_avg_sq]; SGD: momentum_buffer), of one dtype.
+        steps: one-element float32 tensors on the same device, which the kernel counts up.
+        shadows: low-precision copies that the kernel writes; None where a parameter has none.
+        indices: what tells tensors apart in stochastic rounding, in [0, 2**31); default: their positions.
+        chunk: elements that a program takes, a multiple of 8192; default: ``chunk_size`` of the parameters.
+
+    Raises:
+        TypeError: a tensor that the kernels cannot read.
+        ValueError: lists of different lengths, devices, dtypes, shapes or strides.
+        RuntimeError: a CUDA graph is being captured: tables must be there before.
     """
 
     __slots__ = (
@@ -136,8 +139,9 @@ class MultiTensorPlan:
 
         A gradient whose strides are not its parameter's is copied. Nothing is sent while no address has changed.
 
-        :raises TypeError: sparse, complex, float64 or distributed gradients.
-        :raises ValueError: another number, shape or device than the parameters have, or mixed dtypes.
+        Raises:
+            TypeError: sparse, complex, float64 or distributed gradients.
+            ValueError: another number, shape or device than the parameters have, or mixed dtypes.
         """
         if len(gradients) != len(self.params):
             raise ValueError(f"Got {len(gradients)} gradients for {len(self.params)} parameters.")

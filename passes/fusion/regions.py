@@ -72,7 +72,8 @@ class Region:
 def find_regions(graph: Graph, order: Mapping[Node, Sequence[Node]]) -> list[Region]:
     """The regions of a graph that save memory traffic, in the order of their first nodes.
 
-    :param order: node -> nodes that must stay before it though it does not read them (``effects.order_of_effects``).
+    Args:
+        order: node -> nodes that must stay before it though it does not read them (``effects.order_of_effects``).
     """
     roots, written = memory_of(graph)
     stretch = stretches(graph)

@@ -23,7 +23,8 @@ from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOve
 def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None = None) -> dict[Node, Node]:
     """Node -> the first node of those that may share its memory; itself where there is no other.
 
-    :param sources: node -> those of its arguments whose memory its result may share; None: ``shared_sources``.
+    Args:
+        sources: node -> those of its arguments whose memory its result may share; None: ``shared_sources``.
     """
     sources = sources or shared_sources
     parent: dict[Node, Node] = {}

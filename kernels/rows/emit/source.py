@@ -21,9 +21,10 @@ def emit(
 ) -> str:  # fmt: skip
     """The source of a module that defines the kernel ``name``.
 
-    :param loads, stores: the name of each pointer argument, and how it is walked.
-    :param sizes: how many row dimensions there are; the sizes of all but the outermost are arguments.
-    :param strides: names of the stride arguments.
+    Args:
+        loads, stores: the name of each pointer argument, and how it is walked.
+        sizes: how many row dimensions there are; the sizes of all but the outermost are arguments.
+        strides: names of the stride arguments.
     """
     flat = form.kind == "flat"
     masked = form.masked(max(program.columns, 1))

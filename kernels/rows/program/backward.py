@@ -21,10 +21,11 @@ def backward(
 ) -> Backward:
     """The backward program for some inputs and some outputs.
 
-    :param wanted: numbers of the inputs whose gradients are asked for.
-    :param cotangents: numbers of the outputs that have a gradient.
-    :param rows: how many rows there are about, to weigh bytes by.
-    :param alike: for each input something that is equal for two of them that lie in memory alike.
+    Args:
+        wanted: numbers of the inputs whose gradients are asked for.
+        cotangents: numbers of the outputs that have a gradient.
+        rows: how many rows there are about, to weigh bytes by.
+        alike: for each input something that is equal for two of them that lie in memory alike.
     """
     b = fw.builder
     first = len(fw.inputs)

@@ -22,7 +22,8 @@ _COMPUTED: Final = (torch.float32, torch.float16, torch.bfloat16, torch.bool)
 def reduced_dimensions(nodes: Sequence[Node]) -> int:
     """How many trailing dimensions the reductions of a region run over; 0 without any.
 
-    :raises Declined: they differ, or are not the last ones.
+    Raises:
+        Declined: they differ, or are not the last ones.
     """
     found: set[int] = set()
     for node in nodes:
@@ -57,8 +58,11 @@ def forward(
 ) -> Forward:
     """The forward program of a region's graph, whose nodes carry ``meta["shape"]`` and ``meta["torch_dtype"]``.
 
-    :param port: how a tensor of a shape and dtype varies.
-    :raises Declined: something that row programs do not know.
+    Args:
+        port: how a tensor of a shape and dtype varies.
+
+    Raises:
+        Declined: something that row programs do not know.
     """
     b = Builder(columns)
     terms: dict[Node, Any] = {}

@@ -83,9 +83,12 @@ class Place:
 def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], reduced: int) -> Layout:
     """The space for a broadcast shape.
 
-    :param full: (shape, strides) of the tensors, the first one of the region's own shape leading.
-    :param reduced: how many trailing dimensions the region reduces over; 0: the columns are chosen here.
-    :raises Declined: reduced dimensions that are not innermost in memory.
+    Args:
+        full: (shape, strides) of the tensors, the first one of the region's own shape leading.
+        reduced: how many trailing dimensions the region reduces over; 0: the columns are chosen here.
+
+    Raises:
+        Declined: reduced dimensions that are not innermost in memory.
     """
     shape = tuple(shape)
     rank = len(shape)
@@ -110,7 +113,8 @@ def find_layout(shape: Sequence[int], full: Sequence[tuple[tuple[int, ...], tupl
 def place(layout: Layout, shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], int]:
     """Strides of a tensor along each row dimension, and along the columns.
 
-    :raises Declined: columns of several dimensions that this tensor does not walk with one stride.
+    Raises:
+        Declined: columns of several dimensions that this tensor does not walk with one stride.
     """
     own = _broadcast(tuple(shape), tuple(strides), layout.shape)
     columns = layout.column_dims

@@ -22,7 +22,8 @@ __all__ = ["LOWERINGS", "ROW_REDUCTIONS", "Declined", "Term", "lower"]
 def lower(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], reduced: int) -> Term:
     """The result of one call. Terms stand for tensors; ``reduced``: how many trailing dimensions are the columns.
 
-    :raises Declined: an op, or arguments of it, that row programs do not know.
+    Raises:
+        Declined: an op, or arguments of it, that row programs do not know.
     """
     function = LOWERINGS.get(name)
     if function is None:

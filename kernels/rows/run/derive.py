@@ -38,9 +38,12 @@ def make_plan(
 ) -> Plan:
     """Derive a region for some inputs.
 
-    :param gm: its graph; each node carries ``meta["op"]``, inserted casts ``meta["inserted"]``; returns a tuple.
-    :param known: row programs of regions of this structure, to which new ones are added.
-    :raises Declined: why row programs do not serve it.
+    Args:
+        gm: its graph; each node carries ``meta["op"]``, inserted casts ``meta["inserted"]``; returns a tuple.
+        known: row programs of regions of this structure, to which new ones are added.
+
+    Raises:
+        Declined: why row programs do not serve it.
     """
     with torch.no_grad():
         _Shapes(gm).run(*[spec.empty(torch.device("meta")) for spec in inputs])

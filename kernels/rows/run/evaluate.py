@@ -24,8 +24,9 @@ def evaluate(
 ) -> list[Tensor]:
     """What a program stores, as rows x columns (1 where it does not vary), not yet rounded to the dtypes of its stores.
 
-    :param tensors: what it loads, in any layout.
-    :param dtype: to compute in; float64 for a reference.
+    Args:
+        tensors: what it loads, in any layout.
+        dtype: to compute in; float64 for a reference.
     """
     known: dict[Value, Any] = {}
     for (value, port), tensor in zip(program.loads, tensors, strict=True):

@@ -40,7 +40,8 @@ def finished(plan: Plan, made: Sequence[Tensor]) -> list[Tensor]:
 def laid_out(plan: Plan, cotangents: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of the outputs that have one, in the outputs' strides, as the kernel walks them.
 
-    :param cotangents: for each output; copied where it lies otherwise.
+    Args:
+        cotangents: for each output; copied where it lies otherwise.
     """
     return [_laid(cotangents[n], plan.outputs[n]) for n in plan.backward_program.cotangents]
 
@@ -59,8 +60,9 @@ def eager_backward(
 
     Statistics are computed again from these: as saved they have no history.
 
-    :param cotangents: for each output.
-    :param dtype: to compute in. Gradients come in those of the inputs, except in float64: then they stay in it.
+    Args:
+        cotangents: for each output.
+        dtype: to compute in. Gradients come in those of the inputs, except in float64: then they stay in it.
     """
     bw, layout = plan.backward_program, plan.layout
     loads, tensors = [], []

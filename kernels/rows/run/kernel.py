@@ -109,8 +109,9 @@ def prepare(
 ) -> Launch:  # fmt: skip
     """Make a launch.
 
-    :param loads, stores: name and place (``layout.place``) of each tensor, in the program's order; partial stores have
-        no place.
+    Args:
+        loads, stores: name and place (``layout.place``) of each tensor, in the program's order; partial stores have
+            no place.
     """
     ports = [*((port.rows, port.columns) for _, port in program.loads), *((s.rows, s.columns) for s in program.stores)]
     named = [*loads, *stores]

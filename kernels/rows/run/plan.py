@@ -117,8 +117,9 @@ class Plan:
     ) -> list[Tensor]:
         """What the backward kernel stores: gradients that are no column partials, then the partials of the others.
 
-        :param saved: of ``keeps``.
-        :param cotangents: as ``laid_out`` gives them.
+        Args:
+            saved: of ``keeps``.
+            cotangents: as ``laid_out`` gives them.
         """
         made, launch = self.empty_gradients(), self.backward_launch
         read = saved[: len(self.backward_program.saved)]

@@ -138,7 +138,8 @@ class FusedRegion(nn.Module):
     def source(self) -> str:
         """Triton source of the kernels of the last plan, forward and backward.
 
-        :raises RuntimeError: nothing was derived yet.
+        Raises:
+            RuntimeError: nothing was derived yet.
         """
         if not self.plans:
             raise RuntimeError(f"{self.name} has no kernels ({self.reason}): call the model on a CUDA device first")
