@@ -17,8 +17,8 @@ After: ``meta["precision"]``::
     %relu     bfloat16  bfloat16  bfloat16  follow
     %exp      float32   float32   float32   full
 
-``placement`` chooses between the cheapest casts (placement_mincut) and torch.autocast's (placement_autocast). With
-costs of the device, LOW ops that do not pay are FULL (pays). What the levels mean for both:
+``placement`` chooses between the cheapest casts (``mincut``) and torch.autocast's (``autocast``). With
+costs of the device, LOW ops that do not pay are FULL (``pays``). What the levels mean for both:
 
 ====  ===============================================================================================================
 O0    every op is KEEP (the policy says so)
@@ -32,9 +32,10 @@ How the annotation reads for who inserts casts:
 
 - ``reads`` is a dtype: the float arguments on data ports (``OpRule.ports``) are wanted in it, the others in their
   original dtype; where the kernel promotes by itself and ``reads`` is FP32, low arguments may stay.
-- ``reads`` is None: with rule KEEP every float argument is wanted in its original dtype; with any other rule, and for
-  user casts ("to"), getitem, getattr and copy, it is taken as it arrives. The output node says likewise what becomes of
-  results: the body of a checkpointed region returns what it has (rule FOLLOW).
+- ``reads`` is ``ORIGINAL``: every float argument is wanted in its original dtype. So says a KEEP op, and the output of
+  the whole graph of what it returns.
+- ``reads`` is ``AS_IT_ARRIVES``: nothing is cast. So say user casts ("to"), getitem, getattr and copy, and the output
+  of a checkpointed region's body, which returns what it has.
 - ``output`` is what the kernel itself puts out. Where the node is the root of memory that is written later and has to
   live in another dtype, ``meta["root_dtype"]`` names it (see ``pins``).
 - An input at O2 is annotated as it arrives; its readers ask for it in low.

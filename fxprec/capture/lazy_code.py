@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 from fxprec.capture.state_names import attribute_path
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.graph.annotations import notes
-from fxprec.passes.graph.exact_graph import LazyGraphModule, made_exact
+from fxprec.passes.graph.exact_graph import LazyGraphModule, make_exact
 
 
 def without_code(root: nn.Module | dict[str, Any], graph: Graph, name: str = "GraphModule") -> GraphModule:
@@ -69,4 +69,4 @@ def with_code(gm: GraphModule) -> None:
     """Make it, and the bodies that it calls, exact in place for its user; ``recompile`` is no longer for later."""
     for each in (*every_graph(gm),):
         if "region" not in each.meta:
-            made_exact(each)
+            make_exact(each)

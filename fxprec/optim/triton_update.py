@@ -105,7 +105,7 @@ def adam_launch(
     rounding: Rounding | None,
     places: Sequence[int],
 ) -> None:
-    """Adam or AdamW; arguments as for ``torch_update.adam_update``, of one device and dtype each."""
+    """Adam or AdamW; arguments as for ``TorchUpdates.adam``, of one device and dtype each."""
     moments = [tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")]
     plan = plans.plan(("adam", key), lists["params"], moments, lists["step"], _some(shadows), places or None)
     beta1, beta2 = map(scalar, group["betas"])
@@ -133,7 +133,7 @@ def sgd_launch(
     found_inf: Tensor | None,
     first: bool,
 ) -> None:
-    """SGD; arguments as for ``torch_update.sgd_update``, of one device and dtype each."""
+    """SGD; arguments as for ``TorchUpdates.sgd``, of one device and dtype each."""
     buffers = [lists["momentum_buffer"]] if "momentum_buffer" in lists else []
     plan = plans.plan(("sgd", first, key), lists["params"], buffers, None, _some(shadows))
     names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")

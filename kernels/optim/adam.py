@@ -154,7 +154,7 @@ def adam_kernel(
 ):  # fmt: skip
     """Update one chunk. Grid: a program for each of C chunks of T tensors.
 
-    chunks: int32 [C, 2]; entries: int64 [T, 9]; gradients: int64 [T], addresses; arrivals: int32 [T]: ``multi_tensor``.
+    chunks: int32 [C, 2]; entries: int64 [T, 9]; gradients: int64 [T], addresses; arrivals: int32 [T]: ``tables``.
     At those addresses, each element once: gradient GRADIENT_DTYPE, read; parameter PARAM_DTYPE and states STATE_DTYPE,
     read and written; shadow SHADOW_DTYPE (None: none), written; step fp32 [1], read, and written by one program. All
     arithmetic on elements is fp32, that on t and lr fp64.

@@ -53,7 +53,7 @@ def norm_kernel(
 ):  # fmt: skip
     """One chunk's sum of squares and flag. Grid: a program for each of C chunks of T tensors.
 
-    chunks: int32 [C, 2]; entries: int64 [T, 9]; gradients: int64 [T], addresses. See ``multi_tensor``.
+    chunks: int32 [C, 2]; entries: int64 [T, 9]; gradients: int64 [T], addresses. See ``tables``.
     At those addresses: GRADIENT (fp32, fp16, bf16), read once; scaled, squared and summed in fp32.
     grad_scale: fp32 [1] or None. sums: fp32 [C], written. flags: int32 [C], written.
     """

@@ -30,7 +30,7 @@ _OF_LOSS: Final = ("weight", "reduction", "ignore_index", "label_smoothing")
 
 
 def split_head_loss(gm: GraphModule, node: Node) -> bool:
-    """Rewrite one call, if it is one of torch's ``linear_cross_entropy`` that can be; says whether it was."""
+    """Replace a call of torch's ``linear_cross_entropy`` by a linear and a cross entropy. True where it was one."""
     if node.target is not getattr(F, "linear_cross_entropy", None):  # torch 2.13 has it
         return False
     given: dict[str, Any] = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}

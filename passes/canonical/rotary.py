@@ -60,7 +60,7 @@ def _tables(x: Any, cos: Any, sin: Any, half: int) -> tuple[Any, tuple[Any, Any]
 
 
 def recognize_rotary(graph: Graph) -> bool:
-    """Rewrite every one; nodes carry ``meta["op"]``. Says whether there were any."""
+    """Replace every rotary embedding of a canonical graph by one call of ``rope``. True where there were any."""
     found = False
     for node in [*graph.nodes]:
         if _is(node, "add") and len(node.args) == 2 and not node.kwargs:

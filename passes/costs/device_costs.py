@@ -1,6 +1,6 @@
 """What work costs on a device: seconds against size, one curve for each kind of work and dtype. Data and interpolation.
 
-``calibration`` measures such tables and ``shipped_costs`` holds some; ``op_costs`` reads them for ``lower="pays"``.
+``calibration`` measures such tables and ``shipped`` holds some; ``op_costs`` reads them for ``lower="pays"``.
 """
 
 from __future__ import annotations

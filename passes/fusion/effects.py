@@ -25,7 +25,10 @@ from fxprec.passes.ops.table import rule_of
 
 
 def memory_of(graph: Graph) -> tuple[dict[Node, Node], set[Node]]:
-    """(roots, written) of ``aliases``. Where an argument is written to, it may be that others are views of it."""
+    """(node -> the first node of its memory, those first nodes whose memory is written to), as ``aliases`` has them.
+
+    Arguments may be views of each other: where one of them is written to, all count as one memory.
+    """
     roots = alias_roots(graph)
     written = written_roots(graph, roots)
     arguments = graph.find_nodes(op="placeholder")
@@ -36,7 +39,7 @@ def memory_of(graph: Graph) -> tuple[dict[Node, Node], set[Node]]:
 
 
 def stretches(graph: Graph) -> dict[Node, int]:
-    """Node -> how many calls of functions that nobody knows come before it.
+    """Node -> the number of its stretch: the part of the graph between two calls of functions that are no known ops.
 
     Such a call may write to any memory, or switch a mode (``torch._C._set_grad_enabled``, by which dynamo writes
     ``torch.no_grad``): nothing may be moved across.

@@ -36,12 +36,12 @@ _OPERATORS: Final = {
 
 
 def make_functional(graph: Graph) -> bool:
-    """Rewrite what can be; says whether anything was."""
-    roots = alias_roots(graph)
+    """Replace in-place row operations by functional ones where nobody can tell. True where any was replaced."""
+    written = [(target, node) for node in graph.nodes for target in written_by(node)]
+    roots = alias_roots(graph) if written else {}
     writes: dict[Node, list[Node]] = {}
-    for node in graph.nodes:
-        for target in written_by(node):
-            writes.setdefault(roots[target], []).append(node)
+    for target, node in written:
+        writes.setdefault(roots[target], []).append(node)
     changed = False
     position = {node: number for number, node in enumerate(graph.nodes)}
     stretch = stretches(graph)

@@ -97,9 +97,13 @@ def _in_slices(logits: Any) -> bool:
 
 
 def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
-    """Rewrite what there is a kernel for. Says whether anything was, and what was not and why.
+    """Replace batch norms (with a residual sum and relu behind them) and cross entropies by calls of one kernel each.
 
-    ``native``: there are no regions; only what is better than torch's ops on a CPU.
+    Args:
+        native: the graph gets no fused regions; only calls that gain without Triton are replaced.
+
+    Returns:
+        whether any was replaced; and "node: reason" for those that the kernels do not take.
     """
     changed, declined = False, []
     calls = [(node, op) for node in graph.nodes if (op := notes(node).op).name in _KERNELS]

@@ -78,8 +78,8 @@ class LazyGraphModule(LazyBase, ExactGraphModule):  # type: ignore[misc]
         return ExactGraphModule.__reduce__(self)
 
 
-def made_exact(gm: GraphModule) -> None:
-    """Change the class of a graph module in place, for its user; one that was lazy writes its source now."""
+def make_exact(gm: GraphModule) -> None:
+    """Turn a graph module into an ``ExactGraphModule``, in place. A lazy one writes its source now."""
     if isinstance(gm, ExactGraphModule) and not isinstance(gm, LazyBase):
         return
     name = type(gm).__name__

@@ -26,7 +26,7 @@ def leaf(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def tracer_of(value: Any) -> Any:
-    """That of the first traced value in a container; None outside of a trace."""
+    """The tracer of a proxy, or of the first one in a container; None where there is none: outside of a trace."""
     if isinstance(value, Proxy):
         return value.tracer
     if isinstance(value, dict):

@@ -26,7 +26,10 @@ from fxprec.passes.torch_internals import trace_again_by
 
 
 def write(x: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """``x.add_(...)`` for its effect alone, which ``eliminate_dead_code`` takes for a call without any."""
+    """Call an in-place method for its effect alone: ``write(x, "add_", 1)``.
+
+    torch.fx's ``eliminate_dead_code`` would drop a plain ``x.add_(1)`` whose result nobody reads, and keeps this call.
+    """
     if isinstance(x, Proxy):
         return leaf(write, x, method, *args, **kwargs)
     return getattr(x, method)(*args, **kwargs)

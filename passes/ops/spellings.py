@@ -1,4 +1,4 @@
-"""Spellings of ops that differ from their canonical names by more than an underscore: data for ``op_names``."""
+"""Spellings of ops that differ from their canonical names by more than an underscore: data for ``names``."""
 
 from __future__ import annotations
 

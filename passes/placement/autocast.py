@@ -21,7 +21,7 @@ from fxprec.passes.graph.annotations import Precision, Rule, notes
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.names import dtype_argument
 from fxprec.passes.placement.pins import overflows, written_classes
-from fxprec.passes.placement.sites import Site, dtype_reference, original, reading
+from fxprec.passes.placement.sites import Site, assumed_original, dtype_reference, reads_of
 from fxprec.passes.placement.walk import GraphWalk
 
 
@@ -45,15 +45,15 @@ class _Promotion(GraphWalk):
     def has(self, node: Node) -> bool:
         return node in self.dtypes
 
-    def give(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
+    def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
         self.dtypes[node] = dtype
         if source and self.context.policy.lowers_sources:
             self.sources.add(node)
 
-    def like(self, node: Node, reference: Node) -> None:
+    def assign_dtype_of(self, node: Node, reference: Node) -> None:
         self.dtypes[node] = self.dtypes[reference]
 
-    def tie(self, node: Node, whole: Node) -> None:
+    def share_dtype(self, node: Node, whole: Node) -> None:
         self.dtypes[node] = self.dtypes[whole]
         if whole in self.sources:
             self.sources.add(node)
@@ -65,13 +65,13 @@ class _Promotion(GraphWalk):
         compute = reads or (output if node.op.startswith("call") else None)
         if rule is Rule.FULL and compute is not None:
             compute = torch.float32
-        notes(node).precision = Precision(reading(node, rule, reads), compute, output, rule, why)
+        notes(node).precision = Precision(reads_of(node, rule, reads), compute, output, rule, why)
         del notes(node).root_dtype
 
     def compute(self, site: Site, floats: bool) -> None:
         rule = self.listed(site) if set(site.data).isdisjoint(written_by(site.node)) else Rule.KEEP
         if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
-            self.tie(site.node, site.base)  # a view of memory that is written: a cast would miss the writes
+            self.share_dtype(site.node, site.base)  # a view of memory that is written: a cast would miss the writes
             return self.decide(site.node, Rule.FOLLOW, site.why)
         if rule is Rule.KEEP:
             return self.settle(site, floats, rule, None, source=not (site.data or site.kept))
@@ -94,7 +94,7 @@ class _Promotion(GraphWalk):
         node = site.node
         wide = reads is None or (site.row is not None and site.row.wide)
         if floats and (wide or dtype_argument(node) is not None or dtype_reference(node) is not None):
-            self.make(site, original(notes(node).dtype), source)
+            self.assign_named_dtype(site, assumed_original(notes(node).dtype), source)
         elif floats and reads is not None:
             self.dtypes[node] = reads
         self.decide(node, rule, site.why, reads)
@@ -103,7 +103,7 @@ class _Promotion(GraphWalk):
         """In place: in the dtype of what is written."""
         written = self.dtypes.get(site.base)
         if written is not None and floats:
-            self.tie(site.node, site.base)
+            self.share_dtype(site.node, site.base)
         if site.name == "copy" and written is not None:
             return self.decide(site.node, Rule.FOLLOW, site.why)
         keep = written is None or site.rule is Rule.KEEP

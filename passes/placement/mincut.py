@@ -4,9 +4,9 @@ One variable an op that follows or promotes; one for the data port and the outpu
 writes low; one for the input of a sum. LOW and FULL ops, sources, user casts and outputs are pins. ``decide`` says what
 the levels pin; ``pins`` what safety and memory do.
 
-Where an FP32 input makes an op FP32 (its closure), two are let off: one that only moves or drops values and leads only
-to low readers (the cast may then stand before it, where the tensor is smaller), and one whose FP32 operand is 0-dim,
-which does not promote in torch either.
+An FP32 input makes an op FP32 (a closure of the cut). Two kinds of ops are excepted: one that only moves or drops
+values and has none but low readers (the cast may then stand before it, where the tensor is smaller), and one whose FP32
+operand is 0-dim, which does not promote in torch either.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxprec.passes.placement.pins import (
     unsafe_number,
     written_classes,
 )
-from fxprec.passes.placement.sites import Site, base_of, dtype_reference, original, reading
+from fxprec.passes.placement.sites import Site, assumed_original, base_of, dtype_reference, reads_of
 from fxprec.passes.placement.solver import solve
 from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import GraphWalk
@@ -55,7 +55,7 @@ def place_by_cut(gm: GraphModule, context: Context, verdict: Verdict | None = No
     """
     walk = CutWalk(context, verdict)
     walk.run(gm)
-    walk.let_off()
+    walk.widen_unless_read_low()
     _annotate(walk, walk.variables.dtypes(solve(walk.variables.problem())))
     return walk.variables.declined
 
@@ -70,7 +70,7 @@ class CutWalk(GraphWalk):
         absorbs = context.casts_fuse if priced else context.regions == "triton" and context.policy.lowers_sources
         self.variables = Variables(context.low, absorbs, self.verdict.costs)
         self.decided: dict[Node, _Decided] = {}
-        self.early: dict[Node, list[int]] = {}  # ops that commute with rounding -> their inputs
+        self.commuting: dict[Node, list[int]] = {}  # ops that commute with rounding -> their inputs
         self.roots: list[Node] = []  # LOW ops that make a written class
         self.classes: dict[Node, Node] = {}
         self.chains: set[Node] = set()
@@ -85,33 +85,33 @@ class CutWalk(GraphWalk):
     def has(self, node: Node) -> bool:
         return node in self.variables.value
 
-    def give(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
+    def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
         variables = self.variables
         base = base_of(node)
         if self.classes.get(node, node) is not node and self.has(base):  # a cast that gives the very tensor it takes
-            variables.hold(node, variables.value[base], dtype)
-            variables.tie(node, base)
+            variables.pin_shared(node, variables.value[base], dtype)
+            variables.share_dtype(node, base)
             return
         variables.value[node] = variables.pin(dtype)
         if source and self.context.policy.lowers_sources:
             variables.unpromoting.add(node)
 
-    def like(self, node: Node, reference: Node) -> None:
+    def assign_dtype_of(self, node: Node, reference: Node) -> None:
         self.variables.value[node] = self.variables.arriving(reference)
 
-    def tie(self, node: Node, whole: Node) -> None:
-        self.variables.tie(node, whole)
-        self.early[node] = []
+    def share_dtype(self, node: Node, whole: Node) -> None:
+        self.variables.share_dtype(node, whole)
+        self.commuting[node] = []
 
-    def bind(self, placeholder: Node, operand: Node) -> None:
-        self.variables.tie_operand(placeholder, operand)
-        self.early[placeholder] = []
+    def bind_operand(self, placeholder: Node, operand: Node) -> None:
+        self.variables.share_with_operand(placeholder, operand)
+        self.commuting[placeholder] = []
 
-    def converts(self, node: Node, source: Node) -> None:
-        self.variables.use(source, self.variables.arriving(node))
+    def read_by_user_cast(self, node: Node, source: Node) -> None:
+        self.variables.read(source, self.variables.arriving(node))
 
     def want_original(self, sources: Iterable[Node]) -> None:
-        self.variables.use_original(sources)
+        self.variables.read_original(sources)
 
     def input(self, node: Node) -> None:
         self.source(node, "an input")
@@ -125,7 +125,7 @@ class CutWalk(GraphWalk):
     def output(self, node: Node, returns: Rule) -> None:
         for source in node.all_input_nodes if returns is Rule.KEEP else ():
             if self.has(source) and isinstance(notes(source).dtype, tuple):  # nobody can cast a tuple on its way out
-                self.variables.hold(source, self.variables.value[source], original(notes(source).dtype))
+                self.variables.pin_shared(source, self.variables.value[source], assumed_original(notes(source).dtype))
         super().output(node, returns)
 
     def compute(self, site: Site, floats: bool) -> None:
@@ -146,20 +146,20 @@ class CutWalk(GraphWalk):
         variable = variables.value.get(site.base)
         others = [source for source in (*site.data, *site.kept) if source is not site.base]
         if variable is not None and floats:
-            variables.tie(node, site.base)
+            variables.share_dtype(node, site.base)
         if variable is None or (site.rule is Rule.KEEP and site.name != "copy"):
             if variable is not None:
-                variables.hold(node, variable, original(notes(site.base).dtype))
-            variables.use_original(others)
+                variables.pin_shared(node, variable, assumed_original(notes(site.base).dtype))
+            variables.read_original(others)
             return self.decide(node, Rule.KEEP, site.why)
         square = overflowing_square(site, self.context)
         why = square or self.unsafe(site)
         if why or not self.squares.isdisjoint(others):
-            variables.hold(node, variable, torch.float32)
+            variables.pin_shared(node, variable, torch.float32)
         if site.name == "copy":  # it converts
             return self.decide(node, Rule.FOLLOW, site.why)
         for source in () if site.promotes else others:
-            variables.use(source, variable)
+            variables.read(source, variable)
         full = square is not None and variables.dtype_of(variable) is torch.float32
         self.decide(node, Rule.FULL if full else site.rule, why or site.why, variable)
 
@@ -168,24 +168,28 @@ class CutWalk(GraphWalk):
         node, variables = site.node, self.variables
         variable = variables.value[site.base]
         if site.rule is Rule.KEEP and floats:
-            variables.hold(node, variable, original(notes(node).dtype))
+            variables.pin_shared(node, variable, assumed_original(notes(node).dtype))
         elif site.rule in (Rule.LOW, Rule.FULL):
-            variables.hold(node, variable, site.dtype or (self.context.low if site.rule is Rule.LOW else torch.float32))
+            variables.pin_shared(
+                node, variable, site.dtype or (self.context.low if site.rule is Rule.LOW else torch.float32)
+            )
         if floats:
-            variables.tie(node, site.base)
-        variables.use_original(site.kept)
+            variables.share_dtype(node, site.base)
+        variables.read_original(site.kept)
         self.decide(node, Rule.FOLLOW, site.why, variable)
 
     def keep(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
         sources = (*site.data, *site.kept)
-        variables.use_original(sources)
+        variables.read_original(sources)
         written = [target for target in written_by(node) if self.has(target)]
         for target in written:  # a custom op that says so in its schema: a cast of it would miss the write
-            variables.hold(node, variables.value[target], original(notes(target).dtype))
+            variables.pin_shared(node, variables.value[target], assumed_original(notes(target).dtype))
         if floats:
             source = all(each in variables.unpromoting for each in sources)  # a lookup that rescales its weight
-            self.make(site, original(notes(node).dtype), source=source and bool(written or not sources))
+            self.assign_named_dtype(
+                site, assumed_original(notes(node).dtype), source=source and bool(written or not sources)
+            )
         self.decide(node, Rule.KEEP, site.why)
 
     def low(self, site: Site, floats: bool) -> None:
@@ -195,16 +199,16 @@ class CutWalk(GraphWalk):
         if node in self.verdict.unpriced:
             site = replace(site, why=f"{site.why}; pays: {self.verdict.unpriced[node]}")
         read = variables.pin(site.dtype or self.context.low)
-        variables.use_data(site, read)
+        variables.read_data(site, read)
         named = dtype_argument(node) is not None or dtype_reference(node) is not None
         if floats and (named or (site.row is not None and site.row.wide)):
-            self.make(site, original(notes(node).dtype))  # O3: softmax(x, dtype=torch.float32)
+            self.assign_named_dtype(site, assumed_original(notes(node).dtype))  # O3: softmax(x, dtype=torch.float32)
             return self.decide(node, Rule.LOW, site.why, read)
         if floats:
             variables.value[node] = read
             if node in self.classes and not isinstance(notes(node).dtype, tuple):
                 variables.value[node] = variables.new(node)
-                variables.step(node, read, variables.value[node])
+                variables.add_cast_behind(node, read, variables.value[node])
                 self.roots.append(node)
         self.decide(node, Rule.LOW, site.why, read, out=read if floats else None)
 
@@ -217,13 +221,13 @@ class CutWalk(GraphWalk):
             read = variables.new()
             if mixed:  # what it makes of FP32 is FP32, what it makes of low values is free
                 out = variables.new(node)
-                variables.close((read,), out)
+                variables.widen_with((read,), out)
         elif mixed:
             read = out = variables.new(node)
-        variables.use_data(site, read)
-        variables.close(variables.promoting(site), read)
+        variables.read_data(site, read)
+        variables.widen_with(variables.promoting(site), read)
         if floats and (asked is not None or dtype_reference(node) is not None):
-            self.make(site, original(notes(node).dtype))
+            self.assign_named_dtype(site, assumed_original(notes(node).dtype))
         elif floats:
             variables.value[node] = out
         self.decide(node, Rule.FULL, site.why, read if site.data else None)
@@ -231,24 +235,24 @@ class CutWalk(GraphWalk):
     def follow(self, site: Site, floats: bool) -> None:
         node, variables, info = site.node, self.variables, notes(site.node).dtype
         if not site.data or dtype_argument(node) is not None or dtype_reference(node) is not None:
-            variables.use_original(site.kept)
+            variables.read_original(site.kept)
             if floats:  # made in the dtype that the call gives, or out of integers
-                self.make(site, original(info), source=True)
+                self.assign_named_dtype(site, assumed_original(info), source=True)
             return self.decide(node, Rule.FOLLOW, site.why)
         if not floats and (site.promotes or len(site.data) == 1):
             return self.decide(node, Rule.FOLLOW, f"{site.why}; reads what arrives")
         unsafe = self.unsafe(site)
         if unsafe:
             variable = FP32
-        elif floats and original(info) is self.context.low:
+        elif floats and assumed_original(info) is self.context.low:
             variable = LOW
         else:
             variable = variables.new(node)
-        variables.use_data(site, variable)
+        variables.read_data(site, variable)
         if commutes_with_rounding(site) and node not in self.classes:
-            self.early[node] = variables.promoting(site)
+            self.commuting[node] = variables.promoting(site)
         else:
-            variables.close(variables.promoting(site), variable)
+            variables.widen_with(variables.promoting(site), variable)
         if floats:
             variables.value[node] = variable
         self.decide(node, site.rule, unsafe or site.why, variable, site=site)
@@ -270,14 +274,14 @@ class CutWalk(GraphWalk):
         value = self.variables.arriving(node) if node in self.variables.value else None
         self.decided[node] = _Decided(read, value if out is None else out, rule, why, site)
 
-    def let_off(self) -> None:
-        """Close the ops that commute with rounding too, unless all their readers are low."""
+    def widen_unless_read_low(self) -> None:
+        """Let ops that commute with rounding be FP32 where an input is, unless all their readers are low."""
         low: set[Node] = set()
-        for node, wide in reversed(self.early.items()):
+        for node, wide in reversed(self.commuting.items()):
             if all(self.reads_low(user, low) for user in node.users):
                 low.add(node)
             else:
-                self.variables.close(wide, self.variables.value[node])
+                self.variables.widen_with(wide, self.variables.value[node])
 
     def reads_low(self, user: Node, low: set[Node]) -> bool:
         decided = self.decided.get(user)
@@ -298,7 +302,7 @@ def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) 
             compute = torch.float32
         if site is not None and read is not None and not walk.variables.is_pinned(read):
             why = f"{why}; {_reason(walk, site, reads, dtype)}"
-        annotations.precision = Precision(reading(node, rule, reads), compute, output, rule, why)
+        annotations.precision = Precision(reads_of(node, rule, reads), compute, output, rule, why)
         del annotations.root_dtype
     for node in walk.roots:
         lives = dtype(walk.variables.value[node])

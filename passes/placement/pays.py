@@ -1,6 +1,6 @@
 """lower="pays": which LOW ops stay FP32, because on this device lowering them takes longer than it saves.
 
-The same minimum cut as ``placement_mincut``, with time in place of bytes, and one free variable more for each LOW op of
+The same minimum cut as ``mincut``, with time in place of bytes, and one free variable more for each LOW op of
 known sizes: what it takes longer in FP32 (or less long). Casts take their time, weights that of their shadows. So two
 products in a row may be lowered together that alone would each lose::
 
@@ -36,7 +36,7 @@ def what_pays(gm: GraphModule, context: Context) -> Verdict:
     costs = OpCosts(context.costs, context.low, context.gradients, context.casts_fuse)
     walk = _PricedWalk(context, costs)
     walk.run(gm)
-    walk.let_off()
+    walk.widen_unless_read_low()
     full = solve(walk.variables.problem())
     casts_around = walk.variables.casts_around(full)
     stays = {}
@@ -64,11 +64,11 @@ class _PricedWalk(CutWalk):
         if not isinstance(price, Price):
             return super().low(site, floats)
         variable = variables.value[node] = variables.priced(price.full - price.low)
-        variables.use_data(site, variable)
+        variables.read_data(site, variable)
         if node in self.classes:  # what is written in place later on may live in FP32 although the op is low
             variables.value[node] = variables.new(node)
-            variables.step(node, variable, variables.value[node])
-            variables.close((variable,), variables.value[node])
+            variables.add_cast_behind(node, variable, variables.value[node])
+            variables.widen_with((variable,), variables.value[node])
         self.priced[node] = site, price, variable
         self.decide(node, site.rule, site.why, variable)
 

@@ -34,7 +34,7 @@ from fxprec.passes.ops.aliases import alias_roots, shared_sources, written_roots
 from fxprec.passes.ops.attributes import VIEW_ATTRIBUTES
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.table import OpRule, facts_of
-from fxprec.passes.placement.sites import Site, original
+from fxprec.passes.placement.sites import Site, assumed_original
 from fxprec.passes.placement.squares import is_square
 
 
@@ -129,7 +129,7 @@ def _shares_memory_of(node: Node) -> Iterator[Node]:
     if op is not NO_OP and not op.in_place:
         if op.name == "to":  # a cast to the dtype that the tensor has already gives the tensor itself
             target = cast_target(node)
-            if target is not None and target != original(notes(node.all_input_nodes[0]).dtype):
+            if target is not None and target != assumed_original(notes(node.all_input_nodes[0]).dtype):
                 return
         if op.name == "getattr" and node.args[1] not in VIEW_ATTRIBUTES | {"real"}:
             return

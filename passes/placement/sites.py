@@ -121,10 +121,10 @@ def carries_float(info: DTypeInfo | None) -> bool:
     return any(map(carries_float, info)) if isinstance(info, tuple) else is_castable(info)
 
 
-def original(info: DTypeInfo | None) -> torch.dtype:
+def assumed_original(info: DTypeInfo | None) -> torch.dtype:
     """The original dtype of a castable value (of the first castable element); FP32 where nobody can know it."""
     if isinstance(info, tuple):
-        return original(next(element for element in info if carries_float(element)))
+        return assumed_original(next(element for element in info if carries_float(element)))
     return info if isinstance(info, torch.dtype) and info is not UNKNOWN else torch.float32
 
 
@@ -140,7 +140,7 @@ def dtype_reference(node: Node) -> Node | None:
     return None
 
 
-def reading(node: Node, rule: Rule, reads: torch.dtype | None) -> torch.dtype | Arrival:
+def reads_of(node: Node, rule: Rule, reads: torch.dtype | None) -> torch.dtype | Arrival:
     """What a node with this rule reads. ``reads``: the dtype that it asks for; None: none."""
     if facts_of(notes(node).op.name).arrives or not node.all_input_nodes:
         return Arrival.AS_IT_ARRIVES

@@ -1,4 +1,4 @@
-"""The variables, pins and costs that ``placement_mincut`` collects on its walk, and the cut problem made of them.
+"""The variables, pins and costs that ``mincut`` collects on its walk, and the cut problem made of them.
 
 A variable is a dtype to be found: FP32 or low. Values point to variables, so that a view of written memory, the parts
 of a tuple and the placeholder of a called body have the variable of what they come from.
@@ -17,7 +17,7 @@ from fxprec.passes.dtypes.scalars import is_scalar
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.placement.sites import Site, original
+from fxprec.passes.placement.sites import Site, assumed_original
 from fxprec.passes.placement.solver import CutProblem, Tensor
 
 FP32: Final = 0
@@ -83,7 +83,7 @@ class Variables:
         """The dtype that a pinned variable stands for; None where the cut is to find it."""
         return self._dtypes.get(variable)
 
-    def hold(self, node: Node, variable: int, dtype: torch.dtype) -> None:
+    def pin_shared(self, node: Node, variable: int, dtype: torch.dtype) -> None:
         """Pin a variable that several nodes share. FP32 beats low; what stands for a dtype keeps it."""
         have = self._dtypes.get(variable)
         if have is None or (have is self.low and variable != LOW):
@@ -91,7 +91,7 @@ class Variables:
         elif have is not dtype and dtype is not self.low:
             self.declined.append(f"{node.name}: wants {dtype_name(dtype)}, shares memory that is {dtype_name(have)}")
 
-    def tie(self, node: Node, source: Node) -> None:
+    def share_dtype(self, node: Node, source: Node) -> None:
         """Give a value the variable of another: the same memory, or no place for a cast between them."""
         if source not in self.value:
             return
@@ -101,41 +101,46 @@ class Variables:
         if source in self.unpromoting:
             self.unpromoting.add(node)
 
-    def tie_operand(self, placeholder: Node, operand: Node) -> None:
+    def share_with_operand(self, placeholder: Node, operand: Node) -> None:
         """The placeholder of a called body is the caller's value, and costs what that costs: a weight has a shadow."""
-        self.tie(placeholder, operand)
+        self.share_dtype(placeholder, operand)
         self._origin[placeholder] = self._origin.get(operand, operand)
 
     def arriving(self, node: Node) -> int:
         """The variable of the dtype that a value has when it arrives."""
         return self.arrives.get(node, self.value[node])
 
-    def use(self, source: Node, variable: int, promotes: bool = False) -> None:
-        """``promotes``: the reader's kernel takes a low value for nothing where it is to be FP32."""
+    def read(self, source: Node, variable: int, promotes: bool = False) -> None:
+        """Note a reader: an op that wants ``source`` in the dtype of ``variable``.
+
+        Args:
+            promotes: its kernel widens a low value at no cost where the variable is FP32.
+        """
         if source in self.value:
             known = self._users.setdefault(self._same(source), {})
             known[variable] = known.get(variable, True) and promotes
 
-    def use_original(self, sources: Iterable[Node]) -> None:
+    def read_original(self, sources: Iterable[Node]) -> None:
+        """Note a reader that wants each of these in its original dtype."""
         for source in sources:
             if source in self.value:
-                self.use(source, self.pin(original(notes(source).dtype)))
+                self.read(source, self.pin(assumed_original(notes(source).dtype)))
 
-    def use_data(self, site: Site, variable: int) -> None:
-        """All float arguments of a site: data in the variable's dtype, the others in their original one."""
+    def read_data(self, site: Site, variable: int) -> None:
+        """Note a call that reads its data in the dtype of ``variable``, and its other floats in their original ones."""
         wide = site.promotes and any(self.value.get(source) == FP32 and self._widens(source) for source in site.data)
         free = wide or (self.absorbs and is_row_operation(site.node))
         for source in site.data:
-            self.use(source, variable, free)
+            self.read(source, variable, free)
             if isinstance(notes(source).dtype, tuple) and source in self.value:  # nobody can cast a tuple
                 self._closures += [(self.value[source], variable), (variable, self.value[source])]
-        self.use_original(site.kept)
+        self.read_original(site.kept)
 
-    def step(self, node: Node, producer: int, user: int) -> None:
-        """A cast that may stand right behind a node, before anyone reads it."""
+    def add_cast_behind(self, node: Node, producer: int, user: int) -> None:
+        """Allow a cast right behind a node, before anyone reads it: from one variable's dtype to the other's."""
         self._steps.append((node, producer, user))
 
-    def close(self, wide: Iterable[int], variable: int) -> None:
+    def widen_with(self, wide: Iterable[int], variable: int) -> None:
         """Where one of these is FP32, so is the variable."""
         self._closures += [(each, variable) for each in wide]
 

@@ -21,7 +21,15 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import CASTABLE, Rule, notes
 from fxprec.passes.ops.names import cast_target
-from fxprec.passes.placement.sites import Site, carries_float, dtype_reference, is_metadata, leaves, original, site_of
+from fxprec.passes.placement.sites import (
+    Site,
+    assumed_original,
+    carries_float,
+    dtype_reference,
+    is_metadata,
+    leaves,
+    site_of,
+)
 from fxprec.passes.torch_internals import HigherOrderOperator
 
 #: Higher-order ops that run their body once, there and then: its nodes are decided as part of the caller's graph.
@@ -56,23 +64,23 @@ class GraphWalk:
         """Whether the node's value is a float that was given a dtype."""
         raise NotImplementedError
 
-    def give(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
+    def assign_dtype(self, node: Node, dtype: torch.dtype, source: bool = False) -> None:
         """The node's value has this dtype; ``source``: nothing of the graph flowed into it."""
         raise NotImplementedError
 
-    def like(self, node: Node, reference: Node) -> None:
+    def assign_dtype_of(self, node: Node, reference: Node) -> None:
         """The node's value is made in the dtype that another has when it arrives."""
         raise NotImplementedError
 
-    def tie(self, node: Node, whole: Node) -> None:
+    def share_dtype(self, node: Node, whole: Node) -> None:
         """The node's value is (part of) another, with no room for a cast between them."""
         raise NotImplementedError
 
-    def bind(self, placeholder: Node, operand: Node) -> None:
+    def bind_operand(self, placeholder: Node, operand: Node) -> None:
         """The placeholder of a called body is the caller's value."""
-        self.tie(placeholder, operand)
+        self.share_dtype(placeholder, operand)
 
-    def converts(self, node: Node, source: Node) -> None:
+    def read_by_user_cast(self, node: Node, source: Node) -> None:
         """The node, a cast of the user's, reads another value in its own dtype."""
 
     def want_original(self, sources: Iterable[Node]) -> None:
@@ -96,7 +104,7 @@ class GraphWalk:
     def source(self, node: Node, why: str) -> None:
         """A value that comes from outside, or from where we don't look."""
         if carries_float(notes(node).dtype):
-            self.give(node, original(notes(node).dtype), source=True)
+            self.assign_dtype(node, assumed_original(notes(node).dtype), source=True)
         self.decide(node, Rule.KEEP, why)
 
     def output(self, node: Node, returns: Rule) -> None:
@@ -104,13 +112,13 @@ class GraphWalk:
             self.want_original(source for source in node.all_input_nodes if self.has(source))
         self.decide(node, returns, "what the module returns")
 
-    def make(self, site: Site, dtype: torch.dtype, source: bool = False) -> None:
+    def assign_named_dtype(self, site: Site, dtype: torch.dtype, source: bool = False) -> None:
         """A value in the dtype of a tensor that the call names (``dtype=x.dtype``), or else in this one."""
         reference = dtype_reference(site.node)
         if reference is not None and self.has(reference):
-            self.like(site.node, reference)
+            self.assign_dtype_of(site.node, reference)
         else:
-            self.give(site.node, dtype, source)
+            self.assign_dtype(site.node, dtype, source)
 
     def _graph(self, gm: GraphModule, bound: Mapping[Node, Node] | None, returns: Rule) -> None:
         """``bound``: in a called body, placeholder -> the caller's operand, where that is ours to decide."""
@@ -133,7 +141,7 @@ class GraphWalk:
             self.source(node, "as its caller gives it")
         else:
             if self.has(bound[node]):
-                self.bind(node, bound[node])
+                self.bind_operand(node, bound[node])
             self.decide(node, Rule.KEEP, "as its caller gives it")
 
     def _call(self, site: Site) -> None:
@@ -158,22 +166,22 @@ class GraphWalk:
         if floats and not self.has(whole):
             return self.source(node, site.why)
         if floats:
-            self.tie(node, whole)
+            self.share_dtype(node, whole)
         self.decide(node, Rule.FOLLOW, site.why)
 
     def _user_cast(self, site: Site, floats: bool) -> None:
         """Obeyed; what goes in may have any dtype."""
         node, target, reference = site.node, cast_target(site.node), dtype_reference(site.node)
         if floats and target in CASTABLE:
-            self.give(node, target)
+            self.assign_dtype(node, target)
         elif floats and reference is not None and self.has(reference):
-            self.like(node, reference)
+            self.assign_dtype_of(node, reference)
         elif floats and self.has(site.base):  # to a device
-            self.tie(node, site.base)
+            self.share_dtype(node, site.base)
         elif floats:
             return self.source(node, site.why)
         if floats and self.has(site.base):
-            self.converts(node, site.base)
+            self.read_by_user_cast(node, site.base)
         self.decide(node, Rule.KEEP, site.why)
 
     def _higher_order(self, node: Node, gm: GraphModule) -> bool:
@@ -188,7 +196,7 @@ class GraphWalk:
             self._graph(found[0], bound, Rule.FOLLOW)
             returned = found[0].graph.output_node().args[0]
             if isinstance(returned, Node) and self.has(returned):
-                self.tie(node, returned)
+                self.share_dtype(node, returned)
             self._results[node] = tuple(returned) if isinstance(returned, tuple | list) else ()
             self.decide(node, Rule.FOLLOW, "its body is decided as part of this graph")
             return True

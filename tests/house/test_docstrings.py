@@ -1,9 +1,12 @@
-"""Docstrings speak one dialect, Google's, and the arguments that they explain exist."""
+"""Docstrings speak one dialect, Google's, and what they name exists: arguments, functions, files."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ import pytest
 import fxprec
 
 ROOT = Path(fxprec.__file__).parent
+#: Names of torch's that no code here uses, and an example of a region's name.
+ELSEWHERE = {"cache_enabled", "error_if_nonfinite", "return_types", "fused_add_layer_norm"}
 FILES = sorted({path.resolve() for folder in ("", "passes", "kernels") for path in (ROOT / folder).rglob("*.py")})
 
 
@@ -46,3 +51,38 @@ def test_the_names_are_found() -> None:
     assert documented(
         "Do it.\n\nArgs:\n    a, b: two.\n        more: of them.\n    c: one.\n\nRaises:\n    X: no."
     ) == list("abc")
+
+
+def code_names(tree: ast.Module) -> Iterator[str]:
+    """Every name that code uses, words of texts among them; docstrings are none."""
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        fields = (getattr(node, field, None) for field in ("id", "attr", "name", "arg"))
+        yield from (word for field in fields if isinstance(field, str) for word in field.split("."))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            yield from re.findall(r"\w+", node.value)
+
+
+def quoted_names(source: str) -> Iterator[str]:
+    """Names of several words between double backticks, in docstrings and comments."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.STRING, tokenize.COMMENT):
+            for quoted in re.findall(r"``([^`]+)``", token.string):
+                yield from (name for name in re.findall(r"[A-Za-z_]\w*", quoted) if "_" in name.strip("_"))
+
+
+def test_names_in_backticks_are_names_of_something() -> None:
+    repository = Path(__file__).parents[2]
+    folders = [
+        ROOT,
+        ROOT / "passes",
+        ROOT / "kernels",
+        *(repository / each for each in ("tests", "benchmarks", "docs")),
+    ]
+    everything = sorted({path.resolve() for folder in folders for path in folder.rglob("*.py")} - {Path(__file__)})
+    known = {*ELSEWHERE, *(path.stem for path in everything)}
+    for path in everything:
+        known.update(code_names(ast.parse(path.read_text())))
+    stale = {(path.name, name) for path in FILES for name in quoted_names(path.read_text()) if name not in known}
+    assert stale == set()
+    assert [*quoted_names('"""See ``no_such_file`` and ``one``."""')] == ["no_such_file"]

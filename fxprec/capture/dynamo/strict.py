@@ -8,7 +8,7 @@ Left to the interpreter, with a graph break whose reason the report has:
 - calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
 - generators that a function returns, which dynamo runs to their end and gives as an iterator over the values.
 
-And guarded: constants by type and sign (see ``dynamo_guards``), a key that a dict did not have when it was asked,
+And guarded: constants by type and sign (see ``guards``), a key that a dict did not have when it was asked,
 constants of classes (before torch 2.13); and values of numpy as tensors outside of inference mode, as they were when
 the guard was made.
 """

@@ -1,7 +1,7 @@
 """What torch's functions mean in row programs: canonical op name -> a function over terms with the same arguments.
 
 The formulas are torch's, with its corner cases: where a branch is not taken its gradient must not become 0 * inf, so
-arguments of exponentials are selected first. Reductions have a file of their own, ``lowering_reductions``.
+arguments of exponentials are selected first. Reductions have a file of their own, ``reductions``.
 """
 
 from __future__ import annotations

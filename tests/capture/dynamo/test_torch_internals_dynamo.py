@@ -60,7 +60,7 @@ def test_dynamo_has_what_a_capture_is_made_of() -> None:
 
 @contract("fxprec", "dynamo_classes")
 def test_what_dynamo_takes_liberties_with_can_be_refused() -> None:
-    """Each of them is met, so that what dynamo_strict puts in its place is called."""
+    """Each of them is met, so that what ``strict`` puts in its place is called."""
     kept, drawn = functools.cache(_plus_one), random.Random(0)
 
     def cached(x: Tensor) -> Tensor:
