@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from fxprec.capture.originals import has_signature
 from fxprec.costs.files import cpu_flags, has_bfloat16_units
 from fxprec.errors import SlowDtypeWarning
 from fxprec.model.checks import check_module_overrides, refuse_unfit, settled_device
@@ -242,16 +243,7 @@ class _Function(nn.Module):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["forward"] = function if _has_signature(function) else lambda *args, **kw: function(*args, **kw)
-
-
-def _has_signature(function: Callable[..., Any]) -> bool:
-    """Not so for ``torch.matmul`` and the like, which are built in."""
-    try:
-        inspect.signature(function)
-    except ValueError:
-        return False
-    return True
+        self.__dict__["forward"] = function if has_signature(function) else lambda *args, **kw: function(*args, **kw)
 
 
 class _WithLoss(nn.Module):

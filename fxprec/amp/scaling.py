@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fxprec.amp.loss_scale import AmpLossScaler, checked_entry
 from fxprec.amp.properties import Properties
 from fxprec.amp.state import say, state
+from fxprec.scaling.gradients import parameters_of
 
 #: Where an optimizer keeps its ``Stash``; its presence tells that it went through ``initialize``.
 STASH = "_amp_stash"
@@ -164,8 +165,7 @@ def _nothing_to_initialize() -> None:
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """The parameters that the optimizer updates: the FP32 masters, which are the model's own. To clip, for instance."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    return parameters_of(optimizer)
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:

@@ -62,7 +62,7 @@ def unbound_method(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return found(*args, **kwargs)
 
-    elif not _has_signature(found):
+    elif not has_signature(found):
 
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return raw.__get__(self, type(self))(*args, **kwargs)
@@ -73,7 +73,8 @@ def unbound_method(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     return method
 
 
-def _has_signature(function: Any) -> bool:
+def has_signature(function: Any) -> bool:
+    """Not so for ``torch.matmul`` and the like, which are built in."""
     try:
         inspect.signature(function)
     except (TypeError, ValueError):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fxprec.model.module import is_converted
+from fxprec.model.warm_up import buffers_kept
 from fxprec.passes.dtypes.fake_run import differs
 from fxprec.passes.graph.annotations import UNDECIDED, Precision, Rule, notes
 from fxprec.passes.graph.text import dtype_name
@@ -38,7 +38,7 @@ def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None
         with torch.random.fork_rng(), mock.patch("fxprec.model.captured.lift", _checking_lift(ran)):
             copy.deepcopy(model)(*args, **kwargs)
     elif isinstance(model, GraphModule) and any(notes(node).state("precision") for node in model.graph.nodes):
-        with torch.random.fork_rng(), _buffers_kept(model):
+        with torch.random.fork_rng(), buffers_kept(model):
             _Checking(model, "", ran).run(*args, *kwargs.values())
     else:
         raise ValueError(f"{type(model).__name__} is neither converted nor a GraphModule that the passes went over")
@@ -107,14 +107,3 @@ def _checking_lift(ran: list[str]) -> Callable[..., Program]:
         return replace(program, function=without_autocast(_Checking(program.gm, "", ran).run, device))
 
     return cast("Callable[..., Program]", checking)
-
-
-@contextlib.contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)

@@ -78,7 +78,7 @@ def _materialize(module: nn.Module, conversion: Conversion, args: tuple[Any, ...
     shapeless = [part for part in module.modules() if any(map(is_lazy, part.buffers(recurse=False)))]
     conversion.bypassed += 1
     try:
-        with torch.no_grad(), _buffers_kept(module):
+        with torch.no_grad(), buffers_kept(module):
             module(*args, **kwargs)
     finally:
         conversion.bypassed -= 1
@@ -92,7 +92,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
     """Attributes, buffers and every random number generator as they were, afterwards."""
     state, random = ModelState(module), RandomState()
     try:
-        with _buffers_kept(module):
+        with buffers_kept(module):
             yield
     finally:
         state.restore()
@@ -100,7 +100,8 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Buffers have their values again afterwards."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not is_lazy(buffer)]
     try:
         yield

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.optim.triton_update import Plans, norm_launch, serves, takes
+from fxprec.kernels.launch.triton_support import can_launch
+from fxprec.optim.triton_update import Plans, norm_launch, takes
 from fxprec.scaling.agreement import group_of_parameters, sum_over
 from fxprec.scaling.cuda_graphs import reading_waits
 from fxprec.scaling.gradients import dtensor_type, local, summed
@@ -68,7 +69,7 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
                 held = local(summed(owner, held))
             device = held.device
             if device not in served:
-                served[device] = serves(device)
+                served[device] = can_launch(device)
             share = 1.0 if ranks is None else _share(owner, ranks)
             key = device, held.dtype, share, served[device] and takes(owner, held)
             groups.setdefault(key, []).append((owner, held))

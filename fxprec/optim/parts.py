@@ -10,8 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.optim.compiled_loop import why_no_loop
-from fxprec.optim.triton_update import serves, takes
+from fxprec.optim.triton_update import takes
 from fxprec.scaling.gradients import local
 
 Kernel = Literal["triton", "compiled", "torch"]
@@ -70,7 +71,7 @@ def _split(
     params, grads = lists["params"], lists["grads"]
     places = [*map(_place, params)]
     distinct = {*places}
-    served = {device for device, _ in distinct if serves(device)}
+    served = {device for device, _ in distinct if can_launch(device)}
     if not served and not compiled and len(distinct) == 1:  # on a CPU, without a look at each
         return {(*places[0], None, "torch"): range(len(params))}
     states = next((tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")), None)

@@ -22,11 +22,6 @@ from fxprec.optim.scalars import scalar
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def serves(device: torch.device) -> bool:
-    """Whether the kernels run there."""
-    return HAS_TRITON and (device.type == "cuda" or interpreting())
-
-
 def takes(param: Tensor, gradient: Tensor, state: torch.dtype | None = None) -> bool:
     """Whether the kernels serve a parameter, its gradient, both local, and a ``state`` of this dtype."""
     return why_not(param, gradient, state) is None

@@ -28,46 +28,39 @@ _SEQUENCES: Final = (tuple, list)
 _SETS: Final = (set, frozenset)
 
 
-def exact(guard_on: Callable[..., None]) -> Callable[..., None]:
-    """In the place of the method with which dynamo guards a constant: the same type at every depth, the same sign."""
+def exact(builder: Any, guard: Any) -> None:
+    """Of a constant that dynamo guards: the same type at every depth, the same sign."""
+    value = guarded_value(builder, guard)
+    if is_ambiguous(value):
+        add_guard(builder, guard, _same_as(value), f"the very same as {value!r}")
+
+
+def exact_keys(builder: Any, guard: Any) -> None:
+    """Of a value whose type dynamo guards: of dicts the order, and the types of the keys."""
+    value = guarded_value(builder, guard)
+    if isinstance(value, OrderedDict) and len(value) > 1:
+        order = [*value]
+        add_guard(builder, guard, lambda now: [*now] == order, f"the order of {order}")
+    if isinstance(value, dict | set | frozenset) and is_ambiguous((*value,)):
+        keys = spelled({*value})
+        add_guard(builder, guard, lambda now: spelled({*now}) == keys, f"the types of {[*value]}")
+
+
+def exact_closure(builder: Any, guard: Any) -> None:
+    """Of a function that dynamo guards: one with a closure is the very same function."""
+    value = guarded_value(builder, guard)
+    if isinstance(value, FunctionType) and value.__closure__:
+        same = weakref.ref(value)
+        add_guard(builder, guard, lambda now: now is same(), f"the very same function {value.__qualname__}")
+
+
+def also(guard_on: Callable[..., None], further: Callable[[Any, Any], None]) -> Callable[..., None]:
+    """In the place of a method by which dynamo adds a guard: that guard, and a further one."""
 
     @functools.wraps(guard_on)
     def guarded(builder: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
         guard_on(builder, guard, *args, **kwargs)
-        value = guarded_value(builder, guard)
-        if is_ambiguous(value):
-            add_guard(builder, guard, _same_as(value), f"the very same as {value!r}")
-
-    return guarded
-
-
-def exact_keys(guard_on: Callable[..., None]) -> Callable[..., None]:
-    """In the place of the method with which dynamo guards a type: of dicts the order, and the types of the keys."""
-
-    @functools.wraps(guard_on)
-    def guarded(builder: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
-        guard_on(builder, guard, *args, **kwargs)
-        value = guarded_value(builder, guard)
-        if isinstance(value, OrderedDict) and len(value) > 1:
-            order = [*value]
-            add_guard(builder, guard, lambda now: [*now] == order, f"the order of {order}")
-        if isinstance(value, dict | set | frozenset) and is_ambiguous((*value,)):
-            keys = spelled({*value})
-            add_guard(builder, guard, lambda now: spelled({*now}) == keys, f"the types of {[*value]}")
-
-    return guarded
-
-
-def exact_closure(guard_on: Callable[..., None]) -> Callable[..., None]:
-    """In the place of the method with which dynamo guards a function: one with a closure is the very same function."""
-
-    @functools.wraps(guard_on)
-    def guarded(builder: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
-        guard_on(builder, guard, *args, **kwargs)
-        value = guarded_value(builder, guard)
-        if isinstance(value, FunctionType) and value.__closure__:
-            same = weakref.ref(value)
-            add_guard(builder, guard, lambda now: now is same(), f"the very same function {value.__qualname__}")
+        further(builder, guard)
 
     return guarded
 

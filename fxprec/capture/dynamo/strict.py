@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fxprec.capture.dynamo.granted import Granted
-from fxprec.capture.dynamo.guards import exact, exact_closure, exact_keys
+from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_keys
 from fxprec.capture.tripwires import replaced
 from fxprec.torch_internals import (
     GUARDS_CLASSES,
@@ -126,9 +126,9 @@ def strict(granted: Granted) -> Iterator[None]:
     absent = "getitem_const_raise_exception_if_absent"
     with replaced(
         [
-            (classes.guards, "EQUALS_MATCH", exact(classes.guards.EQUALS_MATCH)),
-            (classes.guards, "TYPE_MATCH", exact_keys(classes.guards.TYPE_MATCH)),
-            (classes.guards, "CLOSURE_MATCH", exact_closure(classes.guards.CLOSURE_MATCH)),
+            (classes.guards, "EQUALS_MATCH", also(classes.guards.EQUALS_MATCH, exact)),
+            (classes.guards, "TYPE_MATCH", also(classes.guards.TYPE_MATCH, exact_keys)),
+            (classes.guards, "CLOSURE_MATCH", also(classes.guards.CLOSURE_MATCH, exact_closure)),
             (classes.guard_module, "from_numpy", out_of_inference_mode(classes.guard_module.from_numpy)),
             (classes.dictionary, absent, missing_key(getattr(classes.dictionary, absent))),
             (classes.cached_function, "call_function", call_of_cached(classes.cached_function.call_function)),
