@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fxprec
+from benchmarks.measure.peak import HostMeter, Marks, peak_of
 from fxprec.kernels.optim import adam as multi_tensor_adam
 from fxprec.kernels.optim import norm as multi_tensor_norm
 from fxprec.model.module import conversion_of, is_converted
@@ -145,18 +145,11 @@ def _stores(model: nn.Module) -> list[Any]:
     return [conversion_of(model).store] if is_converted(model) else []
 
 
-def _allocated(work: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that the CPU's allocator gave out during ``work``: at most at one time, and still at its end."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = work()
-    results: Any = profiler.profiler
-    total = peak = 0
-    for event in results.kineto_results.events():
-        if event.name() == "[memory]":
-            total += event.nbytes()
-            peak = max(peak, total)
-    del kept
-    return peak, total
+def _allocated(work: Callable[[], object]) -> tuple[int, int]:
+    """Bytes that the CPU's allocator gave out during ``work``: at most at one time, and still there at its end."""
+    kept: list[object] = []
+    segments = HostMeter().measure(lambda: kept.append(work()), Marks())
+    return peak_of(segments).bytes, segments[-1].live
 
 
 def _step(

@@ -30,7 +30,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonical.head_losses import split_head_loss
-from fxprec.passes.canonical.in_place import is_in_place, must_not_write, out_by_copy, write_by_copy
+from fxprec.passes.canonical.in_place import has_dtype_of_its_own, is_in_place, out_by_copy, write_by_copy
 from fxprec.passes.canonical.rotary import recognize_rotary
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import Op, notes
@@ -58,7 +58,7 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
         changed |= _first_by_position(node, op)
         if op.name == "to":
             _mark_derived(node, context)
-        elif op.in_place and op.name not in ("copy", "setitem") and must_not_write(node, op, context):
+        elif op.in_place and op.name not in ("copy", "setitem") and has_dtype_of_its_own(node, op, context):
             write_by_copy(gm, node, op)
             changed = True
         elif node.kwargs.get("out") is not None:
@@ -78,14 +78,14 @@ def subgraphs(gm: GraphModule) -> Iterator[GraphModule]:
     seen: set[int] = set()
     found = [node for node in gm.graph.find_nodes(op="get_attr", sort=False) if "." not in str(node.target)]
     for node in sorted([*found, *gm.graph.find_nodes(op="call_module", sort=False)]):
-        value = body_of(gm, node)
+        value = subgraph_of(gm, node)
         if value is not None and id(value) not in seen:
             seen.add(id(value))
             yield value
 
 
-def body_of(gm: GraphModule, node: Node) -> GraphModule | None:
-    """The graph that this node names or calls, if it is one's body or a fused region."""
+def subgraph_of(gm: GraphModule, node: Node) -> GraphModule | None:
+    """The graph below ``gm`` that the node stands for: a body named by ``get_attr``, or the fused region it calls."""
     if node.op == "get_attr" and "." not in str(node.target):
         value = getattr(gm, str(node.target), None)
         return value if isinstance(value, GraphModule) else None

@@ -51,7 +51,7 @@ from torch.fx import GraphModule
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.placement.autocast import place_as_autocast
 from fxprec.passes.placement.mincut import place_by_cut
-from fxprec.passes.placement.pays import what_pays
+from fxprec.passes.placement.pays import ops_kept_in_fp32
 
 
 def decide(gm: GraphModule, context: Context) -> PassResult:
@@ -61,4 +61,4 @@ def decide(gm: GraphModule, context: Context) -> PassResult:
         return PassResult(gm, False)
     if context.costs is not None:
         gm.meta["costs"] = str(context.costs)
-    return PassResult(gm, False, tuple(place_by_cut(gm, context, what_pays(gm, context))))
+    return PassResult(gm, False, tuple(place_by_cut(gm, context, ops_kept_in_fp32(gm, context))))

@@ -37,7 +37,7 @@ from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast
-from fxprec.passes.graph.grad_mode import recorded
+from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.names import cast_target
@@ -68,7 +68,7 @@ def fold_casts(gm: GraphModule, context: Context) -> PassResult:
 
 def _fold(gm: GraphModule, context: Context) -> int:
     folded = 0
-    gradients = recorded(gm.graph, context.gradients)
+    gradients = grad_mode_at_nodes(gm.graph, context.gradients)
     roots = alias_roots(gm.graph)
     written = written_roots(gm.graph, roots)
     made: dict[tuple[object, torch.dtype, bool], Node] = {}

@@ -32,7 +32,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.dtypes.scalars import is_scalar
+from fxprec.passes.dtypes.scalars import is_zero_dim
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
@@ -235,4 +235,4 @@ class _Seeds:
 
 def _is_tensor(argument: object) -> bool:
     """With dimensions: a number may lie on another device."""
-    return isinstance(argument, Node) and isinstance(notes(argument).dtype, torch.dtype) and not is_scalar(argument)
+    return isinstance(argument, Node) and isinstance(notes(argument).dtype, torch.dtype) and not is_zero_dim(argument)

@@ -42,7 +42,7 @@ from torch.fx.node import Argument, map_arg
 
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.dtypes.scalars import is_scalar
+from fxprec.passes.dtypes.scalars import is_zero_dim
 from fxprec.passes.graph.annotations import (
     CASTABLE,
     UNKNOWN,
@@ -56,7 +56,7 @@ from fxprec.passes.graph.annotations import (
     notes,
 )
 from fxprec.passes.graph.casts import cast, cast_each, cast_if_float, cast_saturating
-from fxprec.passes.graph.grad_mode import recorded
+from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target
@@ -133,7 +133,7 @@ def _not_promoted(data: list[tuple[int | str, Node]], reads: torch.dtype, op: Op
     """The arguments that still want a cast where the kernel itself promotes mixed inputs (0-dim ones do not count)."""
     if op.in_place:
         return []  # computes in the promoted dtype and writes its target's
-    dimensioned = [(port, source) for port, source in data if not is_scalar(source)]
+    dimensioned = [(port, source) for port, source in data if not is_zero_dim(source)]
     if reads is not torch.float32:
         return dimensioned or data
     if any(actual_dtype(source) is torch.float32 for _, source in dimensioned):
@@ -147,7 +147,7 @@ class _Epochs:
 
     def __init__(self, gm: GraphModule, context: Context) -> None:
         self.graph = gm.graph
-        self.recorded = recorded(gm.graph, context.gradients)
+        self.recorded = grad_mode_at_nodes(gm.graph, context.gradients)
         self.roots = alias_roots(gm.graph)
         self.written_roots = written_roots(gm.graph, self.roots)
         self.made: dict[Node, dict[tuple[Node, torch.dtype, object, bool], Node]] = {}

@@ -36,7 +36,7 @@ from torch.fx import GraphModule, Node
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_results import fake_result, numel_of, value_dtype
 from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, first
-from fxprec.passes.dtypes.scalars import is_scalar
+from fxprec.passes.dtypes.scalars import is_zero_dim
 from fxprec.passes.dtypes.special_results import SPECIAL, Facts
 from fxprec.passes.graph.annotations import NO_OP, NON_TENSOR, UNKNOWN, DTypeInfo, Rule, arg_nodes, notes
 from fxprec.passes.ops.overloads import OVERLOAD_RESULTS
@@ -83,7 +83,7 @@ class _Walk:
                 info = self._placeholder(node) if node.op == "placeholder" else self._call(node)
                 annotations.numel = numel_of(node.meta.get("val"))
             annotations.dtype = info
-            annotations.scalar = is_scalar(node)
+            annotations.scalar = is_zero_dim(node)
         return returned
 
     def _placeholder(self, node: Node) -> DTypeInfo:

@@ -24,7 +24,7 @@ from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_run import run_on_fakes
 from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNDECIDED, UNKNOWN, Arrival, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
-from fxprec.passes.graph.grad_mode import recorded
+from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.insert_casts import actual_dtype, original_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_by
@@ -48,7 +48,7 @@ class Invariant(NamedTuple):
 
 
 def verify(gm: GraphModule, context: Context) -> PassResult:
-    """Check every invariant once more on the final graph; raises InvariantError."""
+    """Check every invariant once more on the final graph, which stays as it is; raises InvariantError."""
     check(gm, context, [invariant.holds_after for invariant in INVARIANTS], "verify")
     return PassResult(gm, False)
 
@@ -140,7 +140,7 @@ def _outputs(gm: GraphModule, context: Context) -> Iterator[Violation]:
 def _least_casts(gm: GraphModule, context: Context) -> Iterator[Violation]:
     roots = alias_roots(gm.graph)
     epoch: dict[Node, int] = {}
-    gradients = recorded(gm.graph, context.gradients)
+    gradients = grad_mode_at_nodes(gm.graph, context.gradients)
     seen: set[tuple[Node, int, object, object, bool]] = set()
     for node in gm.graph.nodes:
         for target in written_by(node):

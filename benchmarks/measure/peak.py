@@ -123,18 +123,30 @@ class Meter(Protocol):
         ...
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage of others is gone, and none is collected meanwhile: its bytes would count as freed by the step."""
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class HostMeter:
     """By the allocations and frees that torch.profiler notes, each on its own."""
 
     def measure(self, step: Callable[[], object], marks: Marks) -> list[Segment]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13's prints two lines at every start
-        gc.collect()
 
         def at(end: str, gradient: int) -> None:
             with record_function(f"{_MARK}{end} {gradient}"):
                 pass
 
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with _no_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             marks.at = at
             try:
                 step()

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fxprec.model.module import is_converted
 from fxprec.model.warm_up import buffers_kept
-from fxprec.passes.dtypes.fake_run import differs
+from fxprec.passes.dtypes.fake_run import find_disagreement
 from fxprec.passes.graph.annotations import UNDECIDED, Precision, Rule, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.programs.program import Executor, Program, lift, without_autocast
@@ -89,7 +89,7 @@ class _Checked(nn.Module):
 
 
 def _check(name: str, node: Node, value: Any) -> None:
-    found = differs(node, value)
+    found = find_disagreement(node, value)
     if found is not None:
         precision = notes(node).precision
         raise AssertionError(

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.model.captured import Captured
 from fxprec.model.module import conversion_of, graphs, is_converted
-from fxprec.passes.canonicalize import body_of
+from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.text import dtype_name
@@ -73,7 +73,7 @@ def places(graph: int, gm: GraphModule, prefix: str = "") -> Iterator[Place]:
     """
     seen: set[int] = set()
     for node in gm.graph.nodes:
-        body = body_of(gm, node)
+        body = subgraph_of(gm, node)
         if body is not None and node.op == "call_module":
             yield from (
                 Place(graph, prefix + inner.name, inner) for inner in body.graph.nodes if notes(inner).state("region")

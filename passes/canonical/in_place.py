@@ -36,8 +36,8 @@ def is_in_place(node: Node, op: Op) -> bool:
     return position is not None and len(node.args) > position and node.args[position] is True
 
 
-def must_not_write(node: Node, op: Op, context: Context) -> bool:
-    """Whether a policy gives the op a dtype of its own: then it cannot write to what may have another."""
+def has_dtype_of_its_own(node: Node, op: Op, context: Context) -> bool:
+    """Whether the op's rule, overrides counted, is LOW, FULL or a dtype: what it would write to may have another."""
     rule, _ = context.policy.resolve(op.name, node, module_path(node), rule_of(op.name), context.device)
     return isinstance(rule, torch.dtype) or rule in (Rule.LOW, Rule.FULL)
 

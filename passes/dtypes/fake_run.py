@@ -79,8 +79,12 @@ def run_on_fakes(gm: GraphModule) -> Iterator[Disagreement]:
             yield from _run(gm, mode)
 
 
-def differs(node: Node, value: Any) -> Disagreement | None:
-    """Whether the tensors of a result have other dtypes than its node's annotations say."""
+def find_disagreement(node: Node, value: Any) -> Disagreement | None:
+    """The first tensor of a result whose dtype is not the one that its node's annotations state; None: all agree.
+
+    Not judged: a result of several tensors that is taken apart (each is judged where it is taken out), and results
+    that nobody reads.
+    """
     return _disagreement(node, _dtypes(value), isinstance(value, torch.Tensor))
 
 

@@ -1,7 +1,7 @@
 """How the dtype of a result follows from its inputs: torch's type promotion, and the other kinds the op table names.
 
-Pure functions of dtypes. A tensor operand is ``(dtype, is_scalar)``: a 0-dim tensor only counts by its category, like a
-Python number, where there is a dimensioned one; a one-element vector counts in full.
+Pure functions of dtypes. A tensor operand is ``(dtype, is_zero_dim)``: a 0-dim tensor only counts by its category, like
+a Python number, where there is a dimensioned one; a one-element vector counts in full.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch.fx import Node
 
-from fxprec.passes.dtypes.scalars import is_scalar
+from fxprec.passes.dtypes.scalars import is_zero_dim
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo
 
 #: Python number types, narrowest first.
@@ -56,8 +56,8 @@ def promote(operands: Operands) -> DTypeInfo:
     if len(found) == 1:
         dimensioned, scalar = found.pop(), None
     else:
-        dimensioned = _widest(info for info, node in operands.tensors if not is_scalar(node))
-        scalar = _widest(info for info, node in operands.tensors if is_scalar(node))
+        dimensioned = _widest(info for info, node in operands.tensors if not is_zero_dim(node))
+        scalar = _widest(info for info, node in operands.tensors if is_zero_dim(node))
     return _combine(_combine(dimensioned, scalar), _number_dtype(operands.numbers))
 
 

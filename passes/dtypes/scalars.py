@@ -9,11 +9,12 @@ from fxprec.passes.graph.annotations import notes
 from fxprec.passes.ops.table import facts_of
 
 
-def is_scalar(node: Node) -> bool:
-    """Whether the value is known to be a 0-dim tensor.
+def is_zero_dim(node: Node) -> bool:
+    """Whether the value is known to be a 0-dim tensor; what nobody knows counts as dimensioned.
 
-    Without shapes a tensor counts as dimensioned, unless the op that made it reduces over everything. ``propagate``
-    records the answer, so that a question never walks further than the arguments.
+    Known is: what was captured with shapes, a 0-dim parameter or buffer, the result of a reduction over everything,
+    and that of an elementwise op whose tensors are all 0-dim. ``propagate`` writes the answer to
+    ``annotations.scalar``, so that a question never walks further than the node's own arguments.
     """
     annotations = notes(node)
     known = annotations.scalar

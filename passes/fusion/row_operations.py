@@ -65,7 +65,7 @@ def drops(node: Node) -> bool:
 
 
 def reduced_dimensions(node: Node) -> int:
-    """How many trailing dimensions the node reduces over; 0 for none, -1 where it is others or nobody knows."""
+    """How many trailing dimensions the node reduces over; 0 for none, -1 where they are others, or not known."""
     op = notes(node).op
     if op.name not in ROW_REDUCTIONS:
         return 0

@@ -24,7 +24,7 @@ from fxprec.passes.ops.table import facts_of
 
 
 def accumulate_wide(gm: GraphModule) -> bool:
-    """Give sums and means that read low their accumulation dtype. Says whether there were any."""
+    """Add ``dtype=torch.float32`` to each sum and mean that reads low and has an FP32 result; True if any changed."""
     changed = False
     for node in gm.graph.nodes:
         annotations = notes(node)

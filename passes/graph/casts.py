@@ -26,7 +26,7 @@ def cast_if_float(x: object, dtype: torch.dtype) -> object:
 
 
 def cast_each(values: Any, dtype: torch.dtype) -> Any:
-    """``cast_if_float`` for every tensor in a list or tuple (``x.chunk(2)``, ``x.max(0)``), which stays what it is."""
+    """``cast_if_float`` for each tensor of a list, tuple or dict (``x.max(0)``); containers keep their types."""
     if isinstance(values, Proxy):
         return leaf(cast_each, values, dtype)
     return tree_map(lambda value: cast_if_float(value, dtype), values)

@@ -15,8 +15,8 @@ from torch.fx import Graph, Node
 from fxprec.passes.torch_internals import enter_inference_mode, exit_inference_mode, set_grad_enabled
 
 
-def recorded(graph: Graph, at_first: bool) -> dict[Node, bool]:
-    """Node -> whether autograd records what it computes. ``at_first``: the mode in which the graph is called."""
+def grad_mode_at_nodes(graph: Graph, at_first: bool) -> dict[Node, bool]:
+    """Node -> whether grad mode is on where it runs. ``at_first``: the mode in which the graph is called."""
     found: dict[Node, bool] = {}
     now, around = at_first, []
     for node in graph.nodes:

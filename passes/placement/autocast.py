@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.dtypes.scalars import is_scalar
+from fxprec.passes.dtypes.scalars import is_zero_dim
 from fxprec.passes.graph.annotations import Precision, Rule, notes
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.names import dtype_argument
@@ -122,6 +122,6 @@ class _Promotion(GraphWalk):
     def widest(self, sources: Iterable[Node]) -> torch.dtype | None:
         """The widest float that arrives; 0-dim ones only count among themselves."""
         known = [source for source in sources if source in self.dtypes]
-        dimensioned = [source for source in known if not is_scalar(source)]
+        dimensioned = [source for source in known if not is_zero_dim(source)]
         found = [self.context.low if source in self.sources else self.dtypes[source] for source in dimensioned or known]
         return reduce(torch.promote_types, found) if found else None

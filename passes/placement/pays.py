@@ -29,8 +29,12 @@ from fxprec.passes.placement.sites import Site, dtype_reference
 from fxprec.passes.placement.solver import solve
 
 
-def what_pays(gm: GraphModule, context: Context) -> Verdict:
-    """Weigh every LOW op of the graph and of the bodies it calls. Annotates nothing."""
+def ops_kept_in_fp32(gm: GraphModule, context: Context) -> Verdict:
+    """The LOW ops, of the graph and of the bodies it calls, that are faster left in FP32; annotates nothing.
+
+    The verdict has a node and a reason for each, and by operator how many could not be weighed: of unknown sizes, or
+    of a kind without a cost. What an override names is not weighed. Without costs in ``context`` the verdict is empty.
+    """
     if context.costs is None:
         return Verdict()
     costs = OpCosts(context.costs, context.low, context.gradients, context.casts_fuse)

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.passes.costs.byte_costs import ByteCosts, Costs, attribute_of
-from fxprec.passes.dtypes.scalars import is_scalar
+from fxprec.passes.dtypes.scalars import is_zero_dim
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.text import dtype_name
@@ -154,7 +154,7 @@ class Variables:
         return source not in self.unpromoting and not self._is_scalar(source)
 
     def _is_scalar(self, source: Node) -> bool:
-        return is_scalar(self._origin.get(source, source))
+        return is_zero_dim(self._origin.get(source, source))
 
     def problem(self) -> CutProblem:
         costs = self._costs or ByteCosts(self._users, self.absorbs)

@@ -36,7 +36,11 @@ _RULE_KEYS: Final = ("op", "rule", "why")
 
 
 def load(path: str | os.PathLike[str]) -> Parts:
-    """Read a file."""
+    """What a policy file says: level, overrides, rules.
+
+    Raises:
+        PolicyError: there is no such file, or it says something else than a policy; names the line.
+    """
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
@@ -49,7 +53,7 @@ def load(path: str | os.PathLike[str]) -> Parts:
 
 
 def loads(text: str, name: str = "<toml>") -> Parts:
-    """Read a text; ``name`` stands for the file in messages."""
+    """As ``load``, of a text; ``name`` stands for the file in messages."""
     try:
         document: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

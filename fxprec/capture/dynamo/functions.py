@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.canonicalize import body_of, every_graph
+from fxprec.passes.canonicalize import every_graph, subgraph_of
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
@@ -39,7 +39,7 @@ def function_of_low_dtypes(gm: GraphModule, low: torch.dtype) -> tuple[str, str]
 
 def _names(gm: GraphModule, call: Node, low: torch.dtype) -> bool:
     """Whether a body of the call names the low dtype, and has a product."""
-    for body in filter(None, [body_of(gm, source) for source in call.all_input_nodes]):
+    for body in filter(None, [subgraph_of(gm, source) for source in call.all_input_nodes]):
         nodes = [node for graph in every_graph(body) for node in graph.graph.nodes]
         named = any(low in (*node.args, *node.kwargs.values()) for node in nodes)
         if named and any(map(_is_product, nodes)):

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from fxprec.capture.lazy_code import attach, without_code
 from fxprec.capture.state_names import attribute_path
-from fxprec.passes.canonicalize import body_of
+from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import clean_path, notes
 
 #: Of a placeholder in our copy: where its value came from, as ``_source_of`` writes it.
@@ -79,7 +79,7 @@ def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None
         if (note := node.meta.pop("grapharg", None)) is not None:
             node.meta[SOURCE] = _source_of(note)
     for node in graph.find_nodes(op="get_attr", sort=False):
-        body = body_of(gm, node)
+        body = subgraph_of(gm, node)
         if body is not None:
             setattr(copied, str(node.target), own_copy(body, made))
     return copied

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 import fxprec
-from fxprec.passes.graph.grad_mode import recorded
+from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.torch_internals import enter_inference_mode, exit_inference_mode, set_grad_enabled
 
 BF16 = torch.bfloat16
@@ -135,6 +135,6 @@ def test_where_autograd_records() -> None:
     graph.call_function(set_grad_enabled, (True,))
     on = graph.call_function(torch.relu, (off,))
     graph.output((still_off, on))
-    found = recorded(graph, True)
+    found = grad_mode_at_nodes(graph, True)
     assert [found[node] for node in (x, off, still_off, on)] == [True, False, False, True]
-    assert not recorded(graph, False)[x] and recorded(graph, False)[on]
+    assert not grad_mode_at_nodes(graph, False)[x] and grad_mode_at_nodes(graph, False)[on]
