@@ -45,6 +45,7 @@ __all__ = [
     "cpp_compiler",
     "current_autograd_node",
     "ddp_runs",
+    "decomposition_of",
     "disabled_for_dynamo",
     "dispatch_mode_stack",
     "dynamo_classes",
@@ -76,6 +77,8 @@ __all__ = [
     "is_view",
     "is_wrapped_by_scheduler",
     "late_hooks_of",
+    "negated",
+    "next_sequence_number",
     "node_name_of",
     "original_of_compiled",
     "outlives_call",
@@ -88,6 +91,7 @@ __all__ = [
     "runs_code_of",
     "scale_names",
     "scaler_states",
+    "sequence_number",
     "set_called",
     "set_eval_frame",
     "set_scaler_states",
@@ -97,6 +101,7 @@ __all__ = [
     "skipped_frame",
     "sparse_values",
     "step_hooks",
+    "storage_key",
     "tables_of_weights",
     "tag_activation_checkpoint",
     "torch_dynamo",
@@ -116,6 +121,7 @@ __all__ = [
 
 with needed:
     from torch._C import _current_autograd_node as current_autograd_node  # the node that a backward runs; else None
+    from torch._C._autograd import _get_sequence_nr as next_sequence_number
     from torch._C._dynamo import eval_frame
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction  # .SKIP
     from torch._C._dynamo.eval_frame import (
@@ -144,6 +150,7 @@ with needed:
     amp_update_scale_ = _TORCH._amp_update_scale_
     foreach_add_, foreach_sub_, foreach_copy_ = _TORCH._foreach_add_, _TORCH._foreach_sub_, _TORCH._foreach_copy_
     foreach_norm = _TORCH._foreach_norm
+    negated = _TORCH._neg_view  # a view
     fused_adam_, fused_adamw_, fused_sgd_ = _TORCH._fused_adam_, _TORCH._fused_adamw_, _TORCH._fused_sgd_
     aten_to_copy, aten_foreach_copy_ = torch.ops.aten._to_copy.default, torch.ops.aten._foreach_copy_.default
 
@@ -207,6 +214,23 @@ _end_allocation: Final[Any] = (
 def view_base(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of, as autograd knows it."""
     return tensor._base
+
+
+def decomposition_of(op: Any) -> Callable[..., Any] | None:
+    """The op in terms of others, as torch has it; None: torch has none."""
+    from torch._decomp import decomposition_table  # 0.1 s, for those alone who ask
+
+    return decomposition_table.get(op)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that two tensors share while both live, if they lie in one storage, of no elements too."""
+    return tensor.untyped_storage()._cdata
+
+
+def sequence_number(node: Any = None) -> int:
+    """The number of a node of autograd, by the order in which this thread made them; None: of the next one."""
+    return next_sequence_number() if node is None else node._sequence_nr()
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -27,7 +27,7 @@ def restore_dtypes(output: Any, low: dtype) -> Any:
 
 def has_low_input(inputs: Any, low: dtype) -> bool:
     """Whether the caller passed a tensor of the low dtype: then low outputs may be the model's own."""
-    return any(isinstance(leaf, Tensor) and leaf.dtype == low for leaf in _leaves(inputs))
+    return any(isinstance(leaf, Tensor) and leaf.dtype == low for leaf in leaves_of(inputs))
 
 
 def made_by_namedtuple(kind: type) -> bool:
@@ -67,14 +67,15 @@ def has_more_than(value: Any, names: Container[str]) -> bool:
     return any(name not in names for name in getattr(value, "__dict__", ()))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What containers of any kind are made of: pytrees, and dataclasses that are none."""
     for leaf in tree_leaves(value):
         parts = parts_of(leaf)
         if parts is None:
             yield leaf
         else:
             for part in (*parts[0].values(), *parts[1].values()):
-                yield from _leaves(part)
+                yield from leaves_of(part)
 
 
 def _restored(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> Any:

@@ -20,3 +20,11 @@ def user_level() -> int:
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def user_line() -> tuple[str, int]:
+    """File and number of the line where the innermost caller is that is neither torch's code nor ours; or ("", 0)."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)

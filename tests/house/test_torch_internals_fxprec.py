@@ -359,3 +359,24 @@ def test_a_module_is_called_through_what_copies_leave_out() -> None:
     assert linear(x) == 1
     for copied in (copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))):
         assert name not in vars(copied(nn.Linear(2, 2))) and name not in linear.__getstate__()
+
+
+@contract("fxprec", "negated", "storage_key", "decomposition_of")
+def test_views_and_storages_are_told_apart() -> None:
+    x = torch.ones(3)
+    negative = of_fxprec.negated(x)
+    assert negative.is_neg() and negative.data_ptr() == x.data_ptr() and negative.tolist() == [-1, -1, -1]
+    empty, other = torch.empty(0), torch.empty(0)
+    assert of_fxprec.storage_key(empty) == of_fxprec.storage_key(empty.view(0, 1)) != of_fxprec.storage_key(other)
+    gelu = of_fxprec.decomposition_of(torch.ops.aten.gelu_backward.default)
+    assert gelu is not None and torch.allclose(gelu(x, x), torch.ops.aten.gelu_backward(x, x))
+    assert of_fxprec.decomposition_of(torch.ops.aten.mm.default) is None
+
+
+@contract("fxprec", "sequence_number", "next_sequence_number")
+def test_nodes_of_autograd_are_numbered_as_they_are_made() -> None:
+    x = torch.ones(3, requires_grad=True)
+    first = of_fxprec.sequence_number()
+    y, z = x * 2, x.exp()
+    assert [of_fxprec.sequence_number(t.grad_fn) for t in (y, z)] == [first, first + 1]
+    assert of_fxprec.sequence_number() == of_fxprec.next_sequence_number() == first + 2

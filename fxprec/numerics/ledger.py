@@ -1,0 +1,252 @@
+"""The result of an audit: rows that add up to a measured error."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from fxprec.inspection.text import columns, plain, stacked, titled
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+#: Rows that are printed.
+_SHOWN: Final = 10
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One op of torch within a row, such as the division in a dropout.
+
+    Attributes:
+        op: ``aten::div_``.
+        rounding, bend: as of the row.
+    """
+
+    op: str
+    rounding: float
+    bend: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one place of the model adds to the error.
+
+    Attributes:
+        node: name of the node; path of the weight; name of an op that runs outside of the graphs.
+        kind: "node", "weight" (its low copy) or "outside".
+        graph: position of its graph among ``fxprec.graphs(model)``; -1 outside of them.
+        backward: it is the computation of gradients there.
+        module: path of the module.
+        op: canonical op, or "shadow" of a weight.
+        compute: dtype of the arithmetic; "" outside of the graphs.
+        source: ``model.py:12``.
+        why: the reason for its dtypes.
+        rounding: what the place itself lost, in units of the error; summed over batches.
+        bend: what is not linear in what came in: a maximum, a route or a ReLU that decided otherwise.
+        squares: of the rounding, summed over batches.
+        lost: the error that it made itself, and ``size`` of its exact result: sums of squares, over batches.
+        share: of the sum of ``squares`` of all rows: the part of the mean square error that it would take along.
+        parts: its ops of torch, where there are several.
+    """
+
+    node: str
+    kind: Literal["node", "weight", "outside"]
+    graph: int
+    backward: bool
+    module: str
+    op: str
+    compute: str
+    source: str
+    why: str
+    rounding: float
+    bend: float
+    squares: float
+    lost: float
+    size: float
+    share: float
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def contribution(self) -> float:
+        """Rounding and bend: of one batch those of all rows add up to the error."""
+        return self.rounding + self.bend
+
+    @property
+    def local_error(self) -> float:
+        """The error that it made itself, relative to its result: root mean square."""
+        return math.sqrt(self.lost / self.size) if self.size else math.sqrt(self.lost)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        names = [each.name for each in fields(self) if each.name not in ("parts", "lost", "size")]
+        own = {name: getattr(self, name) for name in names}
+        parts = [{"op": part.op, "rounding": part.rounding, "bend": part.bend} for part in self.parts]
+        return own | {"contribution": self.contribution, "local_error": self.local_error, "parts": parts}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One batch of an audit.
+
+    Attributes:
+        low: the loss of the model as it runs; None where the target is none.
+        reference: that of the reference.
+        measured: the error: low minus reference; of outputs and gradients its length.
+        explained: the sum of the rows' contributions.
+    """
+
+    low: float | None
+    reference: float | None
+    measured: float
+    explained: float
+
+
+class GradientError(NamedTuple):
+    """The error of a parameter's gradient, root mean square over batches.
+
+    Attributes:
+        error: its length.
+        norm: the length of the reference's gradient.
+    """
+
+    error: float
+    norm: float
+
+    @property
+    def relative(self) -> float:
+        """inf where the reference's gradient is 0."""
+        return self.error / self.norm if self.norm else math.inf if self.error else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Which op costs how much of an error. ``print(ledger)``: a verdict and ten rows.
+
+    Attributes:
+        target: "loss", "outputs" (where there is no loss: their error along its own direction) or "gradients" (of all
+            parameters, likewise).
+        rows: those with a part in the target, largest first: by contribution for one batch, else by mean square.
+        samples: the batches.
+        parameters: of gradients: path -> the error of its gradient.
+        remarks: what is not as it should be: ops without a float64 kernel, and the like.
+    """
+
+    target: Literal["loss", "outputs", "gradients"]
+    rows: tuple[Row, ...]
+    samples: tuple[Sample, ...]
+    parameters: Mapping[str, GradientError] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def measured(self) -> float:
+        """The error; over several batches its root mean square."""
+        if len(self.samples) == 1:
+            return self.samples[0].measured
+        return math.sqrt(sum(sample.measured**2 for sample in self.samples) / len(self.samples))
+
+    @property
+    def explained(self) -> float:
+        """What the rows add up to; over several batches the root mean square of that."""
+        if len(self.samples) == 1:
+            return self.samples[0].explained
+        return math.sqrt(sum(sample.explained**2 for sample in self.samples) / len(self.samples))
+
+    @property
+    def bend(self) -> float:
+        """The sum of all bends over that of all contributions: how far the error is from linear."""
+        total = sum(row.contribution for row in self.rows)
+        return sum(row.bend for row in self.rows) / total if total else 0.0
+
+    def folded(self) -> Ledger:
+        """The same with repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``."""
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            name = _fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
+            groups.setdefault((name, row.kind, row.backward, _fold(row.module), row.op, row.compute), []).append(row)
+        rows = [_together(key[0], key[3], group) for key, group in groups.items()]
+        return Ledger(self.target, ordered(rows, len(self.samples)), self.samples, self.parameters, self.remarks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        samples = [{each.name: getattr(sample, each.name) for each in fields(sample)} for sample in self.samples]
+        return {
+            "target": self.target,
+            "measured": self.measured,
+            "explained": self.explained,
+            "rows": [row.to_dict() for row in self.rows],
+            "samples": samples,
+            "parameters": {name: each._asdict() for name, each in self.parameters.items()},
+            "remarks": list(self.remarks),
+        }
+
+    def __str__(self) -> str:
+        return plain(self.__rich__())
+
+    def __rich__(self) -> RenderableType:
+        rows = self.rows[:_SHOWN]
+        scale = math.sqrt(sum(row.squares for row in self.rows)) if len(self.samples) > 1 else abs(self.measured)
+        table = columns(
+            ("part", "contribution", "rounding", "bend", "share", "computes", "node", "module", "source", "why"),
+            [
+                (
+                    f"{row.contribution / scale:+.1%}" if scale else "-",
+                    f"{row.contribution:+.2e}",
+                    f"{row.rounding:+.2e}",
+                    f"{row.bend:+.2e}",
+                    f"{row.share:.1%}",
+                    row.compute,
+                    row.node + (" (backward)" if row.backward else ""),
+                    row.module,
+                    row.source,
+                    row.why,
+                )
+                for row in rows
+            ],
+        )
+        parts: list[RenderableType] = [table]
+        if len(self.rows) > len(rows):
+            parts.append(f"and {len(self.rows) - len(rows)} more rows: ledger.rows, ledger.folded()")
+        parts += [f"Note: {remark}" for remark in self.remarks]
+        return titled(self.headline, stacked(parts))
+
+    @property
+    def headline(self) -> str:
+        """The verdict, in one line."""
+        one = len(self.samples) == 1
+        sample = self.samples[0]
+        what = {"loss": "loss", "outputs": "outputs", "gradients": "gradients"}[self.target]
+        if one and sample.low is not None and sample.reference is not None:
+            error = f"{what} {sample.low:.6g}, reference {sample.reference:.6g}: error {self.measured:+.3e}"
+        elif one:
+            error = f"error of the {what}: {self.measured:.3e}"
+        else:
+            error = f"error of the {what} over {len(self.samples)} batches: {self.measured:.3e} (root mean square)"
+        if not self.rows:
+            return f"{error}; no op has a part in it"
+        top = self.rows[0]
+        size = f"{top.contribution / self.measured:+.0%} of it" if one and self.measured else f"{top.share:.0%} of it"
+        return f"{error}; {abs(self.bend):.2%} of it is bend; largest: {top.node}, {size}"
+
+
+def ordered(rows: Iterable[Row], batches: int) -> tuple[Row, ...]:
+    """Largest first."""
+    return tuple(sorted(rows, key=lambda row: -(abs(row.contribution) if batches == 1 else row.squares)))
+
+
+def _fold(path: str) -> str:
+    return _NUMBER.sub("*", path)
+
+
+def _together(name: str, module: str, rows: list[Row]) -> Row:
+    first = rows[0]
+    count = f" ({len(rows)} of them)" if len(rows) > 1 else ""
+    return Row(
+        name + count, first.kind, first.graph, first.backward, module, first.op, first.compute, first.source, first.why,
+        sum(row.rounding for row in rows), sum(row.bend for row in rows), sum(row.squares for row in rows),
+        sum(row.lost for row in rows), sum(row.size for row in rows), sum(row.share for row in rows),
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""What a model is to be asked: batches, and a loss of its outputs. Checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxprec.capture.pytrees import leaves_of
+from fxprec.errors import ConversionError
+from fxprec.model.module import conversion_of
+
+#: ``(*inputs, target)``, or the arguments by name, which the loss then gets as its target.
+Batch = tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A converted model, and what its outputs are judged by.
+
+    Attributes:
+        model: converted.
+        loss: ``loss(output, target)``, a scalar; None: the output is a scalar, or has a ``loss``, or speaks for itself.
+    """
+
+    model: nn.Module
+    loss: Loss | None
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: Loss | None, asks: str) -> Problem:
+        """Check the arguments of the function ``asks``.
+
+        Raises:
+            ConversionError: the model is not converted, or frozen.
+            TypeError: the loss is no function.
+        """
+        if conversion_of(model).frozen is not None:
+            raise ConversionError(
+                f"{type(model).__name__} is frozen: it has no FP32 weights that {asks} could compare with. Convert it "
+                "again from a checkpoint, or ask before fxprec.freeze"
+            )
+        if loss is not None and not callable(loss):
+            raise TypeError(f"loss must be a function (output, target) -> scalar, or None, not {type(loss).__name__}")
+        return cls(model, loss)
+
+    def run(self, batch: Batch) -> Tensor | list[Tensor]:
+        """Run the model: its loss, or else its float outputs.
+
+        Raises:
+            ValueError: the loss is no scalar, or there is nothing to judge.
+        """
+        if isinstance(batch, Mapping):
+            output, target = self.model(**batch), batch
+        elif self.loss is not None:
+            *inputs, target = batch
+            output = self.model(*inputs)
+        else:
+            output, target = self.model(*batch), None
+        if self.loss is not None:
+            value = self.loss(output, target)
+            if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+                what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"loss(output, target) must be a scalar, not {what}: take its mean")
+            return value
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(own, Tensor) and own.numel() == 1:
+            return own
+        values = [each for each in leaves_of(output) if isinstance(each, Tensor) and each.is_floating_point()]
+        if not values:
+            raise ValueError(f"{type(self.model).__name__} gives no tensor of floats: give a loss(output, target)")
+        return values[0] if len(values) == 1 and values[0].numel() == 1 else values
+
+    def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Each batch, checked.
+
+        Raises:
+            TypeError: batches cannot be iterated over, or one of them is neither a tuple nor a dict.
+            ValueError: there is none; a batch has no target.
+        """
+        if isinstance(batches, Tensor | Mapping) or not isinstance(batches, Iterable):
+            raise TypeError(
+                f"batches must be a list of batches, each (*inputs, target), not a {type(batches).__name__}: give "
+                "[(x, y)] for a single one"
+            )
+        empty = True
+        for batch in batches:
+            empty = False
+            if not isinstance(batch, tuple | list | Mapping):
+                raise TypeError(
+                    f"a batch must be a tuple (*inputs, target) or a dict of arguments, not a {type(batch).__name__}: "
+                    "give [(x, y)] for a single one"
+                )
+            if self.loss is not None and not isinstance(batch, Mapping) and len(batch) < 2:
+                raise ValueError(f"a batch of {len(batch)} part{'s' * (len(batch) != 1)} is not (*inputs, target)")
+            yield batch
+        if empty:
+            raise ValueError("there is no batch: the list is empty, or an iterator that was used up")

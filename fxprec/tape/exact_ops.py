@@ -1,0 +1,161 @@
+"""Forms of torch's ops for the reference: where an overload has no float64 kernel, or means something else in float64.
+
+An op that is not here is called as it is, on float64 tensors. Pure draws (``rand``, ``bernoulli_``) are not computed at
+all: the reference takes what the run drew. What computes on its draws is told them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+#: Attention with dropout of its own: the position of its probability.
+_DROPOUT: Final = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": 3,
+    "aten::_scaled_dot_product_flash_attention": 3,
+    "aten::_scaled_dot_product_efficient_attention": 5,
+    "aten::_scaled_dot_product_cudnn_attention": 5,
+    "aten::_scaled_dot_product_fused_attention_overrideable": 4,
+}
+
+
+def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """Without ``eps`` that of FP32, in which the run computes: float64's would be another function."""
+    return _aten._fused_rms_norm(x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
+
+
+def _native_dropout(drawn: Sequence[Tensor], x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    mask = drawn[1]
+    return (x * mask / (1 - p) if p < 1 else x * 0) if train is not False else x.clone(), mask
+
+
+def _rrelu_with_noise(
+    drawn: Sequence[Tensor], x: Tensor, noise: Tensor, lower: float, upper: float, training: bool = False, _: Any = None
+) -> Tensor:
+    slope = drawn[1] if training else (lower + upper) / 2
+    noise.copy_(drawn[1])
+    return torch.where(x <= 0, x * slope, x)
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Of attention, scaled and masked: [..., queries, keys]."""
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores if mask is None else scores + mask
+
+
+def _attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    _dropout: float,
+    causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """That of flash attention (Dao et al., NeurIPS 2022, appendix B), which has no derivative of its own."""
+    weights = (_scores(query, key, causal, attn_mask, scale) - logsumexp.unsqueeze(-1)).exp()
+    weights = weights.masked_fill(logsumexp.unsqueeze(-1).isinf(), 0.0)  # a row that attends to nothing
+    inner = weights * (gradient @ value.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True))
+    inner = inner * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return inner @ key, inner.transpose(-2, -1) @ query, weights.transpose(-2, -1) @ gradient
+
+
+#: The mode of ``mkldnn_rnn_layer`` that is an LSTM: the only one that torch calls.
+_LSTM: Final = 2
+
+
+class _Step(NamedTuple):
+    """One time step of an LSTM: gates as in ``nn.LSTM``, the states before it and the cell behind it, all [N, H]."""
+
+    i: Tensor
+    f: Tensor
+    g: Tensor
+    o: Tensor
+    hidden: Tensor
+    cell: Tensor
+    tanh_of_cell: Tensor
+
+
+def _steps(x: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor, hidden: Tensor, cell: Tensor) -> Iterator[_Step]:
+    for inputs in x @ w_ih.T + bias:
+        gates = (inputs + hidden @ w_hh.T).chunk(4, -1)
+        i, f, g, o = gates[0].sigmoid(), gates[1].sigmoid(), gates[2].tanh(), gates[3].sigmoid()
+        tanh_of_cell = (f * cell + i * g).tanh()
+        yield _Step(i, f, g, o, hidden, cell, tanh_of_cell)
+        hidden, cell = o * tanh_of_cell, f * cell + i * g
+
+
+def _lstm(
+    x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, hx: Tensor, cx: Tensor, reverse: bool,
+    batch_sizes: Sequence[int], mode: int, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
+    """One layer in one direction; oneDNN's has no float64. The workspace of its backward is nobody else's."""
+    if mode != _LSTM or batch_sizes:
+        raise NotImplementedError(f"mkldnn_rnn_layer of mode {mode}, packed: {bool(batch_sizes)}")
+    steps = [*_steps(x.flip(0) if reverse else x, w_ih, w_hh, b_ih + b_hh, hx, cx)]
+    hiddens = [step.o * step.tanh_of_cell for step in steps]
+    last = steps[-1]
+    out = torch.stack(hiddens)
+    return out.flip(0) if reverse else out, hiddens[-1], last.f * last.cell + last.i * last.g, None
+
+
+def _lstm_backward(
+    x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, hx: Tensor, cx: Tensor, _out: Tensor,
+    _hy: Tensor, _cy: Tensor, g_out: Tensor | None, g_hy: Tensor | None, g_cy: Tensor | None, reverse: bool, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """That of ``_lstm`` through time (Hochreiter & Schmidhuber, Neural Computation 1997), from its steps, run again."""
+    steps = [*_steps(x.flip(0) if reverse else x, w_ih, w_hh, b_ih + b_hh, hx, cx)]
+    at_steps = [None] * len(steps) if g_out is None else [*(g_out.flip(0) if reverse else g_out)]
+    d_hidden = torch.zeros_like(hx) if g_hy is None else g_hy
+    d_cell = torch.zeros_like(cx) if g_cy is None else g_cy
+    gates = []
+    for step, here in zip(reversed(steps), reversed(at_steps), strict=True):
+        i, f, g, o, _before, cell, tanh_of_cell = step
+        d_hidden = d_hidden if here is None else d_hidden + here
+        d_cell = d_cell + d_hidden * o * (1 - tanh_of_cell**2)
+        d_gates = (
+            d_cell * g * i * (1 - i), d_cell * cell * f * (1 - f), d_cell * i * (1 - g**2),
+            d_hidden * tanh_of_cell * o * (1 - o),
+        )  # fmt: skip
+        gates.append(torch.cat(d_gates, -1))
+        d_hidden, d_cell = gates[-1] @ w_hh, d_cell * f
+    d_gates = torch.stack(gates[::-1])  # [T, N, 4H]
+    d_x, d_bias = d_gates @ w_ih, d_gates.sum((0, 1))
+    d_w_ih = torch.einsum("tng,tni->gi", d_gates, x.flip(0) if reverse else x)
+    d_w_hh = torch.einsum("tng,tnh->gh", d_gates, torch.stack([step.hidden for step in steps]))
+    return d_x.flip(0) if reverse else d_x, d_w_ih, d_w_hh, d_bias, d_bias.clone(), d_hidden, d_cell
+
+
+#: Op -> what the reference calls, with the same arguments and results.
+EXACT: Final[dict[str, Callable[..., Any]]] = {
+    "aten::_fused_rms_norm": _fused_rms_norm,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::mkldnn_rnn_layer": _lstm,
+    "aten::mkldnn_rnn_layer_backward": _lstm_backward,
+}
+
+#: Those that compute on numbers which they draw: told the run's results first.
+DRAWN: Final[dict[str, Callable[..., Any]]] = {
+    "aten::native_dropout": _native_dropout,
+    "aten::rrelu_with_noise": _rrelu_with_noise,
+}
+
+
+def draws(function: Any, leaves: Sequence[Any]) -> bool:
+    """Whether the results of a call are random numbers, and nothing else."""
+    name = function.name().partition(".")[0]
+    if torch.Tag.nondeterministic_seeded not in function.tags or name in DRAWN:
+        return False
+    position = _DROPOUT.get(name)
+    return position is None or (len(leaves) > position and bool(leaves[position]))

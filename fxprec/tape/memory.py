@@ -1,0 +1,122 @@
+"""The memory of a run, twice: as the run has it, and as it would be in the reference's dtype.
+
+A tensor is a place in a storage: views of it are other places in the same one, so that views, slices and writes in
+place need no treatment of their own. Every storage of floats has a twin with as many elements, and a place reads the
+same elements in both::
+
+    storage of 6 bfloat16    [1.0078, 2.0000, ...]        place (size (2, 3), stride (3, 1), offset 0)
+    its twin, 6 float64      [1.0081, 1.9994, ...]        the same place
+
+What is no float (indices, masks) has a twin only once the reference decides otherwise than the run did.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxprec.torch_internals import negated, storage_key
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: a storage, and which of its elements, in what order; conjugated or negated as it is read."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conjugate: bool = False
+    negative: bool = False
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the reference has values of its own there."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def as_real(self) -> Place:
+        """That of ``torch.view_as_real`` of a complex tensor."""
+        strides = (*(2 * stride for stride in self.stride), 1)
+        return Place(self.storage, self.dtype.to_real(), (*self.size, 2), strides, 2 * self.offset)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The tensor at this place of a storage, given as a vector."""
+        if self.dtype.is_complex and not flat.is_complex():
+            flat = torch.view_as_complex(flat.view(-1, 2))
+        tensor = flat.as_strided(self.size, self.stride, self.offset)
+        return tensor.conj() if self.conjugate else negated(tensor) if self.negative else tensor
+
+
+class Memory:
+    """Storages and their twins, by key. Storages that are known here live on, so that a key means one of them.
+
+    Args:
+        reference: the dtype of the twins.
+    """
+
+    def __init__(self, reference: torch.dtype) -> None:
+        self.reference = reference
+        self._storages: dict[int, Any] = {}
+        self._twins: dict[int, Tensor] = {}
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where a strided tensor lies."""
+        key = storage_key(tensor)
+        self._storages.setdefault(key, tensor.untyped_storage())
+        return Place(
+            key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()),
+            tensor.is_conj(), tensor.is_neg(),
+        )  # fmt: skip
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether some place of its storage was asked for before."""
+        return storage_key(tensor) in self._storages
+
+    def low(self, place: Place) -> Tensor:
+        """The tensor of the run."""
+        return place.of(self._flat(place))
+
+    def exact(self, place: Place) -> Tensor:
+        """The tensor of the reference; that of the run itself, where it has no other values."""
+        if not place.is_float:
+            twin = self._twins.get(place.storage)
+            return self.low(place) if twin is None or twin.dtype is not place.dtype else place.of(twin)
+        return place.of(self._twin(place))
+
+    def write_exact(self, place: Place, value: Any) -> bool:
+        """Give the reference these values at a place. False where they do not fit there, and the run's stay."""
+        if not isinstance(value, Tensor) or tuple(value.shape) != place.size:
+            return False
+        if place.is_float:
+            self.exact(place).copy_(value)
+            return True
+        if place.storage not in self._twins:
+            low = self.low(place)
+            if value.dtype is not low.dtype or torch.equal(value, low):
+                return value.dtype is low.dtype
+            self._twins[place.storage] = self._flat(place).clone()
+        self.exact(place).copy_(value)
+        return True
+
+    def forget(self, place: Place) -> None:
+        """Let a storage and its twin go: nobody asks for a place in it any more."""
+        self._storages.pop(place.storage, None)
+        self._twins.pop(place.storage, None)
+
+    def zeros(self, place: Place) -> Tensor:
+        """As many zeros as a storage of floats has elements."""
+        return torch.zeros_like(self._twin(place))
+
+    def _twin(self, place: Place) -> Tensor:
+        twin = self._twins.get(place.storage)
+        if twin is None or not twin.is_floating_point():
+            flat = self._flat(place)
+            flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+            twin = self._twins[place.storage] = flat.to(self.reference, copy=True)
+        return twin
+
+    def _flat(self, place: Place) -> Tensor:
+        storage = self._storages[place.storage]
+        return torch.empty(0, dtype=place.dtype, device=storage.device).set_(storage)

@@ -1,0 +1,111 @@
+"""Run the graphs of a converted model node by node, where its calls run them: who looks on knows which node computes.
+
+::
+
+    with node_by_node(model, look):        # look(node, run) -> run()
+        model(x)                           # the same kernels on the same values, one node after another
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from fxprec.model.module import conversion_of
+from fxprec.programs.program import Program, without_autocast
+
+
+class NodeOf(NamedTuple):
+    """A node of a model's graphs.
+
+    Attributes:
+        graph: the position of its graph among ``fxprec.graphs(model)``.
+        name: "body.relu" in the body of a higher-order op.
+        node: of the program that runs; its annotations are those of the graph that users see.
+    """
+
+    graph: int
+    name: str
+    node: Node
+
+
+#: Runs a node by calling the function, and gives what that gives.
+Look = Callable[[NodeOf, Callable[[], Any]], Any]
+#: Told before a program runs: path in the model -> shadow, of its low weights.
+Begin = Callable[[dict[str, Tensor]], None]
+
+
+@contextlib.contextmanager
+def node_by_node(model: nn.Module, look: Look, begin: Begin) -> Iterator[None]:
+    """Calls of a converted model in this thread run its graphs node by node; those that were captured before.
+
+    Compiled graphs (``executor="inductor"``) run op by op as well.
+    """
+    conversion = conversion_of(model)
+    programs = [captured.program for captured in conversion.captured]
+    kept = [program.function for program in programs]
+    for graph, program in enumerate(programs):
+        run = without_autocast(_in_steps(program, graph, look, begin), conversion.settings.device)
+        object.__setattr__(program, "function", _in_this_thread(run, program.function))
+    try:
+        yield
+    finally:
+        for program, function in zip(programs, kept, strict=True):
+            object.__setattr__(program, "function", function)
+
+
+def _in_steps(program: Program, graph: int, look: Look, begin: Begin) -> Callable[..., Any]:
+    interpreter = NodeByNode(program.gm, look, graph)
+
+    def run(*args: Any) -> Any:
+        begin(dict(zip(program.low, args, strict=False)))
+        return interpreter.run(*args)
+
+    return run
+
+
+def _in_this_thread(run: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    own = threading.get_ident()
+    return lambda *args: (run if threading.get_ident() == own else otherwise)(*args)
+
+
+class NodeByNode(Interpreter):
+    """Runs a graph, and the bodies of the higher-order ops in it whose calls are plain."""
+
+    def __init__(self, gm: GraphModule, look: Look, graph: int = 0, prefix: str = "") -> None:
+        super().__init__(gm, garbage_collect_values=True)
+        self.extra_traceback = False
+        self._look, self._graph, self._prefix = look, graph, prefix
+
+    def run_node(self, n: Node) -> Any:
+        if n.op == "output":
+            return super().run_node(n)
+        run = super().run_node
+        return self._look(NodeOf(self._graph, self._prefix + n.name, n), lambda: run(n))
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self._body(target, value) if isinstance(value, GraphModule) else value
+
+    def _body(self, name: str, body: GraphModule) -> GraphModule:
+        """A graph of one call, which runs the body node by node: whoever runs it, however a higher-order op does."""
+        graph = Graph()
+        inputs = [graph.placeholder(str(node.target)) for node in body.graph.find_nodes(op="placeholder")]
+        graph.output(graph.call_module("body", tuple(inputs)))
+        gm = GraphModule({"body": _Runs(NodeByNode(body, self._look, self._graph, f"{self._prefix}{name}."))}, graph)
+        gm.meta = body.meta
+        return gm
+
+
+class _Runs(nn.Module):
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__()
+        self._interpreter = interpreter
+
+    def forward(self, *args: Any) -> Any:
+        return self._interpreter.run(*args)

@@ -1,0 +1,91 @@
+"""One op of a run: what it was called with, and what it wrote, as places in memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxprec.tape.exact_ops import DRAWN, EXACT, draws
+from fxprec.tape.memory import Place
+from fxprec.tape.origin import Origin
+from fxprec.torch_internals import decomposition_of, tree_leaves, tree_unflatten
+
+#: Given a place, and whether the op writes there: the tensor to call the op with.
+Read = Callable[[Place, bool], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """One call of a torch op.
+
+    Attributes:
+        function: the overload.
+        leaves: of its arguments, places where they are tensors; ``spec`` puts them together.
+        fresh: which leaves of its results are new memory.
+        written: which of ``leaves`` it writes to.
+        outputs: the places of the former, then of the latter.
+        before: of each written place what stood there before: in the run, and in the reference.
+        origin: whom it belongs to.
+        why_inexact: why the reference runs it in the dtypes of the run; "" where it has its own.
+    """
+
+    function: Any
+    leaves: tuple[Any, ...]
+    spec: Any
+    fresh: tuple[int, ...]
+    written: tuple[int, ...]
+    outputs: tuple[Place, ...]
+    before: tuple[tuple[Tensor, Tensor], ...]
+    origin: Origin
+    why_inexact: str = ""
+
+    @property
+    def name(self) -> str:
+        """``aten::mm``."""
+        return self.function.name().partition(".")[0]
+
+    @property
+    def draws(self) -> bool:
+        """Whether its results are random numbers, which the reference takes from the run."""
+        return draws(self.function, self.leaves)
+
+    def drawn(self, low: Callable[[Place], Tensor]) -> tuple[Tensor, ...]:
+        """A copy of what the run gave, where the op computes on numbers that it draws; ``low``: of the memory."""
+        return tuple(low(place).clone() for place in self.outputs) if self.name in DRAWN else ()
+
+    def run(
+        self, read: Read, reference: torch.dtype, drawn: Sequence[Tensor] = (), decomposed: bool = False
+    ) -> list[Any]:
+        """What it gives at ``outputs``, of other tensors.
+
+        Args:
+            read: gives the arguments; what the op writes to must be its own.
+            reference: the dtype that every float dtype among the arguments becomes. An inexact op runs as it ran.
+            drawn: as ``drawn`` gives it.
+            decomposed: in terms of other ops, where torch has such a form.
+        """
+        leaves = [
+            read(leaf, number in self.written) if isinstance(leaf, Place) else leaf
+            for number, leaf in enumerate(self.leaves)
+        ]
+        function: Any = self.function
+        if self.why_inexact:
+            dtypes = [leaf.dtype if isinstance(leaf, Place) else None for leaf in self.leaves]
+            leaves = [x if dtype is None else x.to(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+        else:
+            leaves = [
+                reference if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf for leaf in leaves
+            ]
+            function = EXACT.get(self.name, function)
+            if decomposed:
+                function = decomposition_of(function) or function
+            if drawn:
+                function = functools.partial(DRAWN[self.name], drawn)
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        results = tree_leaves(function(*args, **kwargs))
+        return [*(results[number] for number in self.fresh), *(leaves[number] for number in self.written)]

@@ -1,0 +1,195 @@
+"""The error ledger: its columns add up to the measured error, its reference is float64, and it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxprec
+from fxprec.numerics import audit
+
+
+class Net(nn.Module):
+    """A linear layer, something in the middle, and a linear layer."""
+
+    def __init__(self, middle: Callable[..., Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 16), nn.Linear(16, 5)
+        self.parts = nn.ModuleDict(parts)
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x), **self.parts))
+
+
+def in_place(h: Tensor) -> Tensor:
+    h = h * 2
+    h[:, ::2] += 1
+    h[:, 3].mul_(h[:, 4].clone())
+    return h.relu_()
+
+
+def overlapping(h: Tensor) -> Tensor:
+    return h.unfold(1, 4, 2).mean(-1).repeat_interleave(2, 1)[:, :16].expand(3, -1, -1).sum(0).repeat(1, 2)[:, :16]
+
+
+def several_results(h: Tensor) -> Tensor:
+    low, high = h.chunk(2, 1)
+    values, order = high.sort(1)
+    return torch.cat([low.cumsum(1), values.gather(1, order)], 1)
+
+
+def routed(h: Tensor, a: nn.Module, b: nn.Module) -> Tensor:
+    chosen = h.mean(1, keepdim=True) > 0
+    return torch.where(chosen, a(h), b(h)) * h.topk(1).values
+
+
+def counted(h: Tensor) -> Tensor:
+    position = torch.zeros(h.shape[0], dtype=torch.int64)
+    position += torch.arange(h.shape[0])
+    position[1:].add_(position[:-1].clone())
+    return h + F.one_hot(position % 16, 16) * h.sigmoid()
+
+
+def as_complex(h: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(h)
+    return torch.fft.irfft(spectrum * torch.polar(torch.ones(9), torch.arange(9.0)), n=16)
+
+
+def without_gradient(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = h.abs().amax().exp()
+    return h / scale + h.detach().square()
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def broken(h: Tensor, norm: nn.Module) -> Tensor:
+    h = norm(h)
+    torch._dynamo.graph_break()
+    return h.tanh() * 3 if h.abs().max().item() > 0 else h
+
+
+def attention(h: Tensor, dropout: float) -> Tensor:
+    """Causal where nothing is dropped: [8, 16] is 2 of batch, 2 heads, 4 tokens, 8 features."""
+    heads = h.view(2, 2, 4, 8)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout, is_causal=not dropout).reshape(8, 16)
+
+
+def norms(h: Tensor, a: nn.Module, b: nn.Module, c: nn.Module) -> Tensor:
+    return c(b(a(h)).unsqueeze(2)).squeeze(2)
+
+
+def convolution(h: Tensor, a: nn.Module) -> Tensor:
+    return F.max_pool2d(a(h.view(8, 1, 4, 4)), 2).flatten(1)
+
+
+def recurrent(h: Tensor, a: nn.Module) -> Tensor:
+    out, (hidden, cell) = a(h.view(8, 4, 4))
+    return out.mean(1) * hidden[-1].repeat(1, 2) + cell[0].repeat(1, 2)
+
+
+def recomputed(h: Tensor, a: nn.Module) -> Tensor:
+    return checkpoint(lambda v: torch.tanh(a(v)), h, use_reentrant=False)
+
+
+CASES: dict[str, Callable[[], Net]] = {
+    "in place": lambda: Net(in_place),
+    "overlapping": lambda: Net(overlapping),
+    "several results": lambda: Net(several_results),
+    "routed": lambda: Net(routed, a=nn.Linear(16, 16), b=nn.Linear(16, 16)),
+    "counted": lambda: Net(counted),
+    "complex": lambda: Net(as_complex),
+    "norms": lambda: Net(norms, a=nn.LayerNorm(16), b=nn.RMSNorm(16), c=nn.GroupNorm(4, 16)),
+    "batch norm": lambda: Net(lambda h, a: F.gelu(a(h)), a=nn.BatchNorm1d(16)),
+    "dropout": lambda: Net(lambda h: F.dropout(F.silu(h), 0.3)),
+    "random": lambda: Net(lambda h: h + torch.rand_like(h) * torch.randn(16)),
+    "rrelu": lambda: Net(lambda h: F.rrelu(h, training=True)),
+    "attention": lambda: Net(lambda h: attention(h, 0.0)),
+    "attention with dropout": lambda: Net(lambda h: attention(h, 0.2)),
+    "convolution": lambda: Net(convolution, a=nn.Conv2d(1, 4, 3, padding=1)),
+    "recurrent": lambda: Net(recurrent, a=nn.LSTM(4, 8, 2, batch_first=True, bidirectional=True)),
+    "checkpoint": lambda: Net(recomputed, a=nn.Linear(16, 16)),
+    "function": lambda: Net(lambda h: Squared.apply(h)),
+    "broken": lambda: Net(broken, norm=nn.LayerNorm(16)),
+    "no grad": lambda: Net(without_gradient),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def converted(name: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A converted model, and a copy of it from before."""
+    torch.manual_seed(0)
+    model = CASES[name]().train()
+    before = copy.deepcopy(model)
+    return fxprec.convert(model, **options)[0], before
+
+
+def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 12, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+
+
+def state(model: nn.Module) -> list[Any]:
+    tensors = [*model.parameters(), *model.buffers()]
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [[t.detach().clone() for t in tensors], gradients, torch.get_rng_state(), model.training]
+
+
+def assert_same(before: list[Any], after: list[Any]) -> None:
+    torch.testing.assert_close(before, after, rtol=0, atol=0, equal_nan=True)
+
+
+@every_case
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_columns_add_up_to_the_measured_error(name: str, gradients: bool) -> None:
+    model, _ = converted(name)
+    x, y = batch()
+    F.cross_entropy(model(x), y).backward()
+    torch.manual_seed(3)
+    before, graphs = state(model), [str(graph.graph) for graph in fxprec.graphs(model)]
+    ledger = audit(model, [(x, y)], F.cross_entropy, gradients=gradients)
+    assert_same(before, state(model))
+    assert graphs == [str(graph.graph) for graph in fxprec.graphs(model)]
+    (sample,) = ledger.samples
+    assert sample.low == F.cross_entropy(model(x), y).item(), "it explains what runs, random numbers and all"
+    assert sample.measured != 0 and abs(sample.explained - sample.measured) <= 1e-10 * abs(sample.measured)
+    assert ledger.explained == pytest.approx(sum(row.contribution for row in ledger.rows), rel=1e-10)
+    assert sum(row.share for row in ledger.rows) == pytest.approx(1)
+    assert any(row.backward for row in ledger.rows) == gradients
+    assert not ledger.remarks
+
+
+RANDOM = ("dropout", "random", "rrelu", "attention with dropout")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in RANDOM])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_reference_is_the_model_in_float64(name: str, level: str) -> None:
+    model, original = converted(name, level=level)
+    x, y = batch()
+    original = original.double()
+    expected = F.cross_entropy(original(x.double()), y)
+    expected.backward()
+    ledger = audit(model, [(x, y)], F.cross_entropy)
+    assert ledger.samples[0].reference == pytest.approx(expected.item(), rel=1e-12)
+    gradients = audit(model, [(x, y)], F.cross_entropy, gradients=True).parameters
+    for path, parameter in original.named_parameters():
+        assert parameter.grad is not None
+        assert gradients[path].norm == pytest.approx(parameter.grad.norm().item(), rel=1e-6, abs=1e-12)
