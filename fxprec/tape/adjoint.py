@@ -18,11 +18,9 @@ what an op made is let go behind it.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +28,7 @@ from torch import Tensor
 from fxprec.tape.memory import Memory, Place
 from fxprec.tape.operation import Operation
 from fxprec.tape.recorder import Recorder
+from fxprec.tape.vjp import Inputs, Result, inner, pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,8 @@ class Term:
 
 def measured(recorder: Recorder, targets: Sequence[tuple[Place, Tensor]]) -> float:
     """The error of the sum of <weight, value at place> over the targets: low minus reference."""
-    memory = recorder.memory
-    return sum(_inner(weight, _error(memory, place)) for place, weight in targets)
+    inputs = Inputs(recorder.memory)
+    return sum(inner(weight, inputs.error(place)) for place, weight in targets)
 
 
 def terms(recorder: Recorder, targets: Sequence[tuple[Place, Tensor]]) -> Iterator[Term]:
@@ -63,141 +62,86 @@ def terms(recorder: Recorder, targets: Sequence[tuple[Place, Tensor]]) -> Iterat
         recorder: of the run.
         targets: (place, weight in the reference's dtype): the target is the sum of <weight, value>.
     """
-    memory = recorder.memory
-    adjoints: dict[int, Tensor] = {}
+    walk = _Walk(recorder)
     for place, weight in targets:
-        _add(adjoints, memory, place, weight)
+        walk.add(place, weight)
     while recorder.operations:
         operation = recorder.operations.pop()
-        term = _term(operation, memory, adjoints)
+        term = walk.term(operation)
         if term is not None:
             yield term
+        walk.leave(operation)
+
+
+class _Walk:
+    """The way backwards: adjoints of storages, as vectors in the reference's dtype (of complex ones as pairs)."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._memory = recorder.memory
+        self._adjoints: dict[int, Tensor] = {}
+        # What no op has made has no error: nobody asks for its adjoint.
+        self._made = {place.storage for operation in recorder.operations for place in operation.outputs}
+
+    def term(self, operation: Operation) -> Term | None:
+        """Of one op; its writes are undone. None: it has no part in the target."""
+        drawn = operation.drawn(self._memory.low)
+        results = self._results(operation)
+        if not results:
+            return None
+        if operation.draws:
+            return Term(operation, 0.0, 0.0, 0.0, 0.0)
+        pulled = pull(operation, Inputs(self._memory), results, drawn, self._made)
+        for place, gradient in pulled.gradients:
+            self.add(place, gradient)
+        return Term(operation, pulled.rounding, pulled.bend, pulled.lost, pulled.size)
+
+    def leave(self, operation: Operation) -> None:
+        """Let go what the op has made."""
         for place in operation.outputs[: len(operation.fresh)]:
-            adjoints.pop(place.storage, None)
-            memory.forget(place)
+            self._adjoints.pop(place.storage, None)
+            self._memory.forget(place)
 
+    def _results(self, operation: Operation) -> dict[int, Result]:
+        memory, found = self._memory, {}
+        fresh = len(operation.fresh)
+        for number, place in enumerate(operation.outputs):
+            if not place.is_float or place.storage not in self._adjoints:
+                continue
+            weight, low, exact = place.of(self._adjoints[place.storage]), memory.low(place), memory.exact(place)
+            if number >= fresh:
+                adjoint, (weight, low, exact) = weight, (weight.clone(), low.clone(), exact.clone())
+                adjoint.zero_()
+            if bool(weight.any()):
+                found[number] = Result(weight, low, exact)
+        for place, (low_before, exact_before) in zip(operation.outputs[fresh:], operation.before, strict=True):
+            memory.low(place).copy_(low_before)
+            memory.write_exact(place, exact_before)
+        return found
 
-def _term(operation: Operation, memory: Memory, adjoints: dict[int, Tensor]) -> Term | None:
-    outputs = operation.outputs
-    live = [n for n, place in enumerate(outputs) if place.is_float and place.storage in adjoints]
-    weights = {n: outputs[n].of(adjoints[outputs[n].storage]).clone() for n in live}
-    live = [n for n in live if bool(weights[n].count_nonzero())]
-    low = {n: _wide(memory, outputs[n]) for n in live}
-    drawn = operation.drawn(memory.low)
-    exact = {n: memory.exact(outputs[n]).clone() for n in live}
-    for place, (low_before, exact_before) in zip(outputs[len(operation.fresh) :], operation.before, strict=True):
-        memory.low(place).copy_(low_before)
-        memory.write_exact(place, exact_before)
-    for n in live:
-        outputs[n].of(adjoints[outputs[n].storage]).zero_()
-    if not live:
-        return None
-    if operation.draws:
-        return Term(operation, 0.0, 0.0, 0.0, 0.0)
-
-    with torch.no_grad():
-        found = operation.run(lambda place, written: _own(memory, place), memory.reference, drawn)
-    local = {n: found[n].to(exact[n].dtype) for n in live}
-    rounding = sum(_inner(weights[n], low[n] - local[n]) for n in live)
-    bend = sum(_inner(weights[n], local[n] - exact[n]) for n in live)
-    for place, gradient in _pulled_back(operation, memory, {n: weights[n] for n in live}, drawn):
-        bend -= _inner(gradient, _error(memory, place))
-        _add(adjoints, memory, place, gradient)
-    lost = sum(_square(low[n] - local[n]) for n in live)
-    return Term(operation, rounding, bend, lost, sum(map(_square, local.values())))
-
-
-def _pulled_back(
-    operation: Operation, memory: Memory, weights: Mapping[int, Tensor], drawn: Sequence[Tensor]
-) -> Iterator[tuple[Place, Tensor]]:
-    """J^T m at the midpoint, for the places that the op reads; ``weights``: number of an output -> its adjoint m.
-
-    Nothing for a place in which torch has no derivative: then the bend has what came in there. Backwards of norms have
-    none in the saved mean and deviation, which they take for functions of the input.
-    """
-
-    def at_midpoint(decomposed: bool, wanted: Container[int] | None) -> tuple[list[Place], list[Tensor], list[Any]]:
-        read: list[Place] = []
-        values: list[Tensor] = []
-        numbers = itertools.count()
-
-        def midpoint(place: Place, written: bool) -> Tensor:
-            if not place.is_float:
-                return memory.low(place).clone()
-            value = (_wide(memory, place) + memory.exact(place)) / 2
-            if wanted is None or next(numbers) in wanted:
-                read.append(place)
-                values.append(value.requires_grad_())
-            return value.clone() if written else value
-
-        with torch.enable_grad():
-            return read, values, operation.run(midpoint, memory.reference, drawn, decomposed)
-
-    def pulled_back(decomposed: bool, wanted: Container[int] | None) -> list[tuple[Place, Tensor]]:
-        read, values, results = at_midpoint(decomposed, wanted)
-        through = [n for n in weights if results[n].requires_grad]
-        if not through or not read:
-            return []
-        given = [weights[n].to(results[n].dtype) for n in through]
-        found = torch.autograd.grad([results[n] for n in through], values, given, allow_unused=True)
-        return [
-            (place, g.to(value.dtype)) for place, value, g in zip(read, values, found, strict=True) if g is not None
-        ]
-
-    for decomposed in (False, True):
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            yield from pulled_back(decomposed, None)
-            return
-    for number in range(sum(isinstance(leaf, Place) and leaf.is_float for leaf in operation.leaves)):
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            yield from pulled_back(False, {number})
-
-
-def _wide(memory: Memory, place: Place) -> Tensor:
-    """The run's value in the reference's dtype."""
-    return memory.low(place).to(memory.exact(place).dtype)
-
-
-def _own(memory: Memory, place: Place) -> Tensor:
-    """The same, to be written to."""
-    return _wide(memory, place).clone() if place.is_float else memory.low(place).clone()
-
-
-def _error(memory: Memory, place: Place) -> Tensor:
-    return _wide(memory, place) - memory.exact(place)
-
-
-def _square(value: Tensor) -> float:
-    return float(value.abs().square().sum(dtype=torch.float64))
-
-
-def _inner(weight: Tensor, value: Tensor) -> float:
-    """<weight, value>; where the weight is 0 nothing counts, whatever stands there (memory that nobody had written)."""
-    if weight.is_complex():
-        weight, value = torch.view_as_real(weight), torch.view_as_real(value.resolve_conj())
-    product = torch.where(weight == 0, 0.0, weight * value)
-    return float(product.sum(dtype=torch.float64))
-
-
-def _add(adjoints: dict[int, Tensor], memory: Memory, place: Place, gradient: Tensor) -> None:
-    """Add to the adjoint of a place, of which several elements may be one in memory (``expand``, ``unfold``)."""
-    if place.storage not in adjoints:
-        adjoints[place.storage] = memory.zeros(place)
-    if place.conjugate or place.negative:
-        gradient = gradient.conj() if place.conjugate else -gradient
-        place = place._replace(conjugate=False, negative=False)
-    if place.dtype.is_complex:
-        place, gradient = place.as_real(), torch.view_as_real(gradient.resolve_conj())
-    flat = adjoints[place.storage]
-    for dimension, (size, stride) in enumerate(zip(place.size, place.stride, strict=True)):
-        if stride == 0 and size > 1:
-            gradient = gradient.sum(dimension, keepdim=True)
-            place = place._replace(size=(*place.size[:dimension], 1, *place.size[dimension + 1 :]))
-    if _overlaps(place):
-        index = place._replace(dtype=torch.int64).of(torch.arange(len(flat), device=flat.device))
-        flat.index_add_(0, index.flatten(), gradient.flatten())
-    else:
-        place.of(flat).add_(gradient)
+    def add(self, place: Place, gradient: Tensor) -> None:
+        """Add to the adjoint of a place, of which several elements may be one in memory (``expand``, ``unfold``)."""
+        if place.conjugate or place.negative:
+            gradient = gradient.conj() if place.conjugate else -gradient
+            place = place._replace(conjugate=False, negative=False)
+        if place.dtype.is_complex:
+            place, gradient = place.as_real(), torch.view_as_real(gradient.resolve_conj())
+        flat = self._adjoints.get(place.storage)
+        overlaps = _overlaps(place)
+        if flat is None:
+            flat = self._adjoints[place.storage] = self._memory.adjoint(place)
+            if not overlaps and math.prod(place.size) == len(flat):
+                place.of(flat).copy_(gradient)
+                return
+            flat.zero_()
+        for dimension, (size, stride) in enumerate(zip(place.size, place.stride, strict=True)):
+            if stride == 0 and size > 1:
+                gradient = gradient.sum(dimension, keepdim=True)
+                place = place._replace(size=(*place.size[:dimension], 1, *place.size[dimension + 1 :]))
+        if overlaps and _overlaps(place):
+            index = place._replace(dtype=torch.int64).of(torch.arange(len(flat), device=flat.device))
+            flat.index_add_(0, index.flatten(), gradient.flatten())
+        else:
+            place.of(flat).add_(gradient)
 
 
 def _overlaps(place: Place) -> bool:

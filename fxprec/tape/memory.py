@@ -12,6 +12,7 @@ What is no float (indices, masks) has a twin only once the reference decides oth
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,9 @@ class Place(NamedTuple):
 class Memory:
     """Storages and their twins, by key. Storages that are known here live on, so that a key means one of them.
 
+    A twin is made where the reference has other values than the run. What it took over as it is has none of its own:
+    weights and inputs are read where they lie, and what is only cast shares the values of what it was cast from.
+
     Args:
         reference: the dtype of the twins.
     """
@@ -60,6 +64,7 @@ class Memory:
         self.reference = reference
         self._storages: dict[int, Any] = {}
         self._twins: dict[int, Tensor] = {}
+        self._casts: dict[int, Place] = {}  # storage -> where its values of the reference are
 
     def place(self, tensor: Tensor) -> Place:
         """Where a strided tensor lies."""
@@ -79,18 +84,49 @@ class Memory:
         return place.of(self._flat(place))
 
     def exact(self, place: Place) -> Tensor:
-        """The tensor of the reference; that of the run itself, where it has no other values."""
+        """The tensor of the reference, not to be written to; that of the run itself, where it has no other values."""
+        if (source := self._casts.get(place.storage)) is not None:
+            place = place._replace(storage=source.storage, dtype=source.dtype)
+        twin = self._twins.get(place.storage)
         if not place.is_float:
-            twin = self._twins.get(place.storage)
             return self.low(place) if twin is None or twin.dtype is not place.dtype else place.of(twin)
-        return place.of(self._twin(place))
+        if twin is None or not twin.is_floating_point():
+            return self.low(place).to(self.reference.to_complex() if place.dtype.is_complex else self.reference)
+        return place.of(twin)
 
-    def write_exact(self, place: Place, value: Any) -> bool:
-        """Give the reference these values at a place. False where they do not fit there, and the run's stay."""
+    def prepare_write(self, place: Place) -> None:
+        """Before the run writes there: what the reference took over from it gets memory of its own."""
+        for storage, source in [*self._casts.items()]:
+            if place.storage in (storage, source.storage):
+                whole = self.exact(source._replace(size=(math.prod(source.size),), stride=(1,)))
+                self._twins[storage] = (torch.view_as_real(whole) if whole.is_complex() else whole).flatten().clone()
+                del self._casts[storage]
+        if place.is_float:
+            self._twin(place)
+
+    def share(self, place: Place, source: Place) -> bool:
+        """Give a whole new storage the values that the reference has at ``source``; False: its elements lie otherwise."""
+        same = source._replace(storage=place.storage, dtype=place.dtype) == place and place.offset == 0
+        source = self._casts.get(source.storage, source)
+        flat, other = self._flat(place), self._flat(source)
+        alike = same and len(flat) == len(other) == math.prod(place.size) and flat.device == other.device
+        if alike:
+            self._casts[place.storage] = source
+        return alike
+
+    def write_exact(self, place: Place, value: Any, fresh: bool = False) -> bool:
+        """Give the reference these values at a place. False where they do not fit there, and the run's stay.
+
+        Args:
+            place: where.
+            value: a tensor; anything else does not fit.
+            fresh: the place is a new storage, and the value nobody else's: it may become the twin as it is.
+        """
         if not isinstance(value, Tensor) or tuple(value.shape) != place.size:
             return False
         if place.is_float:
-            self.exact(place).copy_(value)
+            if not (fresh and self._adopt(place, value)):
+                place.of(self._twin(place)).copy_(value)
             return True
         if place.storage not in self._twins:
             low = self.low(place)
@@ -104,10 +140,22 @@ class Memory:
         """Let a storage and its twin go: nobody asks for a place in it any more."""
         self._storages.pop(place.storage, None)
         self._twins.pop(place.storage, None)
+        self._casts.pop(place.storage, None)
 
-    def zeros(self, place: Place) -> Tensor:
-        """As many zeros as a storage of floats has elements."""
-        return torch.zeros_like(self._twin(place))
+    def adjoint(self, place: Place) -> Tensor:
+        """A vector of the reference's dtype with as many elements as a storage of floats has; nothing is in it yet."""
+        flat = self._flat(place)
+        return torch.empty(len(flat), dtype=self.reference, device=flat.device)
+
+    def _adopt(self, place: Place, value: Tensor) -> bool:
+        """Let a value be the twin, where its elements lie as the run's do."""
+        alike = value.stride() == place.stride and value.storage_offset() == place.offset == 0
+        count = len(self._flat(place))
+        whole = value.numel() == count and value.untyped_storage().nbytes() == count * self.reference.itemsize
+        if not (alike and whole and value.dtype is self.reference and place.storage not in self._twins):
+            return False
+        self._twins[place.storage] = value.as_strided((count,), (1,))
+        return True
 
     def _twin(self, place: Place) -> Tensor:
         twin = self._twins.get(place.storage)

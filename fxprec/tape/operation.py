@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from torch import Tensor
 from fxprec.tape.exact_ops import DRAWN, EXACT, draws
 from fxprec.tape.memory import Place
 from fxprec.tape.origin import Origin
-from fxprec.torch_internals import decomposition_of, tree_leaves, tree_unflatten
+from fxprec.torch_internals import aten_to_copy, decomposition_of, tree_leaves, tree_unflatten
 
+_COPIES: Final = (aten_to_copy, torch.ops.aten.clone.default)
 #: Given a place, and whether the op writes there: the tensor to call the op with.
 Read = Callable[[Place, bool], Tensor]
 
@@ -53,6 +54,15 @@ class Operation:
     def draws(self) -> bool:
         """Whether its results are random numbers, which the reference takes from the run."""
         return draws(self.function, self.leaves)
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether its result has the values of its first argument, of which the reference rounds none: a cast, a clone."""
+        place = self.leaves[0] if self.fresh == (0,) and self.function in _COPIES else None
+        made = self.outputs[0].dtype
+        floats = isinstance(place, Place) and place.dtype.is_floating_point and made.is_floating_point
+        complexes = isinstance(place, Place) and place.dtype.is_complex and made.is_complex
+        return floats or complexes
 
     def drawn(self, low: Callable[[Place], Tensor]) -> tuple[Tensor, ...]:
         """A copy of what the run gave, where the op computes on numbers that it draws; ``low``: of the memory."""

@@ -7,7 +7,7 @@ which torch's sequence numbers tell. Views are no ops here: they move nothing (s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from fxprec.torch_internals import (
     aten_to_copy,
     current_autograd_node,
     sequence_number,
+    storage_key,
     tree_flatten,
     tree_leaves,
 )
@@ -46,6 +47,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
         reference: the dtype of the reference, in which each op runs a second time, beside the run.
+        shadows: low copies of weights that may be written again before they are read.
 
     Attributes:
         memory: what they read and wrote, in both.
@@ -54,7 +56,7 @@ class Recorder(TorchDispatchMode):
         outgrown: names of ops whose shapes depend on values, and would be others in the reference: it keeps the run's.
     """
 
-    def __init__(self, reference: torch.dtype) -> None:
+    def __init__(self, reference: torch.dtype, shadows: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.memory = Memory(reference)
         self.operations: list[Operation] = []
@@ -62,6 +64,8 @@ class Recorder(TorchDispatchMode):
         self.outgrown: set[str] = set()
         self._nodes: list[Origin] = []
         self._by_sequence: dict[int, Origin] = {}
+        self._old_shadows = {storage_key(shadow) for shadow in shadows}
+        self._unread: dict[int, tuple[str, Tensor, Tensor]] = {}  # storage -> path of a weight, weight, its shadow
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -83,16 +87,18 @@ class Recorder(TorchDispatchMode):
             masters: path in the model -> weight, of all.
             shadows: path -> low copy, of those that the program reads.
         """
-        made = {}
-        for path, shadow in shadows.items():
-            if self.memory.knows(shadow):
-                made[self.memory.place(shadow).storage] = path
-            else:
-                self._add_cast(masters[path].detach(), shadow.detach(), Origin("weight", path))
-        for number, operation in enumerate(self.operations if made else ()):
-            path = made.get(operation.outputs[0].storage)
-            if path is not None and operation.origin.kind == "outside":
-                self.operations[number] = replace(operation, origin=Origin("weight", path))
+        keys = {storage_key(shadow): (path, masters[path], shadow) for path, shadow in shadows.items()}
+        made = {key for key in keys if not self.memory.knows(keys[key][2])}
+        for number, operation in reversed([*enumerate(self.operations)]):
+            key = operation.outputs[0].storage
+            if key in keys and operation.origin.kind == "outside":
+                if operation.fresh:
+                    del self.operations[number]
+                    self.memory.forget(operation.outputs[0])
+                    made.add(key)
+                else:
+                    self.operations[number] = replace(operation, origin=Origin("weight", keys[key][0]))
+        self._unread |= {key: keys[key] for key in made}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -102,7 +108,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten_foreach_copy_:
             for target, source in zip(args[0], args[1], strict=True):
-                self._record(_copy_, (target, source), {})
+                if storage_key(target) in self._old_shadows and not self.memory.knows(target):
+                    func([target], [source])  # ``add_shadows`` notes it, once an op reads it
+                else:
+                    self._record(_copy_, (target, source), {})
             return None
         return self._record(func, args, kwargs)
 
@@ -114,10 +123,15 @@ class Recorder(TorchDispatchMode):
         if not all(map(_is_plain, tensors)):
             self.skipped.add(function.name())
             return function(*args, **kwargs)
+        for leaf in tensors if self._unread else ():
+            if (shadow := self._unread.pop(storage_key(leaf), None)) is not None:
+                self._add_cast(*shadow)
         places = [memory.place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         ids = _written(function, args, kwargs)
         written = [number for number, leaf in enumerate(leaves) if id(leaf) in ids]
         before = tuple((memory.low(places[n]).clone(), memory.exact(places[n]).clone()) for n in written)
+        for number in written:
+            memory.prepare_write(places[number])
         # Integers have no memory of the reference's own as long as they are the same: what is written is kept aside.
         shared = {places[n].storage for n in written if not places[n].is_float}
         aside = {p: memory.exact(p).clone() for p in places if isinstance(p, Place) and p.storage in shared}
@@ -144,6 +158,9 @@ class Recorder(TorchDispatchMode):
             value = aside[place] if place in aside else memory.exact(place)
             return value.clone() if written else value
 
+        if operation.keeps_values and memory.share(*operation.outputs, operation.leaves[0]):
+            self.operations.append(operation)
+            return
         with torch.no_grad():
             values = [memory.low(place) for place in operation.outputs]
             if not operation.draws:
@@ -154,15 +171,16 @@ class Recorder(TorchDispatchMode):
                     operation = replace(operation, why_inexact=f"{operation.name} in {memory.reference}: {why}")
                     with contextlib.suppress(Exception):
                         values = operation.run(read, memory.reference)
-            for place, value in zip(operation.outputs, values, strict=True):
-                if value is not None and not memory.write_exact(place, value):
+            for number, (place, value) in enumerate(zip(operation.outputs, values, strict=True)):
+                fresh = number < len(operation.fresh) and not operation.draws
+                if value is not None and not memory.write_exact(place, value, fresh):
                     self.outgrown.add(operation.name)
         self.operations.append(operation)
 
-    def _add_cast(self, source: Tensor, result: Tensor, origin: Origin) -> None:
-        leaves, spec = tree_flatten(((self.memory.place(source),), {"dtype": result.dtype}), is_leaf=_is_place)
-        place = self.memory.place(result)
-        self._add(Operation(aten_to_copy, tuple(leaves), spec, (0,), (), (place,), (), origin), {})
+    def _add_cast(self, path: str, weight: Tensor, shadow: Tensor) -> None:
+        source, place = self.memory.place(weight.detach()), self.memory.place(shadow.detach())
+        leaves, spec = tree_flatten(((source,), {"dtype": shadow.dtype}), is_leaf=_is_place)
+        self._add(Operation(aten_to_copy, tuple(leaves), spec, (0,), (), (place,), (), Origin("weight", path)), {})
 
     def _origin(self, function: Any) -> Origin:
         node = current_autograd_node()
@@ -207,7 +225,8 @@ def record(model: nn.Module, run: Callable[[], Any], reference: torch.dtype) -> 
         reference: the dtype of the reference.
     """
     conversion, weights = conversion_of(model), dict(model.named_parameters(remove_duplicate=False))
-    captures, recorder = conversion.captures, Recorder(reference)
+    shadows = [shadow for shadow in conversion.store.shadows_of([*weights.values()]) if shadow is not None]
+    captures, recorder = conversion.captures, Recorder(reference, shadows)
     with node_by_node(model, recorder.look, lambda shadows: recorder.add_shadows(weights, shadows)), recorder:
         result = run()
     return (recorder, result) if captures == conversion.captures else None

@@ -1,0 +1,315 @@
+"""One op of a run: what it lost itself, what bends, and its derivative transposed, J^T m, for the places that it reads.
+
+J is taken at the midpoint of run and reference in general. Less is to be done where an op is
+
+- a copy in another dtype: J is the identity;
+- linear in what has an error: J is the same everywhere, and autograd gives it of the one run at low inputs;
+- a product, such as a matrix product or a convolution: J^T m is written down below, and no run is needed at all. For a
+  quadratic function f(low) - f(reference) is J at the midpoint times the difference of the inputs, so that::
+
+      rounding = <m, low result - reference's result> - <J^T m, low inputs - reference's inputs>
+
+None of these has a bend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxprec.tape.memory import Memory, Place
+from fxprec.tape.operation import Operation
+from fxprec.torch_internals import tree_unflatten
+
+_aten = torch.ops.aten
+
+
+class Inputs:
+    """What stands at places, in the reference's dtype; each is converted once."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._low: dict[Place, Tensor] = {}
+        self._errors: dict[Place, Tensor] = {}
+
+    def low(self, place: Place) -> Tensor:
+        """In the run; what is no float, as it is."""
+        if place not in self._low:
+            low = self._memory.low(place)
+            self._low[place] = low.to(self._memory.exact(place).dtype) if place.is_float else low
+        return self._low[place]
+
+    def error(self, place: Place) -> Tensor:
+        """In the run, less that in the reference."""
+        if place not in self._errors:
+            self._errors[place] = self.low(place) - self._memory.exact(place)
+        return self._errors[place]
+
+    def midpoint(self, place: Place) -> Tensor:
+        """Of both, in memory of its own."""
+        return torch.sub(self.low(place), self.error(place), alpha=0.5)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The reference's."""
+        return self._memory.reference
+
+
+class Result(NamedTuple):
+    """One result of an op that has a part in the target: its adjoint m, its values in the run and in the reference."""
+
+    weight: Tensor
+    low: Tensor
+    exact: Tensor
+
+
+class Pulled(NamedTuple):
+    """What an op adds to the error of the target, and J^T m.
+
+    Attributes:
+        rounding, bend: as in ``adjoint``.
+        lost: sum of the squares of (low result - f(low inputs)), and ``size`` of f(low inputs).
+        gradients: place that the op reads -> its part of J^T m.
+    """
+
+    rounding: float
+    bend: float
+    lost: float
+    size: float
+    gradients: list[tuple[Place, Tensor]]
+
+
+def pull(
+    operation: Operation, inputs: Inputs, results: Mapping[int, Result], drawn: Sequence[Tensor], made: Container[int]
+) -> Pulled:
+    """The part of one op.
+
+    Nothing for a place in which torch has no derivative: then the bend has what came in there. Backwards of norms have
+    none in the saved mean and deviation, which they take for functions of the input.
+
+    Args:
+        operation: the op.
+        inputs: what it reads.
+        results: by number.
+        drawn: what the op drew in the run.
+        made: storages that may have an error: places in others get nothing.
+    """
+    reads = dict.fromkeys(
+        leaf for leaf in operation.leaves if isinstance(leaf, Place) and leaf.is_float and leaf.storage in made
+    )
+    if operation.keeps_values:
+        place = operation.leaves[0]
+        gradients = [(place, results[0].weight)] if place in reads else []
+        return _rounded(results, {0: inputs.low(place)}, gradients)
+    if not operation.why_inexact:
+        if _is_linear(operation, [*reads]):
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                return _of_linear(operation, inputs, results, drawn, reads)
+        if operation.name in _PRODUCTS and [*results] == [0]:
+            return _of_product(operation, inputs, results[0], reads)
+    return _at_midpoint(operation, inputs, results, drawn, reads)
+
+
+def _rounded(
+    results: Mapping[int, Result], local: Mapping[int, Tensor], gradients: list[tuple[Place, Tensor]], bend: float = 0.0
+) -> Pulled:
+    """``local``: number of a result -> f(low inputs)."""
+    rounding = lost = size = 0.0
+    for number, (weight, low, _) in results.items():
+        own = low - local[number]
+        rounding += inner(weight, own)
+        lost += inner(own, own)
+        size += inner(local[number], local[number])
+    return Pulled(rounding, bend, lost, size, gradients)
+
+
+def inner(weight: Tensor, value: Tensor) -> float:
+    """<weight, value>; where the weight is 0 nothing counts, whatever stands there (memory that nobody had written)."""
+    if weight.is_complex():
+        weight, value = torch.view_as_real(weight.resolve_conj()), torch.view_as_real(value.resolve_conj())
+    if weight.dtype is value.dtype is torch.float64 and weight.is_contiguous() and value.is_contiguous():
+        found = float(torch.dot(weight.view(-1), value.view(-1)))
+    else:
+        found = float((weight * value).sum(dtype=torch.float64))
+    return found if math.isfinite(found) else float(torch.where(weight == 0, 0.0, weight * value).sum())
+
+
+# -- linear ops -------------------------------------------------------------------------------------------------------
+
+#: Linear in all their floats together.
+_LINEAR: Final = frozenset({
+    "aten::_adaptive_avg_pool2d", "aten::_fft_c2c", "aten::_fft_c2r", "aten::_fft_r2c", "aten::_to_copy", "aten::add",
+    "aten::add_", "aten::avg_pool2d", "aten::cat", "aten::clone", "aten::constant_pad_nd", "aten::convolution_overrideable",
+    "aten::copy", "aten::copy_", "aten::cumsum", "aten::embedding", "aten::embedding_dense_backward", "aten::flip",
+    "aten::gather", "aten::index", "aten::index_select", "aten::masked_fill", "aten::masked_fill_", "aten::mean",
+    "aten::neg", "aten::repeat", "aten::roll", "aten::select_backward", "aten::slice_backward", "aten::stack",
+    "aten::sub", "aten::sub_", "aten::sum", "aten::tril", "aten::triu", "aten::upsample_nearest2d", "aten::where",
+})  # fmt: skip
+#: Linear in the first of their arguments.
+_SCALINGS: Final = frozenset({"aten::div", "aten::div_", "aten::mul", "aten::mul_"})
+
+
+def _is_linear(operation: Operation, reads: Sequence[Place]) -> bool:
+    scales = operation.name in _SCALINGS and len(reads) == 1 and operation.leaves.count(reads[0]) == 1
+    return operation.name in _LINEAR or (scales and operation.leaves[0] == reads[0])
+
+
+def _of_linear(
+    operation: Operation,
+    inputs: Inputs,
+    results: Mapping[int, Result],
+    drawn: Sequence[Tensor],
+    reads: Container[Place],
+) -> Pulled:
+    read = _Leaves(inputs.low, reads)
+    with torch.enable_grad():
+        found = operation.run(read, inputs.dtype, drawn)
+    local = {n: found[n].detach().to(result.weight.dtype) for n, result in results.items()}
+    return _rounded(results, local, read.gradients(found, results))
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+def _mm(m: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    return m @ b.transpose(-2, -1), a.transpose(-2, -1) @ m
+
+
+def _addmm(m: Tensor, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> tuple[Tensor, ...]:
+    of_a, of_b = _mm(m, a, b)
+    return m.sum_to_size(bias.shape) * beta, of_a * alpha if alpha != 1 else of_a, of_b * alpha if alpha != 1 else of_b
+
+
+def _convolution(m: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    sizes = None if bias is None else bias.shape
+    return _aten.convolution_backward(m, x, weight, sizes, *options, (True, True, bias is not None))
+
+
+#: Op -> (m, its arguments) -> J^T m of its tensors, which are its first arguments.
+_PRODUCTS: Final[dict[str, Callable[..., tuple[Tensor, ...]]]] = {
+    "aten::mm": _mm, "aten::bmm": _mm, "aten::addmm": _addmm, "aten::baddbmm": _addmm, "aten::convolution": _convolution,
+}  # fmt: skip
+
+
+#: What the local error of a product is estimated from: so many rows of a matrix, or images.
+_SAMPLE: Final = 64
+
+
+def _of_product(operation: Operation, inputs: Inputs, result: Result, reads: Container[Place]) -> Pulled:
+    args, kwargs = tree_unflatten(list(operation.leaves), operation.spec)
+    values = [inputs.midpoint(value) if isinstance(value, Place) else value for value in args]
+    found = _PRODUCTS[operation.name](result.weight, *values, **kwargs)
+    pairs = zip(args, found, strict=False)
+    gradients = [(place, g) for place, g in pairs if isinstance(place, Place) and place in reads]
+    rounding = inner(result.weight, result.low - result.exact)
+    rounding -= sum(inner(gradient, inputs.error(place)) for place, gradient in gradients)
+    lost, size = _sampled(operation, [inputs.low(x) if isinstance(x, Place) else x for x in args], kwargs, result.low)
+    return Pulled(rounding, 0.0, lost, size, gradients)
+
+
+def _sampled(operation: Operation, args: list[Any], kwargs: dict[str, Any], low: Tensor) -> tuple[float, float]:
+    """``lost`` and ``size`` of a product, from some of its rows; ``args`` in the reference's dtype."""
+    convolves = operation.name == "aten::convolution"
+    position = 0 if convolves or len(args) == 2 else 1  # of what has these rows
+    dimension = 0 if convolves else args[position].dim() - 2
+    rows = low.shape[dimension]
+    chosen = range(0, rows, max(1, rows // _SAMPLE))
+    index = torch.tensor(chosen, device=low.device)
+    args[position] = args[position].index_select(dimension, index)
+    if position and args[0].dim() == low.dim() and args[0].shape[dimension] == rows:  # a matrix that is added
+        args[0] = args[0].index_select(dimension, index)
+    local = operation.function(*args, **kwargs)
+    own = low.index_select(dimension, index) - local
+    scale = rows / max(1, len(chosen))
+    return inner(own, own) * scale, inner(local, local) * scale
+
+
+# -- all others -------------------------------------------------------------------------------------------------------
+
+
+class _Leaves:
+    """Reads what an op reads as leaves of autograd's graph.
+
+    Args:
+        value: place -> what to read there.
+        reads: the places whose gradients are wanted.
+        only: which of the readings of floats, by number; None: all.
+    """
+
+    def __init__(
+        self, value: Callable[[Place], Tensor], reads: Container[Place], only: Container[int] | None = None
+    ) -> None:
+        self._value, self._reads, self._only = value, reads, only
+        self._numbers = itertools.count()
+        self._places: list[Place] = []
+        self._leaves: list[Tensor] = []
+
+    def __call__(self, place: Place, written: bool) -> Tensor:
+        value = self._value(place).detach()
+        if not place.is_float:
+            return value.clone() if written else value
+        number = next(self._numbers)
+        if place in self._reads and (self._only is None or number in self._only):
+            self._places.append(place)
+            self._leaves.append(value.requires_grad_())
+        return value.clone() if written else value
+
+    def gradients(self, found: Sequence[Any], results: Mapping[int, Result]) -> list[tuple[Place, Tensor]]:
+        """J^T m; ``found``: what the op gave of these leaves."""
+        through = [n for n in results if found[n].requires_grad]
+        if not through or not self._leaves:
+            return []
+        given = [results[n].weight.to(found[n].dtype) for n in through]
+        gradients = torch.autograd.grad([found[n] for n in through], self._leaves, given, allow_unused=True)
+        pairs = zip(self._places, self._leaves, gradients, strict=True)
+        return [(place, gradient.to(leaf.dtype)) for place, leaf, gradient in pairs if gradient is not None]
+
+
+def _at_midpoint(
+    operation: Operation,
+    inputs: Inputs,
+    results: Mapping[int, Result],
+    drawn: Sequence[Tensor],
+    reads: Container[Place],
+) -> Pulled:
+    with torch.no_grad():
+        found = operation.run(
+            lambda place, written: inputs.low(place).clone() if written else inputs.low(place), inputs.dtype, drawn
+        )
+    local = {n: found[n].to(result.weight.dtype) for n, result in results.items()}
+    gradients = _pulled_at_midpoint(operation, inputs, results, drawn, reads)
+    bend = sum(inner(weight, local[n] - exact) for n, (weight, _, exact) in results.items())
+    bend -= sum(inner(gradient, inputs.error(place)) for place, gradient in gradients)
+    return _rounded(results, local, gradients, bend)
+
+
+def _pulled_at_midpoint(
+    operation: Operation,
+    inputs: Inputs,
+    results: Mapping[int, Result],
+    drawn: Sequence[Tensor],
+    reads: Container[Place],
+) -> list[tuple[Place, Tensor]]:
+    def value(place: Place) -> Tensor:
+        return inputs.midpoint(place) if place.is_float else inputs.low(place)
+
+    def gradients(decomposed: bool, only: Container[int] | None) -> list[tuple[Place, Tensor]]:
+        read = _Leaves(value, reads, only)
+        with torch.enable_grad():
+            found = operation.run(read, inputs.dtype, drawn, decomposed)
+        return read.gradients(found, results)
+
+    for decomposed in (False, True):
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            return gradients(decomposed, None)
+    found: list[tuple[Place, Tensor]] = []
+    for number in range(sum(isinstance(leaf, Place) and leaf.is_float for leaf in operation.leaves)):
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            found += gradients(False, {number})
+    return found
