@@ -165,7 +165,7 @@ class _Books:
         for origin, rounding in own.items():
             self._entries[origin].squares += rounding**2
         for name in sorted(recorder.skipped):
-            self._remarks[f"{name} works on sparse tensors: what it gives is taken for exact"] = None
+            self._remarks[f"{name} works on sparse tensors, or resizes memory: what it gives is taken for exact"] = None
         for name in sorted(recorder.outgrown):
             self._remarks[f"{name} would give another shape in the reference: it takes the run's"] = None
         self._samples.append(Sample(low, exact, error, explained))

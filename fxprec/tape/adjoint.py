@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxprec.tape.memory import Memory, Place
+from fxprec.tape.memory import Place
 from fxprec.tape.operation import Operation
 from fxprec.tape.recorder import Recorder
 from fxprec.tape.vjp import Inputs, Result, inner, pull

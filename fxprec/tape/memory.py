@@ -105,7 +105,7 @@ class Memory:
             self._twin(place)
 
     def share(self, place: Place, source: Place) -> bool:
-        """Give a whole new storage the values that the reference has at ``source``; False: its elements lie otherwise."""
+        """Let a new storage have the values that the reference has at ``source``; False: its elements lie otherwise."""
         same = source._replace(storage=place.storage, dtype=place.dtype) == place and place.offset == 0
         source = self._casts.get(source.storage, source)
         flat, other = self._flat(place), self._flat(source)

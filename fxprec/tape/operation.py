@@ -57,7 +57,7 @@ class Operation:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether its result has the values of its first argument, of which the reference rounds none: a cast, a clone."""
+        """Whether it is a cast or a clone of its first argument: the reference has the same values there."""
         place = self.leaves[0] if self.fresh == (0,) and self.function in _COPIES else None
         made = self.outputs[0].dtype
         floats = isinstance(place, Place) and place.dtype.is_floating_point and made.is_floating_point

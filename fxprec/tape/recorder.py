@@ -34,6 +34,12 @@ from fxprec.torch_internals import (
 
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 _copy_: Final = torch.ops.aten.copy_.default
+#: After these a storage is another.
+_RESIZES: Final = frozenset(
+    getattr(packet, name)
+    for packet in (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.set_)
+    for name in packet.overloads()
+)
 #: Writes that a schema does not say: name of the op -> positions of the arguments.
 _UNSAID: Final = {
     "aten::native_batch_norm": (3, 4),
@@ -52,7 +58,8 @@ class Recorder(TorchDispatchMode):
     Attributes:
         memory: what they read and wrote, in both.
         operations: all that made or changed memory.
-        skipped: names of ops on what is no plain memory (sparse tensors): what they give is taken for exact.
+        skipped: names of ops on what is no plain memory (sparse tensors), or that give memory another size: what they
+            give is taken for exact.
         outgrown: names of ops whose shapes depend on values, and would be others in the reference: it keeps the run's.
     """
 
@@ -120,8 +127,10 @@ class Recorder(TorchDispatchMode):
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         origin = self._origin(function)
-        if not all(map(_is_plain, tensors)):
+        if not all(map(_is_plain, tensors)) or function in _RESIZES:
             self.skipped.add(function.name())
+            for leaf in tensors if function in _RESIZES else ():
+                memory.forget(memory.place(leaf))
             return function(*args, **kwargs)
         for leaf in tensors if self._unread else ():
             if (shadow := self._unread.pop(storage_key(leaf), None)) is not None:

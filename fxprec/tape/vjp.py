@@ -48,7 +48,7 @@ class Inputs:
     def error(self, place: Place) -> Tensor:
         """In the run, less that in the reference."""
         if place not in self._errors:
-            self._errors[place] = self.low(place) - self._memory.exact(place)
+            self._errors[place] = _difference(self.low(place), self._memory.exact(place))
         return self._errors[place]
 
     def midpoint(self, place: Place) -> Tensor:
@@ -116,13 +116,20 @@ def pull(
     return _at_midpoint(operation, inputs, results, drawn, reads)
 
 
+def _difference(low: Tensor, exact: Tensor) -> Tensor:
+    """0 where both are the same inf: that of a mask."""
+    found = low - exact
+    total = found.sum()
+    return torch.where(low == exact, 0.0, found) if bool(total != total) else found
+
+
 def _rounded(
     results: Mapping[int, Result], local: Mapping[int, Tensor], gradients: list[tuple[Place, Tensor]], bend: float = 0.0
 ) -> Pulled:
     """``local``: number of a result -> f(low inputs)."""
     rounding = lost = size = 0.0
     for number, (weight, low, _) in results.items():
-        own = low - local[number]
+        own = _difference(low, local[number])
         rounding += inner(weight, own)
         lost += inner(own, own)
         size += inner(local[number], local[number])
@@ -145,8 +152,8 @@ def inner(weight: Tensor, value: Tensor) -> float:
 #: Linear in all their floats together.
 _LINEAR: Final = frozenset({
     "aten::_adaptive_avg_pool2d", "aten::_fft_c2c", "aten::_fft_c2r", "aten::_fft_r2c", "aten::_to_copy", "aten::add",
-    "aten::add_", "aten::avg_pool2d", "aten::cat", "aten::clone", "aten::constant_pad_nd", "aten::convolution_overrideable",
-    "aten::copy", "aten::copy_", "aten::cumsum", "aten::embedding", "aten::embedding_dense_backward", "aten::flip",
+    "aten::add_", "aten::avg_pool2d", "aten::cat", "aten::clone", "aten::constant_pad_nd", "aten::copy",
+    "aten::copy_", "aten::cumsum", "aten::embedding", "aten::embedding_dense_backward", "aten::flip",
     "aten::gather", "aten::index", "aten::index_select", "aten::masked_fill", "aten::masked_fill_", "aten::mean",
     "aten::neg", "aten::repeat", "aten::roll", "aten::select_backward", "aten::slice_backward", "aten::stack",
     "aten::sub", "aten::sub_", "aten::sum", "aten::tril", "aten::triu", "aten::upsample_nearest2d", "aten::where",
@@ -193,7 +200,8 @@ def _convolution(m: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
 
 #: Op -> (m, its arguments) -> J^T m of its tensors, which are its first arguments.
 _PRODUCTS: Final[dict[str, Callable[..., tuple[Tensor, ...]]]] = {
-    "aten::mm": _mm, "aten::bmm": _mm, "aten::addmm": _addmm, "aten::baddbmm": _addmm, "aten::convolution": _convolution,
+    "aten::mm": _mm, "aten::bmm": _mm, "aten::addmm": _addmm, "aten::baddbmm": _addmm,
+    "aten::convolution": _convolution,
 }  # fmt: skip
 
 
@@ -207,7 +215,7 @@ def _of_product(operation: Operation, inputs: Inputs, result: Result, reads: Con
     found = _PRODUCTS[operation.name](result.weight, *values, **kwargs)
     pairs = zip(args, found, strict=False)
     gradients = [(place, g) for place, g in pairs if isinstance(place, Place) and place in reads]
-    rounding = inner(result.weight, result.low - result.exact)
+    rounding = inner(result.weight, _difference(result.low, result.exact))
     rounding -= sum(inner(gradient, inputs.error(place)) for place, gradient in gradients)
     lost, size = _sampled(operation, [inputs.low(x) if isinstance(x, Place) else x for x in args], kwargs, result.low)
     return Pulled(rounding, 0.0, lost, size, gradients)
@@ -284,7 +292,7 @@ def _at_midpoint(
         )
     local = {n: found[n].to(result.weight.dtype) for n, result in results.items()}
     gradients = _pulled_at_midpoint(operation, inputs, results, drawn, reads)
-    bend = sum(inner(weight, local[n] - exact) for n, (weight, _, exact) in results.items())
+    bend = sum(inner(weight, _difference(local[n], exact)) for n, (weight, _, exact) in results.items())
     bend -= sum(inner(gradient, inputs.error(place)) for place, gradient in gradients)
     return _rounded(results, local, gradients, bend)
 

@@ -1,0 +1,169 @@
+"""Of every op of torch the columns add up: its own, and those of the casts before it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fxprec.tape.adjoint import measured, terms
+from fxprec.tape.recorder import Recorder
+
+OPS = [
+    op
+    for op in op_db
+    if op.supports_dtype(torch.bfloat16, "cpu") and not op.name.startswith("jiterator")  # which wants CUDA
+]
+#: Not judged, and why.
+LEFT_OUT = {
+    "empty_like": "its values are no function of anything",
+    "new_empty": "its values are no function of anything",
+    "new_empty_strided": "its values are no function of anything",
+    "empty_permuted": "its values are no function of anything",
+    "empty_strided": "its values are no function of anything",
+    "empty": "its values are no function of anything",
+    "resize_": "gives memory another size, which the ledger remarks on",
+    "resize_as_": "gives memory another size, which the ledger remarks on",
+    "special.entr": "-inf below 0, where its derivative is no number",
+}
+
+
+def lowered(value: Any) -> Any:
+    plain = isinstance(value, Tensor) and value.dtype is torch.float32 and value.layout is torch.strided
+    return value.to(torch.bfloat16) if plain else value
+
+
+def is_float(value: object) -> bool:
+    return (
+        isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided and value.numel() > 0
+    )
+
+
+def added_up(recorder: Recorder, results: Any) -> tuple[float, float, float] | None:
+    """Measured, explained, and the size of the target: a sum of all floats with random weights."""
+    places = [recorder.memory.place(each) for each in tree_leaves(results) if is_float(each)]
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(place.size, generator=generator, dtype=torch.float64) for place in places]
+    targets = [*zip(places, weights, strict=True)]
+    error = measured(recorder, targets)
+    if not places or not math.isfinite(error):
+        return None
+    size = sum(float((weight * recorder.memory.exact(place)).abs().nan_to_num(0, 0).sum()) for place, weight in targets)
+    return error, sum(term.rounding + term.bend for term in terms(recorder, targets)), size
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.name}-{op.variant_test_name}")
+def test_columns_of_an_op_add_up(op: Any) -> None:
+    if op.name in LEFT_OUT:
+        pytest.skip(LEFT_OUT[op.name])
+    judged = 0
+    for sample in [*op.sample_inputs("cpu", torch.float32)][:2]:
+        recorder = Recorder(torch.float64)
+        torch.manual_seed(0)
+        with recorder, torch.no_grad():
+            args, kwargs = tree_map(lowered, ((sample.input, *sample.args), sample.kwargs))
+            try:
+                results = op(*args, **kwargs)
+            except (RuntimeError, NotImplementedError):  # mixed dtypes
+                continue
+        assert not [each.name for each in recorder.operations if each.why_inexact]
+        found = added_up(recorder, results)
+        if found is not None:
+            error, explained, size = found
+            assert abs(explained - error) <= 1e-11 * max(size, 1e-3)
+            judged += 1
+    if not judged:
+        pytest.skip("no sample in bfloat16 has a finite float result")
+
+
+def test_a_mask_of_infinities_has_no_error() -> None:
+    recorder = Recorder(torch.float64)
+    scores, mask = torch.randn(4, 9), torch.zeros(4, 9).index_fill(1, torch.tensor([2, 7]), -torch.inf)
+    with recorder, torch.no_grad():
+        results = (scores.bfloat16() + mask.bfloat16()).softmax(-1)
+    found = added_up(recorder, results)
+    assert found is not None
+    error, explained, _ = found
+    assert error != 0 and explained == pytest.approx(error, rel=1e-12)
+
+
+WRITES = {
+    "source of a cast": lambda x: (low := x.mul(1.1), cast := low.bfloat16(), low.mul_(3), low + cast)[-1],
+    "cast": lambda x: (low := x.mul(1.1), cast := low.bfloat16(), cast.mul_(3), low + cast)[-1],
+    "cast of a cast": lambda x: (
+        low := x.mul(1.1), cast := low.bfloat16(), wide := cast.float(), cast.add_(1), wide.mul_(2), low * cast + wide
+    )[-1],
+    "input": lambda x: (low := x.clone(), cast := low.bfloat16(), low.zero_(), low + cast)[-1],
+    "transposed": lambda x: (low := x.mul(1.1), cast := low.T.bfloat16(), low[1:].mul_(3), low.T * cast)[-1],
+    "part": lambda x: (low := x.mul(1.1), cast := low[1:].bfloat16(), low[:2].mul_(3), low[1:] * cast)[-1],
+    "expanded": lambda x: (low := x[:1].mul(1.1).expand(5, -1), cast := low.bfloat16(), cast * low)[-1],
+    "in float16 and back": lambda x: (y := x.half(), z := y.float(), z.exp_(), z * y)[-1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_casts_share_values_until_one_of_both_is_written(name: str) -> None:
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    recorder = Recorder(torch.float64)
+    with recorder, torch.no_grad():
+        result = WRITES[name](x)
+    wide = torch.Tensor.double
+    with pytest.MonkeyPatch.context() as patch:
+        for cast in ("bfloat16", "half", "float"):
+            patch.setattr(torch.Tensor, cast, lambda t: wide(t).clone())
+        expected = WRITES[name](x.double())
+    torch.testing.assert_close(recorder.memory.exact(recorder.memory.place(result)), expected, rtol=1e-14, atol=1e-14)
+    found = added_up(recorder, result)
+    assert found is not None
+    error, explained, size = found
+    assert error != 0 and abs(explained - error) <= 1e-12 * size
+
+
+def test_the_local_error_of_a_product_is_estimated_from_some_of_its_rows() -> None:
+    a, b = torch.randn(640, 96), torch.randn(96, 160)
+    recorder = Recorder(torch.float64)
+    with recorder, torch.no_grad():
+        result = a.bfloat16() @ b.bfloat16()
+    exact = a.bfloat16().double() @ b.bfloat16().double()
+    place = recorder.memory.place(result)
+    [term] = [t for t in terms(recorder, [(place, torch.ones(640, 160).double())]) if t.operation.name == "aten::mm"]
+    assert term.size == pytest.approx(exact.square().sum().item(), rel=0.1)
+    assert term.lost == pytest.approx((result.double() - exact).square().sum().item(), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x, w: x @ w,
+        lambda x, w: torch.bmm(x.view(2, 3, 6), w.view(2, 6, 3)),
+        lambda x, w: torch.addmm(x[:, :1], x, w, beta=0.5, alpha=3),
+        lambda x, w: torch.addmm(x[0, :6], x, w),
+        lambda x, w: torch.baddbmm(x.view(2, 3, 6)[:, :, :1], x.view(2, 3, 6), w.view(2, 6, 3), alpha=2),
+        lambda x, w: F.conv2d(x.view(1, 2, 3, 6), w.view(3, 2, 2, 3), w[0, :3], stride=(1, 2), padding=(1, 0)),
+        lambda x, w: F.conv1d(x.view(3, 2, 6), w.view(6, 1, 6)[:, :, :3], groups=2, dilation=2),
+        lambda x, w: F.conv_transpose2d(x.view(1, 2, 3, 6), w.view(2, 3, 2, 3), output_padding=1, stride=2),
+        lambda x, w: x[:0] @ w,
+    ],
+)  # fmt: skip
+def test_products_have_no_bend(run: Any) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, w = torch.randn(6, 6, generator=generator), torch.randn(6, 6, generator=generator)
+    recorder = Recorder(torch.float64)
+    with recorder, torch.no_grad():
+        result = run(x.bfloat16(), w.bfloat16())
+    place = recorder.memory.place(result)
+    weight = torch.randn(place.size, generator=generator, dtype=torch.float64)
+    exact, low = run(x.double(), w.double()), run(x.bfloat16().double(), w.bfloat16().double())
+    assert torch.equal(recorder.memory.exact(place), exact)
+    found = [*terms(recorder, [(place, weight)])]
+    own = sum(term.rounding for term in found if "_to_copy" not in term.operation.name)
+    casts = sum(term.rounding for term in found if "_to_copy" in term.operation.name)
+    assert own == pytest.approx((weight * (result.double() - low)).sum().item(), rel=1e-10, abs=1e-13)
+    assert casts == pytest.approx((weight * (low - exact)).sum().item(), rel=1e-10, abs=1e-13)
+    assert all(term.bend == 0 for term in found)
