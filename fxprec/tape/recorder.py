@@ -1,38 +1,31 @@
-"""Write down every op that runs, as torch's dispatcher sees it: below autograd, above the kernels.
+"""Write down every op that runs, and run it a second time in the dtype of the reference.
 
-In the forward an op belongs to the node that is computed; in the backward to the node whose autograd function runs,
-which torch's sequence numbers tell. Views are no ops here: they move nothing (see ``memory``).
+Views are no ops here: they move nothing (see ``memory``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from fxprec.capture.user_line import user_line
 from fxprec.model.module import conversion_of
-from fxprec.passes.torch_internals import schema_of
+from fxprec.tape.attribution import Attribution, observe, written_by
 from fxprec.tape.memory import Memory, Place
-from fxprec.tape.nodes import NodeOf, node_by_node
 from fxprec.tape.operation import Operation
 from fxprec.tape.origin import Origin
 from fxprec.torch_internals import (
-    TorchDispatchMode,
     aten_foreach_copy_,
     aten_to_copy,
-    current_autograd_node,
-    sequence_number,
     storage_key,
     tree_flatten,
     tree_leaves,
 )
 
-_PLAIN: Final = (Tensor, torch.nn.Parameter)
 _copy_: Final = torch.ops.aten.copy_.default
 #: After these a storage is another.
 _RESIZES: Final = frozenset(
@@ -40,20 +33,14 @@ _RESIZES: Final = frozenset(
     for packet in (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.set_)
     for name in packet.overloads()
 )
-#: Writes that a schema does not say: name of the op -> positions of the arguments.
-_UNSAID: Final = {
-    "aten::native_batch_norm": (3, 4),
-    "aten::cudnn_batch_norm": (3, 4),
-    "aten::miopen_batch_norm": (3, 4),
-}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Attribution):
     """While it is on: what runs in this thread, as operations in the order of running.
 
     Args:
         reference: the dtype of the reference, in which each op runs a second time, beside the run.
-        shadows: low copies of weights that may be written again before they are read.
+        model: converted, whose shadows may be written again before they are read; None: no model runs.
 
     Attributes:
         memory: what they read and wrote, in both.
@@ -63,38 +50,20 @@ class Recorder(TorchDispatchMode):
         outgrown: names of ops whose shapes depend on values, and would be others in the reference: it keeps the run's.
     """
 
-    def __init__(self, reference: torch.dtype, shadows: Iterable[Tensor] = ()) -> None:
+    def __init__(self, reference: torch.dtype, model: nn.Module | None = None) -> None:
         super().__init__()
         self.memory = Memory(reference)
         self.operations: list[Operation] = []
         self.skipped: set[str] = set()
         self.outgrown: set[str] = set()
-        self._nodes: list[Origin] = []
-        self._by_sequence: dict[int, Origin] = {}
-        self._old_shadows = {storage_key(shadow) for shadow in shadows}
+        self._masters = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
+        shadows = [] if model is None else conversion_of(model).store.shadows_of([*self._masters.values()])
+        self._old_shadows = {storage_key(shadow) for shadow in shadows if shadow is not None}
         self._unread: dict[int, tuple[str, Tensor, Tensor]] = {}  # storage -> path of a weight, weight, its shadow
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Without this, dynamo runs no compiled code below the mode, and skips the frame for good."""
-        return True
-
-    def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
-        """For ``node_by_node``: what runs meanwhile belongs to the node."""
-        self._nodes.append(Origin("node", node.name, node.graph, node=node.node))
-        try:
-            return run()
-        finally:
-            self._nodes.pop()
-
-    def add_shadows(self, masters: Mapping[str, Tensor], shadows: Mapping[str, Tensor]) -> None:
-        """Before a program runs: the low copies of weights belong to these, also where they were made before this run.
-
-        Args:
-            masters: path in the model -> weight, of all.
-            shadows: path -> low copy, of those that the program reads.
-        """
-        keys = {storage_key(shadow): (path, masters[path], shadow) for path, shadow in shadows.items()}
+    def begin(self, shadows: Mapping[str, Tensor]) -> None:
+        """The low copies of weights belong to these, also where they were made before this run."""
+        keys = {storage_key(shadow): (path, self._masters[path], shadow) for path, shadow in shadows.items()}
         made = {key for key in keys if not self.memory.knows(keys[key][2])}
         for number, operation in reversed([*enumerate(self.operations)]):
             key = operation.outputs[0].storage
@@ -107,26 +76,21 @@ class Recorder(TorchDispatchMode):
                     self.operations[number] = replace(operation, origin=Origin("weight", keys[key][0]))
         self._unread |= {key: keys[key] for key in made}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a subclass runs as ops on what it holds
-        kwargs = kwargs or {}
-        if func is aten_foreach_copy_:
+    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+        """Run it, note it, and run it in the reference."""
+        if function is aten_foreach_copy_:
             for target, source in zip(args[0], args[1], strict=True):
                 if storage_key(target) in self._old_shadows and not self.memory.knows(target):
-                    func([target], [source])  # ``add_shadows`` notes it, once an op reads it
+                    function([target], [source])  # ``begin`` notes it, once an op reads it
                 else:
-                    self._record(_copy_, (target, source), {})
+                    self._record(_copy_, (target, source), {}, origin)
             return None
-        return self._record(func, args, kwargs)
+        return self._record(function, args, kwargs, origin)
 
-    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
         memory = self.memory
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        origin = self._origin(function)
         if not all(map(_is_plain, tensors)) or function in _RESIZES:
             self.skipped.add(function.name())
             for leaf in tensors if function in _RESIZES else ():
@@ -136,7 +100,7 @@ class Recorder(TorchDispatchMode):
             if (shadow := self._unread.pop(storage_key(leaf), None)) is not None:
                 self._add_cast(*shadow)
         places = [memory.place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        ids = _written(function, args, kwargs)
+        ids = written_by(function, args, kwargs)
         written = [number for number, leaf in enumerate(leaves) if id(leaf) in ids]
         before = tuple((memory.low(places[n]).clone(), memory.exact(places[n]).clone()) for n in written)
         for number in written:
@@ -191,20 +155,6 @@ class Recorder(TorchDispatchMode):
         leaves, spec = tree_flatten(((source,), {"dtype": shadow.dtype}), is_leaf=_is_place)
         self._add(Operation(aten_to_copy, tuple(leaves), spec, (0,), (), (place,), (), Origin("weight", path)), {})
 
-    def _origin(self, function: Any) -> Origin:
-        node = current_autograd_node()
-        if self._nodes:
-            origin = self._nodes[-1]
-        elif node is not None and not torch.is_grad_enabled():
-            known = self._by_sequence.get(sequence_number(node))
-            return replace(known, backward=True) if known else Origin("outside", node.name(), backward=True)
-        else:
-            file, line = user_line()
-            origin = Origin("outside", function.name().partition("::")[2].partition(".")[0], source=f"{file}:{line}")
-        if torch.is_grad_enabled():  # the function of its backward was made just before
-            self._by_sequence[sequence_number() - 1] = origin
-        return origin
-
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether it lies in memory element by element."""
@@ -215,27 +165,14 @@ def _is_place(leaf: Any) -> bool:
     return isinstance(leaf, Place)
 
 
-def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """Ids of the tensors that a call writes to."""
-    unsaid = _UNSAID.get(function.name().partition(".")[0], ())
-    found: list[Any] = [args[position] for position in unsaid if len(args) > position]
-    for position, argument in enumerate(schema_of(function).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            found += given if isinstance(given, list | tuple) else [given]
-    return {id(each) for each in found if isinstance(each, Tensor)}
-
-
 def record(model: nn.Module, run: Callable[[], Any], reference: torch.dtype) -> tuple[Recorder, Any] | None:
     """Run something on a converted model and write it down; and what it gives. None: it is to be run once more.
 
     Args:
-        run: calls the model. Where a call captured a graph, that ran before it could be taken apart.
+        model: converted.
+        run: calls the model.
         reference: the dtype of the reference.
     """
-    conversion, weights = conversion_of(model), dict(model.named_parameters(remove_duplicate=False))
-    shadows = [shadow for shadow in conversion.store.shadows_of([*weights.values()]) if shadow is not None]
-    captures, recorder = conversion.captures, Recorder(reference, shadows)
-    with node_by_node(model, recorder.look, lambda shadows: recorder.add_shadows(weights, shadows)), recorder:
-        result = run()
-    return (recorder, result) if captures == conversion.captures else None
+    recorder = Recorder(reference, model)
+    result = observe(model, recorder, run)
+    return None if result is None else (recorder, *result)

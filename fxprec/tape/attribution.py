@@ -1,0 +1,102 @@
+"""Tell of every op that runs whom it belongs to, as torch's dispatcher sees it: below autograd, above the kernels.
+
+In the forward an op belongs to the node that is computed; in the backward to the node whose autograd function runs,
+which torch's sequence numbers tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fxprec.capture.user_line import user_line
+from fxprec.model.module import conversion_of
+from fxprec.passes.torch_internals import schema_of
+from fxprec.tape.nodes import NodeOf, node_by_node
+from fxprec.tape.origin import Origin
+from fxprec.torch_internals import TorchDispatchMode, current_autograd_node, sequence_number
+
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+#: Writes that a schema does not say: name of the op -> positions of the arguments.
+_UNSAID: Final = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+}
+
+
+class Attribution(TorchDispatchMode):
+    """While it is on: each op of this thread goes to ``op``, with whom it belongs to. ``observe`` turns it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nodes: list[Origin] = []
+        self._by_sequence: dict[int, Origin] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this, dynamo runs no compiled code below the mode, and skips the frame for good."""
+        return True
+
+    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+        """Run an op and give what it gives."""
+        raise NotImplementedError
+
+    def begin(self, shadows: Mapping[str, Tensor]) -> None:
+        """A program begins; ``shadows``: path in the model -> low copy, of the weights that it reads low."""
+
+    def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
+        """For ``node_by_node``: what runs meanwhile belongs to the node."""
+        self._nodes.append(Origin("node", node.name, node.graph, node=node.node))
+        try:
+            return run()
+        finally:
+            self._nodes.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a subclass runs as ops on what it holds
+        return self.op(func, args, kwargs or {}, self._origin(func))
+
+    def _origin(self, function: Any) -> Origin:
+        node = current_autograd_node()
+        if self._nodes:
+            origin = self._nodes[-1]
+        elif node is not None and not torch.is_grad_enabled():
+            known = self._by_sequence.get(sequence_number(node))
+            return replace(known, backward=True) if known else Origin("outside", node.name(), backward=True)
+        else:
+            file, line = user_line()
+            origin = Origin("outside", function.name().partition("::")[2].partition(".")[0], source=f"{file}:{line}")
+        if torch.is_grad_enabled():  # the function of its backward was made just before
+            self._by_sequence[sequence_number() - 1] = origin
+        return origin
+
+
+def written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Ids of the tensors that a call writes to."""
+    unsaid = _UNSAID.get(function.name().partition(".")[0], ())
+    found: list[Any] = [args[position] for position in unsaid if len(args) > position]
+    for position, argument in enumerate(schema_of(function).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            found += given if isinstance(given, list | tuple) else [given]
+    return {id(each) for each in found if isinstance(each, Tensor)}
+
+
+def observe(model: nn.Module, watcher: Attribution, run: Callable[[], Any]) -> tuple[Any] | None:
+    """Run something that calls a converted model under an attribution; what it gives. None: it is to be run once more.
+
+    That is where a call captured a graph, which ran before it could be taken apart.
+    """
+    conversion = conversion_of(model)
+    captures = conversion.captures
+    with node_by_node(model, watcher.look, watcher.begin), watcher:
+        result = run()
+    return (result,) if captures == conversion.captures else None
