@@ -59,6 +59,7 @@ __all__ = [
     "foreach_sub_",
     "forget_tracer",
     "fresh_states",
+    "function_apply",
     "function_behind",
     "fused_adam_",
     "fused_adamw_",
@@ -168,6 +169,9 @@ with needed:
     grad_modes: Final = ((torch._C, "_set_grad_enabled"), (torch._C, "_InferenceMode"))
     for _owner, _name in grad_modes:
         getattr(_owner, _name)
+    #: What ``torch.autograd.Function.apply`` calls first, also where a name holds the bound method.
+    function_apply: Final = (torch.autograd.function, "_is_setup_context_defined")
+    getattr(*function_apply)
     #: What a batch norm checks its input with, and the ranks that it lets pass: lowest, highest, torch's words.
     checks_of_input: Final[Mapping[Any, tuple[int, int, str]]] = {
         nn.BatchNorm1d._check_input_dim: (2, 3, "2D or 3D"),

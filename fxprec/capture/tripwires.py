@@ -14,9 +14,11 @@ from typing import Any, Final
 
 import torch
 
-from fxprec.torch_internals import fx_tracer_file, grad_modes
+from fxprec.torch_internals import function_apply, fx_tracer_file, grad_modes
 
 _GRAD_MODE: Final = "sets or asks for the grad mode (no_grad, enable_grad, set_grad_enabled, inference_mode)"
+
+_FUNCTION: Final = "calls a torch.autograd.Function"
 
 #: (owner, attribute, what the forward does that calls it).
 TRIPWIRES: Final[tuple[tuple[Any, str, str], ...]] = (
@@ -24,7 +26,8 @@ TRIPWIRES: Final[tuple[tuple[Any, str, str], ...]] = (
     (torch, "is_grad_enabled", _GRAD_MODE),
     (torch, "is_inference_mode_enabled", _GRAD_MODE),
     (torch, "set_autocast_enabled", "enters a torch.autocast region"),
-    (torch.autograd.Function, "apply", "calls a torch.autograd.Function"),
+    (torch.autograd.Function, "apply", _FUNCTION),
+    (*function_apply, _FUNCTION),
 )
 
 

@@ -39,9 +39,10 @@ _BUILTINS: Final = frozenset(
     )
 )
 _STATE: Final = (
-    "is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype get_autocast_gpu_dtype get_autocast_cpu_dtype "
-    "is_autocast_cache_enabled get_rng_state set_rng_state initial_seed seed manual_seed get_num_threads "
-    "set_num_threads get_num_interop_threads are_deterministic_algorithms_enabled use_deterministic_algorithms "
+    "is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype "
+    "get_autocast_gpu_dtype get_autocast_cpu_dtype is_autocast_cache_enabled get_rng_state set_rng_state "
+    "initial_seed seed manual_seed get_num_threads set_num_threads get_num_interop_threads "
+    "are_deterministic_algorithms_enabled use_deterministic_algorithms "
     "is_deterministic_algorithms_warn_only_enabled get_deterministic_debug_mode set_deterministic_debug_mode "
     "is_anomaly_enabled is_anomaly_check_nan_enabled is_warn_always_enabled set_warn_always set_printoptions "
     "get_default_device set_default_device set_default_dtype set_default_tensor_type get_float32_matmul_precision "

@@ -380,3 +380,20 @@ def test_nodes_of_autograd_are_numbered_as_they_are_made() -> None:
     y, z = x * 2, x.exp()
     assert [of_fxprec.sequence_number(t.grad_fn) for t in (y, z)] == [first, first + 1]
     assert of_fxprec.sequence_number() == of_fxprec.next_sequence_number() == first + 2
+
+
+@contract("fxprec", "function_apply")
+def test_whoever_applies_a_function_calls_this_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    owner, name = of_fxprec.function_apply
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda fn: calls.append(fn) or original(fn))
+
+    class Same(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x.clone())
+        backward = staticmethod(lambda ctx, gradient: gradient)
+
+    bound = Same.apply
+    Same.apply(torch.ones(1))
+    bound(torch.ones(1))
+    assert len(calls) == 2

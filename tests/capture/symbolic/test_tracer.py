@@ -133,7 +133,7 @@ class TestModes:
 
     def test_grad_mode_asked_for(self) -> None:
         body = lambda self, x: self.fc(x) if torch.is_grad_enabled() else x  # noqa: E731
-        assert reason(Model(body)).startswith("sets or asks for the grad mode")
+        assert reason(Model(body)).startswith("reads torch.is_grad_enabled: is_grad_enabled, which looks at more than")
 
     def test_decorator(self) -> None:
         assert reason(Model(torch.no_grad()(lambda self, x: self.fc(x)))).startswith("sets or asks for the grad mode")
