@@ -1,6 +1,8 @@
 """Numbers explained: which op costs how much of an error, where a value stopped being finite, what a dtype can hold."""
 
 from fxprec.numerics.audit import audit
+from fxprec.numerics.finding import Finding
 from fxprec.numerics.ledger import Ledger, Row
+from fxprec.numerics.locate import locate
 
-__all__ = ["Ledger", "Row", "audit"]
+__all__ = ["Finding", "Ledger", "Row", "audit", "locate"]

@@ -66,9 +66,10 @@ class Attribution(TorchDispatchMode):
 
     def _origin(self, function: Any) -> Origin:
         node = current_autograd_node()
+        backward = node is not None and not torch.is_grad_enabled()  # and no checkpoint that computes its body again
         if self._nodes:
-            origin = self._nodes[-1]
-        elif node is not None and not torch.is_grad_enabled():
+            origin = replace(self._nodes[-1], backward=backward)  # of a body that is a backward, say
+        elif node is not None and backward:
             known = self._by_sequence.get(sequence_number(node))
             return replace(known, backward=True) if known else Origin("outside", node.name(), backward=True)
         else:
@@ -90,13 +91,13 @@ def written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return {id(each) for each in found if isinstance(each, Tensor)}
 
 
-def observe(model: nn.Module, watcher: Attribution, run: Callable[[], Any]) -> tuple[Any] | None:
+def observe(model: nn.Module, watcher: Attribution, run: Callable[[], Any], opened: bool = False) -> tuple[Any] | None:
     """Run something that calls a converted model under an attribution; what it gives. None: it is to be run once more.
 
-    That is where a call captured a graph, which ran before it could be taken apart.
+    That is where a call captured a graph, which ran before it could be taken apart. ``opened``: as of ``node_by_node``.
     """
     conversion = conversion_of(model)
     captures = conversion.captures
-    with node_by_node(model, watcher.look, watcher.begin), watcher:
+    with node_by_node(model, watcher.look, watcher.begin, opened), watcher:
         result = run()
     return (result,) if captures == conversion.captures else None

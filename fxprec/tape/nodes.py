@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.model.module import conversion_of
 from fxprec.programs.program import Program, without_autocast
 
@@ -41,16 +42,17 @@ Begin = Callable[[dict[str, Tensor]], None]
 
 
 @contextlib.contextmanager
-def node_by_node(model: nn.Module, look: Look, begin: Begin) -> Iterator[None]:
+def node_by_node(model: nn.Module, look: Look, begin: Begin, opened: bool = False) -> Iterator[None]:
     """Calls of a converted model in this thread run its graphs node by node; those that were captured before.
 
-    Compiled graphs (``executor="inductor"``) run op by op as well.
+    Compiled graphs (``executor="inductor"``) run op by op as well. ``opened``: fused regions, too, whose kernels then
+    do not run: their nodes have the names that they would have without fusion.
     """
     conversion = conversion_of(model)
     programs = [captured.program for captured in conversion.captured]
     kept = [program.function for program in programs]
     for graph, program in enumerate(programs):
-        run = without_autocast(_in_steps(program, graph, look, begin), conversion.settings.device)
+        run = without_autocast(_in_steps(program, graph, look, begin, opened), conversion.settings.device)
         object.__setattr__(program, "function", _in_this_thread(run, program.function))
     try:
         yield
@@ -59,8 +61,8 @@ def node_by_node(model: nn.Module, look: Look, begin: Begin) -> Iterator[None]:
             object.__setattr__(program, "function", function)
 
 
-def _in_steps(program: Program, graph: int, look: Look, begin: Begin) -> Callable[..., Any]:
-    interpreter = NodeByNode(program.gm, look, graph)
+def _in_steps(program: Program, graph: int, look: Look, begin: Begin, opened: bool) -> Callable[..., Any]:
+    interpreter = NodeByNode(program.gm, look, graph, opened=opened)
 
     def run(*args: Any) -> Any:
         begin(dict(zip(program.low, args, strict=False)))
@@ -77,10 +79,10 @@ def _in_this_thread(run: Callable[..., Any], otherwise: Callable[..., Any]) -> C
 class NodeByNode(Interpreter):
     """Runs a graph, and the bodies of the higher-order ops in it whose calls are plain."""
 
-    def __init__(self, gm: GraphModule, look: Look, graph: int = 0, prefix: str = "") -> None:
+    def __init__(self, gm: GraphModule, look: Look, graph: int = 0, prefix: str = "", opened: bool = False) -> None:
         super().__init__(gm, garbage_collect_values=True)
         self.extra_traceback = False
-        self._look, self._graph, self._prefix = look, graph, prefix
+        self._look, self._graph, self._prefix, self._opened = look, graph, prefix, opened
 
     def run_node(self, n: Node) -> Any:
         if n.op == "output":
@@ -92,12 +94,23 @@ class NodeByNode(Interpreter):
         value = super().get_attr(target, args, kwargs)
         return self._body(target, value) if isinstance(value, GraphModule) else value
 
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = self.fetch_attr(target)
+        if not (self._opened and isinstance(region, FusedRegion)):
+            return super().call_module(target, args, kwargs)
+        gm = region.graph_module
+        reads = len(gm.graph.find_nodes(op="placeholder"))  # a last argument is seeds, for the kernel
+        results = NodeByNode(gm, self._look, self._graph, self._prefix).run(*args[:reads])
+        return results[0] if region.single else results
+
     def _body(self, name: str, body: GraphModule) -> GraphModule:
         """A graph of one call, which runs the body node by node: whoever runs it, however a higher-order op does."""
         graph = Graph()
         inputs = [graph.placeholder(str(node.target)) for node in body.graph.find_nodes(op="placeholder")]
         graph.output(graph.call_module("body", tuple(inputs)))
-        gm = GraphModule({"body": _Runs(NodeByNode(body, self._look, self._graph, f"{self._prefix}{name}."))}, graph)
+        gm = GraphModule(
+            {"body": _Runs(NodeByNode(body, self._look, self._graph, f"{self._prefix}{name}.", self._opened))}, graph
+        )
         gm.meta = body.meta
         return gm
 

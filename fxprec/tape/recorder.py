@@ -131,7 +131,7 @@ class Recorder(Attribution):
             value = aside[place] if place in aside else memory.exact(place)
             return value.clone() if written else value
 
-        if operation.keeps_values and memory.share(*operation.outputs, operation.leaves[0]):
+        if operation.keeps_values and memory.share(operation.outputs[0], operation.leaves[0]):
             self.operations.append(operation)
             return
         with torch.no_grad():

@@ -391,7 +391,7 @@ def test_whoever_applies_a_function_calls_this_first(monkeypatch: pytest.MonkeyP
 
     class Same(torch.autograd.Function):
         forward = staticmethod(lambda ctx, x: x.clone())
-        backward = staticmethod(lambda ctx, gradient: gradient)
+        backward = staticmethod(lambda ctx, *gradients: gradients)
 
     bound = Same.apply
     Same.apply(torch.ones(1))

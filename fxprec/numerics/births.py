@@ -1,0 +1,326 @@
+"""Follow values that are not finite through a run, back to the op where the first of them came to be.
+
+Each storage with such a value has a birth: the op that made it of finite values, or what brought it along. An op that
+reads one hands its birth on to what it writes. So a result tells where its own fault began, and masks of -inf, of which
+nothing bad came, are nobody's fault.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from fxprec.tape.attribution import Attribution, written_by
+from fxprec.tape.exact_ops import draws
+from fxprec.tape.memory import Memory, Place
+from fxprec.tape.nodes import NodeOf
+from fxprec.tape.operation import Operation
+from fxprec.tape.origin import Origin
+from fxprec.torch_internals import storage_key, tree_flatten, tree_leaves
+
+Kind = Literal["overflow", "invalid", "underflow", "came in", "meant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What was there before the run: an input, a weight, a constant.
+
+    Attributes:
+        phase: "input", "weight" or "buffer".
+        name: ``inputs[0]``, or a path in the model.
+        master: of a low copy of a weight, the weight.
+    """
+
+    phase: Literal["input", "weight", "buffer"]
+    name: str
+    master: Tensor | None = None
+
+
+_ELSEWHERE: Final = Source("input", "a tensor from elsewhere")
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """Where a value that is not as it should be came to be.
+
+    Attributes:
+        number: how many ops ran before it.
+        origin: whom the op belongs to.
+        op: ``aten::div``; "" where it came in.
+        kind: "overflow": in a wider dtype the op gives a finite value. "invalid": nor does that. "underflow": it gives
+            0 where a wider dtype gives something. "came in": no op made it. "meant": a constant inf, as for a mask.
+        dtype: of the value.
+        magnitude: of the largest value in a wider dtype that is not one in the dtype.
+        example: the op on the numbers of the first bad element: ``div(0, 0) = nan``.
+        source: what brought it, where it came in.
+        share: of the elements, those that are so.
+        flushed: where an input lost its values to 0 before.
+    """
+
+    number: int
+    origin: Origin
+    op: str
+    kind: Kind
+    dtype: torch.dtype
+    magnitude: float
+    example: str
+    share: float
+    source: Source | None = None
+    flushed: Birth | None = None
+
+
+class Births(Attribution):
+    """While it is on: births of what is not finite, by storage.
+
+    Args:
+        sources: what is there before the run.
+        weights: path in the model -> weight.
+        flushed: follow what became 0 as well; each op runs in float64, too.
+    """
+
+    def __init__(
+        self, sources: Iterable[tuple[Tensor, Source]], weights: Mapping[str, Tensor], flushed: bool = False
+    ) -> None:
+        super().__init__()
+        self._sources = {storage_key(tensor): source for tensor, source in sources if _is_float(tensor)}
+        self._weights = weights
+        self._births: dict[int, Birth] = {}
+        self._blank: set[int] = set()  # storages of new memory: what stands there is nobody's value
+        self._flushed: dict[int, Birth] | None = {} if flushed else None
+        self._count = 0
+
+    def birth(self, tensor: Tensor) -> Birth | None:
+        """Of what is not finite in a tensor; None: all is, or it is meant to be inf."""
+        if not _is_float(tensor) or _is_finite(tensor):
+            return None
+        found = self._birth_in(tensor)
+        return None if found.kind == "meant" and not bool(tensor.isnan().any()) else found
+
+    def flush(self, tensor: Tensor) -> Birth | None:
+        """Where values of a tensor became 0; None: nowhere, or nobody followed them."""
+        return (self._flushed or {}).get(storage_key(tensor))
+
+    def begin(self, shadows: Mapping[str, Tensor]) -> None:
+        """Low copies of weights come in with them, wherever they were made."""
+        for path, shadow in shadows.items():
+            key = storage_key(shadow)
+            self._sources[key] = Source("weight", path, self._weights[path].detach())
+            self._births.pop(key, None)
+
+    def look(self, node: NodeOf, run: Any) -> Any:
+        """As of all: and constants of a graph come in."""
+        result = super().look(node, run)
+        if node.node.op == "get_attr" and _is_float(result):
+            self._sources.setdefault(storage_key(result), Source("buffer", str(node.node.target)))
+        return result
+
+    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+        """Run it, and hand births on."""
+        leaves, spec = tree_flatten((args, kwargs))
+        written = written_by(function, args, kwargs)
+        given = [leaf.clone() if id(leaf) in written and _is_float(leaf) else leaf for leaf in leaves]
+        before = {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided}
+        inherited = self._inherited(leaves, written, given)
+        output = function(*args, **kwargs)
+        self._count += 1
+        results = [
+            *(result for result in tree_leaves(output) if _is_float(result)),
+            *(leaf for leaf in leaves if _is_float(leaf) and id(leaf) in written),
+        ]
+        call = _Call(function, leaves, given, spec, origin, self._count, written, output)
+        made = [result for result in results if storage_key(result) not in before or id(result) in written]
+        for result in made:
+            key = storage_key(result)
+            if key not in before:
+                (self._blank.add if "empty" in call.name else self._blank.discard)(key)
+            if key in self._blank and key not in before:
+                self._births.pop(key, None)
+            elif not _is_finite(result):
+                self._births[key] = self._born(call, result, inherited)
+            elif key not in before or result.numel() * result.element_size() == result.untyped_storage().nbytes():
+                self._births.pop(key, None)
+        if self._flushed is not None:
+            self._follow_zeros(call, made, self._flushed)
+        return output
+
+    def _inherited(self, leaves: Sequence[Any], written: set[int], given: Sequence[Any]) -> list[tuple[Tensor, Birth]]:
+        """The inputs that are not finite, and their births; only of those with one, or that nobody has seen."""
+        found = []
+        for leaf, value in zip(leaves, given, strict=True):
+            key = storage_key(leaf) if _is_float(leaf) else 0
+            blank = key in self._blank and key not in self._births
+            if key and not blank and not _is_finite(value):
+                found.append((value, self._birth_in(leaf)))
+        return found
+
+    def _birth_in(self, tensor: Tensor) -> Birth:
+        key = storage_key(tensor)
+        if key not in self._births:
+            self._births[key] = self._came_in(tensor, self._sources.get(key, _ELSEWHERE))
+        return self._births[key]
+
+    def _came_in(self, tensor: Tensor, source: Source) -> Birth:
+        bad = ~tensor.isfinite()
+        origin = Origin("weight" if source.phase == "weight" else "outside", source.name)
+        birth = Birth(self._count, origin, "", "came in", tensor.dtype, math.nan, "", _share(bad), source)
+        master = source.master
+        if master is not None and master.dtype is not tensor.dtype and _is_finite(master):
+            return replace(birth, kind="overflow", op="aten::_to_copy", magnitude=float(master.detach().abs().max()))
+        return birth
+
+    def _born(self, call: _Call, result: Tensor, inherited: Sequence[tuple[Tensor, Birth]]) -> Birth:
+        """The birth of what is not finite in a result."""
+        with_nan = [birth for value, birth in inherited if bool(value.isnan().any())]
+        births = with_nan or [birth for _, birth in inherited]
+        makes_nan = bool(result.isnan().any())
+        normalizes = "softmax" in call.name or "scaled_dot_product" in call.name
+        if makes_nan and normalizes and all(b.kind == "came in" and _is_mask(value) for value, b in inherited):
+            return call.birth(result, self._flushed)  # a row that a mask among the inputs hides whole
+        faults = [birth for birth in births if birth.kind != "meant"]
+        if faults:
+            return min(faults, key=lambda birth: birth.number)
+        if births and not makes_nan:
+            return births[0]
+        if not births and call.names_infinity and not makes_nan:
+            return replace(call.birth(result, None), kind="meant")
+        return call.birth(result, self._flushed)
+
+    def _follow_zeros(self, call: _Call, made: Sequence[Tensor], flushed: dict[int, Birth]) -> None:
+        known = [flushed[key] for key in call.storages if key in flushed]
+        for result in made:
+            key = storage_key(result)
+            own = call.flush(result)
+            if own is None and known and bool((result == 0).any()):
+                own = min(known, key=lambda birth: birth.number)
+            if own is not None:
+                flushed[key] = own
+            elif key not in call.storages:
+                flushed.pop(key, None)
+
+
+class _Call:
+    """One op that ran.
+
+    Args:
+        leaves: of its arguments. given: the same, with copies of what it wrote to, as it was.
+        written: ids of the leaves that it wrote to.
+    """
+
+    def __init__(
+        self, function: Any, leaves: Sequence[Any], given: Sequence[Any], spec: Any, origin: Origin, number: int,
+        written: set[int], output: Any,
+    ) -> None:  # fmt: skip
+        self.function, self.given, self.spec, self.origin, self.number = function, given, spec, origin, number
+        self.name: str = function.name().partition(".")[0]
+        self.names_infinity = any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves)
+        self.storages = {storage_key(leaf) for leaf in leaves if _is_float(leaf)}
+        self._results = [result for result in tree_leaves(output) if isinstance(result, Tensor)]
+        self._written = tuple(number for number, leaf in enumerate(leaves) if id(leaf) in written)
+        self._leaves = leaves
+        self._found: list[Any] | None = None
+
+    def birth(self, result: Tensor, flushed: Mapping[int, Birth] | None) -> Birth:
+        """Of what is not finite in the result."""
+        bad = ~result.isfinite()
+        wide = self._wide(result)
+        grows = self.name.startswith(("aten::exp", "aten::sinh", "aten::cosh"))  # beyond float64, and has no pole
+        beyond = None if wide is None else bad & (wide.isfinite() | (wide.isinf() & grows))
+        overflows = wide is not None and beyond is not None and bool(beyond.any())
+        magnitude = float(wide[beyond].abs().max()) if overflows else math.nan  # type: ignore[index]
+        zeros = [] if overflows else [flushed[key] for key in self.storages if flushed and key in flushed]
+        return Birth(
+            self.number, self.origin, self.name, "overflow" if overflows else "invalid", result.dtype, magnitude,
+            self._example(result, bad), _share(bad), None, zeros[0] if zeros else None,
+        )  # fmt: skip
+
+    def flush(self, result: Tensor) -> Birth | None:
+        """Where the op itself gives 0 for what is none in float64; None: nowhere."""
+        wide = self._wide(result)
+        if wide is None:
+            return None
+        lost = (result == 0) & (wide != 0) & wide.isfinite()
+        if not bool(lost.any()):
+            return None
+        magnitude = float(wide[lost].abs().max())
+        return Birth(
+            self.number, self.origin, self.name, "underflow", result.dtype, magnitude, self._example(result, lost),
+            _share(lost),
+        )  # fmt: skip
+
+    def _wide(self, result: Tensor) -> Tensor | None:
+        """The result in float64, of the same inputs; None: there is none."""
+        if self._found is None:
+            self._found = self._run()
+        for own, wide in zip([*self._results, *(self._leaves[n] for n in self._written)], self._found, strict=False):
+            if own is result and isinstance(wide, Tensor) and wide.shape == result.shape:
+                return wide
+        return None
+
+    def _run(self) -> list[Any]:
+        if draws(self.function, self.given):
+            return []
+        memory = Memory(torch.float64)
+        places = tuple(memory.place(leaf) if _is_plain(leaf) else leaf for leaf in self.given)
+        if any(isinstance(leaf, Tensor) for leaf in places):
+            return []
+        outputs = tuple(memory.place(result) for result in self._results if _is_plain(result))
+        fresh = tuple(range(len(self._results)))
+        operation = Operation(self.function, places, self.spec, fresh, self._written, outputs, (), self.origin)
+
+        def read(place: Place, written: bool) -> Tensor:
+            value = memory.low(place)
+            return value.to(memory.exact(place).dtype, copy=True) if place.is_float else value.clone()
+
+        try:
+            with torch.no_grad():
+                return operation.run(read, torch.float64, operation.drawn(memory.low))
+        except Exception:  # no kernel for float64: nobody can say
+            return []
+
+    def _example(self, result: Tensor, bad: Tensor) -> str:
+        """``div(0, 0) = nan``: of an elementwise op."""
+        index = tuple(int(each) for each in bad.nonzero()[0])
+        shown = []
+        for leaf in self.given:
+            if isinstance(leaf, Tensor):
+                try:
+                    shown.append(f"{leaf.expand(result.shape)[index].item():.4g}")
+                except RuntimeError:  # no elementwise op
+                    return ""
+            elif isinstance(leaf, bool) or not isinstance(leaf, int | float):
+                continue
+            else:
+                shown.append(f"{leaf:.4g}")
+        return f"{self.name.partition('::')[2].rstrip('_')}({', '.join(shown)}) = {result[index].item():.4g}"
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _is_float(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and (value.is_floating_point() or value.is_complex())
+        and value.layout is torch.strided
+        and value.numel() > 0
+        and value.device.type != "meta"
+    )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether all that is not finite in it is -inf."""
+    return not bool((tensor.isnan() | (tensor == torch.inf)).any())
+
+
+def _share(bad: Tensor) -> float:
+    return int(bad.sum()) / bad.numel()

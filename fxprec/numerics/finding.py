@@ -1,0 +1,89 @@
+"""What ``locate`` finds: a place, what happened there, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Phase = Literal["forward", "backward", "input", "weight", "buffer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Where the first value came to be that is not as it should be. ``print(finding)`` tells it in sentences.
+
+    Attributes:
+        phase: "forward" or "backward"; "input", "weight" or "buffer" where it came in with one.
+        kind: "overflow": a wider dtype has a finite value. "invalid": that has none either (0/0, inf - inf, the log of
+            a negative number). "underflow": it is 0 and should not be. "scale too large": an overflow of gradients that
+            a smaller loss scale does not have. "came in": no op of the run made it.
+        node: of the graph; outside of the graphs the op; path of the weight or buffer, ``inputs[0]``.
+        module: path of the module that computes it.
+        op: canonical op of the node.
+        dtype: of the value, "float16".
+        source: ``model.py:12``.
+        magnitude: of the largest value in a wider dtype that is not one in this; nan where there is none.
+        limit: the largest value of the dtype; of an underflow its smallest.
+        share: of the elements of the value, those that are so.
+        example: the op on the first of them: ``div(0, 0) = nan``.
+        reached: what it spoiled: "loss", "outputs", or "the gradient of" a parameter; "" where it reached nothing.
+        fails_in_fp32: the same run of the original model in FP32 is not finite either.
+        scale: the loss scale of the run; 1.0 without a scaler.
+        cure: what to change, as code that can be pasted where there is such.
+        remarks: what else is known.
+    """
+
+    phase: Phase
+    kind: Literal["overflow", "invalid", "underflow", "scale too large", "came in"]
+    node: str
+    module: str
+    op: str
+    dtype: str
+    source: str
+    magnitude: float
+    limit: float
+    share: float
+    example: str
+    reached: str
+    fails_in_fp32: bool
+    scale: float
+    cure: str
+    remarks: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [self.headline]
+        if self.example:
+            lines.append(f"  {self.example}")
+        lines += [f"  {remark}" for remark in self.remarks]
+        if self.fails_in_fp32:
+            lines.append("  the original model in FP32 fails here as well: no precision cures that")
+        return "\n".join([*lines, f"  cure: {self.cure}"])
+
+    @property
+    def headline(self) -> str:
+        """One line."""
+        where = self.node + (f" of module {self.module}" if self.module else "")
+        where += f" ({self.source})" if self.source else ""
+        computes = f"{self.op} in {self.dtype}" if self.op else self.dtype
+        if self.kind == "came in":
+            got = f"{self.reached} got them" if self.reached else "neither loss nor gradients show it"
+            return f"{where} has values that are not finite ({_percent(self.share)} of them); {got}"
+        end = f"; {self.reached} got it"
+        if self.kind == "invalid":
+            return f"{self.phase}: {where}, {computes}, gives what is no number, of finite values{end}"
+        if self.kind == "underflow":
+            return (
+                f"{self.phase}: {where}, {computes}, gives 0 for {_percent(self.share)} of its values, the largest "
+                f"{self.magnitude:.3g}; the smallest number is {self.limit:.3g}{end}"
+            )
+        beyond = "within the op" if self.magnitude <= self.limit else f"{self.magnitude:.3g} against {self.limit:.3g}"
+        scale = f" at a loss scale of {self.scale:g}" if self.kind == "scale too large" else ""
+        return f"{self.phase}: {where}, {computes}, overflows{scale}: {beyond}{end}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 or share == 0 else f"{share:.1g}"

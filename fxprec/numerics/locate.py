@@ -1,0 +1,328 @@
+"""Where the first value of a training step came to be that is not finite, or became 0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from fxprec.capture.pytrees import leaves_of
+from fxprec.inspection.nodes import op_name, short_paths, source_line
+from fxprec.model.module import conversion_of, original
+from fxprec.numerics.births import Birth, Births, Source
+from fxprec.numerics.finding import Finding
+from fxprec.numerics.kept import kept
+from fxprec.numerics.problem import Batch, Loss, Problem
+from fxprec.numerics.trial import under
+from fxprec.passes.graph.annotations import module_path, notes
+from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.text import dtype_name
+from fxprec.passes.policy.policy import Policy
+from fxprec.scaling.loss_scaler import LossScaler
+from fxprec.tape.attribution import observe
+from fxprec.tape.origin import Origin
+
+#: A parameter's gradient is lost where this share of its elements is 0, of those that are none in FP32.
+_LOST: Final = 0.5
+#: Nodes that are tried one after another until the step is finite.
+_MOST_NODES: Final = 8
+#: Bits that the advised loss scale leaves to the largest gradient.
+_HEADROOM: Final = 2
+
+
+def locate(
+    model: nn.Module, batch: Batch, loss: Loss | None = None, scaler: LossScaler | None = None
+) -> Finding | None:
+    """Run a training step op by op and find where the first value came to be that is not finite, or became 0.
+
+    Forward, loss and backward run as they do in training, and every op's result is looked at. From a loss, an output or
+    a gradient that is not finite the way leads back to the op that made it of finite values: masks of -inf on that way
+    are no fault. Where all is finite, gradients are compared with those of the original model in FP32, and lost ones
+    are followed back to the op that gave 0. Fused regions run op by op. The model is left as it was.
+
+    Args:
+        model: converted.
+        batch: ``(*inputs, target)``, without a loss ``inputs``; or a dict of named inputs.
+        loss: ``loss(output, target)``, a scalar; as ``fxprec.numerics.audit`` takes it.
+        scaler: the loss is scaled by its scale, which stays. None: it is not scaled.
+
+    Returns:
+        What was found; None where every value that counts is finite and no gradient is lost.
+
+    Raises:
+        ConversionError: the model is not converted, or frozen.
+        TypeError: arguments of other types.
+        ValueError: a batch without a target, a loss that is no scalar.
+    """
+    problem = Problem.of(model, loss, "locate")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a LossScaler or None, not {type(scaler).__name__}")
+    [batch] = problem.batches([batch])
+    step = _Step(problem, batch, float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0)
+    found = step.watched(flushed=False)
+    if found.fault is None:
+        return _bad_weight(step) or _lost_gradient(step, found)
+    birth, reached = found.fault
+    wide = step.in_fp32()
+    if birth.kind == "invalid" and wide is not None and wide.is_finite:  # FP32 is not handed what became 0 before
+        again = step.watched(flushed=True)
+        birth, reached = again.fault or (birth, reached)
+    return _finding(step, birth, reached, wide is not None and not wide.is_finite)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A step that ran.
+
+    Attributes:
+        fault: the birth of the first value that is not finite and counts, and what it reached.
+        gradients: path -> gradient of the parameter.
+        births: what watched.
+        is_finite: neither loss, outputs nor gradients have other values.
+    """
+
+    fault: tuple[Birth, str] | None
+    gradients: Mapping[str, Tensor]
+    births: Births | None
+    is_finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Forward, loss and backward of a batch, at a loss scale."""
+
+    problem: Problem
+    batch: Batch
+    scale: float
+
+    def watched(self, flushed: bool) -> _Run:
+        """As the model runs it."""
+        model = self.problem.model
+        while True:
+            births = Births(self._sources(), dict(model.named_parameters(remove_duplicate=False)), flushed)
+            with kept(model):
+                observed = observe(model, births, self._run, opened=True)
+                if observed is not None:
+                    return self._judged(births, *observed)
+
+    def in_fp32(self) -> _Run | None:
+        """As the original model runs it, unscaled; None: it does not run without being converted."""
+        with kept(self.problem.model), original(self.problem.model):
+            try:
+                values, gradients = _Step(self.problem, self.batch, 1.0)._run()
+            except RuntimeError:  # dtypes that it mixes
+                return None
+        return _Run(None, gradients, None, all(_is_finite(each) for each in (*values, *gradients.values())))
+
+    def _run(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        value = self.problem.run(self.batch)
+        values = value if isinstance(value, list) else [value]
+        total = sum(each.sum() if each.is_floating_point() else each.abs().sum() for each in values)
+        if isinstance(total, Tensor) and total.requires_grad:
+            (total * self.scale if self.scale != 1.0 else total).backward()
+        parameters = self.problem.model.named_parameters()
+        gradients = {name: p.grad for name, p in parameters if p.grad is not None}
+        return [each.detach() for each in values], gradients
+
+    def _judged(self, births: Births, result: tuple[list[Tensor], dict[str, Tensor]]) -> _Run:
+        values, gradients = result
+        what = "outputs" if self.problem.loss is None and (len(values) > 1 or values[0].numel() > 1) else "loss"
+        faults = [(birth, what) for birth in map(births.birth, values) if birth is not None]
+        if not faults:
+            found = ((births.birth(_dense(gradient)), name) for name, gradient in gradients.items())
+            faults = [(birth, f"the gradient of {name}") for birth, name in found if birth is not None]
+        first = min(faults, key=lambda fault: fault[0].number) if faults else None
+        return _Run(first, gradients, births, first is None)
+
+    def _sources(self) -> Iterator[tuple[Tensor, Source]]:
+        model = self.problem.model
+        for path, parameter in model.named_parameters(remove_duplicate=False):
+            yield parameter.detach(), Source("weight", path)
+        for path, buffer in model.named_buffers(remove_duplicate=False):
+            yield buffer, Source("buffer", path)
+        parts = self.batch.items() if isinstance(self.batch, Mapping) else enumerate(self.batch)
+        for name, part in parts:
+            for leaf in leaves_of(part):
+                if isinstance(leaf, Tensor):
+                    yield leaf.detach(), Source("input", f"batch[{name!r}]")
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(_dense(tensor).isfinite().all())
+
+
+def _bad_weight(step: _Step) -> Finding | None:
+    """A parameter that is not finite, although nothing of that reached the loss."""
+    for name, parameter in step.problem.model.named_parameters():
+        if not _is_finite(parameter.detach()):
+            bad = ~_dense(parameter.detach()).isfinite()
+            share, source = float(bad.sum() / bad.numel()), Source("weight", name)
+            birth = Birth(0, Origin("weight", name), "", "came in", parameter.dtype, math.nan, "", share, source)
+            return _finding(step, birth, "", fails_in_fp32=False)
+    return None
+
+
+def _lost_gradient(step: _Step, found: _Run) -> Finding | None:
+    """The op that made most of a parameter's gradient 0, where FP32 has one."""
+    wide = step.in_fp32()
+    if wide is None or not wide.is_finite:
+        return None
+
+    def lost(name: str) -> float:
+        exact, own = wide.gradients.get(name), found.gradients[name]
+        if exact is None or exact.layout is not torch.strided or own.layout is not torch.strided:
+            return 0.0
+        some = exact != 0
+        return float(((own == 0) & some).sum() / some.sum()) if bool(some.any()) else 0.0
+
+    names = [name for name in found.gradients if lost(name) > _LOST]
+    if not names:
+        return None
+    again = step.watched(flushed=True)
+    assert again.births is not None
+    flushed = ((again.births.flush(again.gradients[name]), name) for name in names)
+    births = [(birth, f"the gradient of {name}") for birth, name in flushed if birth is not None]
+    if not births:
+        return None
+    birth, reached = min(births, key=lambda each: each[0].number)
+    return _finding(step, birth, reached, fails_in_fp32=False)
+
+
+def _finding(step: _Step, birth: Birth, reached: str, fails_in_fp32: bool) -> Finding:
+    origin, source = birth.origin, birth.source
+    node = origin.node
+    module, op = ("", "") if node is None else (module_path(node), op_name(node))
+    info = torch.finfo(birth.dtype)
+    remarks = []
+    if birth.flushed is not None:
+        earlier = birth.flushed
+        remarks.append(
+            f"{earlier.origin.name} gave 0 before, for values up to {earlier.magnitude:.3g}: {earlier.example}"
+        )
+    backward = origin.backward
+    kind: Any = "overflow" if birth.kind == "meant" else birth.kind
+    phase: Any = "backward" if backward else "forward" if source is None else source.phase
+    smaller = _smaller_scale(step, birth) if backward and kind == "overflow" else None
+    if smaller is not None:
+        kind = "scale too large"
+    return Finding(
+        phase=phase,
+        kind=kind,
+        node=origin.name,
+        module=module or (origin.name.rpartition(".")[0] if source is not None and phase != "input" else ""),
+        op="shadow" if origin.kind == "weight" and birth.op else op or birth.op.partition("::")[2],
+        dtype=dtype_name(birth.dtype),
+        source=source_line(node) if node is not None else short_paths(origin.source),
+        magnitude=birth.magnitude,
+        limit=info.smallest_normal * info.eps if kind == "underflow" else info.max,
+        share=birth.share,
+        example=birth.example,
+        reached=reached,
+        fails_in_fp32=fails_in_fp32,
+        scale=step.scale,
+        cure=_cure(step, birth, kind, smaller, fails_in_fp32),
+        remarks=tuple(remarks),
+    )
+
+
+def _smaller_scale(step: _Step, birth: Birth) -> float | None:
+    """A loss scale at which the step's gradients are finite; None: there is none that helps."""
+    if step.scale <= 1.0 or not math.isfinite(birth.magnitude):
+        return None
+    limit = torch.finfo(birth.dtype).max
+    scale = 2.0 ** math.floor(math.log2(step.scale * limit / max(birth.magnitude, limit)) - _HEADROOM)
+    while scale >= 1.0:
+        run = _Step(step.problem, step.batch, scale).watched(flushed=False)
+        if run.is_finite:
+            return scale
+        scale /= 16
+    return None
+
+
+def _cure(step: _Step, birth: Birth, kind: str, smaller: float | None, fails_in_fp32: bool) -> str:
+    origin = birth.origin
+    if kind == "came in":
+        assert birth.source is not None
+        return {
+            "input": "leave such samples out, or mend what makes them: torch.nan_to_num, or a check in the data loader",
+            "weight": "load a checkpoint from before; fxprec.numerics.watch finds the step that wrote it",
+            "buffer": "reset the buffer, or load a checkpoint from before",
+        }[birth.source.phase]
+    if smaller is not None:
+        return f"scaler.update(new_scale={smaller:g}), or fxprec.LossScaler(init_scale={smaller:g}) from the start"
+    if fails_in_fp32:
+        return "mend the model: an eps in the divisor, a clamp before the logarithm or the exponent, a smaller step"
+    if kind == "underflow" and origin.backward:
+        return (
+            f"a loss scale: scaler = fxprec.LossScaler(init_scale={_larger_scale(step, birth):g}), and "
+            "scaler.scale(loss).backward(); or dtype=torch.bfloat16, whose range is that of FP32"
+        )
+    if origin.kind == "weight":
+        return "dtype=torch.bfloat16, whose range is that of FP32; or a smaller weight"
+    if origin.node is None:
+        return f"outside of the graphs {origin.name} runs under torch.autocast: call .float() on what it reads"
+    compute = notes(origin.node).precision.compute
+    if kind == "overflow" and compute is torch.float32 and birth.dtype is torch.float32:
+        return "mend the model: this op computes in FP32 already"
+    shown, works = _policy(step, birth)
+    settings = conversion_of(step.problem.model).settings
+    cure = f"fxprec.convert(model, dtype={settings.dtype}, policy={shown})"
+    return cure if works else f"to begin with {cure}; there is more behind it"
+
+
+def _policy(step: _Step, birth: Birth) -> tuple[str, bool]:
+    """A policy that keeps nodes in FP32 until a copy of the model is finite, in Python; and whether it came so far."""
+    model = step.problem.model
+    own = conversion_of(model).settings.policy
+    shown = f'fxprec.Policy.preset("{own.level}")' if own == Policy.preset(own.level) else "policy"
+    names: dict[str, torch.dtype] = {}
+    fault: tuple[Birth, str] | None = (birth, "")
+    while fault is not None and len(names) < _MOST_NODES:
+        birth, _ = fault
+        more = dict.fromkeys([*_computing(birth.flushed), *_computing(birth)], torch.float32)
+        if more.keys() <= names.keys():
+            break
+        names |= more
+        trial = Problem(under(model, own.override(nodes=names)), step.problem.loss)
+        fault = _Step(trial, step.batch, step.scale).watched(flushed=False).fault
+    chosen = ", ".join(f'"{name}": torch.float32' for name in names)
+    return f"{shown}.override(nodes={{{chosen}}})", fault is None
+
+
+def _computing(birth: Birth | None) -> list[str]:
+    """Names of the nodes whose dtype decides over a birth.
+
+    Of a cast those that read it; of a gradient that is cast, by a cast or by an op that promotes, those that it is of.
+    """
+    node = None if birth is None else birth.origin.node
+    if birth is None or node is None:
+        return []
+    if birth.origin.backward and birth.op == "aten::_to_copy":
+        return _named(node, lambda each: each.all_input_nodes)
+    return _named(node, lambda each: each.users) if node.target in CASTS else [node.name]
+
+
+def _named(node: Node, near: Callable[[Node], Iterable[Node]]) -> list[str]:
+    found = []
+    for each in near(node):
+        if each.target in CASTS:
+            found += _named(each, near)
+        elif each.op not in ("placeholder", "output"):
+            found.append(each.name)
+    return found
+
+
+def _larger_scale(step: _Step, birth: Birth) -> float:
+    """A power of two that brings the largest value that was lost 8 bits above the smallest number."""
+    info = torch.finfo(birth.dtype)
+    wanted = 2**8 * info.smallest_normal * info.eps / birth.magnitude
+    return step.scale * 2.0 ** max(1, math.ceil(math.log2(wanted)))

@@ -1,0 +1,327 @@
+"""The locator: injected faults are found at the right node and with the right kind, sound runs have no finding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxprec
+from as_it_was import unchanged
+from fxprec.numerics import Finding, locate
+
+F16, BF16 = torch.float16, torch.bfloat16
+Function = Callable[[Tensor], Tensor]
+
+
+class Fault(nn.Module):
+    """What goes wrong, in a module of its own."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.function(h)
+
+
+class Net(nn.Module):
+    """A fault between layers: the place says how it is reached."""
+
+    def __init__(self, function: Function, place: str) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        self.fault, self.place = Fault(function), place
+        self.register_buffer("mean", torch.zeros(8))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x).tanh()) - self.mean
+        if self.place == "checkpoint":
+            h = checkpoint(self.fault, h, use_reentrant=False)
+        elif self.place == "residual":
+            h = h + self.fault(h)
+        elif self.place == "looped":
+            for _ in range(2):
+                h = self.fault(h)
+        elif self.place == "masked":
+            mask = torch.zeros(8).masked_fill(torch.arange(8) > 6, -torch.inf)
+            h = (self.fault(h) + mask).softmax(-1)
+        elif self.place == "written":
+            held = torch.empty_like(h)
+            held.copy_(self.fault(h))
+            h = held.mul_(2)
+        elif self.place == "broken":
+            h = h * 2 if h.abs().max().item() > 0 else h
+            torch._dynamo.graph_break()
+            h = self.fault(h)
+        else:
+            h = self.fault(h)
+        return self.last(h)
+
+
+PLACES: Final = ("plain", "checkpoint", "residual", "looped", "masked", "written")
+
+
+class BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return (gradient - gradient) / (gradient - gradient)
+
+
+def attention(h: Tensor) -> Tensor:
+    q = (h * 2e4).view(1, 1, 4, 8)
+    return ((q @ q.transpose(-2, -1)).softmax(-1) @ q).view(4, 8)
+
+
+#: Name -> what is computed, the kind of the fault, and whether the backward has it.
+FAULTS: dict[str, tuple[Function, str, bool]] = {
+    "log of negatives": (lambda h: (-h.abs() - 1).log(), "invalid", False),
+    "sqrt of negatives": (lambda h: (-h.abs() - 1).sqrt(), "invalid", False),
+    "0 / 0": (lambda h: (h * 0) / (h * 0), "invalid", False),
+    "1 / 0": (lambda h: h.exp() / (h * 0), "invalid", False),
+    "log of 0": (lambda h: (h * 0).log(), "invalid", False),
+    "acos of 2": (lambda h: (h * 0 + 2).acos(), "invalid", False),
+    "a power": (lambda h: (-h.abs() - 1) ** 0.3, "invalid", False),
+    "a masked row": (lambda h: h.masked_fill(h > -99, -torch.inf).softmax(-1), "invalid", False),
+    "products": (lambda h: (h.abs() + 1) * 1e30 * 1e30, "overflow", False),
+    "a square": (lambda h: ((h.abs() + 1) * 1e25) ** 2, "overflow", False),
+    "an exponent": (lambda h: (h.abs() * 1e3 + 1e3).exp(), "overflow", False),
+    "a sum": (lambda h: h + ((h.abs() + 1) * 2e38).sum(-1, keepdim=True), "overflow", False),
+    "sqrt's gradient at 0": (lambda h: (h * 0).sqrt() * h, "invalid", True),
+    "a power's gradient at 0": (lambda h: (h * 0) ** 0.5, "invalid", True),
+    "acos' gradient at 1": (lambda h: (h * 0 + 1).acos(), "invalid", True),
+    "a function's own backward": (BadBackward.apply, "invalid", True),
+}  # fmt: skip
+#: Those that float16 has, and bfloat16 has not.
+NARROW: dict[str, tuple[Function, str, bool]] = {
+    "attention scores": (attention, "overflow", False),
+    "a product": (lambda h: F.linear((h.abs() + 1) * 3e4, torch.ones(8, 8)), "overflow", False),
+    "a cube": (lambda h: F.relu((h.abs() + 1) * 1e3) * (h.abs() + 1) * 1e3, "overflow", False),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    fault: str
+    place: str
+    dtype: torch.dtype
+
+    @property
+    def id(self) -> str:
+        return f"{self.fault}-{self.place}-{self.dtype}".replace("torch.", "")
+
+
+CASES = [Case(fault, place, dtype) for fault in FAULTS for place in PLACES for dtype in (BF16, F16)]
+CASES += [Case(fault, place, F16) for fault in NARROW for place in PLACES if (fault, place) != ("a cube", "masked")]
+
+
+def made(function: Function, place: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return fxprec.convert(Net(function, place), dtype=dtype)[0]
+
+
+def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+
+
+def located(model: nn.Module, *args: Any, **kwargs: Any) -> Finding:
+    """And nothing of the model changes."""
+    with unchanged(model):
+        found = locate(model, *args, **kwargs)
+    assert found is not None
+    text = str(found)
+    assert found.node in text and "\n  cure: " in text and found.to_dict()["kind"] == found.kind
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_injected_faults(case: Case) -> None:
+    function, kind, backward = (FAULTS | NARROW)[case.fault]
+    found = located(made(function, case.place, case.dtype), batch(), F.cross_entropy)
+    assert (found.kind, found.phase) == (kind, "backward" if backward else "forward")
+    assert found.module == "fault" or (kind == "overflow" and found.op == "cast")
+    assert re.search(r"test_locate\.py:\d+$", found.source) or found.module == "fault"
+    assert found.fails_in_fp32 == (case.fault in FAULTS)
+
+
+@pytest.mark.parametrize("fault", NARROW)
+@pytest.mark.parametrize("place", ["plain", "residual"])
+def test_the_cure_can_be_pasted(fault: str, place: str) -> None:
+    model = made(NARROW[fault][0], place, F16)
+    cured: list[str] = []
+    for _ in range(3):
+        found = locate(model, batch(), F.cross_entropy)
+        if found is None:
+            break
+        cured.append(found.cure)
+        model = fxprec.revert(model)
+        eval(found.cure, {"fxprec": fxprec, "torch": torch, "model": model})
+    assert len(cured) == 1
+
+
+#: Of sound models: what looks bad on the way, and is none.
+SOUND: dict[str, Function] = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "softmax": lambda h: h.softmax(-1),
+    "causal mask": lambda h: (h @ h.T + torch.full((4, 4), -torch.inf).triu(1)).softmax(-1) @ h,
+    "lowest": lambda h: h.masked_fill(h > 0.5, torch.finfo(torch.float32).min).softmax(-1),
+    "guarded log": lambda h: torch.where(h > 0, h.clamp(min=1e-3).log(), h),
+    "log dropped": lambda h: torch.where(h > 0, h.abs().sqrt(), torch.full_like(h, -torch.inf)).clamp(min=-1),
+    "distance": lambda h: h / (h.norm(dim=-1, keepdim=True) + 1e-3),
+    "dropout": lambda h: F.dropout(h, 0.4),
+    "dead": lambda h: (h - 100).relu() + h,
+    "random": lambda h: h + torch.randn_like(h),
+    "top": lambda h: h.topk(8, -1).values,
+    "attention": lambda h: F.scaled_dot_product_attention(*[h.view(1, 2, 4, 4)] * 3, is_causal=True).view(4, 8),
+    "detached": lambda h: h + (h.detach() * 0).log().isinf(),
+    "empty": lambda h: torch.cat([h, h[:0]]),
+    "sorted": lambda h: h.sort(-1).values,
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "looped"])
+def test_sound_runs_have_no_finding(name: str, place: str) -> None:
+    for seed, dtype in enumerate((BF16, BF16, F16, F16)):
+        model = made(SOUND[name], place, dtype, seed)
+        scaler = fxprec.LossScaler("cpu", init_scale=1024.0) if dtype is F16 else None
+        with unchanged(model):
+            assert locate(model, batch(seed), F.cross_entropy, scaler) is None
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("what", ["input", "weight", "norm"])
+def test_what_came_in(what: str, value: float) -> None:
+    model, (x, y) = made(torch.relu, "plain", BF16), batch()
+    assert isinstance(model.first.weight, Tensor) and isinstance(model.norm.bias, Tensor)
+    place = {"input": x, "weight": model.first.weight, "norm": model.norm.bias}[what]
+    assert isinstance(place, Tensor)
+    place.detach().view(-1)[3] = value
+    found = located(model, (x, y), F.cross_entropy)
+    name = {"weight": "first.weight", "norm": "norm.bias"}.get(what, "batch[0]")
+    assert (found.kind, found.phase, found.node) == ("came in", "input" if what == "input" else "weight", name)
+    assert found.share == pytest.approx(1 / place.numel()) and found.fails_in_fp32 == bool(found.reached)
+
+
+def test_a_buffer_that_is_nan() -> None:
+    model = made(torch.relu, "plain", BF16)
+    assert isinstance(model.mean, Tensor)
+    assert locate(model, batch(), F.cross_entropy) is None
+    model.mean[5] = torch.inf  # of what is subtracted relu leaves 0
+    assert locate(model, batch(), F.cross_entropy) is None
+    model.mean[5] = torch.nan
+    found = located(model, batch(), F.cross_entropy)
+    assert (found.kind, found.phase, found.node, found.share) == ("came in", "buffer", "mean", 1 / 8)
+
+
+def test_inputs_by_name_and_nested() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, pair: dict[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.mse_loss(self.layer(pair["a"] + pair["b"]), labels)}
+
+    model = fxprec.convert(Named())[0]
+    named = {"pair": {"a": torch.zeros(2, 4), "b": torch.zeros(2, 4)}, "labels": torch.zeros(2, 1)}
+    assert locate(model, named) is None
+    named["pair"]["b"][1, 1] = torch.nan
+    assert located(model, named).node == "batch['pair']"
+
+
+def test_a_weight_beyond_the_low_dtype() -> None:
+    model = made(torch.relu, "plain", F16)
+    assert isinstance(model.last.weight, Tensor)
+    model.last.weight.detach()[0, 0] = 1e5
+    found = located(model, batch(), F.cross_entropy)
+    assert (found.kind, found.phase, found.node, found.module) == ("overflow", "weight", "last.weight", "last")
+    assert found.magnitude == 1e5 and found.limit == 65504 and not found.fails_in_fp32
+
+
+@pytest.mark.parametrize("exponent", [24, 30, 40, 60])
+def test_a_loss_scale_that_is_too_large(exponent: int) -> None:
+    model = made(torch.relu, "plain", F16)
+    scaler = fxprec.LossScaler("cpu", init_scale=2.0**exponent)
+    found = located(model, batch(), F.cross_entropy, scaler)
+    assert (found.kind, found.phase, found.scale) == ("scale too large", "backward", 2.0**exponent)
+    advised = re.search(r"new_scale=([\d.e+]+)", found.cure)
+    assert advised is not None
+    for scale, finding in ((float(advised[1]), None), (2.0**exponent, "scale too large")):
+        again = locate(model, batch(), F.cross_entropy, fxprec.LossScaler("cpu", init_scale=scale))
+        assert (again and again.kind) == finding
+    assert scaler.get_scale() == 2.0**exponent
+
+
+@pytest.mark.parametrize("factor", [1e-8, 1e-9, 1e-12])
+@pytest.mark.parametrize("place", ["plain", "residual", "checkpoint"])
+def test_gradients_that_are_flushed(factor: float, place: str) -> None:
+    model = made(torch.relu, place, F16)
+    loss = lambda out, y: F.cross_entropy(out, y) * factor  # noqa: E731
+    found = located(model, batch(), loss)
+    assert (found.kind, found.phase, found.fails_in_fp32) == ("underflow", "backward", False)
+    assert found.magnitude < found.limit == 2.0**-24 and found.op == "cast" and found.module == "last"
+    advised = re.search(r"init_scale=([\d.e+]+)", found.cure)
+    assert advised is not None
+    scaler = fxprec.LossScaler("cpu", init_scale=float(advised[1]))
+    assert locate(model, batch(), loss, scaler) is None
+
+
+def test_what_became_0_before() -> None:
+    policy = fxprec.Policy.preset("O1").override(ops={"mul": F16})
+    model = Net(lambda h: (F.linear(h.abs() + 1, torch.eye(8)) * 1e-4 * 1e-4).log(), "plain")
+    model = fxprec.convert(model, dtype=F16, policy=policy)[0]
+    found = located(model, batch(), F.cross_entropy)
+    assert (found.kind, found.op, found.example) == ("invalid", "log", "log(0) = -inf") and not found.fails_in_fp32
+    (remark,) = found.remarks
+    assert remark.startswith("mul_1 gave 0 before, for values up to ") and "mul(" in remark
+    model = fxprec.revert(model)
+    eval(found.cure, {"fxprec": fxprec, "torch": torch, "model": model, "policy": policy})
+    assert locate(model, batch(), F.cross_entropy) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["log of negatives", "an exponent", "sqrt's gradient at 0"])
+def test_behind_a_graph_break(fault: str) -> None:
+    function, kind, backward = FAULTS[fault]
+    found = located(made(function, "broken", BF16), batch(), F.cross_entropy)
+    assert (found.kind, found.phase, found.module) == (kind, "backward" if backward else "forward", "fault")
+
+
+def test_outside_of_the_graphs() -> None:
+    found = located(made(torch.relu, "plain", BF16), batch(), lambda out, y: (out - out).mean().log())
+    assert (found.node, found.kind, found.phase, found.module) == ("log", "invalid", "forward", "")
+    assert "test_locate.py:" in found.source
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda m: locate(nn.Linear(2, 2), batch()), fxprec.ConversionError, "not converted"),
+        (lambda m: locate(fxprec.freeze(m), batch()), fxprec.ConversionError, "frozen"),
+        (lambda m: locate(m, batch(), 3), TypeError, "loss must be a function"),
+        (lambda m: locate(m, batch(), F.cross_entropy, 2.0), TypeError, "scaler must be"),
+        (lambda m: locate(m, torch.zeros(2)), TypeError, "a batch must be a tuple"),
+        (lambda m: locate(m, batch()[:1], F.cross_entropy), ValueError, "a batch of 1 part is not"),
+        (lambda m: locate(m, batch(), lambda out, y: out), ValueError, "must be a scalar"),
+    ],
+)
+def test_errors(call: Callable[[nn.Module], Any], error: type[Exception], text: str) -> None:
+    model = made(torch.relu, "plain", BF16)
+    model(batch()[0])
+    with pytest.raises(error, match=text):
+        call(model.eval())
