@@ -22,6 +22,10 @@ from fxprec.tape.origin import Origin
 from fxprec.tape.recorder import Recorder, record
 
 
+class NotFiniteError(ValueError):
+    """An error that cannot be explained op by op: inf or nan."""
+
+
 def audit(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -62,16 +66,29 @@ def audit(
         raise ValueError(f"reference must be torch.float64 or torch.float32, not {reference}")
     if gradients and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("gradients=True, and no parameter of the model wants a gradient")
+    return ledger_of(problem, problem.batches(batches), gradients, reference)
+
+
+def ledger_of(
+    problem: Problem,
+    batches: Iterable[Batch],
+    gradients: bool = False,
+    reference: torch.dtype = torch.float64,
+    opened: bool = False,
+) -> Ledger:
+    """As ``audit``, of batches that were checked; ``opened``: fused regions run op by op, with a row an op."""
     books = _Books()
-    for batch in problem.batches(batches):
+    for batch in batches:
         done = False
         while not done:
-            with kept(model):
-                done = _audit_batch(problem, batch, gradients, reference, books)
+            with kept(problem.model):
+                done = _audit_batch(problem, batch, gradients, reference, books, opened)
     return books.ledger("gradients" if gradients else books.target)
 
 
-def _audit_batch(problem: Problem, batch: Batch, gradients: bool, reference: torch.dtype, books: _Books) -> bool:
+def _audit_batch(
+    problem: Problem, batch: Batch, gradients: bool, reference: torch.dtype, books: _Books, opened: bool
+) -> bool:
     """False: the batch is to be run once more, since its run captured graphs."""
     model = problem.model
 
@@ -82,7 +99,7 @@ def _audit_batch(problem: Problem, batch: Batch, gradients: bool, reference: tor
             total.sum().backward()  # type: ignore[union-attr]
         return value
 
-    recorded = record(model, run, reference)
+    recorded = record(model, run, reference, opened)
     if recorded is None:
         return False
     recorder, value = recorded
@@ -102,7 +119,7 @@ def _audit_batch(problem: Problem, batch: Batch, gradients: bool, reference: tor
         targets = _along_error(recorder, places)
     error = measured(recorder, targets)
     if not math.isfinite(error):
-        raise ValueError(
+        raise NotFiniteError(
             f"the error is {error}: a value is inf or nan, in the run or in the reference. "
             "fxprec.numerics.locate(model, batch, loss) says where that begins"
         )
