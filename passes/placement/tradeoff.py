@@ -66,6 +66,7 @@ class TradeOff:
 
     Attributes:
         choices: op that may be either -> its variable. Ops of one name share the decision, as overrides name them.
+        squares: as they were given.
         unpriced: op that stays low, as nobody knows what it costs -> why.
     """
 
@@ -77,6 +78,7 @@ class TradeOff:
             costs.start()
             walk.run(gm)
         self._walk = walk
+        self.squares = squares
         self.choices: dict[Node, int] = {
             node: variable for node, variable in walk.free.items() if not walk.variables.is_pinned(variable)
         }
