@@ -250,7 +250,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     options = parser.parse_args()
     found: list[Comparison] = []
-    for name in named(options.only, CASES, "model"):
+    for name in named(options.only or CASES, CASES, "model"):
         found += compare(name, options.calibration, options.held_out, options.budgets)
         Console(width=140).print(_table(found[-len(METHODS) * len(options.budgets) :]))
     worse = [each for each in found if each.verdict == "worse"]

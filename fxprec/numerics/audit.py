@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.inspection.nodes import op_name, short_paths, source_line
+from fxprec.model.module import conversion_of
+from fxprec.numerics.alternatives import Alternatives
 from fxprec.numerics.kept import kept
 from fxprec.numerics.ledger import GradientError, Ledger, Part, Row, Sample, ordered
 from fxprec.numerics.problem import Batch, Loss, Problem
@@ -77,7 +79,8 @@ def ledger_of(
     opened: bool = False,
 ) -> Ledger:
     """As ``audit``, of batches that were checked; ``opened``: fused regions run op by op, with a row an op."""
-    books = _Books()
+    wants = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in problem.model.parameters())
+    books = _Books(Alternatives(conversion_of(problem.model).settings, wants))
     for batch in batches:
         done = False
         while not done:
@@ -152,7 +155,8 @@ class _Entry:
 class _Books:
     """The rows while batches come in."""
 
-    def __init__(self) -> None:
+    def __init__(self, alternatives: Alternatives) -> None:
+        self._alternatives = alternatives
         self.target: Literal["loss", "outputs"] = "loss"
         self._entries: dict[Origin, _Entry] = {}
         self._samples: list[Sample] = []
@@ -200,7 +204,7 @@ class _Books:
     def ledger(self, target: Literal["loss", "outputs", "gradients"]) -> Ledger:
         """All of it."""
         total = sum(entry.squares for entry in self._entries.values())
-        rows = [_row(entry, total) for entry in self._entries.values()]
+        rows = [_row(entry, total, self._alternatives) for entry in self._entries.values()]
         samples = tuple(self._samples)
         parameters = {
             name: GradientError(*(math.sqrt(total / len(samples)) for total in sums))
@@ -209,7 +213,7 @@ class _Books:
         return Ledger(target, ordered(rows, len(samples)), samples, parameters, tuple(self._remarks))
 
 
-def _row(entry: _Entry, total: float) -> Row:
+def _row(entry: _Entry, total: float, alternatives: Alternatives) -> Row:
     origin, node = entry.origin, entry.origin.node
     module, op, compute, why = "", origin.name, "", "outside of the graphs, under torch.autocast"
     source = short_paths(origin.source)
@@ -224,4 +228,5 @@ def _row(entry: _Entry, total: float) -> Row:
         origin.name, origin.kind, origin.graph, origin.backward, module, op, compute, source, why, entry.rounding,
         entry.bend, entry.squares, entry.lost, entry.size, entry.squares / total if total else 0.0,
         tuple(parts) if len(parts) > 1 else (),
+        None if node is None or origin.kind != "node" else alternatives.of(node),
     )  # fmt: skip
