@@ -20,6 +20,7 @@ from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.tape.adjoint import Term, measured, terms
 from fxprec.tape.memory import Place
+from fxprec.tape.opened import opened
 from fxprec.tape.origin import Origin
 from fxprec.tape.recorder import Recorder, record
 
@@ -176,9 +177,10 @@ class _Books:
             entry.bend += term.bend
             entry.lost += term.lost
             entry.size += term.size
-            part = entry.parts.setdefault(operation.name, [0.0, 0.0])
-            part[0] += term.rounding
-            part[1] += term.bend
+            parts = opened(term, recorder.memory) or {operation.name: term.rounding}
+            for name, rounding in parts.items():
+                entry.parts.setdefault(name, [0.0, 0.0])[0] += rounding
+            entry.parts[next(reversed(parts))][1] += term.bend
             own[operation.origin] = own.get(operation.origin, 0.0) + term.rounding
             explained += term.rounding + term.bend
             if operation.why_inexact:

@@ -21,10 +21,10 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One op of torch within a row, such as the division in a dropout.
+    """One op of torch within a row, such as the division in a dropout; of a fused region's kernel one of its nodes.
 
     Attributes:
-        op: ``aten::div_``.
+        op: ``aten::div_``; name of the node, as if it ran by itself; "kernel, rest": what the kernel loses otherwise.
         rounding, bend: as of the row.
     """
 

@@ -19,7 +19,7 @@ what an op made is let go behind it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,7 @@ class Term:
         rounding, bend: see above.
         lost: sum of the squares of (low result - f(low inputs)).
         size: sum of the squares of f(low inputs).
+        results: number of a result -> its m and values, as long as nobody asks for the next term.
     """
 
     operation: Operation
@@ -47,6 +48,7 @@ class Term:
     bend: float
     lost: float
     size: float
+    results: Mapping[int, Result]
 
 
 def measured(recorder: Recorder, targets: Sequence[tuple[Place, Tensor]]) -> float:
@@ -89,11 +91,11 @@ class _Walk:
         if not results:
             return None
         if operation.draws:
-            return Term(operation, 0.0, 0.0, 0.0, 0.0)
+            return Term(operation, 0.0, 0.0, 0.0, 0.0, results)
         pulled = pull(operation, Inputs(self._memory), results, drawn, self._made)
         for place, gradient in pulled.gradients:
             self.add(place, gradient)
-        return Term(operation, pulled.rounding, pulled.bend, pulled.lost, pulled.size)
+        return Term(operation, pulled.rounding, pulled.bend, pulled.lost, pulled.size, results)
 
     def leave(self, operation: Operation) -> None:
         """Let go what the op has made."""

@@ -12,6 +12,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fxprec.tape.region_ops import region_backward, region_forward
+
 _aten = torch.ops.aten
 
 #: Attention with dropout of its own: the position of its probability.
@@ -143,6 +145,8 @@ EXACT: Final[dict[str, Callable[..., Any]]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten::mkldnn_rnn_layer": _lstm,
     "aten::mkldnn_rnn_layer_backward": _lstm_backward,
+    "fxprec::region_forward": region_forward,
+    "fxprec::region_backward": region_backward,
 }
 
 #: Those that compute on numbers which they draw: told the run's results first.

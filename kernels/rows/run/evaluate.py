@@ -21,12 +21,14 @@ def evaluate(
     seeds: Tensor | None,
     seed: int,
     dtype: torch.dtype = torch.float32,
+    rounds: bool = True,
 ) -> list[Tensor]:
     """What a program stores, as rows x columns (1 where it does not vary), not yet rounded to the dtypes of its stores.
 
     Args:
         tensors: what it loads, in any layout.
         dtype: to compute in; float64 for a reference.
+        rounds: round what the program rounds between.
     """
     known: dict[Value, Any] = {}
     for (value, port), tensor in zip(program.loads, tensors, strict=True):
@@ -36,7 +38,11 @@ def evaluate(
     for value in walk(roots, known.__contains__):
         if value not in known:
             arguments = [known[a] if isinstance(a, Value) else a for a in value.args]
-            known[value] = _apply(value, arguments, layout, seeds, seed, dtype)
+            known[value] = (
+                arguments[0]
+                if value.op == "round" and not rounds
+                else _apply(value, arguments, layout, seeds, seed, dtype)
+            )
     results = []
     for store in program.stores:
         value = store.value

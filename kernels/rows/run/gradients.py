@@ -58,23 +58,13 @@ def eager_backward(
 ) -> list[Tensor]:  # fmt: skip
     """The backward in plain torch ops on the saved inputs and outputs, which autograd can differentiate.
 
-    Statistics are computed again from these: as saved they have no history.
-
     Args:
         cotangents: for each output.
         dtype: to compute in. Gradients come in those of the inputs, except in float64: then they stay in it.
     """
     bw, layout = plan.backward_program, plan.layout
-    loads, tensors = [], []
-    values = [value for value, _ in bw.program.loads[: len(bw.saved)]] + [value for value, _ in bw.also]
-    for value, (kind, n), tensor in zip(values, plan.keeps, saved, strict=True):
-        if kind != "statistic":
-            spec = (plan.inputs if kind == "input" else plan.outputs)[n]
-            loads.append((value, Port(spec.dtype, True, True)))
-            tensors.append(_padded(tensor, spec))
-    loads += bw.program.loads[len(bw.saved) :]
-    tensors += [_padded(cotangents[n], plan.outputs[n]) for n in bw.cotangents]
-    found = evaluate(replace(bw.program, loads=tuple(loads)), layout, tensors, seeds, seed, dtype)
+    given = [cotangents[n] for n in bw.cotangents]
+    found = evaluated_backward(plan, saved, given, seeds, seed, dtype)
     gradients = []
     for n, slot, finish in zip(bw.wanted, bw.stored_in, plan.finishes, strict=True):
         spec, gradient, store = plan.inputs[n], found[slot], bw.program.stores[slot]
@@ -85,6 +75,31 @@ def eager_backward(
             gradient = layout.torch_shaped(gradient.expand(rows, columns), store.columns).sum_to_size(spec.shape)
         gradients.append(gradient.to(spec.dtype) if dtype is torch.float32 else gradient)
     return gradients
+
+
+def evaluated_backward(
+    plan: Plan, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int,
+    dtype: torch.dtype, rounds: bool = True,
+) -> list[Tensor]:  # fmt: skip
+    """What the backward program stores, as ``evaluate`` gives it, from the saved inputs and outputs.
+
+    Statistics are computed again from these: as saved they have no history, and in another dtype than theirs a maximum
+    would equal none of the values that it is compared with.
+
+    Args:
+        cotangents: of the outputs that have one.
+    """
+    bw = plan.backward_program
+    loads, tensors = [], []
+    values = [value for value, _ in bw.program.loads[: len(bw.saved)]] + [value for value, _ in bw.also]
+    for value, (kind, n), tensor in zip(values, plan.keeps, saved, strict=True):
+        if kind != "statistic":
+            spec = (plan.inputs if kind == "input" else plan.outputs)[n]
+            loads.append((value, Port(spec.dtype, True, True)))
+            tensors.append(_padded(tensor, spec))
+    loads += bw.program.loads[len(bw.saved) :]
+    tensors += [_padded(x, plan.outputs[n]) for x, n in zip(cotangents, bw.cotangents, strict=True)]
+    return evaluate(replace(bw.program, loads=tuple(loads)), plan.layout, tensors, seeds, seed, dtype, rounds)
 
 
 def _padded(x: Tensor, spec: Spec) -> Tensor:

@@ -20,6 +20,11 @@ def number(plan: Any) -> int:
     return id(plan)
 
 
+def plan_of(number: int) -> Any:
+    """The ``Plan`` that a call of the ops names."""
+    return _PLANS[number]
+
+
 @torch.library.custom_op("fxprec::region_forward", mutates_args=())
 def _forward(inputs: list[Tensor], seeds: Tensor | None, seed: int, keep: bool, plan: int) -> list[Tensor]:
     return _PLANS[plan].forward(inputs, seeds, seed, keep)
