@@ -18,6 +18,7 @@ the range of others.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,6 +68,7 @@ class TradeOff:
     Attributes:
         choices: op that may be either -> its variable. Ops of one name share the decision, as overrides name them.
         squares: as they were given.
+        groups: of each value that has such an error, the variables of which one that is low says that it is rounded.
         unpriced: op that stays low, as nobody knows what it costs -> why.
     """
 
@@ -90,6 +92,7 @@ class TradeOff:
         self._roundings = [
             (squares[root], tuple(variables)) for root, variables in members.items() if squares.get(root, 0.0) > 0
         ]
+        self.groups = tuple(variables for _, variables in self._roundings)
 
     def cut(self, weight: float) -> Outcome:
         """The least of picoseconds + weight * squared error."""
@@ -194,25 +197,34 @@ def _filled(
     good: Outcome,
     bad: Outcome,
 ) -> Outcome:
-    """Change single ops towards the point beyond the limit as long as there is room for it, best ones first."""
-    moves = [
-        variable for variable in dict.fromkeys(trade.choices.values()) if good.full[variable] != bad.full[variable]
-    ]
-    while moves:
-        found: list[tuple[float, int, Outcome]] = []
-        for variable in moves:
-            full = [*good.full]
-            full[variable] = bad.full[variable]
-            if not trade.is_possible(full):
-                continue
-            after = trade.outcome(full)
-            gain, price = wanted(good) - wanted(after), bounded(after) - bounded(good)
-            if bounded(after) <= limit and gain > 0:
-                found.append((gain / price if price > 0 else float("inf"), variable, after))
-        if not found:
-            break
-        _, variable, good = max(found, key=lambda each: each[0])
-        moves.remove(variable)
+    """Change ops towards the point beyond the limit as long as there is room for it, best ones first.
+
+    Alone, and together with all that a value's rounding depends on: of one that is read low it is rounded all the same.
+    """
+    differ = {variable for variable, own in enumerate(good.full) if own != bad.full[variable]}
+    moves = dict.fromkeys((variable,) for variable in trade.choices.values() if variable in differ)
+    moves |= dict.fromkeys(tuple(each for each in group if each in differ) for group in trade.groups)
+    moves.pop((), None)
+
+    def after(now: Outcome, move: tuple[int, ...]) -> tuple[float, Outcome]:
+        """What is gained for the price, 0 where nothing is, or not within the limit."""
+        full = [bad.full[variable] if variable in move else own for variable, own in enumerate(now.full)]
+        if full == [*now.full] or not trade.is_possible(full):
+            return 0.0, now
+        found = trade.outcome(full)
+        gain, price = wanted(now) - wanted(found), bounded(found) - bounded(now)
+        if gain <= 0 or bounded(found) > limit:
+            return 0.0, now
+        return (gain / price if price > 0 else math.inf), found
+
+    changed = True
+    while changed:
+        changed = False
+        worth = {move: after(good, move)[0] for move in moves}
+        for move in sorted((move for move in moves if worth[move] > 0), key=lambda move: -worth[move]):
+            value, found = after(good, move)
+            if value > 0:
+                good, changed = found, True
     return good
 
 

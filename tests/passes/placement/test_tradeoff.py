@@ -201,3 +201,25 @@ def test_predictions_are_those_of_the_costs(made):
     fast, exact = trade.cut(0.0), trade.cut(EXACT)
     assert 0 < fast.seconds <= exact.seconds and fast.square == exact.square == 0
     assert math.isclose(fast.seconds, (trade._base + cost_of(trade._time, [*fast.full])) * 1e-12)
+
+
+def test_what_is_left_of_a_budget_is_used(made):
+    """Equal branches change sides at one weight: between none and all of them the curve has no corner."""
+
+    def branches(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return torch.stack([F.linear(x, weight).sum() for weight in (a, b, c, d)])
+
+    def squares(gm):
+        return {node: 1e-6 for node in gm.graph.nodes if node.name.startswith("linear")}
+
+    trade, _ = made(branches, *torch.randn(5, 4, 4), squares=squares, seed=3)
+    context = replace(trade._walk.context, costs=device(30, 10))
+    graph = next(iter(trade.choices)).graph
+    trade = TradeOff([graph.owning_module], context, squares(graph.owning_module))
+    found = cheapest_within(trade, 2.5e-6)
+    assert (
+        found is not None
+        and sum(not found.full[v] for n, v in trade.choices.items() if n.name.startswith("linear")) == 2
+    )
+    found = most_exact_within(trade, (trade.cut(0.0).seconds + 3 * trade.cut(EXACT).seconds) / 4 * 1.001)
+    assert found is not None and found.square == pytest.approx(1e-6)
