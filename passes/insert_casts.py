@@ -42,7 +42,7 @@ from torch.fx.node import Argument, map_arg
 
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.dtypes.scalars import is_zero_dim
+from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.graph.annotations import (
     CASTABLE,
     UNKNOWN,
@@ -77,7 +77,7 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
     epochs = _Epochs(gm, context)
     for node in list(gm.graph.nodes):
         if node.op == "output":
-            changed |= epochs.restore_outputs(node, context)
+            changed |= epochs.cast_arguments(node)
         elif node.op in ("call_function", "call_method"):
             changed |= epochs.cast_arguments(node) or epochs.keep_recorded(node) or epochs.keep_apart(node)
             epochs.written(node)
@@ -245,18 +245,3 @@ class _Epochs:
             "inserted": True,
         }
         return True
-
-    def restore_outputs(self, node: Node, context: Context) -> bool:
-        changed = False
-
-        def one(source: Node) -> Node:
-            nonlocal changed
-            if actual_dtype(source) is None:
-                return source
-            replacement = self.cast(source, original_dtype(notes(source).dtype), node, 0)
-            changed |= replacement is not source
-            return replacement
-
-        if context.keep_output_dtype and notes(node).precision.reads is not Arrival.AS_IT_ARRIVES:
-            node.args = tuple(map_arg(a, one) for a in node.args)
-        return changed

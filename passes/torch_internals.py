@@ -31,7 +31,6 @@ __all__ = [
     "exit_autocast",
     "exit_inference_mode",
     "no_autocast",
-    "op_name_of",
     "packet_name",
     "schema_of",
     "set_grad_enabled",
@@ -69,11 +68,6 @@ OF_GRAPH: Final = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start"
 def schema_of(op: OpOverload) -> Any:
     """Its FunctionSchema: ``arguments``, ``returns``, ``is_mutable``."""
     return op._schema
-
-
-def op_name_of(op: OpOverload) -> str:
-    """``add_``."""
-    return op._opname
 
 
 def packet_name(op: OpOverloadPacket) -> str:

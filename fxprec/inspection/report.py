@@ -12,7 +12,6 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxprec.errors import NotCapturedError
-from fxprec.inspection.explanation import Explanation, explain
 from fxprec.inspection.figures import Activations, Weights, activations, count, weights
 from fxprec.inspection.nodes import (
     Place,
@@ -24,7 +23,6 @@ from fxprec.inspection.nodes import (
     reason,
     rewritten_graphs,
     short_paths,
-    shown_dtype,
     source_line,
 )
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
@@ -33,12 +31,10 @@ from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.conversion import Conversion
 from fxprec.model.module import conversion_of, is_converted
 from fxprec.passes.graph.annotations import Rule, module_path, notes
-from fxprec.passes.graph.text import dtype_name
+from fxprec.passes.graph.text import dtype_name, shown_dtype
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-__all__ = ["Activations", "Explanation", "GraphReport", "Headline", "Report", "Row", "Weights", "explain", "report"]
 
 #: Names of guarded values that are printed; ``GraphReport.guarded`` has all.
 _SHOWN: Final = 12

@@ -83,17 +83,13 @@ def _doubtful(captured: DTypeInfo, low: torch.dtype) -> DTypeInfo:
 
 
 def _rerun(node: Node) -> Any:
-    mode = next(source.meta["val"].fake_mode for source in node.all_input_nodes if _is_fake(source.meta.get("val")))
-    with quietly(mode):
+    values = (source.meta.get("val") for source in node.all_input_nodes)
+    with quietly(next(value.fake_mode for value in values if isinstance(value, FakeTensor))):
         args, kwargs = map_arg((node.args, node.kwargs), _original)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)
         return node.target(*args, **kwargs)
-
-
-def _is_fake(value: Any) -> bool:
-    return isinstance(value, FakeTensor)
 
 
 def _original(source: Node) -> Any:

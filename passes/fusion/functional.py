@@ -12,14 +12,13 @@ last write: then there is no way to see the difference.
 
 from __future__ import annotations
 
-import operator
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from fxprec.kernels.rows.program.lowering import LOWERINGS
+from fxprec.passes.canonical.in_place import out_of_place
 from fxprec.passes.fusion.effects import stretches
 from fxprec.passes.graph.annotations import NO_OP, notes
 from fxprec.passes.graph.casts import cast
@@ -29,10 +28,6 @@ from fxprec.passes.ops.table import rule_of
 
 #: Of these a float takes its own dtype in an operation with them.
 _INTEGERS: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-
-_OPERATORS: Final = {
-    operator.iadd: torch.add, operator.isub: torch.sub, operator.imul: torch.mul, operator.itruediv: torch.div,
-}  # fmt: skip
 
 
 def make_functional(graph: Graph) -> bool:
@@ -105,26 +100,12 @@ def _can_change(node: Node) -> bool:
         converted = actual_dtype(source) is not None and notes(other).dtype in _INTEGERS
         if actual_dtype(other) is not actual_dtype(source) and not converted:
             return False  # out of place it would promote
-    return _functional_target(node) is not None
-
-
-def _functional_target(node: Node) -> object:
-    if node.kwargs.get("inplace") is True:
-        return node.target
-    if node.op == "call_method":
-        name = str(node.target)
-        return name[:-1] if name.endswith("_") and not name.endswith("__") else None
-    if node.target in _OPERATORS:
-        return _OPERATORS[node.target]  # type: ignore[index]
-    name = getattr(node.target, "__name__", "")
-    for home in (torch, F):
-        if name.endswith("_") and getattr(home, name, None) is node.target:
-            return getattr(home, name[:-1], None)
-    return None
+    return out_of_place(node) is not None
 
 
 def _rewrite(node: Node, source: Node) -> None:
-    node.target = _functional_target(node)  # type: ignore[assignment]
-    node.kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+    twin = out_of_place(node)
+    assert twin is not None
+    node.target, node.args, node.kwargs = twin
     node.update_arg(0, source)
     notes(node).op = notes(node).op._replace(in_place=False)

@@ -113,7 +113,7 @@ def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
         make = _KERNELS[op.name]
         if op.in_place or roots[node] in written:
             continue
-        if native and not (op.name == "cross_entropy" and _reads_cast(node)):
+        if native and not (op.name == "cross_entropy" and any(map(_is_inserted_cast, node.all_input_nodes[:1]))):
             continue
         arguments = _arguments(node)
         if arguments is None:
@@ -166,24 +166,17 @@ def _cross_entropy(node: Node, arguments: dict[str, Any]) -> bool:
     assert isinstance(source, Node)
     _call(cross_entropy, node, node, arguments | {"input": source})
     if source is not logits:
-        reads, rule = notes(source).precision.output, notes(node).precision.rule
-        notes(node).precision = Precision.arriving(torch.float32, torch.float32, rule, _why(node, reads))
+        reads, decided = notes(source).precision.output, notes(node).precision
+        why = f"{decided.why}; its kernel reads {reads} and computes in FP32"
+        notes(node).precision = Precision.arriving(torch.float32, torch.float32, decided.rule, why)
         if not logits.users:
             node.graph.erase_node(logits)
     notes(node).fused = "the kernel of cross_entropy"
     return True
 
 
-def _reads_cast(loss: Node) -> bool:
-    return any(_is_inserted_cast(source) for source in loss.all_input_nodes[:1])
-
-
 def _is_inserted_cast(node: Node) -> bool:
-    return node.target is cast and bool(notes(node).inserted)
-
-
-def _why(node: Node, reads: torch.dtype | None) -> str:
-    return f"{notes(node).precision.why}; its kernel reads {reads} and computes in FP32"
+    return node.target is cast and notes(node).inserted
 
 
 def _call(function: Callable[..., Any], first: Node, last: Node, arguments: dict[str, Any]) -> None:

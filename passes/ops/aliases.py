@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.passes.graph.annotations import NO_OP, Rule, arg_nodes, notes
+from fxprec.passes.graph.annotations import NO_OP, Rule, arg_nodes, argument, notes
+from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 
@@ -78,16 +79,15 @@ def written_by(node: Node) -> Iterator[Node]:
     elif op.in_place:
         yield from (source for port, source in arg_nodes(node) if port == 0)
     elif (row := rule_of(op.name)) is not None and row.writes is not None:
-        position, name, default = row.writes.flag
-        flag = node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+        flag = argument(node, *row.writes.flag)
         if flag is not None and flag is not False:
             yield from (source for port, source in arg_nodes(node) if port in row.writes.ports)
     elif (overload := _overload(node.target)) is not None and schema_of(overload).is_mutable:
         written = {
             key
-            for position, argument in enumerate(schema_of(overload).arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for key in (position, argument.name)
+            for position, each in enumerate(schema_of(overload).arguments)
+            if each.alias_info is not None and each.alias_info.is_write
+            for key in (position, each.name)
         }
         yield from (source for port, source in arg_nodes(node) if port in written)
 
@@ -115,12 +115,7 @@ def _outside(node: Node) -> Iterator[object]:
 
 def _operands(node: Node) -> Iterator[tuple[Node, bool, bool]]:
     """Of a higher-order op each operand of its bodies: whether one writes to it, and whether one may give it back."""
-    owner = node.graph.owning_module
-    bodies = {
-        source: value
-        for source in node.all_input_nodes
-        if source.op == "get_attr" and isinstance(value := getattr(owner, str(source.target), None), GraphModule)
-    }
+    bodies = {source: body for source in node.all_input_nodes if (body := body_of(source)) is not None}
     operands = [source for _, source in arg_nodes(node) if source not in bodies]
     for body in bodies.values():
         roots = alias_roots(body.graph)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from fxprec.passes.graph.annotations import Op
+from fxprec.passes.graph.annotations import Op, argument
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.spellings import ALIASES, FIXED_CASTS
 from fxprec.passes.torch_internals import (
@@ -100,11 +100,8 @@ def cast_target(node: Node) -> torch.dtype | None:
 
 def dtype_argument(node: Node) -> torch.dtype | None:
     """The dtype among a call's arguments (``softmax(x, 0, dtype=torch.float32)``): its result has it, come what may."""
-    for argument in (*node.args, *node.kwargs.values()):
-        dtype = _as_dtype(argument)
-        if dtype is not None:
-            return dtype
-    return None
+    found = map(_as_dtype, (*node.args, *node.kwargs.values()))
+    return next((dtype for dtype in found if dtype is not None), None)
 
 
 def canonical_op(node: Node) -> Op | None:
@@ -113,8 +110,7 @@ def canonical_op(node: Node) -> Op | None:
     if op is None:
         return None
     if op.name == "interpolate":
-        mode = node.args[3] if len(node.args) > 3 else node.kwargs.get("mode", "nearest")
-        return Op(_INTERPOLATION.get(str(mode), op.name))
+        return Op(_INTERPOLATION.get(str(argument(node, 3, "mode", "nearest")), op.name))
     if op.name == "div" and node.target is operator.truediv and not isinstance(node.args[0], Node):
         return Op("rdiv")
     return op

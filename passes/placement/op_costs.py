@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fxprec.passes.costs.byte_costs import attribute_of, elements
-from fxprec.passes.costs.device_costs import DeviceCosts, Work
+from fxprec.passes.costs.byte_costs import elements
+from fxprec.passes.costs.device_costs import DeviceCosts, Work, time_text
 from fxprec.passes.dtypes.fake_results import hint, numel_of
 from fxprec.passes.fusion.row_operations import is_row_operation
-from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.annotations import argument, notes
+from fxprec.passes.graph.fetched import attribute_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.rule import Cost
 from fxprec.passes.ops.table import facts_of
@@ -99,7 +100,7 @@ class OpCosts:
 
     def price(self, site: Site) -> Price | str:
         """What the op of a LOW site takes; or why nobody knows."""
-        kinds: dict[Cost, Callable[[Site], Price | None]] = {
+        kinds: dict[Cost, Callable[[Site], Price]] = {
             "product": self._product,
             "convolution": self._convolution,
             "transposed convolution": self._convolution,
@@ -110,10 +111,9 @@ class OpCosts:
         if cost is None:
             return "its cost is not modelled"
         try:
-            found = kinds[cost](site)
+            return kinds[cost](site)
         except _UnknownSizes:
-            found = None
-        return "sizes unknown" if found is None else found
+            return "sizes unknown"
 
     def cast(self, node: Node) -> float:
         """Of a value to the other dtype, at every call; of a parameter: its shadow."""
@@ -150,12 +150,10 @@ class OpCosts:
     def _price(self, what: str, seconds: Callable[[torch.dtype], float]) -> Price:
         return Price(_picoseconds(seconds(torch.float32)), _picoseconds(seconds(self.low)), what)
 
-    def _product(self, site: Site) -> Price | None:
+    def _product(self, site: Site) -> Price:
         left, right = (_operand(site, position) for position in site.facts.factors)
         a, b, out = _shape(left), _shape(right), _shape(site.node)
         depth = _summed(site, a, b) if site.name == "einsum" else a[-1]
-        if depth is None:
-            return None
         flop, elements = 2 * prod(out) * depth, prod(a) + prod(b) + prod(out)
         products = 1 + self._flows(left) + self._flows(right)
         shown = b[::-1] if site.name == "linear" else b
@@ -206,8 +204,8 @@ class OpCosts:
         """For the report: ``full`` and ``low`` are the price with the casts that each choice needs."""
         casts = " with its casts"
         return (
-            f"pays: {price.what} takes {_time(full)} in float32{casts if full > price.full else ''}, "
-            f"{_time(low)} in {dtype_name(self.low)}{casts if low > price.low else ''} ({self.costs})"
+            f"pays: {price.what} takes {time_text(full * 1e-12)} in float32{casts if full > price.full else ''}, "
+            f"{time_text(low * 1e-12)} in {dtype_name(self.low)}{casts if low > price.low else ''} ({self.costs})"
         )
 
 
@@ -217,11 +215,6 @@ class _UnknownSizes(Exception):
 
 def _picoseconds(seconds: float) -> int:
     return round(seconds * 1e12)
-
-
-def _time(picoseconds: float) -> str:
-    microseconds = picoseconds / 1e6
-    return f"{microseconds:.3g} us" if microseconds < 1000 else f"{microseconds / 1000:.3g} ms"
 
 
 def _operand(site: Site, position: int) -> Node:
@@ -235,8 +228,7 @@ def _operand(site: Site, position: int) -> Node:
 
 def _is_transposed(convolution: Node) -> bool:
     """Of ``torch.convolution``, which does both."""
-    args = convolution.args
-    return bool(args[6] if len(args) > 6 else convolution.kwargs.get("transposed"))
+    return bool(argument(convolution, 6, "transposed"))
 
 
 def _shape(node: Node) -> Shape:
@@ -250,11 +242,11 @@ def _shape(node: Node) -> Shape:
     return known
 
 
-def _summed(site: Site, a: Shape, b: Shape) -> int | None:
-    """Sizes of an einsum's summed dimensions, multiplied; None for more than two operands, or an ellipsis."""
+def _summed(site: Site, a: Shape, b: Shape) -> int:
+    """Sizes of an einsum's summed dimensions, multiplied; of two operands, without an ellipsis."""
     equation = site.node.args[0]
     if not isinstance(equation, str) or "->" not in equation or "." in equation or equation.count(",") != 1:
-        return None
+        raise _UnknownSizes
     terms, result = equation.replace(" ", "").split("->")
     first, second = terms.split(",")
     sizes = dict(zip(first + second, a + b, strict=False))

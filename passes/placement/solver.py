@@ -25,14 +25,13 @@ Ties are broken the same way every time, mostly to low; a unary cost decides the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Final
+from typing import Final
 
 _S: Final = -1
 _T: Final = -2
-_FAN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +83,6 @@ def solve(problem: CutProblem) -> list[bool]:
     for part in network.parts():
         full |= network.cut(part)
     return [variable in full for variable in range(problem.variables)]
-
-
-def cost_of(problem: CutProblem, full: list[bool]) -> float:
-    """What an assignment costs; closures that it breaks are not counted."""
-    total = sum(abs(cost) for variable, cost in problem.unary.items() if full[variable] is (cost > 0))
-    for tensor in problem.tensors:
-        if full[tensor.producer]:
-            casts = any(not full[user] for user in tensor.users)
-        else:
-            casts = any(full[user] for user in tensor.users if user not in tensor.promoters)
-        total += tensor.cost if casts else 0
-    return total
 
 
 def _close(problem: CutProblem, pins: dict[int, bool]) -> list[tuple[int, int]]:
@@ -212,25 +199,7 @@ class _Network:
         for node in part:
             for other, capacity in self.out[node].items():
                 graph.add_edge(node, other, capacity=capacity)
-        _fan(sources, _S, graph.add_edge)
-        _fan(sinks, _T, lambda outer, inner, **capacity: graph.add_edge(inner, outer, **capacity))
+        graph.add_weighted_edges_from(((_S, node, pull) for node, pull in sources.items()), weight="capacity")
+        graph.add_weighted_edges_from(((node, _T, pull) for node, pull in sinks.items()), weight="capacity")
         _, (full, _) = nx.minimum_cut(graph, _S, _T, flow_func=boykov_kolmogorov)
         return full
-
-
-def _fan(leaves: dict[int, float], terminal: int, join: Callable[..., Any]) -> None:
-    """Join nodes to a terminal by a tree of unlimited edges: networkx scans a node's edges anew for every path."""
-    level = {}
-    for position, (node, capacity) in enumerate(leaves.items()):
-        group = (terminal, 0, position // _FAN)
-        join(group, node, capacity=capacity)
-        level[group] = None
-    while len(level) > _FAN:
-        upper = {}
-        for position, node in enumerate(level):
-            group = (terminal, node[1] + 1, position // _FAN)
-            join(group, node)
-            upper[group] = None
-        level = upper
-    for node in level:
-        join(terminal, node)

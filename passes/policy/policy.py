@@ -26,10 +26,9 @@ from torch.fx import Node
 from fxprec.errors import PolicyError
 from fxprec.passes.graph.annotations import CASTABLE, Rule
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.ops.custom import is_registered, registered_autocast
+from fxprec.passes.ops.custom import registered, registered_autocast
 from fxprec.passes.ops.table import OP_TABLE, OpRule
 from fxprec.passes.policy.terms import (
-    LEVELS,
     CustomRule,
     Kind,
     Level,
@@ -41,8 +40,6 @@ from fxprec.passes.policy.terms import (
     precision_name,
 )
 from fxprec.passes.policy.toml import dump, load
-
-__all__ = ["LEVELS", "CustomRule", "Level", "Override", "Policy", "registered_autocast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class Policy:
         parse_level(self.level)
         known = [*OP_TABLE, *(row.op for row in self.rules)]
         for override in self.overrides:
-            if override.kind == "ops" and not is_registered(override.name):
+            if override.kind == "ops" and registered(override.name) is None:
                 _check_op(override, known)
 
     @classmethod
@@ -155,7 +152,7 @@ class Policy:
             f"rule of op {row.op!r}{f' ({row.source})' if row.source else ''}: neither the model nor torch has this op"
             + did_you_mean(row.op, ops)
             for row in self.rules
-            if row.op not in ops and not is_registered(row.op)
+            if row.op not in ops and registered(row.op) is None
         ]
         if complaints:
             raise PolicyError(
