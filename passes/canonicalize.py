@@ -37,7 +37,7 @@ from fxprec.passes.graph.annotations import Op, argument, notes
 from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.ops.aliases import outside_writes
 from fxprec.passes.ops.names import canonical_op, cast_target
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import enter_autocast, exit_autocast
 
 
@@ -128,9 +128,8 @@ def _mark_derived(node: Node, context: Context) -> None:
 
 
 def _first_by_position(node: Node, op: Op) -> bool:
-    row = rule_of(op.name)
     name = next((name for name in ("input", "self") if name in node.kwargs), None)
-    if node.args or name is None or not (op.in_place or (row is not None and row.view)):
+    if node.args or name is None or not (op.in_place or facts_of(op.name).view):
         return False
     node.args = (node.kwargs[name],)
     node.kwargs = {key: value for key, value in node.kwargs.items() if key != name}

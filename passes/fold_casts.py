@@ -28,8 +28,6 @@ Body of a checkpointed region, before and after (``%x_bf16`` is made by the call
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -42,12 +40,6 @@ from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.names import cast_target
-
-_WIDER: Final = {
-    torch.float16: (torch.float32, torch.float64),
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-}
 
 
 def fold_casts(gm: GraphModule, context: Context) -> PassResult:
@@ -150,7 +142,7 @@ def _known(node: Node) -> torch.dtype | None:
 
 
 def _lossless(narrow: torch.dtype | None, wide: torch.dtype | None) -> bool:
-    return narrow is not None and (narrow == wide or wide in _WIDER.get(narrow, ()))
+    return narrow is not None and wide is not None and torch.promote_types(narrow, wide) == wide
 
 
 def _hoist(gm: GraphModule) -> int:

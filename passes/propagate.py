@@ -36,9 +36,19 @@ from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_results import fake_result, numel_of, value_dtype
 from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, first, is_zero_dim
 from fxprec.passes.dtypes.special_results import SPECIAL, Facts
-from fxprec.passes.graph.annotations import NO_OP, NON_TENSOR, UNKNOWN, DTypeInfo, Rule, arg_nodes, leaves, notes
+from fxprec.passes.graph.annotations import (
+    NO_OP,
+    NON_TENSOR,
+    UNKNOWN,
+    DTypeInfo,
+    Rule,
+    arg_nodes,
+    leaves,
+    nested,
+    notes,
+)
 from fxprec.passes.graph.fetched import attribute_of, body_of
-from fxprec.passes.ops.table import OVERLOAD_RESULTS, facts_of, rule_of
+from fxprec.passes.ops.table import OVERLOAD_RESULTS, facts_at, facts_of, rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 
 #: Kinds of float results that stay as wide whatever arrives.
@@ -72,7 +82,9 @@ class _Walk:
         returned: DTypeInfo = NON_TENSOR
         for node in self.gm.graph.nodes:
             if node.op == "output":
-                returned = _structure(node.args[0])
+                returned = nested(
+                    node.args[0], lambda leaf: notes(leaf).dtype if isinstance(leaf, Node) else NON_TENSOR
+                )
                 continue
             annotations = notes(node)
             if node.op == "get_attr":
@@ -92,12 +104,10 @@ class _Walk:
         return torch.int64 if _is_index(node) else UNKNOWN
 
     def _attribute(self, node: Node) -> DTypeInfo:
-        value = attribute_of(node)
-        if not isinstance(value, torch.Tensor):
-            notes(node).numel = None
-            return NON_TENSOR
-        annotations = notes(node)
+        value, annotations = attribute_of(node), notes(node)
         annotations.numel = numel_of(value)
+        if not isinstance(value, torch.Tensor):
+            return NON_TENSOR
         annotations.ndim = value.dim()
         return value.dtype
 
@@ -187,7 +197,7 @@ class _Walk:
 def _is_index(node: Node) -> bool:
     """Whether somebody can take the value as an index only."""
     for user in node.users:
-        row = facts_of(notes(user).op.name)
+        row = facts_at(user)
         ports = (0, "input", "tensor") if user.target in _LOOKUPS else row.indices
         if any(source is node and port in ports for port, source in arg_nodes(user)):
             return True
@@ -203,15 +213,6 @@ def _bind(body: GraphModule, operands: list[Any]) -> None:
         return
     for placeholder, operand in zip(inputs, operands[len(operands) - len(inputs) :], strict=True):
         notes(placeholder).dtype = notes(operand).dtype if isinstance(operand, Node) else NON_TENSOR
-
-
-def _structure(argument: Any) -> DTypeInfo:
-    """The dtypes of what a graph returns, nested as it is."""
-    if isinstance(argument, Node):
-        return notes(argument).dtype
-    if isinstance(argument, tuple | list):
-        return tuple(_structure(element) for element in argument)
-    return NON_TENSOR
 
 
 def _overload(target: Any) -> OpOverload | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, ready for json."""
-        return {"headline": _plain_data(self.headline), "graphs": [_plain_data(graph) for graph in self.graphs]}
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def __str__(self) -> str:
         return plain(self)
@@ -316,11 +317,3 @@ def _kind(node: Node) -> str:
     if is_inserted(node):
         return "absorbed" if notes(node).state("in_region") else "shadow" if is_shadow(node) else "cast"
     return "op"
-
-
-def _plain_data(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain_data(item) for key, item in value.items()}
-    return [_plain_data(item) for item in value] if isinstance(value, tuple | list) else value

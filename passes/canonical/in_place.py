@@ -21,19 +21,21 @@ from torch.fx.node import map_arg
 
 from fxprec.errors import PolicyError
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import Op, Rule, argument, module_path, notes
+from fxprec.passes.graph.annotations import Op, Rule, argument, module_path
 from fxprec.passes.graph.casts import write_out
-from fxprec.passes.ops.attributes import RESULT_FIELDS
-from fxprec.passes.ops.table import facts_of, rule_of
+from fxprec.passes.ops.spellings import RESULT_FIELDS
+from fxprec.passes.ops.table import facts_at, facts_of, rule_of
 from fxprec.passes.torch_internals import OpOverload
 
 
 def is_in_place(node: Node, op: Op) -> bool:
     """Whether the call writes to its first argument, by its name or by a flag."""
-    if op.in_place or node.kwargs.get("inplace") is True:
-        return True
-    position = facts_of(op.name).inplace
-    return position is not None and len(node.args) > position and node.args[position] is True
+    return op.in_place or _is_flagged(node, facts_of(op.name).inplace)
+
+
+def _is_flagged(node: Node, position: int | None) -> bool:
+    flag = node.kwargs.get("inplace") if position is None else argument(node, position, "inplace")
+    return flag is True
 
 
 def has_dtype_of_its_own(node: Node, op: Op, context: Context) -> bool:
@@ -92,15 +94,13 @@ def _finish(node: Node, value: Node, written: Node, op: Op) -> None:
 def out_of_place(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     """Target, args and kwargs of the call that makes a new tensor of what this one writes; None where there is none."""
     args, kwargs = node.args, {key: value for key, value in node.kwargs.items() if key != "inplace"}
-    position = facts_of(notes(node).op.name).inplace
+    position = facts_at(node).inplace
     if node.op == "call_method":
         name = str(node.target)
         name = "__" + name[3:] if name.startswith("__i") else name.rstrip("_")
         target: Any = name if hasattr(torch.Tensor, name) else None
-    elif node.kwargs.get("inplace") is True:
-        target = node.target
-    elif position is not None and argument(node, position, "inplace") is True:
-        target, args = node.target, args[:position]  # it is the last one
+    elif _is_flagged(node, position):
+        target, args = node.target, args[:position]  # the flag is the last one
     else:
         target = _twin(node.target)
     return None if target is None else (target, args, kwargs)

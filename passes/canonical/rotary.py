@@ -26,8 +26,7 @@ import torch
 from torch.fx import Graph, Node, Proxy
 
 from fxprec.passes.graph.annotations import Op, argument, notes
-from fxprec.passes.graph.leaves import leaf
-from fxprec.passes.graph.served import is_served
+from fxprec.passes.graph.leaves import is_served, leaf
 
 
 def rope(x: Any, cos: Any, sin: Any, half: int) -> Any:

@@ -6,6 +6,7 @@ a Python number, where there is a dimensioned one; a one-element vector counts i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
@@ -88,11 +89,8 @@ def promote(operands: Operands) -> DTypeInfo:
 
 
 def _widest(infos: Iterable[DTypeInfo]) -> torch.dtype | None:
-    widest: torch.dtype | None = None
-    for info in infos:
-        if isinstance(info, torch.dtype):
-            widest = info if widest is None else torch.promote_types(widest, info)
-    return widest
+    found = [info for info in infos if isinstance(info, torch.dtype)]
+    return functools.reduce(torch.promote_types, found) if found else None
 
 
 def _combine(higher: DTypeInfo | None, lower: torch.dtype | None) -> DTypeInfo:
@@ -109,12 +107,9 @@ def _combine(higher: DTypeInfo | None, lower: torch.dtype | None) -> DTypeInfo:
 
 
 def _number_dtype(number: type | None) -> torch.dtype | None:
-    if number is None:
-        return None
-    if number is bool:
-        return torch.bool
-    if number is int:
-        return torch.int64
+    fixed = {None: None, bool: torch.bool, int: torch.int64}
+    if number in fixed:
+        return fixed[number]
     default = torch.get_default_dtype()
     return default.to_complex() if number is complex else default
 

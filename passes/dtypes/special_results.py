@@ -17,9 +17,9 @@ from torch.fx import Node
 from fxprec.passes.dtypes.fake_results import fake_result
 from fxprec.passes.dtypes.promotion import NUMBERS, Operands, first, promote
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, argument, notes
-from fxprec.passes.ops.attributes import NO_TENSOR_ATTRIBUTES, RESULT_FIELDS, TENSOR_ATTRIBUTES
 from fxprec.passes.ops.names import cast_target, dtype_argument
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.spellings import NO_TENSOR_ATTRIBUTES, RESULT_FIELDS, TENSOR_ATTRIBUTES
+from fxprec.passes.ops.table import facts_at
 from fxprec.passes.torch_internals import OpOverload, schema_of
 
 
@@ -106,7 +106,7 @@ def _extreme(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
 
 def _pool(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
     """max_pool2d(x, ..., return_indices=True)"""
-    position = facts_of(notes(node).op.name).return_indices
+    position = facts_at(node).return_indices
     if position is None or isinstance(node.target, OpOverload) or not argument(node, position, "return_indices"):
         return None
     return (first(operands), torch.int64)

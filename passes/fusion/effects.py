@@ -90,10 +90,7 @@ def sort(graph: Graph, order: Mapping[Node, Sequence[Node]], position: Mapping[N
 
 
 def _has_effects(node: Node) -> bool:
-    if node.op in ("placeholder", "get_attr", "output"):
+    if node.op in ("placeholder", "get_attr", "output") or is_row_operation(node):
         return False
-    op = notes(node).op
-    if is_row_operation(node):
-        return False
-    row = rule_of(op.name)
+    row = rule_of(notes(node).op.name)
     return row is None or row.random

@@ -28,14 +28,12 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node, Proxy
 
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
-from fxprec.passes.graph.annotations import Precision, notes
+from fxprec.passes.graph.annotations import CASTABLE, Precision, notes
 from fxprec.passes.graph.casts import cast
-from fxprec.passes.graph.leaves import leaf
-from fxprec.passes.graph.served import is_served
+from fxprec.passes.graph.leaves import is_served, leaf
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
 _LOW: Final = (torch.float16, torch.bfloat16)
-_FLOATS: Final = (*_LOW, torch.float32)
 #: Logits on a CPU: from here on the passes over memory weigh more than the calls (python -m benchmarks step).
 _MANY: Final = 1 << 20
 #: Classes, next to each other, of which that holds: of few, or of the pixels of an image, torch's loss is faster.
@@ -47,17 +45,14 @@ def batch_norm(
     momentum: float = 0.1, eps: float = 1e-5, residual: Any = None, relu: bool = False,
 ) -> Any:  # fmt: skip
     """``relu?(F.batch_norm(...) [+ residual])``: one kernel after the statistics, where it serves."""
+    options = {"training": training, "momentum": momentum, "eps": eps, "residual": residual, "relu": relu}
     if isinstance(x, Proxy):
-        options = {"training": training, "momentum": momentum, "eps": eps, "residual": residual, "relu": relu}
         return leaf(batch_norm, x, running_mean, running_var, weight, bias, **options)
-    fits = residual is None or (residual.shape == x.shape and residual.dtype in _FLOATS)
+    fits = residual is None or (residual.shape == x.shape and residual.dtype in CASTABLE)
     if fits and isinstance(momentum, int | float) and is_served(x):
         from fxprec.kernels.nn.batch_norm import batch_norm as kernel  # which loads Triton
 
-        return kernel(
-            x, running_mean, running_var, weight, bias,
-            training=training, momentum=momentum, eps=eps, residual=residual, relu=relu,
-        )  # fmt: skip
+        return kernel(x, running_mean, running_var, weight, bias, **options)
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     y = y if residual is None else y + residual
     return F.relu(y) if relu else y

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from fxprec.passes.fusion.effects import memory_of, stretches
 from fxprec.passes.fusion.row_operations import drops, is_row_operation, reduced_dimensions
 from fxprec.passes.graph.annotations import arg_nodes, notes
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import facts_of
 
 #: Nodes of a region. Larger kernels run out of registers.
 _MOST: Final = 64
@@ -213,5 +213,5 @@ def _stored(node: Node, region: Region) -> bool:
 
 def _gives_its_input(node: Node) -> bool:
     """Whether the result may be the argument itself: ``contiguous``, or a dropout that drops nothing."""
-    row = rule_of(notes(node).op.name)
-    return row is not None and row.view and notes(node).op.name != "to" and not drops(node)
+    op = notes(node).op
+    return facts_of(op.name).view and op.name != "to" and not drops(node)

@@ -21,8 +21,10 @@ from fxprec.passes.ops.table import facts_of
 #: Keyword arguments that may be there, and what they must be.
 _ALLOWED: Final = {"inplace": (False, True), "out": (None,), "rounding_mode": (None,)}
 _EXPONENTS: Final = frozenset({1.0, 2.0, 3.0, 4.0, -1.0, -2.0, -3.0, -4.0, 0.5, -0.5, 1.5})
+#: Of these a float takes its own dtype in an operation with them.
+INTEGERS: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 #: Dtypes of tensors that kernels load.
-_LOADED: Final = CASTABLE | {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+_LOADED: Final = CASTABLE | INTEGERS
 #: Integers that FP32, in which kernels compare, does not tell apart.
 _LONG: Final = frozenset({torch.int32, torch.int64})
 #: Numbers up to here it does.

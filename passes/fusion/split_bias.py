@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import CASTABLE, Op, Precision, Rule, argument, notes
 from fxprec.passes.graph.casts import CASTS, cast
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.table import facts_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def split_biases(graph: Graph) -> list[SplitBias]:
     """Split every bias that may join a region."""
     found = []
     for node in [*graph.nodes]:
-        behind = facts_of(notes(node).op.name).bias
+        behind = facts_at(node).bias
         if behind is None:
             continue
         bias, end = _bias(node), _end_of_views(node)
@@ -54,7 +54,7 @@ def split_biases(graph: Graph) -> list[SplitBias]:
 def _end_of_views(product: Node) -> Node:
     """The last of the views that follow a matrix product, as long as each keeps its last dimension."""
     node = product
-    while facts_of(notes(product).op.name).bias == 0 and len(node.users) == 1:
+    while facts_at(product).bias == 0 and len(node.users) == 1:
         (user,) = node.users
         shapes = [getattr(each.meta.get("val"), "shape", None) for each in (node, user)]
         if notes(user).op.name not in ("view", "reshape") or None in shapes or shapes[0][-1:] != shapes[1][-1:]:  # type: ignore[index]

@@ -8,7 +8,7 @@ writes all of that node's; of the others it writes its own fields only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
@@ -203,6 +203,11 @@ def leaves(argument: Any) -> Iterator[Any]:
         return
     for element in argument:
         yield from leaves(element)
+
+
+def nested(value: Any, of_leaf: Callable[[Any], Any]) -> Any:
+    """Something of each leaf of a value, in tuples that are nested as the value is."""
+    return tuple(nested(each, of_leaf) for each in value) if isinstance(value, tuple | list) else of_leaf(value)
 
 
 def arg_nodes(node: Node) -> Iterator[tuple[int | str, Node]]:

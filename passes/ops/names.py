@@ -30,7 +30,6 @@ from fxprec.passes.torch_internals import (
     builtin_nn,
     builtins_of_torch,
     data_of,
-    packet_name,
 )
 
 #: Functions that several names reach with different meanings, or whose own name says nothing.
@@ -157,8 +156,8 @@ def _alias(name: str) -> str:
 
 @functools.cache
 def _library_op(target: OpOverload | OpOverloadPacket) -> Op:
-    qualified = target.name() if isinstance(target, OpOverload) else packet_name(target)
-    namespace, _, name = qualified.partition("::")
+    overload = target if isinstance(target, OpOverload) else getattr(target, target.overloads()[0])
+    namespace, _, name = overload.name().partition("::")
     name = name.partition(".")[0]
     if namespace in _OWN_NAMESPACES:
         return _named(name)
@@ -169,18 +168,11 @@ def _library_op(target: OpOverload | OpOverloadPacket) -> Op:
 @functools.cache
 def _functions() -> dict[Any, Op]:
     """Every Python function and builtin of torch that is an op, by identity. Built at first use."""
-    found: dict[Any, Op] = {}
-    for function, op in (*_explicit(), *_operators(), *_namespaces()):
+    found = {function: Op(name) for function, name in _EXPLICIT if function is not None}
+    found |= dict.fromkeys(CASTS, Op("to"))
+    for function, op in (*_operators(), *_namespaces()):
         found.setdefault(function, op)
     return found
-
-
-def _explicit() -> Iterator[tuple[Callable[..., Any], Op]]:
-    for function, name in _EXPLICIT:
-        if function is not None:
-            yield function, Op(name)
-    for function in CASTS:
-        yield function, Op("to")
 
 
 def _operators() -> Iterator[tuple[Callable[..., Any], Op]]:

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from fxprec.passes.graph.annotations import Rule
+from torch.fx import Node
+
+from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.ops.rows.linalg import LINALG_ROWS
 from fxprec.passes.ops.rows.math import MATH_ROWS
 from fxprec.passes.ops.rows.nn import NN_ROWS
@@ -49,6 +51,11 @@ def rule_of(name: str) -> OpRule | None:
 def facts_of(name: str) -> OpRule:
     """The row of a canonical op name; where the table has none, one that states nothing."""
     return OP_TABLE.get(name, _NOTHING_KNOWN)
+
+
+def facts_at(node: Node) -> OpRule:
+    """``facts_of`` the op of a node."""
+    return facts_of(notes(node).op.name)
 
 
 _NOTHING_KNOWN: Final = OpRule(Rule.KEEP, "")

@@ -26,7 +26,7 @@ from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.fetched import attribute_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.rule import Cost
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.sites import Site
 
 #: Input channels a group from which on a convolution is a matrix product, and not a sum over a few.
@@ -94,7 +94,7 @@ class OpCosts:
             elif node.op == "placeholder":
                 flows = inside or _requires_grad(_value(node))
             else:
-                flows = facts_of(_name(node)).gradient and any(map(self._flows, node.all_input_nodes))
+                flows = facts_at(node).gradient and any(map(self._flows, node.all_input_nodes))
             if flows:
                 self._differentiable.add(node)
 
@@ -127,7 +127,7 @@ class OpCosts:
     def traffic(self, node: Node) -> float:
         """What it costs more to have an op other than LOW ones write FP32 and not low; negative: less."""
         count = _elements(node)
-        if count is None or facts_of(_name(node)).view:
+        if count is None or facts_at(node).view:
             return 0.0
         full, low = (self._seconds(Work.POINTWISE, dtype, count) for dtype in (torch.float32, self.low))
         return (full - low) * (1 + self._flows(node))
@@ -165,32 +165,29 @@ class OpCosts:
     def _convolution(self, site: Site) -> Price:
         data, weight = _operand(site, 0), _operand(site, 1)
         x, w, out = _shape(data), _shape(weight), _shape(site.node)
-        transposed = site.facts.cost == "transposed convolution" or (
-            site.name == "convolution" and _is_transposed(site.node)
-        )
+        either = site.name == "convolution"  # torch.convolution does both
+        transposed = argument(site.node, 6, "transposed") if either else site.facts.cost == "transposed convolution"
         flop = 2 * prod(x if transposed else out) * prod(w[1:])
         thin = w[1] < _THIN
         forward = Work.THIN_CONVOLUTION if thin else Work.CONVOLUTION
         backward = Work.THIN_CONVOLUTION_BACKWARD if thin else Work.CONVOLUTION_BACKWARD
         gradients = (self._flows(data) + self._flows(weight)) / 2
-
-        def seconds(dtype: torch.dtype) -> float:
-            both = self.costs.seconds(backward, dtype, flop) if gradients else 0.0
-            return self.costs.seconds(forward, dtype, flop) + gradients * both
-
-        return self._price(f"{site.name} {_text(x)} * {_text(w)}", seconds)
+        return self._there_and_back(f"{site.name} {_text(x)} * {_text(w)}", forward, backward, flop, gradients)
 
     def _attention(self, site: Site) -> Price:
         query, key, value = (_operand(site, position) for position in range(3))
         q, k, v = _shape(query), _shape(key), _shape(value)
         flop = 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-        flows = any(map(self._flows, (query, key, value)))
+        gradients = any(map(self._flows, (query, key, value)))
+        what = f"attention of {_text(q)} over {_text(k)}"
+        return self._there_and_back(what, Work.ATTENTION, Work.ATTENTION_BACKWARD, flop, gradients)
 
-        def seconds(dtype: torch.dtype) -> float:
-            backward = self.costs.seconds(Work.ATTENTION_BACKWARD, dtype, flop) if flows else 0.0
-            return self.costs.seconds(Work.ATTENTION, dtype, flop) + backward
-
-        return self._price(f"attention of {_text(q)} over {_text(k)}", seconds)
+    def _there_and_back(self, what: str, forward: Work, backward: Work, flop: float, gradients: float) -> Price:
+        """``gradients``: the share of the backward that runs."""
+        costs = self.costs
+        return self._price(
+            what, lambda dtype: costs.seconds(forward, dtype, flop) + gradients * costs.seconds(backward, dtype, flop)
+        )
 
     def _pointwise(self, site: Site) -> Price:
         out = _shape(site.node)
@@ -226,18 +223,12 @@ def _operand(site: Site, position: int) -> Node:
     raise _UnknownSizes
 
 
-def _is_transposed(convolution: Node) -> bool:
-    """Of ``torch.convolution``, which does both."""
-    return bool(argument(convolution, 6, "transposed"))
-
-
 def _shape(node: Node) -> Shape:
     value = attribute_of(node) if node.op == "get_attr" else _value(node)
     if not isinstance(value, Tensor):
         raise _UnknownSizes
-    sizes = [size if isinstance(size, int) else hint(size) for size in value.shape]
-    known = tuple(size for size in sizes if size is not None)
-    if len(known) != len(sizes) or not known:
+    known = tuple(size for size in map(hint, value.shape) if size is not None)
+    if len(known) != value.dim() or not known:
         raise _UnknownSizes
     return known
 
@@ -266,10 +257,6 @@ def _elements(node: Node) -> int | None:
 
 def _text(shape: Shape) -> str:
     return "x".join(map(str, shape))
-
-
-def _name(node: Node) -> str:
-    return notes(node).op.name
 
 
 def _requires_grad(value: Any) -> bool:

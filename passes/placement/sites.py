@@ -25,7 +25,7 @@ from fxprec.passes.graph.annotations import (
     notes,
 )
 from fxprec.passes.ops.names import dtype_argument
-from fxprec.passes.ops.table import OpRule, facts_of, rule_of
+from fxprec.passes.ops.table import OpRule, facts_at, facts_of, rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,6 @@ def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, ou
     if rule is Rule.FULL and compute is not None:
         compute = torch.float32
     arrival = reads or (Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES)
-    if facts_of(notes(node).op.name).arrives or not node.all_input_nodes:
+    if facts_at(node).arrives or not node.all_input_nodes:
         arrival = Arrival.AS_IT_ARRIVES
     return Precision(arrival, compute, output, rule, why)

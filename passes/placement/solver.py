@@ -103,29 +103,21 @@ def _charge(network: _Network, tensor: Tensor, pins: Mapping[int, bool], auxilia
     """The edges of one tensor; ``auxiliary`` and the next number are free for its two nodes."""
     producer, cost = tensor.producer, tensor.cost
     users = [user for user in dict.fromkeys(tensor.users) if user != producer]
-    if pins.get(producer) is not False:  # it may be FP32: does some user read low?
-        tail = _S if producer in pins else producer
-        readers = [user for user in users if user not in pins]
-        if any(pins.get(user) is False for user in users):
-            network.add(tail, _T, cost)
-        elif len(readers) == 1:
-            network.add(tail, readers[0], cost)
-        elif readers:
-            network.add(tail, auxiliary, cost)
-            for user in readers:
-                network.add(auxiliary, user, inf)
-    if not pins.get(producer):  # it may be low: does some user read FP32?
-        head = _T if producer in pins else producer
-        wide = [user for user in users if user not in tensor.promoters]
-        readers = [user for user in wide if user not in pins]
-        if any(pins.get(user) for user in wide):
-            network.add(_S, head, cost)
-        elif len(readers) == 1:
-            network.add(readers[0], head, cost)
-        elif readers:
-            network.add(auxiliary + 1, head, cost)
-            for user in readers:
-                network.add(user, auxiliary + 1, inf)
+    wide = [user for user in users if user not in tensor.promoters]
+    for full, readers in ((True, users), (False, wide)):  # where it is FP32 and a user reads low; the other way around
+        if pins.get(producer) is (not full):
+            continue
+        here, there = (_S, _T) if full else (_T, _S)
+        end = here if producer in pins else producer
+        free = [reader for reader in readers if reader not in pins]
+        if any(pins.get(reader) is (not full) for reader in readers):
+            network.join(end, there, cost, full)
+        elif len(free) == 1:
+            network.join(end, free[0], cost, full)
+        elif free:
+            network.join(end, auxiliary + (not full), cost, full)
+            for reader in free:
+                network.join(auxiliary + (not full), reader, inf, full)
 
 
 class _Network:
@@ -146,6 +138,10 @@ class _Network:
             self.pull[head] += capacity
         elif tail >= 0:
             self.pull[tail] -= capacity
+
+    def join(self, here: int, there: int, capacity: float, forwards: bool) -> None:
+        """``add`` in one direction or the other."""
+        self.add(*((here, there) if forwards else (there, here)), capacity)
 
     def reduce(self) -> set[int]:
         """Settle and remove nodes whose own pull outweighs all their neighbours; the FP32 ones."""

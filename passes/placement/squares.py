@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fxprec.passes.graph.annotations import NO_OP, Rule, arg_nodes, argument, notes
 from fxprec.passes.ops.rule import OpRule
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import facts_at, rule_of
 
 #: How far back two values are compared, call by call.
 _DEPTH: Final = 8
@@ -27,9 +27,8 @@ _DEPTH: Final = 8
 
 def is_square(node: Node) -> bool:
     """Whether the op multiplies a value by itself, element by element; it may sum the products up."""
-    op = notes(node).op
-    row = rule_of(op.name)
-    if row is None or row.squares is None:
+    row = facts_at(node)
+    if row.squares is None:
         return False
     if row.squares == "always":
         return True

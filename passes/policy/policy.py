@@ -54,8 +54,13 @@ class Policy:
         parse_level(self.level)
         known = [*OP_TABLE, *(row.op for row in self.rules)]
         for override in self.overrides:
-            if override.kind == "ops" and registered(override.name) is None:
-                _check_op(override, known)
+            named = override.kind != "ops" or any(fnmatchcase(name, override.name) for name in known)
+            if not named and registered(override.name) is None:
+                raise PolicyError(
+                    f"override {override}: no op has this name{did_you_mean(override.name, known)}; docs/precision.md "
+                    "lists them. A custom op is 'namespace::name': import what registers it first, or add a row with "
+                    "Policy.with_rule"
+                )
 
     @classmethod
     def preset(cls, level: str) -> Policy:
@@ -160,11 +165,3 @@ class Policy:
                 + "\n  ".join(complaints)
                 + "\nCorrect or remove them; fxprec.report of a model converted without them lists every name."
             )
-
-
-def _check_op(override: Override, known: list[str]) -> None:
-    if not any(fnmatchcase(name, override.name) for name in known):
-        raise PolicyError(
-            f"override {override}: no op has this name{did_you_mean(override.name, known)}; docs/precision.md lists "
-            "them. A custom op is 'namespace::name': import what registers it first, or add a row with Policy.with_rule"
-        )

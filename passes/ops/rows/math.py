@@ -18,7 +18,8 @@ _SIGN: Final = "looks at sign or class of each value: exact in any dtype"
 _SPECIAL: Final = "a series or recurrence: FP32 as torch computes it inside, and often no low kernel"
 _INTEGERS: Final = "integers and bool only"
 
-BINARY: Final = table(
+MATH_ROWS: Final[Mapping[str, OpRule]] = table(
+    # of two tensors
     rows(Rule.PROMOTE, _WIDEST, "add sub rsub maximum minimum fmax fmin clamp clamp_min clamp_max",
          native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "mul addcmul", native_promotion=True, squares="factors"),
@@ -50,9 +51,7 @@ BINARY: Final = table(
     facts("eq ne lt le gt ge where mul maximum minimum", boolean=True),
     facts("div rdiv", float_number=True),
     facts("rdiv", autocast=Rule.FULL),
-)  # fmt: skip
-
-UNARY: Final = table(
+    # of one
     rows(Rule.FOLLOW, "exact, or one rounding", "neg nan_to_num", result="first"),
     rows(Rule.FOLLOW, "gives its input back", "positive", result="first", view=True, same=True),
     rows(Rule.FOLLOW, "exact, or one rounding", "abs", result="real"),
@@ -74,9 +73,7 @@ UNARY: Final = table(
     facts("isnan positive", boolean=True),
     facts("sqrt exp log", float_number=True),
     facts("acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow", autocast=Rule.FULL),
-)  # fmt: skip
-
-REDUCTIONS: Final = table(
+    # reductions
     rows(Rule.FULL, _SUM, "sum", result="accumulate", dtype_keyword=True),
     rows(Rule.FULL, _SUM, "mean", result="first", dtype_keyword=True, mixed=frozenset({"cpu", "cuda"})),
     rows(Rule.FULL, _SUM, "prod cumsum cumprod nansum", result="accumulate"),
@@ -108,9 +105,7 @@ REDUCTIONS: Final = table(
     facts("argmax argmin", gradient=False),
     facts("norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm prod cumprod "
           "cumsum sum", autocast=Rule.FULL),
-)  # fmt: skip
-
-COUNTING: Final = table(
+    # counting
     rows(Rule.KEEP, "compares values: rounding would merge them", "unique unique_consecutive unique_dim bucketize "
          "searchsorted hash_tensor", result="unknown"),
     rows(Rule.KEEP, "compares values: rounding would merge them", "isin", result="bool"),
@@ -119,15 +114,11 @@ COUNTING: Final = table(
     rows(Rule.KEEP, "counts into bins: rounding moves values between them", "histogramdd bincount", result="unknown"),
     facts("unique unique_consecutive", special="unique"),
     facts("bucketize searchsorted", special="buckets"),
-)  # fmt: skip
-
-INTEGERS: Final = table(
+    # of integers
     rows(Rule.KEEP, _INTEGERS, "bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift"),
     rows(Rule.KEEP, _INTEGERS, "gcd lcm"),
     rows(Rule.KEEP, _INTEGERS, "not_ truth contains is is_not", result="none"),
-)
-
-SPECIAL: Final = table(
+    # special functions
     rows(Rule.FULL, _SPECIAL, "digamma lgamma polygamma mvlgamma igamma igammac i0 i0e", result="float"),
     rows(Rule.FULL, _SPECIAL, "zeta i1 i1e airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 "
          "modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 "
@@ -136,7 +127,5 @@ SPECIAL: Final = table(
          "shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he "
          "laguerre_polynomial_l legendre_polynomial_p", result="float", low_kernel=False),
     rows(Rule.FULL, _RANGE, "entr ndtr xlogy xlog1py logaddexp logaddexp2", result="float"),
-    rows(Rule.FULL, _RANGE, "erfcx log_ndtr ndtri", result="float", low_kernel=False)
+    rows(Rule.FULL, _RANGE, "erfcx log_ndtr ndtri", result="float", low_kernel=False),
 )  # fmt: skip
-
-MATH_ROWS: Final[Mapping[str, OpRule]] = table(BINARY, UNARY, REDUCTIONS, COUNTING, INTEGERS, SPECIAL)

@@ -23,7 +23,8 @@ _PICKS: Final = "picks or copies values: exact in any dtype"
 _DIFFERENCE: Final = "a difference of close values, squared and summed"
 _AVERAGE: Final = "a short average that the kernel accumulates in FP32"
 
-LOW: Final = table(
+NN_ROWS: Final[Mapping[str, OpRule]] = table(
+    # products
     rows(Rule.LOW, _TENSOR_CORES, "linear mm bmm addmm addbmm baddbmm addmm_activation grouped_mm", result="tensors"),
     rows(Rule.LOW, _TENSOR_CORES, "matmul linalg_multi_dot", result="tensors", squares="vectors"),
     rows(Rule.LOW, _TENSOR_CORES, "einsum", result="tensors", squares="subscripts"),
@@ -49,9 +50,7 @@ LOW: Final = table(
     facts("multi_head_attention_forward", masks=(14, 16, "key_padding_mask", "attn_mask")),
     facts("scaled_dot_product_attention transformer_encoder_layer_fwd multi_head_attention_forward "
           "native_multi_head_attention", random=True),  # dropout
-)  # fmt: skip
-
-NORMS: Final = table(
+    # norms
     rows(Rule.FULL, _NORM, "layer_norm group_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu"})),
     rows(Rule.FULL, _NORM, "instance_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu"}),
          writes=Writes(_STATISTICS, (5, "use_input_stats", True))),
@@ -65,9 +64,7 @@ NORMS: Final = table(
     facts("batch_norm instance_norm", fp32_ports=True),
     facts("layer_norm group_norm batch_norm", special="native_norm"),
     facts("layer_norm rms_norm group_norm local_response_norm normalize weight_norm", autocast=Rule.FULL),
-)  # fmt: skip
-
-SOFTMAX: Final = table(
+    # softmax and its kin
     rows(Rule.FULL, _SOFTMAX, "softmax softmin log_softmax gumbel_softmax", result="first"),
     rows(Rule.FULL, _SOFTMAX, "logsumexp", result="float"),
     rows(Rule.FULL, "the logarithm of a small probability", "logsigmoid", result="first"),
@@ -75,9 +72,7 @@ SOFTMAX: Final = table(
     facts("gumbel_softmax", random=True),
     facts("logsumexp", sums=True),
     facts("softplus softmax softmin log_softmax gumbel_softmax logsumexp", autocast=Rule.FULL),
-)  # fmt: skip
-
-LOSSES: Final = table(
+    # losses
     rows(Rule.FULL, _LOSS, "cross_entropy nll_loss gaussian_nll_loss kl_div"),
     rows(Rule.FULL, _LOSS, "ctc_loss", low_kernel=False),
     rows(Rule.FULL, _LOSS, "poisson_nll_loss", result="float"),
@@ -100,9 +95,7 @@ LOSSES: Final = table(
           "gaussian_nll_loss cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss "
           "multi_margin_loss multilabel_margin_loss triplet_margin_loss triplet_margin_with_distance_loss "
           "binary_cross_entropy binary_cross_entropy_with_logits", autocast=Rule.FULL),
-)  # fmt: skip
-
-ACTIVATIONS: Final = table(
+    # activations
     rows(Rule.FOLLOW, _SMOOTH, "relu relu6 leaky_relu elu celu selu gelu silu mish glu", result="first"),
     rows(Rule.FOLLOW, _SMOOTH, "tanh sigmoid softsign tanhshrink", result="float"),
     rows(Rule.FOLLOW, _SMOOTH, "hardtanh hardsigmoid hardswish hardshrink softshrink threshold",
@@ -117,9 +110,7 @@ ACTIVATIONS: Final = table(
     facts("threshold hardtanh dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", inplace=3),
     facts("rrelu", inplace=4, random=True),
     facts("threshold hardtanh", numbers="operands"),
-)  # fmt: skip
-
-POOLING: Final = table(
+    # pooling
     rows(Rule.FOLLOW, _PICKS, "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d "
          "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d", result="first"),
     rows(Rule.FOLLOW, _PICKS, "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
@@ -136,9 +127,7 @@ POOLING: Final = table(
     facts("fractional_max_pool2d fractional_max_pool3d", special="pool", return_indices=4),
     facts("fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
           "fractional_max_pool3d_with_indices", random=True),
-)  # fmt: skip
-
-RESAMPLING: Final = table(
+    # resampling
     rows(Rule.FULL, "weights of neighbours are fractions: FP32 as under autocast",
          "interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d", result="first"),
     rows(Rule.FULL, "weights of neighbours are fractions: FP32 as under autocast",
@@ -158,14 +147,10 @@ RESAMPLING: Final = table(
     facts("interpolate_nearest interpolate_area", numbers="aside"),
     facts("interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
           "upsample_bilinear2d_aa upsample_bicubic2d_aa", autocast=Rule.FULL),
-)  # fmt: skip
-
-ROTARY: Final = table(
+    # rotary embedding
     rows(Rule.FOLLOW, "turns pairs by FP32 angles inside its kernel: follows its input", "rope", ports=(0, "x"),
          result="first"),
-)  # fmt: skip
-
-LOOKUP: Final = table(
+    # lookups
     rows(Rule.FOLLOW, "a lookup: takes its weight's dtype", "embedding",
          writes=Writes((1, "weight"), (3, "max_norm", False))),
     rows(Rule.PROMOTE, "its kernel wants weight and per-sample weights in one dtype", "embedding_bag",
@@ -173,25 +158,17 @@ LOOKUP: Final = table(
     rows(Rule.KEEP, "rescales the weight itself", "embedding_renorm", result="first"),
     rows(Rule.KEEP, "integers", "one_hot", result="int64"),
     rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins, as under autocast", "bilinear"),
-)  # fmt: skip
-
-DISTANCES: Final = table(
+    # distances
     rows(Rule.FULL, _DIFFERENCE, "pairwise_distance dist", result="float_real"),
     rows(Rule.FULL, _DIFFERENCE, "cdist pdist", result="float_real", low_kernel=False),
     rows(Rule.FULL, "sums squares and divides by norms", "cosine_similarity", result="float"),
     facts("cosine_similarity dist pdist cdist pairwise_distance", autocast=Rule.FULL),
-)  # fmt: skip
-
-QUANTIZED: Final = table(
+    # quantized formats
     rows(Rule.KEEP, "scales and bits of a quantized format", "scaled_mm scaled_grouped_mm", result="unknown"),
     rows(Rule.KEEP, "simulates a quantized format in the original dtype",
            "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant",
            result="first"),
     rows(Rule.KEEP, "scales and bits of a quantized format",
            "quantize_per_tensor quantize_per_channel quantize_per_tensor_dynamic dequantize int_repr q_scale "
-           "q_zero_point q_per_channel_scales q_per_channel_zero_points q_per_channel_axis", result="unknown")
+           "q_zero_point q_per_channel_scales q_per_channel_zero_points q_per_channel_axis", result="unknown"),
 )  # fmt: skip
-
-NN_ROWS: Final[Mapping[str, OpRule]] = table(
-    LOW, NORMS, SOFTMAX, LOSSES, ACTIVATIONS, POOLING, RESAMPLING, ROTARY, LOOKUP, DISTANCES, QUANTIZED
-)

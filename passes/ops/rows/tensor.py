@@ -18,7 +18,8 @@ _TABLE: Final = "positions and tables: low precision cannot count past 256 (bflo
 _NO_TENSOR: Final = "no tensor comes out"
 _SPARSE: Final = "sparse and foreign layouts have few low kernels"
 
-VIEWS: Final = table(
+TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
+    # views
     rows(Rule.FOLLOW, _VIEW, "view reshape flatten unflatten squeeze unsqueeze transpose permute movedim t T H mT mH "
          "adjoint expand broadcast_to narrow select slice diagonal as_strided unfold ravel alias detach atleast_1d "
          "atleast_2d atleast_3d contiguous resolve_conj resolve_neg slice_inverse as_subclass", result="first",
@@ -38,9 +39,7 @@ VIEWS: Final = table(
     facts("broadcast_tensors meshgrid", special="each"),
     facts("contiguous", boolean=True),
     facts("detach", gradient=False),
-)  # fmt: skip
-
-COPIES: Final = table(
+    # copies
     rows(Rule.FOLLOW, _COPY, "clone flip fliplr flipud roll rot90 repeat tile repeat_interleave tril triu diag "
          "diag_embed diagflat combinations narrow_copy pin_memory lift_fresh", result="first"),
     rows(Rule.FOLLOW, _COPY, "gather index_select take take_along_dim masked_select index", ports=_SELF,
@@ -61,12 +60,9 @@ COPIES: Final = table(
     facts("masked_fill index_fill fill fill_diagonal", numbers="fill"),
     facts("setitem", numbers="operands"),
     facts("clone masked_fill", boolean=True),
-)  # fmt: skip
-
-CASTS: Final = rows(Rule.KEEP, _CAST, "to", result="unknown", view=True, same=True, arrives=True, special="cast",
-                    rank="kept")  # fmt: skip
-
-CREATION: Final = table(
+    # casts
+    rows(Rule.KEEP, _CAST, "to", result="unknown", view=True, same=True, arrives=True, special="cast", rank="kept"),
+    # creation
     rows(Rule.FOLLOW, "constants in the dtype of their example", "zeros_like ones_like empty_like full_like new_zeros "
          "new_ones new_empty new_full new_empty_strided new", ports=_SELF, result="first"),
     rows(Rule.KEEP, _TABLE, "arange range linspace logspace", result="unknown"),
@@ -84,9 +80,7 @@ CREATION: Final = table(
     facts("full", special="full"),
     facts("tensor as_tensor asarray", special="constant"),
     facts("scalar_tensor new_tensor", special="like"),
-)  # fmt: skip
-
-RANDOM: Final = table(
+    # random numbers
     rows(Rule.KEEP, _RANDOM, "rand randn", result="default"),
     rows(Rule.KEEP, _RANDOM, "randint randperm", result="int64"),
     rows(Rule.KEEP, _RANDOM, "rand_like randn_like randint_like bernoulli poisson binomial uniform cauchy exponential "
@@ -96,33 +90,24 @@ RANDOM: Final = table(
     facts("rand randn randint randperm rand_like randn_like randint_like bernoulli poisson binomial uniform cauchy "
           "exponential geometric log_normal random philox_normal philox_uniform normal multinomial", random=True),
     facts("normal", special="normal"),
-)  # fmt: skip
-
-NO_TENSOR: Final = table(rows(
-    Rule.KEEP, _NO_TENSOR,
-    "size shape stride dim numel storage_offset item tolist numpy element_size nbytes itemsize data_ptr const_data_ptr "
-    "get_device is_floating_point is_complex is_conj is_neg is_signed is_inference is_nonzero is_same_size is_set_to "
-    "is_contiguous is_coalesced is_pinned is_shared is_tensor is_storage is_distributed is_grad_enabled "
-    "is_inference_mode_enabled len length_hint sequence_concat countOf indexOf result_type promote_types can_cast "
-    "broadcast_shapes get_default_dtype typename dense_dim sparse_dim dim_order storage storage_type typed_storage "
-    "untyped_storage is_view qscheme sym_max sym_min sym_not sym_float sym_int sym_ite sym_sqrt sym_sum nnz",
-    ports=(), result="none"),
+    # no tensors
+    rows(Rule.KEEP, _NO_TENSOR,
+         "size shape stride dim numel storage_offset item tolist numpy element_size nbytes itemsize data_ptr "
+         "const_data_ptr get_device is_floating_point is_complex is_conj is_neg is_signed is_inference "
+         "is_nonzero is_same_size is_set_to is_contiguous is_coalesced is_pinned is_shared is_tensor "
+         "is_storage is_distributed is_grad_enabled is_inference_mode_enabled len length_hint sequence_concat "
+         "countOf indexOf result_type promote_types can_cast broadcast_shapes get_default_dtype typename "
+         "dense_dim sparse_dim dim_order storage storage_type typed_storage untyped_storage is_view qscheme "
+         "sym_max sym_min sym_not sym_float sym_int sym_ite sym_sqrt sym_sum nnz", ports=(), result="none"),
     facts("numpy tolist item storage typed_storage untyped_storage data_ptr", reads_values=True),
     facts("item", gradient=False),
     facts("sym_float sym_sqrt", float_number=True),
+    # sparse tensors
+    rows(Rule.KEEP, _SPARSE, "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_dense "
+         "to_mkldnn to_padded_tensor coalesce sparse_mask sparse_resize sparse_resize_and_clear sspaddmm smm hspmm "
+         "values", result="first"),
+    rows(Rule.KEEP, _SPARSE, "indices crow_indices col_indices ccol_indices row_indices", result="int64"),
+    rows(Rule.KEEP, _SPARSE, "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor "
+         "sparse_bsc_tensor sparse_compressed_tensor", result="unknown"),
+    rows(Rule.KEEP, "takes indices apart", "unravel_index", result="int64*"),
 )  # fmt: skip
-
-SPARSE: Final = rows(
-    Rule.KEEP, _SPARSE,
-    "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_dense to_mkldnn "
-    "to_padded_tensor coalesce sparse_mask sparse_resize sparse_resize_and_clear sspaddmm smm hspmm values",
-    result="first",
-) | rows(
-    Rule.KEEP, _SPARSE, "indices crow_indices col_indices ccol_indices row_indices", result="int64",
-) | rows(
-    Rule.KEEP, _SPARSE,
-    "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor "
-    "sparse_compressed_tensor", result="unknown",
-) | rows(Rule.KEEP, "takes indices apart", "unravel_index", result="int64*")  # fmt: skip
-
-TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(VIEWS, COPIES, CASTS, CREATION, RANDOM, NO_TENSOR, SPARSE)
