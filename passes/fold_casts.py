@@ -81,8 +81,7 @@ def _fold(gm: GraphModule, context: Context) -> int:
 
 
 def _is_cast(node: Node) -> bool:
-    op = notes(node).op
-    return op.name == "to" and bool(node.args) and isinstance(node.args[0], Node)
+    return notes(node).op.name == "to" and bool(node.args) and isinstance(node.args[0], Node)
 
 
 def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool]) -> Node | None:

@@ -124,7 +124,7 @@ class _Walk:
             return torch.float32
         row = rule_of(op.name)
         dtype = self.facts.requested(node)
-        if dtype is not None and op.name != "to" and (row is None or row.result != "none"):
+        if dtype is not None and (row is None or (row.result != "none" and not row.arrives)):
             return dtype
         if row is not None and row.special is not None:
             info = SPECIAL[row.special](self.facts, node, operands)
@@ -163,8 +163,7 @@ class _Walk:
     def _number(self, node: Node, operands: Operands, info: DTypeInfo) -> DTypeInfo:
         """Remember which numbers are floats: they turn an integer tensor into a float one."""
         if info is NON_TENSOR:
-            op = notes(node).op
-            name = op.name or getattr(node.target, "__name__", "")
+            name = notes(node).op.name or getattr(node.target, "__name__", "")
             source = first(operands)
             item = name == "item" and isinstance(source, torch.dtype) and source.is_floating_point
             gives_float = name in _FLOAT_NUMBERS or facts_of(name).float_number

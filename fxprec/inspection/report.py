@@ -235,14 +235,12 @@ def report(model: nn.Module) -> Report:
         declined = tuple(short_paths(text) for text in gm.meta.get("declined", ()))
         activity = activations(place.node for place in own)
         known = captured.get(gm)
-        section = GraphReport(inputs, rows, activity, declined, regions_of(gm))
+        about: dict[str, Any] = {}
         if known is not None:
-            mode = "training" if known.training else "eval"
             guarded = known.guards.read_by_user if known.guards is not None else ()
-            section = dataclasses.replace(
-                section, method=known.method, mode=mode, counts=known in counted, guarded=guarded
-            )
-        sections.append(section)
+            about = {"method": known.method, "mode": "training" if known.training else "eval", "guarded": guarded}
+            about["counts"] = known in counted
+        sections.append(GraphReport(inputs, rows, activity, declined, regions_of(gm), **about))
     held = weights(model, graphs, found)
     return Report(_headline(model, conversion, graphs, held, sections), tuple(sections))
 

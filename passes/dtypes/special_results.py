@@ -1,7 +1,7 @@
 """dtypes of results that depend on a call's arguments: ``max(x)`` and ``max(x, dim)``, ``x[0]``, ``x.to(y.dtype)``.
 
 Each function answers for the ops whose row names it (``OpRule.special``), or gives None: then ``OpRule.result`` says
-it. Only casts are asked where the call itself names a dtype.
+it. Where the call names a dtype, only parts, attributes and casts are asked.
 """
 
 from __future__ import annotations

@@ -184,12 +184,8 @@ def _call(function: Callable[..., Any], first: Node, last: Node, arguments: dict
     if last is not first:
         precision = notes(first).precision
         notes(last).op = notes(first).op
-        notes(last).precision = Precision.arriving(
-            precision.compute,
-            precision.output,
-            precision.rule,
-            f"{precision.why}; with what follows in one kernel",
-        )
+        why = f"{precision.why}; with what follows in one kernel"
+        notes(last).precision = Precision.arriving(precision.compute, precision.output, precision.rule, why)
         for node in chain[1:]:
             last.graph.erase_node(node)
 

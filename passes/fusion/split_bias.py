@@ -114,7 +114,8 @@ def put_back(graph: Graph, split: SplitBias) -> set[Node]:
 def _bias(product: Node) -> Any:
     if notes(product).op.name == "addmm":
         plain = product.target is torch.addmm and len(product.args) == 3 and not product.kwargs
-        return product.args[0] if plain and len(getattr(product.args[0].meta.get("val"), "shape", ())) == 1 else None
+        bias = product.args[0] if plain else None
+        return bias if isinstance(bias, Node) and len(getattr(bias.meta.get("val"), "shape", ())) == 1 else None
     return argument(product, 2, "bias")
 
 

@@ -52,8 +52,7 @@ class Copying(Interpreter):
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        op = notes(n).op
-        if n.op == "call_method" and op.in_place and not n.users:
+        if n.op == "call_method" and notes(n).op.in_place and not n.users:
             args = (args[0], n.target, *args[1:])
             return self._tracer.create_proxy("call_function", write, args, kwargs, n.name, n.type)
         target = f"{self._prefix}{n.target}" if n.op in ("get_attr", "call_module") else n.target

@@ -27,11 +27,8 @@ OP_TABLE: Final[Mapping[str, OpRule]] = table(NN_ROWS, MATH_ROWS, TENSOR_ROWS, L
 OVERLOAD_RESULTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "native_dropout": ("first", "bool"),
-        "adaptive_max_pool1d": ("first", "int64"),
-        "adaptive_max_pool2d": ("first", "int64"),
-        "adaptive_max_pool3d": ("first", "int64"),
-        "fractional_max_pool2d": ("first", "int64"),
-        "fractional_max_pool3d": ("first", "int64"),
+        **dict.fromkeys(("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+                         "fractional_max_pool2d", "fractional_max_pool3d"), ("first", "int64")),
         # with the logsumexp of each row, seeds, and for the flash and cuDNN kernels lengths
         "_scaled_dot_product_flash_attention_for_cpu": ("first", "wide"),
         "_scaled_dot_product_efficient_attention": ("first", "float32", "int64", "int64"),

@@ -130,8 +130,7 @@ def assumed_original(info: DTypeInfo | None) -> torch.dtype:
 def dtype_reference(node: Node) -> Node | None:
     """The tensor whose dtype a call asks for: ``x.to(y.dtype)``, ``zeros(n, dtype=y.dtype)``, ``x.type_as(y)``."""
     for source in node.all_input_nodes:
-        op = notes(source).op
-        if op.name == "getattr" and source.args[1] == "dtype" and isinstance(source.args[0], Node):
+        if notes(source).op.name == "getattr" and source.args[1] == "dtype" and isinstance(source.args[0], Node):
             return source.args[0]
     others = (source for port, source in arg_nodes(node) if port != 0 and carries_float(notes(source).dtype))
     return next(others, None) if notes(node).op.name == "to" else None

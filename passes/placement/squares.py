@@ -79,8 +79,7 @@ def _in_shape_of(view: Node, source: Node) -> bool:
     """``x.view_as(x)``, ``x.reshape(x.shape)``, ``x.expand(x.size())``."""
     if len(view.args) != 2 or view.kwargs or not isinstance(shape := view.args[1], Node):
         return False
-    op = notes(shape).op
-    if op.name in ("getattr", "size"):
+    if notes(shape).op.name in ("getattr", "size"):
         return shape.args == (source,) or shape.args == (source, "shape")
     return shape is source
 
