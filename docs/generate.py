@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.ops.rows.modules import MODULE_EXCEPTIONS, MODULE_OPS
 from fxprec.passes.ops.table import OP_TABLE, OpRule
 
 PAGE: Final = Path(__file__).with_name("precision.md")
@@ -53,6 +52,78 @@ _SQUARES: Final = {
     "vectors": " of a vector with itself",
     "dimensions": " of a value with itself over all its dimensions",
     "subscripts": " of a value with itself by the same subscripts",
+}
+
+_OWN: Final = {name.replace("_", ""): name for name in OP_TABLE}
+
+#: Class of torch.nn -> canonical names of the ops that its forward runs, the ones that decide first: the op of its own
+#: name, or others.
+MODULE_OPS: Final[dict[str, tuple[str, ...]]] = {
+    layer: (_OWN[layer.lower()],)
+    for layer in (
+        "AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d "
+        "AlphaDropout AvgPool1d AvgPool2d AvgPool3d Bilinear CELU CTCLoss ChannelShuffle Conv1d Conv2d Conv3d "
+        "ConvTranspose1d ConvTranspose2d ConvTranspose3d CosineEmbeddingLoss CosineSimilarity Dropout Dropout1d "
+        "Dropout2d Dropout3d ELU Embedding EmbeddingBag FeatureAlphaDropout Flatten Fold FractionalMaxPool2d "
+        "FractionalMaxPool3d GELU GLU GRU GRUCell GaussianNLLLoss GroupNorm Hardshrink Hardsigmoid Hardswish Hardtanh "
+        "HingeEmbeddingLoss HuberLoss L1Loss LPPool1d LPPool2d LPPool3d LSTM LSTMCell LayerNorm LeakyReLU Linear "
+        "LocalResponseNorm LogSigmoid LogSoftmax MSELoss MarginRankingLoss MaxPool1d MaxPool2d MaxPool3d MaxUnpool1d "
+        "MaxUnpool2d MaxUnpool3d Mish MultiLabelMarginLoss MultiLabelSoftMarginLoss MultiMarginLoss NLLLoss PReLU "
+        "PairwiseDistance PixelShuffle PixelUnshuffle PoissonNLLLoss RMSNorm RReLU ReLU SELU SiLU Sigmoid SmoothL1Loss "
+        "SoftMarginLoss Softmax Softmin Softplus Softshrink Softsign Tanh Tanhshrink Threshold TripletMarginLoss "
+        "TripletMarginWithDistanceLoss Unflatten"
+    ).split()
+} | {
+    layer: tuple(ops.split())
+    for ops, layers in {
+        "linear log_softmax index_select gather mean": "AdaptiveLogSoftmaxWithLoss",
+        "binary_cross_entropy": "BCELoss",
+        "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
+        "batch_norm": "BatchNorm1d BatchNorm2d BatchNorm3d LazyBatchNorm1d LazyBatchNorm2d LazyBatchNorm3d "
+        "SyncBatchNorm",
+        "pad": "CircularPad1d CircularPad2d CircularPad3d ConstantPad1d ConstantPad2d ConstantPad3d ReflectionPad1d "
+        "ReflectionPad2d ReflectionPad3d ReplicationPad1d ReplicationPad2d ReplicationPad3d ZeroPad1d ZeroPad2d "
+        "ZeroPad3d",
+        "cross_entropy": "CrossEntropyLoss",
+        "instance_norm": "InstanceNorm1d InstanceNorm2d InstanceNorm3d LazyInstanceNorm1d LazyInstanceNorm2d "
+        "LazyInstanceNorm3d",
+        "kl_div": "KLDivLoss",
+        "conv1d": "LazyConv1d",
+        "conv2d": "LazyConv2d",
+        "conv3d": "LazyConv3d",
+        "conv_transpose1d": "LazyConvTranspose1d",
+        "conv_transpose2d": "LazyConvTranspose2d",
+        "conv_transpose3d": "LazyConvTranspose3d",
+        "linear": "LazyLinear",
+        "linear cross_entropy linear_cross_entropy": "LinearCrossEntropyLoss",
+        "multi_head_attention_forward": "MultiheadAttention",
+        "nll_loss": "NLLLoss2d",
+        "rnn_tanh rnn_relu": "RNN",
+        "rnn_tanh_cell rnn_relu_cell": "RNNCell",
+        "hardtanh": "ReLU6",
+        "softmax": "Softmax2d",
+        "multi_head_attention_forward linear layer_norm dropout add relu": "TransformerDecoderLayer "
+        "TransformerEncoderLayer",
+        "im2col": "Unfold",
+        "interpolate_nearest interpolate": "Upsample",
+        "interpolate": "UpsamplingBilinear2d",
+        "interpolate_nearest": "UpsamplingNearest2d",
+    }.items()
+    for layer in layers.split()
+}
+
+_HOLDS: Final = "holds other modules, tensors or settings; runs no op of its own"
+_BASE: Final = "a base class without a forward"
+
+MODULE_EXCEPTIONS: Final[dict[str, str]] = {
+    **dict.fromkeys(("Buffer", "Parameter", "UninitializedBuffer", "UninitializedParameter"), _HOLDS),
+    **dict.fromkeys(("ModuleDict", "ModuleList", "ParameterDict", "ParameterList", "Sequential"), _HOLDS),
+    **dict.fromkeys(("Transformer", "TransformerEncoder", "TransformerDecoder"), _HOLDS),
+    "LinearCrossEntropyOptions": _HOLDS,
+    **dict.fromkeys(("Module", "Container", "RNNBase", "RNNCellBase"), _BASE),
+    "Identity": "gives its input back",
+    "DataParallel": "a wrapper that replicates at each call: convert first, then use DistributedDataParallel",
+    "CrossMapLRN2d": "a Python autograd function: kept in its original dtype",
 }
 
 
@@ -103,7 +174,7 @@ def _layers() -> Iterator[str]:
     yield "| layer | its ops | rule |"
     yield "|---|---|---|"
     groups: dict[tuple[str, ...], list[str]] = {}
-    for layer, ops in MODULE_OPS.items():
+    for layer, ops in sorted(MODULE_OPS.items()):
         groups.setdefault(ops, []).append(layer)
     for ops, layers in sorted(groups.items(), key=lambda group: (list(_MEANING).index(_rules(group[0])[0]), group[1])):
         yield f"| {_code(layers)} | {_code(ops)} | {', '.join(rule.upper() for rule in _rules(ops))} |"

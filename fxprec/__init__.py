@@ -9,30 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fxprec import errors
 from fxprec.convert import Converted, convert
-from fxprec.errors import (
-    CaptureError,
-    ClosureError,
-    ConversionError,
-    FxprecError,
-    FxprecWarning,
-    GradientsWarning,
-    InvariantError,
-    LossScaleError,
-    LossScaleFloorError,
-    NoGradientsError,
-    NotCapturedError,
-    NotLoweredWarning,
-    OtherCallError,
-    PolicyError,
-    ServiceWarning,
-    SeveralGraphsError,
-    SlowDtypeWarning,
-    StaleShadowError,
-    UntestedTorchWarning,
-    UnusedSettingWarning,
-)
-from fxprec.inspection.report import explain, report
+from fxprec.errors import *  # noqa: F403
+from fxprec.inspection.explanation import explain
+from fxprec.inspection.report import report
 from fxprec.kernels.torch_internals import MISSING
 from fxprec.model.inference import accumulate, freeze, refresh
 from fxprec.model.module import graph_module, graphs, original, revert
@@ -49,31 +30,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CaptureError",
     "CapturedStep",
-    "ClosureError",
-    "ConversionError",
     "Converted",
-    "FxprecError",
-    "FxprecWarning",
-    "GradientsWarning",
-    "InvariantError",
-    "LossScaleError",
-    "LossScaleFloorError",
     "LossScaler",
-    "NoGradientsError",
-    "NotCapturedError",
-    "NotLoweredWarning",
-    "OtherCallError",
     "Policy",
-    "PolicyError",
     "Rule",
-    "ServiceWarning",
-    "SeveralGraphsError",
-    "SlowDtypeWarning",
-    "StaleShadowError",
-    "UntestedTorchWarning",
-    "UnusedSettingWarning",
     "accumulate",
     "amp",
     "capture_step",
@@ -91,7 +52,7 @@ __all__ = [
     "revert",
     "testing",
 ]
-
+__all__ += errors.__all__
 
 _ON_USE = ("amp", "fp16_utils", "optim", "parallel", "testing")
 

@@ -12,7 +12,7 @@ import torch
 from fxprec.costs.calibration import calibrate
 from fxprec.costs.files import costs_of, path_of, write
 from fxprec.inspection.text import columns, plain, titled
-from fxprec.passes.costs.device_costs import DeviceCosts, Work
+from fxprec.passes.costs.device_costs import DeviceCosts, Work, time_text
 from fxprec.passes.graph.text import dtype_name
 
 _ABOUT = """Measure what matrix products, convolutions, attention and casts take on this machine, and keep it for
@@ -65,9 +65,5 @@ def _rows(costs: DeviceCosts) -> Iterator[tuple[str, ...]]:
     for work in Work:
         sizes = {size for of_work in costs.curves.values() if work in of_work for size, _ in of_work[work].points}
         for size in sorted(sizes):
-            times = (_time(of_work[work](size)) if work in of_work else "-" for of_work in costs.curves.values())
+            times = (time_text(of_work[work](size)) if work in of_work else "-" for of_work in costs.curves.values())
             yield str(work), f"{size:.3g}", *times
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -209,33 +209,23 @@ def _policy(level: str | None, policy: Policy | None) -> Policy:
 def _warn_if_slow(settings: Settings) -> None:
     """Where the CPU has no units for the low dtype, unless costs decide what is lowered."""
     if settings.dtype is torch.float16:
-        _warn_slow_float16()
+        _warn_slow(
+            "float16 on a CPU without float16 units is hundreds of times slower than bfloat16: fine for tests, "
+            "else leave dtype out"
+        )
     elif settings.policy.level != "O0" and not settings.pays and cpu_flags() and not has_bfloat16_units():
-        _warn_slow_bfloat16()
+        _warn_slow(
+            "this CPU has no bfloat16 units (AVX512-BF16, AMX, Arm BF16): products in bfloat16 are slower than in "
+            "FP32, with AVX2 alone 44 to 499 times (pytorch#146508). Measure with `python -m fxprec calibrate`, then "
+            'convert(model, example_inputs, lower="pays") lowers only what gains; without example inputs the first '
+            "call tells the sizes"
+        )
 
 
 @functools.cache
-def _warn_slow_float16() -> None:
+def _warn_slow(why: str) -> None:
     """Once a process: the cache remembers."""
-    warnings.warn(
-        "float16 on a CPU without float16 units is hundreds of times slower than bfloat16: fine for tests, "
-        "else leave dtype out",
-        category=SlowDtypeWarning,
-        stacklevel=4,
-    )
-
-
-@functools.cache
-def _warn_slow_bfloat16() -> None:
-    """Once a process: the cache remembers."""
-    warnings.warn(
-        "this CPU has no bfloat16 units (AVX512-BF16, AMX, Arm BF16): products in bfloat16 are slower than in FP32, "
-        "with AVX2 alone 44 to 499 times (pytorch#146508). Measure with `python -m fxprec calibrate`, then "
-        'convert(model, example_inputs, lower="pays") lowers only what gains; without example inputs the first call '
-        "tells the sizes",
-        category=SlowDtypeWarning,
-        stacklevel=4,
-    )
+    warnings.warn(why, category=SlowDtypeWarning, stacklevel=4)
 
 
 class _Function(nn.Module):

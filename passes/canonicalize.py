@@ -33,10 +33,11 @@ from fxprec.passes.canonical.head_losses import split_head_loss
 from fxprec.passes.canonical.in_place import has_dtype_of_its_own, is_in_place, out_by_copy, write_by_copy
 from fxprec.passes.canonical.rotary import recognize_rotary
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.graph.annotations import Op, notes
+from fxprec.passes.graph.annotations import Op, argument, notes
+from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.ops.aliases import outside_writes
 from fxprec.passes.ops.names import canonical_op, cast_target
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import enter_autocast, exit_autocast
 
 
@@ -75,21 +76,16 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
 
 def subgraphs(gm: GraphModule) -> Iterator[GraphModule]:
     """The graphs below ``gm``, once each: bodies that higher-order ops call (checkpoints, branches, loops), regions."""
-    seen: set[int] = set()
-    found = [node for node in gm.graph.find_nodes(op="get_attr", sort=False) if "." not in str(node.target)]
-    for node in sorted([*found, *gm.graph.find_nodes(op="call_module", sort=False)]):
-        value = subgraph_of(gm, node)
-        if value is not None and id(value) not in seen:
-            seen.add(id(value))
-            yield value
+    nodes = (node for op in ("get_attr", "call_module") for node in gm.graph.find_nodes(op=op, sort=False))
+    found = {node: graph for node in nodes if (graph := subgraph_of(gm, node)) is not None}
+    yield from {id(found[node]): found[node] for node in sorted(found)}.values()
 
 
 def subgraph_of(gm: GraphModule, node: Node) -> GraphModule | None:
     """The graph below ``gm`` that the node stands for: a body named by ``get_attr``, or the fused region it calls."""
-    if node.op == "get_attr" and "." not in str(node.target):
-        value = getattr(gm, str(node.target), None)
-        return value if isinstance(value, GraphModule) else None
-    called = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if node.op != "call_module":
+        return body_of(node)
+    called = gm.get_submodule(str(node.target))
     return called.graph_module if isinstance(called, FusedRegion) else None
 
 
@@ -106,8 +102,7 @@ def _drop_autocast_regions(gm: GraphModule) -> bool:
     erase: list[Node] = []
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target is enter_autocast:
-            enabled = node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)
-            disabled.append(not enabled)
+            disabled.append(not argument(node, 2, "enabled", True))
             erase.append(node)
         elif node.op == "call_function" and node.target is exit_autocast:
             disabled.pop()
@@ -133,9 +128,8 @@ def _mark_derived(node: Node, context: Context) -> None:
 
 
 def _first_by_position(node: Node, op: Op) -> bool:
-    row = rule_of(op.name)
     name = next((name for name in ("input", "self") if name in node.kwargs), None)
-    if node.args or name is None or not (op.in_place or (row is not None and row.view)):
+    if node.args or name is None or not (op.in_place or facts_of(op.name).view):
         return False
     node.args = (node.kwargs[name],)
     node.kwargs = {key: value for key, value in node.kwargs.items() if key != name}

@@ -28,8 +28,6 @@ Body of a checkpointed region, before and after (``%x_bf16`` is made by the call
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -37,16 +35,11 @@ from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast
+from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.names import cast_target
-
-_WIDER: Final = {
-    torch.float16: (torch.float32, torch.float64),
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-}
 
 
 def fold_casts(gm: GraphModule, context: Context) -> PassResult:
@@ -88,8 +81,7 @@ def _fold(gm: GraphModule, context: Context) -> int:
 
 
 def _is_cast(node: Node) -> bool:
-    op = notes(node).op
-    return op.name == "to" and bool(node.args) and isinstance(node.args[0], Node)
+    return notes(node).op.name == "to" and bool(node.args) and isinstance(node.args[0], Node)
 
 
 def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool]) -> Node | None:
@@ -135,13 +127,10 @@ def _pure_target(node: Node) -> torch.dtype | None:
     """The dtype a cast leads to, if changing the dtype is all that it does and it always does it."""
     if node.target in CASTS:
         return node.args[1] if node.target is cast else None  # type: ignore[return-value]
-    if node.kwargs.keys() - {"dtype"} or len(node.args) > 2 or not all(_is_dtype(a) for a in node.args[1:]):
+    plain = all(isinstance(each, torch.dtype) for each in node.args[1:])
+    if not plain or len(node.args) > 2 or node.kwargs.keys() - {"dtype"}:
         return None
     return cast_target(node)
-
-
-def _is_dtype(argument: object) -> bool:
-    return isinstance(argument, torch.dtype)
 
 
 def _known(node: Node) -> torch.dtype | None:
@@ -152,7 +141,7 @@ def _known(node: Node) -> torch.dtype | None:
 
 
 def _lossless(narrow: torch.dtype | None, wide: torch.dtype | None) -> bool:
-    return narrow is not None and (narrow == wide or wide in _WIDER.get(narrow, ()))
+    return narrow is not None and wide is not None and torch.promote_types(narrow, wide) == wide
 
 
 def _hoist(gm: GraphModule) -> int:
@@ -165,7 +154,7 @@ def _hoist(gm: GraphModule) -> int:
     hoisted = 0
     for call, body in calls:
         inputs = body.graph.find_nodes(op="placeholder")
-        if len(inputs) != len(call.args) - 1 or any(_writes(node) for node in body.graph.nodes):
+        if len(inputs) != len(call.args) - 1 or any(notes(node).op.in_place for node in body.graph.nodes):
             continue
         for position, (operand, inner) in enumerate(zip(call.args[1:], inputs, strict=True), 1):
             readers = list(inner.users)
@@ -179,18 +168,13 @@ def _calls(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
     """Calls of exactly one body that is called exactly once, and was decided as part of this graph."""
     calls = []
     for node in gm.graph.find_nodes(op="get_attr"):
-        body = getattr(gm, str(node.target), None) if "." not in str(node.target) else None
-        if isinstance(body, GraphModule) and len(node.users) == 1:
+        body = body_of(node)
+        if body is not None and len(node.users) == 1:
             (call,) = node.users
             precision = notes(call).precision
             if call.args and call.args[0] is node and precision.rule is Rule.FOLLOW:
                 calls.append((call, body))
     return calls
-
-
-def _writes(node: Node) -> bool:
-    op = notes(node).op
-    return op.in_place
 
 
 def _cast_outside(call: Node, position: int, inner: Node, inside: Node) -> None:

@@ -32,7 +32,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.dtypes.scalars import is_zero_dim
+from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels

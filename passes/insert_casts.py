@@ -42,7 +42,7 @@ from torch.fx.node import Argument, map_arg
 
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.dtypes.scalars import is_zero_dim
+from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.graph.annotations import (
     CASTABLE,
     UNKNOWN,
@@ -60,7 +60,7 @@ from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.table import facts_at, facts_of
 
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Of a node's meta, what its casts take over.
@@ -76,11 +76,8 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
         changed |= insert_casts(sub, context).changed
     epochs = _Epochs(gm, context)
     for node in list(gm.graph.nodes):
-        if node.op == "output":
-            changed |= epochs.restore_outputs(node, context)
-        elif node.op in ("call_function", "call_method"):
-            changed |= epochs.cast_arguments(node) or epochs.keep_recorded(node) or epochs.keep_apart(node)
-            epochs.written(node)
+        changed |= epochs.cast_arguments(node) or epochs.keep_recorded(node) or epochs.keep_apart(node)
+        epochs.written(node)
         annotations = notes(node)
         dtype = annotations.root_dtype
         if dtype is not None:
@@ -153,23 +150,17 @@ class _Epochs:
         self.made: dict[Node, dict[tuple[Node, torch.dtype, object, bool], Node]] = {}
 
     def cast_arguments(self, node: Node) -> bool:
-        changed = False
         wanted = wanted_dtypes(node)
         if not wanted:
             return False
+        before = node.all_input_nodes
 
         def convert(port: int | str, argument: Argument) -> Argument:
-            def one(source: Node) -> Node:
-                nonlocal changed
-                replacement = self.cast(source, wanted.get((port, source)), node, port)
-                changed |= replacement is not source
-                return replacement
-
-            return map_arg(argument, one)
+            return map_arg(argument, lambda source: self.cast(source, wanted.get((port, source)), node, port))
 
         node.args = tuple(convert(i, a) for i, a in enumerate(node.args))
         node.kwargs = {k: convert(k, a) for k, a in node.kwargs.items()}
-        return changed
+        return node.all_input_nodes != before
 
     def cast(self, source: Node, wanted: torch.dtype | None, reader: Node, port: int | str) -> Node:
         info = notes(source).dtype
@@ -177,7 +168,7 @@ class _Epochs:
         if wanted is None or original_dtype(info) is None or (actual_dtype(source) == wanted and not unknown):
             return source
         function = cast_each if isinstance(info, tuple) else cast_if_float if unknown else cast
-        if port in facts_of(notes(reader).op.name).masks and wanted is not torch.float32:
+        if port in facts_at(reader).masks and wanted is not torch.float32:
             function = cast_saturating
         made = self.made.setdefault(self.roots[source], {})
         with_gradient = (source, wanted, function, True)
@@ -245,18 +236,3 @@ class _Epochs:
             "inserted": True,
         }
         return True
-
-    def restore_outputs(self, node: Node, context: Context) -> bool:
-        changed = False
-
-        def one(source: Node) -> Node:
-            nonlocal changed
-            if actual_dtype(source) is None:
-                return source
-            replacement = self.cast(source, original_dtype(notes(source).dtype), node, 0)
-            changed |= replacement is not source
-            return replacement
-
-        if context.keep_output_dtype and notes(node).precision.reads is not Arrival.AS_IT_ARRIVES:
-            node.args = tuple(map_arg(a, one) for a in node.args)
-        return changed

@@ -26,7 +26,6 @@ A list whose length nobody knows (``x.unbind()`` without shapes) has a tuple of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -35,13 +34,22 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_results import fake_result, numel_of, value_dtype
-from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, first
-from fxprec.passes.dtypes.scalars import is_zero_dim
+from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, first, is_zero_dim
 from fxprec.passes.dtypes.special_results import SPECIAL, Facts
-from fxprec.passes.graph.annotations import NO_OP, NON_TENSOR, UNKNOWN, DTypeInfo, Rule, arg_nodes, notes
-from fxprec.passes.ops.overloads import OVERLOAD_RESULTS
-from fxprec.passes.ops.table import facts_of, rule_of
-from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, op_name_of, schema_of
+from fxprec.passes.graph.annotations import (
+    NO_OP,
+    NON_TENSOR,
+    UNKNOWN,
+    DTypeInfo,
+    Rule,
+    arg_nodes,
+    leaves,
+    nested,
+    notes,
+)
+from fxprec.passes.graph.fetched import attribute_of, body_of
+from fxprec.passes.ops.table import OVERLOAD_RESULTS, facts_at, facts_of, rule_of
+from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 
 #: Kinds of float results that stay as wide whatever arrives.
 _WIDE: Final = frozenset({"wide", "float32"})
@@ -74,7 +82,9 @@ class _Walk:
         returned: DTypeInfo = NON_TENSOR
         for node in self.gm.graph.nodes:
             if node.op == "output":
-                returned = _structure(node.args[0])
+                returned = nested(
+                    node.args[0], lambda leaf: notes(leaf).dtype if isinstance(leaf, Node) else NON_TENSOR
+                )
                 continue
             annotations = notes(node)
             if node.op == "get_attr":
@@ -94,14 +104,10 @@ class _Walk:
         return torch.int64 if _is_index(node) else UNKNOWN
 
     def _attribute(self, node: Node) -> DTypeInfo:
-        value: Any = self.gm
-        for name in str(node.target).split("."):
-            value = getattr(value, name, None)
-        if not isinstance(value, torch.Tensor):
-            notes(node).numel = None
-            return NON_TENSOR
-        annotations = notes(node)
+        value, annotations = attribute_of(node), notes(node)
         annotations.numel = numel_of(value)
+        if not isinstance(value, torch.Tensor):
+            return NON_TENSOR
         annotations.ndim = value.dim()
         return value.dtype
 
@@ -117,13 +123,13 @@ class _Walk:
         if notes(node).derived_cast:
             return torch.float32
         row = rule_of(op.name)
+        dtype = self.facts.requested(node)
+        if dtype is not None and (row is None or (row.result != "none" and not row.arrives)):
+            return dtype
         if row is not None and row.special is not None:
             info = SPECIAL[row.special](self.facts, node, operands)
             if info is not None:
                 return self._number(node, operands, info)
-        dtype = self.facts.requested(node)
-        if dtype is not None and (row is None or row.result != "none"):
-            return dtype
         if row is None or row.result == "unknown":
             return fake_result(node, self.facts.low)
         kind: str | tuple[str, ...] = row.result
@@ -143,13 +149,13 @@ class _Walk:
     def _operands(self, node: Node) -> Operands:
         tensors: list[tuple[DTypeInfo, Node]] = []
         rank = -1
-        for leaf in _leaves((node.args, node.kwargs)):
+        for leaf in leaves((node.args, node.kwargs)):
             if isinstance(leaf, Node):
                 info = notes(leaf).dtype
                 if info is NON_TENSOR:
                     rank = max(rank, 2 if leaf in self.facts.floats else 1)
                 else:
-                    tensors += [(each, leaf) for each in _flat(info)]
+                    tensors += [(each, leaf) for each in leaves(info) if each is not NON_TENSOR]
             else:
                 rank = max(rank, NUMBERS.index(type(leaf)) if type(leaf) in NUMBERS else -1)
         return Operands(tuple(tensors), NUMBERS[rank] if rank >= 0 else None, equal=False)
@@ -157,12 +163,12 @@ class _Walk:
     def _number(self, node: Node, operands: Operands, info: DTypeInfo) -> DTypeInfo:
         """Remember which numbers are floats: they turn an integer tensor into a float one."""
         if info is NON_TENSOR:
-            op = notes(node).op
-            name = op.name or getattr(node.target, "__name__", "")
+            name = notes(node).op.name or getattr(node.target, "__name__", "")
             source = first(operands)
             item = name == "item" and isinstance(source, torch.dtype) and source.is_floating_point
             gives_float = name in _FLOAT_NUMBERS or facts_of(name).float_number
-            if operands.numbers is float or item or gives_float or _is_float(node.meta.get("val")):
+            seen = isinstance(node.meta.get("val"), float | torch.SymFloat)
+            if operands.numbers is float or item or gives_float or seen:
                 self.facts.floats.add(node)
         return info
 
@@ -175,8 +181,8 @@ class _Walk:
 
     def _higher_order(self, node: Node, name: str) -> DTypeInfo:
         """Give the bodies their placeholders' dtypes; the result is what the body that makes it returns."""
-        bodies = [body for source in node.all_input_nodes if (body := self._body(source)) is not None]
-        operands = [leaf for leaf in _leaves(node.args) if not (isinstance(leaf, Node) and self._body(leaf))]
+        bodies = [body for source in node.all_input_nodes if (body := body_of(source)) is not None]
+        operands = [leaf for leaf in leaves(node.args) if not (isinstance(leaf, Node) and body_of(leaf))]
         results: list[DTypeInfo] = []
         for position, body in enumerate(bodies):
             if name != "autograd_function_apply" or position == 0:  # its backward takes gradients, not the operands
@@ -186,17 +192,11 @@ class _Walk:
             return fake_result(node, self.facts.low)
         return results[-1] if name == "while_loop" else results[0]
 
-    def _body(self, source: Node) -> GraphModule | None:
-        if source.op != "get_attr":
-            return None
-        value = getattr(self.gm, str(source.target), None)
-        return value if isinstance(value, GraphModule) else None
-
 
 def _is_index(node: Node) -> bool:
     """Whether somebody can take the value as an index only."""
     for user in node.users:
-        row = facts_of(notes(user).op.name)
+        row = facts_at(user)
         ports = (0, "input", "tensor") if user.target in _LOOKUPS else row.indices
         if any(source is node and port in ports for port, source in arg_nodes(user)):
             return True
@@ -214,38 +214,6 @@ def _bind(body: GraphModule, operands: list[Any]) -> None:
         notes(placeholder).dtype = notes(operand).dtype if isinstance(operand, Node) else NON_TENSOR
 
 
-def _leaves(argument: Any) -> Iterator[Any]:
-    if isinstance(argument, tuple | list):
-        for element in argument:
-            yield from _leaves(element)
-    elif isinstance(argument, dict):
-        for element in argument.values():
-            yield from _leaves(element)
-    else:
-        yield argument
-
-
-def _flat(info: DTypeInfo) -> Iterator[DTypeInfo]:
-    if isinstance(info, tuple):
-        for element in info:
-            yield from _flat(element)
-    elif info is not NON_TENSOR:
-        yield info
-
-
-def _structure(argument: Any) -> DTypeInfo:
-    """The dtypes of what a graph returns, nested as it is."""
-    if isinstance(argument, Node):
-        return notes(argument).dtype
-    if isinstance(argument, tuple | list):
-        return tuple(_structure(element) for element in argument)
-    return NON_TENSOR
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, float | torch.SymFloat)
-
-
 def _overload(target: Any) -> OpOverload | None:
     """Of aten: the overload that is called, or one of a packet whose overloads all give as many results."""
     if not isinstance(target, OpOverloadPacket):
@@ -260,5 +228,5 @@ def _overload_kind(target: OpOverload, kind: str | tuple[str, ...]) -> str | tup
     if results == 1:
         return kind[0] if isinstance(kind, tuple) else kind
     if isinstance(kind, str) and kind in RESULT_KINDS:
-        return OVERLOAD_RESULTS.get(op_name_of(target), (kind,) * results)
+        return OVERLOAD_RESULTS.get(target.overloadpacket.__name__, (kind,) * results)
     return kind

@@ -31,8 +31,6 @@ __all__ = [
     "exit_autocast",
     "exit_inference_mode",
     "no_autocast",
-    "op_name_of",
-    "packet_name",
     "schema_of",
     "set_grad_enabled",
     "trace_again_by",
@@ -69,16 +67,6 @@ OF_GRAPH: Final = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start"
 def schema_of(op: OpOverload) -> Any:
     """Its FunctionSchema: ``arguments``, ``returns``, ``is_mutable``."""
     return op._schema
-
-
-def op_name_of(op: OpOverload) -> str:
-    """``add_``."""
-    return op._opname
-
-
-def packet_name(op: OpOverloadPacket) -> str:
-    """``aten::add``."""
-    return op._qualified_op_name
 
 
 def autocast_key(device_type: str) -> Any:

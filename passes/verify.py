@@ -22,7 +22,7 @@ from fxprec.errors import InvariantError
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_run import run_on_fakes
-from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNDECIDED, UNKNOWN, Arrival, Rule, notes
+from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNDECIDED, UNKNOWN, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.text import dtype_name
@@ -85,8 +85,6 @@ def _decided(gm: GraphModule, context: Context) -> Iterator[Violation]:
 
 def _edges(gm: GraphModule, context: Context) -> Iterator[Violation]:
     for node in gm.graph.nodes:
-        if node.op == "output":
-            continue  # an invariant of its own
         for (_, source), wanted in wanted_dtypes(node).items():
             have = actual_dtype(source)
             guarded = source.target is cast_if_float or notes(source).dtype is UNKNOWN
@@ -127,16 +125,6 @@ def _as_torch_says(gm: GraphModule, context: Context) -> Iterator[Violation]:
         yield Violation(node.name, dtype_name(got), dtype_name(stated))
 
 
-def _outputs(gm: GraphModule, context: Context) -> Iterator[Violation]:
-    returns = notes(gm.graph.output_node()).precision
-    if not context.keep_output_dtype or returns.reads is Arrival.AS_IT_ARRIVES:
-        return
-    for source in gm.graph.output_node().all_input_nodes:
-        original, have = original_dtype(notes(source).dtype), actual_dtype(source)
-        if original is not None and have not in (original, None):
-            yield Violation(f"output {source.name}", dtype_name(have), dtype_name(original))
-
-
 def _least_casts(gm: GraphModule, context: Context) -> Iterator[Violation]:
     roots = alias_roots(gm.graph)
     epoch: dict[Node, int] = {}
@@ -159,9 +147,9 @@ def _least_casts(gm: GraphModule, context: Context) -> Iterator[Violation]:
 INVARIANTS: Final = (
     Invariant("every value's original dtype is stated", "propagate", _dtypes_known),
     Invariant("every node has a precision, and only castable floats change", "decide", _decided),
+    # of the outputs that is their original dtype, unless keep_output_dtype says no
     Invariant("every float edge has the dtype its reader wants", "insert_casts", _edges),
     Invariant("non-float and float64 values are untouched", "insert_casts", _non_floats_untouched),
-    Invariant("module outputs keep their original dtype", "insert_casts", _outputs),
     Invariant("no cast is idle or made twice", "fold_casts", _least_casts),
     Invariant("a FULL op computes in FP32", "fuse", _full_in_fp32),
     Invariant("every result has the dtype that torch gives it", "verify", _as_torch_says),

@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from torch import nn
 from torch.fx import Node
 
+from fxprec.inspection.figures import count
 from fxprec.inspection.nodes import (
     Place,
+    captured_of,
     is_inserted,
     is_shadow,
-    methods_of,
     op_name,
     places,
     reason,
     rewritten_graphs,
     select,
-    shown_dtype,
     source_line,
 )
 from fxprec.passes.graph.annotations import arg_nodes, module_path, notes, weight_path
 from fxprec.passes.graph.casts import cast_if_float
-from fxprec.passes.graph.text import dtype_name
+from fxprec.passes.graph.text import dtype_name, shown_dtype
 
 
 class Explanation(str):
@@ -46,7 +46,7 @@ def explain(model: nn.Module, pattern: str) -> Explanation:
         NotCapturedError: the model is captured at its first call, which did not happen yet.
     """
     graphs = rewritten_graphs(model)
-    methods = methods_of(model)
+    methods = {gm: captured.method for gm, captured in captured_of(model).items()}
     found = [place for number, gm in enumerate(graphs) for place in places(number, gm)]
     chosen = select(found, pattern, [name for name, _ in model.named_modules() if name])
     lines: list[str] = []
@@ -56,7 +56,7 @@ def explain(model: nn.Module, pattern: str) -> Explanation:
         if own:
             heading = f"{pattern} in graph {number + 1} of {len(graphs)}" if len(graphs) > 1 else pattern
             heading += f" ({methods[graphs[number]]})" if len({*methods.values()}) > 1 else ""
-            lines.append(f"{heading}: {len(ops) or len(own)} node{'' if len(ops or own) == 1 else 's'}")
+            lines.append(f"{heading}: {count(len(ops or own), 'node')}")
         # A cast shows at its readers; by itself only where it is all that was asked for.
         for place in ops or own:
             lines += _describe(place)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxprec.inspection.nodes import Place, is_inserted, is_shadow
-from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNKNOWN, notes
+from fxprec.passes.graph.annotations import CASTABLE, NO_OP, UNKNOWN, leaves, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import rule_of
 
@@ -100,12 +100,10 @@ def _writes_memory(node: Node) -> bool:
 
 def _values(info: Any, numel: Any) -> Iterator[tuple[Any, int | None]]:
     """(dtype, elements) of every value of a node, of which there may be several."""
-    if not isinstance(info, tuple):
-        yield info, numel if isinstance(numel, int) else None
-        return
-    counts = numel if isinstance(numel, tuple) and len(numel) == len(info) else (None,) * len(info)
-    for one, count in zip(info, counts, strict=True):
-        yield from _values(one, count)
+    infos, counts = [*leaves(info)], [*leaves(numel)]
+    for position, one in enumerate(infos):
+        count = counts[position] if len(counts) == len(infos) else None
+        yield one, count if isinstance(count, int) else None
 
 
 def weights(model: nn.Module, graphs: Sequence[GraphModule], found: Iterable[Place]) -> Weights:

@@ -22,7 +22,6 @@ from fxprec.model.module import conversion_of, graphs, is_converted
 from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.program import is_weight_cast
 
@@ -54,11 +53,6 @@ def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
 def captured_of(model: nn.Module) -> dict[GraphModule, Captured]:
     """Graph -> what is known of its capture, for those of a converted module."""
     return {each.gm: each for each in conversion_of(model).captured} if is_converted(model) else {}
-
-
-def methods_of(model: nn.Module) -> dict[GraphModule, str]:
-    """Graph -> the method that it is of, for those of a converted module."""
-    return {gm: captured.method for gm, captured in captured_of(model).items()}
 
 
 def annotated_graphs(gm: GraphModule) -> bool:
@@ -141,14 +135,6 @@ def op_name(node: Node) -> str:
     if op is not NO_OP:
         return op.name
     return str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else node.op
-
-
-def shown_dtype(node: Node) -> str:
-    """The dtype a node's value has in the rewritten graph."""
-    precision = notes(node).precision
-    if notes(node).state("puts_out"):  # a region with several results
-        return dtype_name(notes(node).puts_out)
-    return dtype_name(precision.output or notes(node).dtype)
 
 
 def reason(node: Node) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxprec.errors import NotCapturedError
-from fxprec.inspection.explanation import Explanation, explain
 from fxprec.inspection.figures import Activations, Weights, activations, count, weights
 from fxprec.inspection.nodes import (
     Place,
@@ -24,7 +24,6 @@ from fxprec.inspection.nodes import (
     reason,
     rewritten_graphs,
     short_paths,
-    shown_dtype,
     source_line,
 )
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
@@ -33,12 +32,10 @@ from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.conversion import Conversion
 from fxprec.model.module import conversion_of, is_converted
 from fxprec.passes.graph.annotations import Rule, module_path, notes
-from fxprec.passes.graph.text import dtype_name
+from fxprec.passes.graph.text import dtype_name, shown_dtype
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-__all__ = ["Activations", "Explanation", "GraphReport", "Headline", "Report", "Row", "Weights", "explain", "report"]
 
 #: Names of guarded values that are printed; ``GraphReport.guarded`` has all.
 _SHOWN: Final = 12
@@ -180,7 +177,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, ready for json."""
-        return {"headline": _plain_data(self.headline), "graphs": [_plain_data(graph) for graph in self.graphs]}
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def __str__(self) -> str:
         return plain(self)
@@ -238,14 +235,12 @@ def report(model: nn.Module) -> Report:
         declined = tuple(short_paths(text) for text in gm.meta.get("declined", ()))
         activity = activations(place.node for place in own)
         known = captured.get(gm)
-        section = GraphReport(inputs, rows, activity, declined, regions_of(gm))
+        about: dict[str, Any] = {}
         if known is not None:
-            mode = "training" if known.training else "eval"
             guarded = known.guards.read_by_user if known.guards is not None else ()
-            section = dataclasses.replace(
-                section, method=known.method, mode=mode, counts=known in counted, guarded=guarded
-            )
-        sections.append(section)
+            about = {"method": known.method, "mode": "training" if known.training else "eval", "guarded": guarded}
+            about["counts"] = known in counted
+        sections.append(GraphReport(inputs, rows, activity, declined, regions_of(gm), **about))
     held = weights(model, graphs, found)
     return Report(_headline(model, conversion, graphs, held, sections), tuple(sections))
 
@@ -320,11 +315,3 @@ def _kind(node: Node) -> str:
     if is_inserted(node):
         return "absorbed" if notes(node).state("in_region") else "shadow" if is_shadow(node) else "cast"
     return "op"
-
-
-def _plain_data(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain_data(item) for key, item in value.items()}
-    return [_plain_data(item) for item in value] if isinstance(value, tuple | list) else value

@@ -61,7 +61,9 @@ def assert_rule_holds(
     try:
         found = _run(kernel, given, gradients)
     except Exception as error:
-        raise AssertionError(f"{what}: its kernel does not take {_name(wanted)}: {error}") from error
+        raise AssertionError(
+            f"{what}: its kernel does not take {'its own dtypes' if wanted is None else dtype_name(wanted)}: {error}"
+        ) from error
     _check_fake(what, kernel, given, found[0])
     if wanted is None or wanted is torch.float32:
         return
@@ -134,7 +136,3 @@ def _check_error(what: str, ours: Tensor, exact: Tensor, rounded: Tensor) -> Non
             f"{what} is off from float64 by {error:.3g}, more than twice what rounding alone costs ({allowed:.3g}): "
             "it computes too low inside. Give the op the rule 'full', or widen its sums"
         )
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    return "its own dtypes" if dtype is None else dtype_name(dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -21,9 +20,6 @@ _STYLES: Final = {"float16": "green", "bfloat16": "green", "float32": "yellow", 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
     """rich draws a random number when it is imported: the user's seed would give other numbers afterwards."""
-    if "rich.style" in sys.modules:
-        yield
-        return
     state = random.getstate()
     try:
         yield

@@ -17,7 +17,7 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 
@@ -81,12 +81,8 @@ def unnamed_methods(model: nn.Module, named: Collection[str]) -> list[Unnamed]:
                 continue
             calls = _calls(path, module, name, named, methods_of)
             if calls:
-                known = found.get((type(module), name))
-                found[type(module), name] = (
-                    Unnamed(_full(path, name), calls)
-                    if known is None
-                    else Unnamed(known.method, known.calls, known.like_it + 1)
-                )
+                known = found.setdefault((type(module), name), Unnamed(_full(path, name), calls, -1))
+                found[type(module), name] = replace(known, like_it=known.like_it + 1)
     return [*found.values()]
 
 
@@ -156,9 +152,6 @@ def _computes(module: nn.Module, name: str, methods_of: Callable[[type], _Method
     """Whether a method of a submodule calls submodules of its own."""
     methods = methods_of(type(module))
     return any(_child(module, read, methods_of) for each in _reached(methods, name) for read in methods[each])
-
-
-# -- bytecode ----------------------------------------------------------------------------------------------------------
 
 
 def _reads(code: CodeType) -> list[_Read]:

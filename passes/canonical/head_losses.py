@@ -13,7 +13,6 @@ stays.
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Final
@@ -24,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxprec.passes.graph.annotations import Op, notes
+from fxprec.passes.graph.fetched import attribute_of
 
 _NAMES: Final = ("input", "linear_weight", "target")
 _OF_LOSS: Final = ("weight", "reduction", "ignore_index", "label_smoothing")
@@ -41,7 +41,7 @@ def split_head_loss(gm: GraphModule, node: Node) -> bool:
     if given.get("ignore_index", 0) is None:  # which cross_entropy does not take
         del given["ignore_index"]
     with gm.graph.inserting_before(node):
-        if _rank(gm, weight) == 2:
+        if _rank(weight) == 2:
             logits = _call(node, "linear", F.linear, hidden, weight, bias)
         else:
             bias = bias if bias is None else _call(node, "flatten", torch.flatten, bias)
@@ -67,11 +67,9 @@ def _call(before: Node, name: str, function: Callable[..., Any], *args: Any) -> 
     return made
 
 
-def _rank(gm: GraphModule, weight: Any) -> int | None:
+def _rank(weight: Any) -> int | None:
     """How many dimensions the weight has; None where only a call tells."""
     if not isinstance(weight, Node):
         return None
-    value = weight.meta.get("val")
-    if weight.op == "get_attr":
-        value = functools.reduce(getattr, str(weight.target).split("."), gm)
+    value = attribute_of(weight) if weight.op == "get_attr" else weight.meta.get("val")
     return value.dim() if isinstance(value, torch.Tensor) else None

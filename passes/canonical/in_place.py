@@ -21,19 +21,21 @@ from torch.fx.node import map_arg
 
 from fxprec.errors import PolicyError
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import Op, Rule, module_path
+from fxprec.passes.graph.annotations import Op, Rule, argument, module_path
 from fxprec.passes.graph.casts import write_out
-from fxprec.passes.ops.attributes import RESULT_FIELDS
-from fxprec.passes.ops.table import facts_of, rule_of
-from fxprec.passes.torch_internals import OpOverload, op_name_of
+from fxprec.passes.ops.spellings import RESULT_FIELDS
+from fxprec.passes.ops.table import facts_at, facts_of, rule_of
+from fxprec.passes.torch_internals import OpOverload
 
 
 def is_in_place(node: Node, op: Op) -> bool:
     """Whether the call writes to its first argument, by its name or by a flag."""
-    if op.in_place or node.kwargs.get("inplace") is True:
-        return True
-    position = facts_of(op.name).inplace
-    return position is not None and len(node.args) > position and node.args[position] is True
+    return op.in_place or _is_flagged(node, facts_of(op.name).inplace)
+
+
+def _is_flagged(node: Node, position: int | None) -> bool:
+    flag = node.kwargs.get("inplace") if position is None else argument(node, position, "inplace")
+    return flag is True
 
 
 def has_dtype_of_its_own(node: Node, op: Op, context: Context) -> bool:
@@ -44,10 +46,16 @@ def has_dtype_of_its_own(node: Node, op: Op, context: Context) -> bool:
 
 def write_by_copy(gm: GraphModule, node: Node, op: Op) -> None:
     """``x.f_(...)`` -> ``x.copy_(f(x, ...))``: legal whatever aliases x, and copy_ converts."""
-    target = node.args[0]
+    twin = out_of_place(node)
+    if twin is None:
+        where = f" in {module_path(node)}" if module_path(node) else ""
+        raise PolicyError(
+            f"%{node.name}{where}: the policy wants a dtype for {op.name!r}, which writes in place and has no form "
+            "that does not. It runs in the dtype of what it writes: name the op that makes that tensor instead"
+        )
     with gm.graph.inserting_before(node):
-        value = _functional_form(gm, node, op)
-        written = gm.graph.call_method("copy_", (target, value))
+        value = gm.graph.create_node(node.op, *twin)
+        written = gm.graph.call_method("copy_", (node.args[0], value))
     _finish(node, value, written, op)
 
 
@@ -83,41 +91,27 @@ def _finish(node: Node, value: Node, written: Node, op: Op) -> None:
     node.graph.erase_node(node)
 
 
-def _functional_form(gm: GraphModule, node: Node, op: Op) -> Node:
+def out_of_place(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """Target, args and kwargs of the call that makes a new tensor of what this one writes; None where there is none."""
+    args, kwargs = node.args, {key: value for key, value in node.kwargs.items() if key != "inplace"}
+    position = facts_at(node).inplace
     if node.op == "call_method":
-        assert isinstance(node.target, str)
-        name = node.target.rstrip("_") if not node.target.startswith("__i") else "__" + node.target[3:]
-        if not hasattr(torch.Tensor, name):
-            raise _no_twin(node, op)
-        return gm.graph.call_method(name, node.args, node.kwargs)
-    args, kwargs = node.args, dict(node.kwargs)
-    position = facts_of(op.name).inplace
-    if kwargs.pop("inplace", False):
-        pass
-    elif position is not None and len(args) > position and args[position] is True:
-        args = (*args[:position], False, *args[position + 1 :])
+        name = str(node.target)
+        name = "__" + name[3:] if name.startswith("__i") else name.rstrip("_")
+        target: Any = name if hasattr(torch.Tensor, name) else None
+    elif _is_flagged(node, position):
+        target, args = node.target, args[:position]  # the flag is the last one
     else:
-        twin = _functional(node.target)
-        if twin is None:
-            raise _no_twin(node, op)
-        return gm.graph.call_function(twin, args, kwargs)
-    return gm.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        target = _twin(node.target)
+    return None if target is None else (target, args, kwargs)
 
 
-def _functional(target: Any) -> Callable[..., Any] | None:
+def _twin(target: Any) -> Callable[..., Any] | None:
     """The out-of-place twin of an in-place function: torch.exp_ -> torch.exp; aten.exp_.default, operator.ipow."""
     if isinstance(target, OpOverload):  # the packet: pow_.Scalar is pow.Tensor_Scalar, not pow.Scalar
-        return getattr(getattr(torch.ops, target.namespace), op_name_of(target).rstrip("_"), None)
+        return getattr(getattr(torch.ops, target.namespace), target.overloadpacket.__name__.rstrip("_"), None)
     name = target.__name__
     if getattr(target, "__module__", None) == "_operator":
         return getattr(operator, name.removeprefix("i"))
     homes = (torch, torch.nn.functional, torch.special, torch.Tensor)
     return next((getattr(home, name.rstrip("_")) for home in homes if hasattr(home, name.rstrip("_"))), None)
-
-
-def _no_twin(node: Node, op: Op) -> PolicyError:
-    where = f" in {module_path(node)}" if module_path(node) else ""
-    return PolicyError(
-        f"%{node.name}{where}: the policy wants a dtype for {op.name!r}, which writes in place and has no form "
-        "that does not. It runs in the dtype of what it writes: name the op that makes that tensor instead"
-    )

@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, Proxy
 
-from fxprec.passes.graph.annotations import Op, notes
-from fxprec.passes.graph.leaves import leaf
-from fxprec.passes.graph.served import is_served
+from fxprec.passes.graph.annotations import Op, argument, notes
+from fxprec.passes.graph.leaves import is_served, leaf
 
 
 def rope(x: Any, cos: Any, sin: Any, half: int) -> Any:
@@ -102,7 +101,7 @@ def _rotated(node: Any) -> tuple[Node, int] | None:
     """(x, n) of ``cat((-x[..., n:], x[..., :n]), dim=-1)``."""
     if not _is(node, "cat") or not isinstance(node.args[0], tuple | list) or len(node.args[0]) != 2:
         return None
-    if (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) != -1:
+    if argument(node, 1, "dim", 0) != -1:
         return None
     negative, first = node.args[0]
     if not (_is(negative, "neg") and _is(first, "getitem") and _is(negative.args[0], "getitem")):

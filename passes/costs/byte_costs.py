@@ -1,9 +1,9 @@
-"""What a cast and FP32 cost where the cut counts bytes (``lower="always"``); the questions that any costs answer."""
+"""What a cast and FP32 cost where the cut counts bytes (``lower="always"``); ``OpCosts`` says it in seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final, Protocol
+from typing import Final
 
 from torch.fx import Node
 
@@ -13,18 +13,6 @@ _CAST_BYTES: Final = 6  # read four and write two, or the reverse
 _CAST_CALL: Final = 16384  # bytes that move in the time one more call takes: of equal bytes, fewer casts are cheaper
 _FP32_TRAFFIC: Final = 1 / 64  # of a cast's bytes: it breaks ties
 _FUSED_TRAFFIC: Final = 2 / 3  # where kernels cast for nothing, what FP32 costs is the bytes it is wider: two each way
-
-
-class Costs(Protocol):
-    """All in one unit, whichever."""
-
-    def cast(self, node: Node) -> float:
-        """Of casting the node's value to the other dtype."""
-        ...
-
-    def traffic(self, node: Node) -> float:
-        """What it costs more to have the node, no LOW op, write FP32 and not low."""
-        ...
 
 
 class ByteCosts:
@@ -41,10 +29,12 @@ class ByteCosts:
         self._traffic = _FUSED_TRAFFIC if absorbs else _FP32_TRAFFIC
 
     def cast(self, node: Node) -> float:
+        """Of casting the node's value to the other dtype."""
         moved = self._moved(node)
         return _CAST_CALL + moved if moved else 0.0
 
     def traffic(self, node: Node) -> float:
+        """What it costs more to have the node, no LOW op, write FP32 and not low."""
         return self._moved(node) * self._traffic
 
     def _moved(self, node: Node) -> float:
@@ -61,11 +51,3 @@ def elements(node: Node) -> int | None:
     if isinstance(count, tuple):
         return sum(each for each in count if isinstance(each, int))
     return count if isinstance(count, int) else None
-
-
-def attribute_of(node: Node) -> Any:
-    """What a get_attr node fetches; None where its graph has no module."""
-    value: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name, None)
-    return value

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -161,11 +161,15 @@ class DeviceCosts:
             raise ValueError(f"format {data['format']!r}, this version reads {_FORMAT}")
         text = {key: str(data[key]) for key in ("device", "name", "source", "torch")}
         curves = {
-            getattr(torch, dtype): {Work(kind): _curve(points) for kind, points in of_kind.items()}
+            getattr(torch, dtype): {
+                Work(kind): Curve(tuple((float(work), float(time)) for work, time in points))
+                for kind, points in of_kind.items()
+            }
             for dtype, of_kind in data["curves"].items()
         }
         return cls(threads=int(data["threads"]), curves=curves, **text)
 
 
-def _curve(points: Iterable[Iterable[float]]) -> Curve:
-    return Curve(tuple((float(work), float(seconds)) for work, seconds in points))
+def time_text(seconds: float) -> str:
+    """``12.3 us``, ``4.56 ms``."""
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -15,22 +15,19 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxprec.kernels.torch_internals import FakeTensor
-from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, notes
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, nested, notes
 from fxprec.passes.torch_internals import FakeTensorMode, no_autocast
 
 
 def numel_of(value: Any) -> Any:
     """Elements of a tensor, a tuple of them for several; None where nobody knows. Symbolic sizes give their hint."""
-    if isinstance(value, torch.Tensor):
-        count: Any = value.numel()
-        return count if isinstance(count, int) else hint(count)
-    if isinstance(value, tuple | list):
-        return tuple(numel_of(element) for element in value)
-    return None
+    return nested(value, lambda leaf: hint(leaf.numel()) if isinstance(leaf, torch.Tensor) else None)
 
 
 def hint(size: Any) -> int | None:
-    """What a symbolic size was when it was captured; None where nobody knows."""
+    """A size; of a symbolic one what it was when it was captured; None where nobody knows."""
+    if isinstance(size, int):
+        return size
     node = getattr(size, "node", None)
     seen = getattr(node, "hint", None) if getattr(node, "has_hint", lambda: False)() else None
     return int(seen) if isinstance(seen, int) else None
@@ -38,11 +35,7 @@ def hint(size: Any) -> int | None:
 
 def value_dtype(value: Any) -> DTypeInfo:
     """dtypes of a value, nested as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype
-    if isinstance(value, tuple | list):
-        return tuple(value_dtype(element) for element in value)
-    return NON_TENSOR
+    return nested(value, lambda leaf: leaf.dtype if isinstance(leaf, torch.Tensor) else NON_TENSOR)
 
 
 def fake_result(node: Node, low: torch.dtype) -> DTypeInfo:
@@ -53,7 +46,9 @@ def fake_result(node: Node, low: torch.dtype) -> DTypeInfo:
     captured = value_dtype(value)
     if not _captured_otherwise(node):
         return captured
-    if any(notes(source).dtype is UNKNOWN and _is_low(source, low) for source in node.all_input_nodes):
+    if any(
+        notes(source).dtype is UNKNOWN and value_dtype(source.meta.get("val")) is low for source in node.all_input_nodes
+    ):
         return _doubtful(captured, low)
     try:
         return value_dtype(_rerun(node))
@@ -70,30 +65,18 @@ def _captured_otherwise(node: Node) -> bool:
     )
 
 
-def _is_low(source: Node, low: torch.dtype) -> bool:
-    """Whether a value was captured in the low dtype, which may be autocast's doing."""
-    value = source.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype is low
-
-
 def _doubtful(captured: DTypeInfo, low: torch.dtype) -> DTypeInfo:
-    if isinstance(captured, tuple):
-        return tuple(_doubtful(element, low) for element in captured)
-    return UNKNOWN if captured is low else captured
+    return nested(captured, lambda info: UNKNOWN if info is low else info)
 
 
 def _rerun(node: Node) -> Any:
-    mode = next(source.meta["val"].fake_mode for source in node.all_input_nodes if _is_fake(source.meta.get("val")))
-    with quietly(mode):
+    values = (source.meta.get("val") for source in node.all_input_nodes)
+    with quietly(next(value.fake_mode for value in values if isinstance(value, FakeTensor))):
         args, kwargs = map_arg((node.args, node.kwargs), _original)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)
         return node.target(*args, **kwargs)
-
-
-def _is_fake(value: Any) -> bool:
-    return isinstance(value, FakeTensor)
 
 
 def _original(source: Node) -> Any:

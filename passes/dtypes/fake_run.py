@@ -18,10 +18,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxprec.kernels.torch_internals import FakeTensor
-from fxprec.passes.costs.byte_costs import attribute_of
 from fxprec.passes.dtypes.fake_results import quietly
 from fxprec.passes.graph.annotations import CASTABLE, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast
+from fxprec.passes.graph.fetched import attribute_of
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.torch_internals import FakeTensorMode, HigherOrderOperator, tree_leaves, tree_map
 

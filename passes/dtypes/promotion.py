@@ -6,15 +6,16 @@ a Python number, where there is a dimensioned one; a one-element vector counts i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch.fx import Node
 
-from fxprec.passes.dtypes.scalars import is_zero_dim
-from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, notes
+from fxprec.passes.ops.table import facts_of
 
 #: Python number types, narrowest first.
 NUMBERS: Final = (bool, int, float, complex)
@@ -45,6 +46,32 @@ class Operands(NamedTuple):
     equal: bool
 
 
+Kind: TypeAlias = Callable[[Operands], DTypeInfo]
+
+
+def is_zero_dim(node: Node) -> bool:
+    """Whether the value is known to be a 0-dim tensor; what nobody knows counts as dimensioned.
+
+    Known is: what was captured with shapes, a 0-dim parameter or buffer, the result of a reduction over everything,
+    and that of an elementwise op whose tensors are all 0-dim. ``propagate`` writes the answer to
+    ``annotations.scalar``, so that a question never walks further than the node's own arguments.
+    """
+    annotations = notes(node)
+    known = annotations.scalar
+    if known is not None:
+        return known
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    if node.op == "get_attr":
+        return annotations.ndim == 0
+    rank = facts_of(annotations.op.name).rank
+    if rank == "reduced":
+        return len(node.args) == 1 and not ({"dim", "axis"} & node.kwargs.keys())
+    sources = node.all_input_nodes
+    return rank == "kept" and bool(sources) and all(notes(source).scalar for source in sources)
+
+
 def promote(operands: Operands) -> DTypeInfo:
     """``torch.result_type`` of tensors and numbers; UNKNOWN as soon as one decisive dtype is."""
     found = {info for info, _ in operands.tensors}
@@ -62,11 +89,8 @@ def promote(operands: Operands) -> DTypeInfo:
 
 
 def _widest(infos: Iterable[DTypeInfo]) -> torch.dtype | None:
-    widest: torch.dtype | None = None
-    for info in infos:
-        if isinstance(info, torch.dtype):
-            widest = info if widest is None else torch.promote_types(widest, info)
-    return widest
+    found = [info for info in infos if isinstance(info, torch.dtype)]
+    return functools.reduce(torch.promote_types, found) if found else None
 
 
 def _combine(higher: DTypeInfo | None, lower: torch.dtype | None) -> DTypeInfo:
@@ -83,14 +107,15 @@ def _combine(higher: DTypeInfo | None, lower: torch.dtype | None) -> DTypeInfo:
 
 
 def _number_dtype(number: type | None) -> torch.dtype | None:
-    if number is None:
-        return None
-    if number is bool:
-        return torch.bool
-    if number is int:
-        return torch.int64
+    fixed = {None: None, bool: torch.bool, int: torch.int64}
+    if number in fixed:
+        return fixed[number]
     default = torch.get_default_dtype()
     return default.to_complex() if number is complex else default
+
+
+def _default(operands: Operands) -> DTypeInfo:
+    return torch.get_default_dtype()
 
 
 def _tensors(operands: Operands) -> DTypeInfo:
@@ -102,33 +127,22 @@ def first(operands: Operands) -> DTypeInfo:
     return operands.tensors[0][0] if operands.tensors else NON_TENSOR
 
 
-def _float(operands: Operands) -> DTypeInfo:
-    info = promote(operands)
-    if isinstance(info, torch.dtype) and not (info.is_floating_point or info.is_complex):
-        return torch.get_default_dtype()
-    return info
+def _then(found: Kind, change: Callable[[torch.dtype], torch.dtype]) -> Kind:
+    """The kind that makes another dtype of what a kind finds, where that is one."""
+
+    def changed(operands: Operands) -> DTypeInfo:
+        info = found(operands)
+        return change(info) if isinstance(info, torch.dtype) else info
+
+    return changed
 
 
-def _accumulate(operands: Operands) -> DTypeInfo:
-    info = first(operands)
-    if isinstance(info, torch.dtype) and not (info.is_floating_point or info.is_complex):
-        return torch.int64
-    return info
+def _inexact_or(integer: Callable[[], torch.dtype]) -> Callable[[torch.dtype], torch.dtype]:
+    return lambda dtype: dtype if dtype.is_floating_point or dtype.is_complex else integer()
 
 
-def _real(operands: Operands) -> DTypeInfo:
-    info = first(operands)
-    return info.to_real() if isinstance(info, torch.dtype) and info.is_complex else info
-
-
-def _float_real(operands: Operands) -> DTypeInfo:
-    info = _float(operands)
-    return info.to_real() if isinstance(info, torch.dtype) else info
-
-
-def _wide(operands: Operands) -> DTypeInfo:
-    info = first(operands)
-    return torch.promote_types(info, torch.float32) if isinstance(info, torch.dtype) else info
+def _to_real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _float64(operands: Operands) -> DTypeInfo:
@@ -136,17 +150,15 @@ def _float64(operands: Operands) -> DTypeInfo:
     return torch.complex128 if isinstance(info, torch.dtype) and info.is_complex else torch.float64
 
 
-def _complex(operands: Operands) -> DTypeInfo:
-    info = _float(operands)
-    return info.to_complex() if isinstance(info, torch.dtype) else info
-
-
-def _default(operands: Operands) -> DTypeInfo:
-    return torch.get_default_dtype()
-
+_float: Final = _then(promote, _inexact_or(torch.get_default_dtype))
+_accumulate: Final = _then(first, _inexact_or(lambda: torch.int64))
+_real: Final = _then(first, _to_real)
+_float_real: Final = _then(_float, _to_real)
+_wide: Final = _then(first, lambda dtype: torch.promote_types(dtype, torch.float32))
+_complex: Final = _then(_float, torch.dtype.to_complex)
 
 #: ``OpRule.result`` -> dtype; tuples, "first*" and "unknown" are for the caller to take apart.
-RESULT_KINDS: Final[Mapping[str, Callable[[Operands], DTypeInfo]]] = MappingProxyType(
+RESULT_KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
         "promote": promote,
         "tensors": _tensors,

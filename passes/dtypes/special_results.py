@@ -1,7 +1,7 @@
 """dtypes of results that depend on a call's arguments: ``max(x)`` and ``max(x, dim)``, ``x[0]``, ``x.to(y.dtype)``.
 
 Each function answers for the ops whose row names it (``OpRule.special``), or gives None: then ``OpRule.result`` says
-it.
+it. Where the call names a dtype, only parts, attributes and casts are asked.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch.fx import Node
 
 from fxprec.passes.dtypes.fake_results import fake_result
 from fxprec.passes.dtypes.promotion import NUMBERS, Operands, first, promote
-from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, notes
-from fxprec.passes.ops.attributes import NO_TENSOR_ATTRIBUTES, RESULT_FIELDS, TENSOR_ATTRIBUTES
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, argument, notes
 from fxprec.passes.ops.names import cast_target, dtype_argument
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.spellings import NO_TENSOR_ATTRIBUTES, RESULT_FIELDS, TENSOR_ATTRIBUTES
+from fxprec.passes.ops.table import facts_at
 from fxprec.passes.torch_internals import OpOverload, schema_of
 
 
@@ -47,10 +47,6 @@ class Facts:
 
 
 Answer: TypeAlias = "Callable[[Facts, Node, Operands], DTypeInfo | None]"
-
-
-def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def _getitem(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
@@ -89,12 +85,12 @@ def _to(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
         return target
     if node.target == "type" and len(node.args) == 1 and not node.kwargs:
         return NON_TENSOR  # x.type() is a string
-    for argument in (*node.args[1:], *node.kwargs.values()):
-        if isinstance(argument, Node):
-            if argument in facts.dtypes:
-                return facts.dtypes[argument]
-            if notes(argument).dtype is not NON_TENSOR:  # type_as(other), to(other)
-                return notes(argument).dtype
+    for other in (*node.args[1:], *node.kwargs.values()):
+        if isinstance(other, Node):
+            if other in facts.dtypes:
+                return facts.dtypes[other]
+            if notes(other).dtype is not NON_TENSOR:  # type_as(other), to(other)
+                return notes(other).dtype
     return first(operands)
 
 
@@ -110,65 +106,40 @@ def _extreme(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
 
 def _pool(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
     """max_pool2d(x, ..., return_indices=True)"""
-    position = facts_of(notes(node).op.name).return_indices
-    if position is None or isinstance(node.target, OpOverload) or not _argument(node, position, "return_indices"):
+    position = facts_at(node).return_indices
+    if position is None or isinstance(node.target, OpOverload) or not argument(node, position, "return_indices"):
         return None
     return (first(operands), torch.int64)
 
 
 def _native_norm(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
-    """torch.native_layer_norm gives statistics too; aten's overloads say so themselves."""
-    results = 1 if isinstance(node.target, OpOverload) else _NATIVE_RESULTS.get(getattr(node.target, "__name__", ""), 1)
-    return (first(operands),) * results if results > 1 else None
-
-
-_NATIVE_RESULTS: Final[Mapping[str, int]] = MappingProxyType(
-    {"native_layer_norm": 3, "native_group_norm": 3, "native_batch_norm": 3, "_native_batch_norm_legit": 3}
-)
+    """torch.native_layer_norm and its kin give two statistics too; aten's overloads say so themselves."""
+    native = getattr(node.target, "__name__", "").lstrip("_").startswith("native_")
+    return (first(operands),) * 3 if native and not isinstance(node.target, OpOverload) else None
 
 
 def _unique(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
     value = node.meta.get("val")
-    extra = bool(_argument(node, 2, "return_inverse", False)) + bool(_argument(node, 3, "return_counts", False))
+    extra = bool(argument(node, 2, "return_inverse", False)) + bool(argument(node, 3, "return_counts", False))
     if isinstance(value, tuple | list):
         extra = len(value) - 1
     return (first(operands), *(torch.int64,) * extra) if extra else first(operands)
 
 
-def _where(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
-    return (torch.int64,) if len(node.args) + len(node.kwargs) == 1 else None
-
-
-def _nonzero(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
-    return (torch.int64,) if node.kwargs.get("as_tuple") else None
-
-
-def _div(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
-    return promote(operands) if node.kwargs.get("rounding_mode") else None
-
-
-def _buckets(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
-    return torch.int32 if node.kwargs.get("out_int32") else torch.int64
-
-
 def _sequence(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
     """arange: the dtype of its numbers."""
-    if facts.requested(node) is not None:
-        return None
     return _float_sequence(facts, node, operands) if operands.numbers in (float, complex) else torch.int64
 
 
 def _float_sequence(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
     """linspace: a float whatever its numbers are."""
-    if facts.requested(node) is not None:
-        return None
     default = torch.get_default_dtype()
     return default.to_complex() if operands.numbers is complex else default
 
 
 def _full(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
     """torch.full(size, value): the size's integers do not count."""
-    value = _argument(node, 1, "fill_value")
+    value = argument(node, 1, "fill_value")
     if isinstance(value, Node):
         numbers: type | None = float if value in facts.floats else int
     else:
@@ -179,28 +150,11 @@ def _full(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
 
 def _constant(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
     """torch.tensor(data) and the like."""
-    if facts.requested(node) is not None:
-        return None
     if operands.tensors:
         return first(operands)
     if operands.numbers in (float, complex) or operands.numbers is None:
         return torch.get_default_dtype() if operands.numbers is not complex else None
     return torch.bool if operands.numbers is bool else torch.int64
-
-
-def _like(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
-    """x.new_tensor(data): the dtype of x."""
-    if facts.requested(node) is not None:
-        return None
-    return first(operands) if operands.tensors else torch.get_default_dtype()
-
-
-def _each(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
-    return tuple(info for info, _ in operands.tensors)
-
-
-def _normal(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
-    return None if operands.tensors else facts.requested(node) or torch.get_default_dtype()
 
 
 #: ``OpRule.special`` -> who answers.
@@ -213,16 +167,17 @@ SPECIAL: Final[Mapping[str, Answer]] = MappingProxyType(
         "pool": _pool,
         "native_norm": _native_norm,
         "unique": _unique,
-        "where": _where,
-        "nonzero": _nonzero,
-        "div": _div,
-        "buckets": _buckets,
+        "where": lambda facts, node, operands: (torch.int64,) if len(node.args) + len(node.kwargs) == 1 else None,
+        "nonzero": lambda facts, node, operands: (torch.int64,) if node.kwargs.get("as_tuple") else None,
+        "div": lambda facts, node, operands: promote(operands) if node.kwargs.get("rounding_mode") else None,
+        "buckets": lambda facts, node, operands: torch.int32 if node.kwargs.get("out_int32") else torch.int64,
         "sequence": _sequence,
         "float_sequence": _float_sequence,
         "full": _full,
         "constant": _constant,
-        "like": _like,
-        "each": _each,
-        "normal": _normal,
+        # x.new_tensor(data): the dtype of x
+        "like": lambda facts, node, operands: first(operands) if operands.tensors else torch.get_default_dtype(),
+        "each": lambda facts, node, operands: tuple(info for info, _ in operands.tensors),
+        "normal": lambda facts, node, operands: None if operands.tensors else torch.get_default_dtype(),
     }
 )

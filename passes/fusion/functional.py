@@ -12,27 +12,17 @@ last write: then there is no way to see the difference.
 
 from __future__ import annotations
 
-import operator
-from typing import Final
-
-import torch
-import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from fxprec.kernels.rows.program.lowering import LOWERINGS
+from fxprec.passes.canonical.in_place import out_of_place
 from fxprec.passes.fusion.effects import stretches
+from fxprec.passes.fusion.row_operations import INTEGERS
 from fxprec.passes.graph.annotations import NO_OP, notes
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.table import rule_of
-
-#: Of these a float takes its own dtype in an operation with them.
-_INTEGERS: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-
-_OPERATORS: Final = {
-    operator.iadd: torch.add, operator.isub: torch.sub, operator.imul: torch.mul, operator.itruediv: torch.div,
-}  # fmt: skip
 
 
 def make_functional(graph: Graph) -> bool:
@@ -49,12 +39,12 @@ def make_functional(graph: Graph) -> bool:
         last, root = writers[-1], _maker(writers[0])
         if any(_maker(node) is not root for node in writers) or stretch[last] != stretch[root]:
             continue
-        if not _fresh(root) or not all(map(_can_change, writers)):
+        if not _fresh(root) or notes(root).op.in_place or not all(map(_can_change, writers)):
             continue
         members = [root, *writers]
         early = {user for node in members for user in node.users if position[user] < position[last]}
-        if any(_may_share(user) for user in early.difference(writers)):
-            continue
+        if not all(map(_fresh, early.difference(writers))):
+            continue  # a reader may keep a view of what it reads: it would see later writes
         current = root
         for node in writers:
             _rewrite(node, current)
@@ -74,18 +64,10 @@ def _maker(writer: Node) -> Node:
     return target
 
 
-def _fresh(root: Node) -> bool:
-    """Whether the node made the memory itself: an op that we know, and no view or tuple of views."""
-    op = notes(root).op
-    row = rule_of(op.name)
-    return row is not None and (not row.view or _converts(root)) and not op.in_place
-
-
-def _may_share(reader: Node) -> bool:
-    """Whether a reader may keep a view of what it reads: it would see later writes."""
-    op = notes(reader).op
-    row = rule_of(op.name)
-    return row is None or (row.view and not _converts(reader))
+def _fresh(node: Node) -> bool:
+    """Whether the result is memory of its own: of an op that we know, and no view or tuple of views."""
+    row = rule_of(notes(node).op.name)
+    return row is not None and (not row.view or _converts(node))
 
 
 def _converts(node: Node) -> bool:
@@ -102,29 +84,15 @@ def _can_change(node: Node) -> bool:
     if not isinstance(source, Node) or actual_dtype(node) is not actual_dtype(source):
         return False
     for other in node.all_input_nodes:
-        converted = actual_dtype(source) is not None and notes(other).dtype in _INTEGERS
+        converted = actual_dtype(source) is not None and notes(other).dtype in INTEGERS
         if actual_dtype(other) is not actual_dtype(source) and not converted:
             return False  # out of place it would promote
-    return _functional_target(node) is not None
-
-
-def _functional_target(node: Node) -> object:
-    if node.kwargs.get("inplace") is True:
-        return node.target
-    if node.op == "call_method":
-        name = str(node.target)
-        return name[:-1] if name.endswith("_") and not name.endswith("__") else None
-    if node.target in _OPERATORS:
-        return _OPERATORS[node.target]  # type: ignore[index]
-    name = getattr(node.target, "__name__", "")
-    for home in (torch, F):
-        if name.endswith("_") and getattr(home, name, None) is node.target:
-            return getattr(home, name[:-1], None)
-    return None
+    return out_of_place(node) is not None
 
 
 def _rewrite(node: Node, source: Node) -> None:
-    node.target = _functional_target(node)  # type: ignore[assignment]
-    node.kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+    twin = out_of_place(node)
+    assert twin is not None
+    node.target, node.args, node.kwargs = twin
     node.update_arg(0, source)
     notes(node).op = notes(node).op._replace(in_place=False)

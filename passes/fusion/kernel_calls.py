@@ -28,14 +28,12 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node, Proxy
 
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
-from fxprec.passes.graph.annotations import Precision, notes
+from fxprec.passes.graph.annotations import CASTABLE, Precision, notes
 from fxprec.passes.graph.casts import cast
-from fxprec.passes.graph.leaves import leaf
-from fxprec.passes.graph.served import is_served
+from fxprec.passes.graph.leaves import is_served, leaf
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
 _LOW: Final = (torch.float16, torch.bfloat16)
-_FLOATS: Final = (*_LOW, torch.float32)
 #: Logits on a CPU: from here on the passes over memory weigh more than the calls (python -m benchmarks step).
 _MANY: Final = 1 << 20
 #: Classes, next to each other, of which that holds: of few, or of the pixels of an image, torch's loss is faster.
@@ -47,17 +45,14 @@ def batch_norm(
     momentum: float = 0.1, eps: float = 1e-5, residual: Any = None, relu: bool = False,
 ) -> Any:  # fmt: skip
     """``relu?(F.batch_norm(...) [+ residual])``: one kernel after the statistics, where it serves."""
+    options = {"training": training, "momentum": momentum, "eps": eps, "residual": residual, "relu": relu}
     if isinstance(x, Proxy):
-        options = {"training": training, "momentum": momentum, "eps": eps, "residual": residual, "relu": relu}
         return leaf(batch_norm, x, running_mean, running_var, weight, bias, **options)
-    fits = residual is None or (residual.shape == x.shape and residual.dtype in _FLOATS)
+    fits = residual is None or (residual.shape == x.shape and residual.dtype in CASTABLE)
     if fits and isinstance(momentum, int | float) and is_served(x):
         from fxprec.kernels.nn.batch_norm import batch_norm as kernel  # which loads Triton
 
-        return kernel(
-            x, running_mean, running_var, weight, bias,
-            training=training, momentum=momentum, eps=eps, residual=residual, relu=relu,
-        )  # fmt: skip
+        return kernel(x, running_mean, running_var, weight, bias, **options)
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     y = y if residual is None else y + residual
     return F.relu(y) if relu else y
@@ -113,7 +108,7 @@ def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
         make = _KERNELS[op.name]
         if op.in_place or roots[node] in written:
             continue
-        if native and not (op.name == "cross_entropy" and _reads_cast(node)):
+        if native and not (op.name == "cross_entropy" and any(map(_is_inserted_cast, node.all_input_nodes[:1]))):
             continue
         arguments = _arguments(node)
         if arguments is None:
@@ -166,24 +161,17 @@ def _cross_entropy(node: Node, arguments: dict[str, Any]) -> bool:
     assert isinstance(source, Node)
     _call(cross_entropy, node, node, arguments | {"input": source})
     if source is not logits:
-        reads, rule = notes(source).precision.output, notes(node).precision.rule
-        notes(node).precision = Precision.arriving(torch.float32, torch.float32, rule, _why(node, reads))
+        reads, decided = notes(source).precision.output, notes(node).precision
+        why = f"{decided.why}; its kernel reads {reads} and computes in FP32"
+        notes(node).precision = Precision.arriving(torch.float32, torch.float32, decided.rule, why)
         if not logits.users:
             node.graph.erase_node(logits)
     notes(node).fused = "the kernel of cross_entropy"
     return True
 
 
-def _reads_cast(loss: Node) -> bool:
-    return any(_is_inserted_cast(source) for source in loss.all_input_nodes[:1])
-
-
 def _is_inserted_cast(node: Node) -> bool:
-    return node.target is cast and bool(notes(node).inserted)
-
-
-def _why(node: Node, reads: torch.dtype | None) -> str:
-    return f"{notes(node).precision.why}; its kernel reads {reads} and computes in FP32"
+    return node.target is cast and notes(node).inserted
 
 
 def _call(function: Callable[..., Any], first: Node, last: Node, arguments: dict[str, Any]) -> None:
@@ -196,12 +184,8 @@ def _call(function: Callable[..., Any], first: Node, last: Node, arguments: dict
     if last is not first:
         precision = notes(first).precision
         notes(last).op = notes(first).op
-        notes(last).precision = Precision.arriving(
-            precision.compute,
-            precision.output,
-            precision.rule,
-            f"{precision.why}; with what follows in one kernel",
-        )
+        why = f"{precision.why}; with what follows in one kernel"
+        notes(last).precision = Precision.arriving(precision.compute, precision.output, precision.rule, why)
         for node in chain[1:]:
             last.graph.erase_node(node)
 

@@ -24,8 +24,8 @@ from torch.fx import Graph, Node
 
 from fxprec.passes.fusion.effects import memory_of, stretches
 from fxprec.passes.fusion.row_operations import drops, is_row_operation, reduced_dimensions
-from fxprec.passes.graph.annotations import Op, arg_nodes, notes
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.graph.annotations import arg_nodes, notes
+from fxprec.passes.ops.table import facts_of
 
 #: Nodes of a region. Larger kernels run out of registers.
 _MOST: Final = 64
@@ -52,7 +52,7 @@ class Region:
     @property
     def name(self) -> str:
         """``fused_dropout_add_layer_norm``: its ops without casts, each once, the first of them."""
-        ops = ("bias" if notes(node).state("bias_of") else _op(node).name for node in self.nodes)
+        ops = ("bias" if notes(node).state("bias_of") else notes(node).op.name for node in self.nodes)
         names = dict.fromkeys(name for name in ops if name != "to")
         return "_".join(["fused", *[*names][:_NAMED], *(["more"] if len(names) > _NAMED else [])])
 
@@ -195,7 +195,7 @@ def _region(nodes: list[Node], stretch: int) -> Region:
 
 def saves(region: Region) -> bool:
     """Whether something that was written and read again stays in registers."""
-    return len(region.nodes) > 1 and bool(region.outputs) and any(_op(node).name != "to" for node in region.nodes)
+    return len(region.nodes) > 1 and bool(region.outputs) and any(notes(node).op.name != "to" for node in region.nodes)
 
 
 def _stored(node: Node, region: Region) -> bool:
@@ -213,9 +213,5 @@ def _stored(node: Node, region: Region) -> bool:
 
 def _gives_its_input(node: Node) -> bool:
     """Whether the result may be the argument itself: ``contiguous``, or a dropout that drops nothing."""
-    row = rule_of(_op(node).name)
-    return row is not None and row.view and _op(node).name != "to" and not drops(node)
-
-
-def _op(node: Node) -> Op:
-    return notes(node).op
+    op = notes(node).op
+    return facts_of(op.name).view and op.name != "to" and not drops(node)

@@ -15,14 +15,16 @@ import torch
 from torch.fx import Node
 
 from fxprec.kernels.rows.program.lowering import LOWERINGS, ROW_REDUCTIONS
-from fxprec.passes.graph.annotations import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes, notes
+from fxprec.passes.graph.annotations import CASTABLE, NON_TENSOR, UNKNOWN, Op, arg_nodes, argument, notes
 from fxprec.passes.ops.table import facts_of
 
 #: Keyword arguments that may be there, and what they must be.
 _ALLOWED: Final = {"inplace": (False, True), "out": (None,), "rounding_mode": (None,)}
 _EXPONENTS: Final = frozenset({1.0, 2.0, 3.0, 4.0, -1.0, -2.0, -3.0, -4.0, 0.5, -0.5, 1.5})
+#: Of these a float takes its own dtype in an operation with them.
+INTEGERS: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 #: Dtypes of tensors that kernels load.
-_LOADED: Final = CASTABLE | {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+_LOADED: Final = CASTABLE | INTEGERS
 #: Integers that FP32, in which kernels compare, does not tell apart.
 _LONG: Final = frozenset({torch.int32, torch.int64})
 #: Numbers up to here it does.
@@ -47,8 +49,7 @@ def is_row_operation(node: Node) -> bool:
     if op.name in ROW_REDUCTIONS:
         return reduced_dimensions(node) > 0
     if op.name == "pow":
-        exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent")
-        base: Any = node.args[0] if node.args else node.kwargs.get("input")
+        exponent, base = argument(node, 1, "exponent"), argument(node, 0, "input")
         return isinstance(base, Node) and isinstance(exponent, int | float) and float(exponent) in _EXPONENTS
     if op.name in ("clone", "contiguous"):
         return len(node.args) == 1 and not node.kwargs
@@ -59,9 +60,7 @@ def drops(node: Node) -> bool:
     """Whether it is a dropout that drops: outside of training its calls do nothing."""
     if notes(node).op.name != "dropout":
         return False
-    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    return training is not False and p not in (0, 1)
+    return argument(node, 2, "training", True) is not False and argument(node, 1, "p", 0.5) not in (0, 1)
 
 
 def reduced_dimensions(node: Node) -> int:
@@ -71,10 +70,9 @@ def reduced_dimensions(node: Node) -> int:
         return 0
     position = ROW_REDUCTIONS[op.name]
     if position is None:
-        shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+        shape = argument(node, 1, "normalized_shape")
         return len(shape) if isinstance(shape, tuple | list) else -1
-    default = 1 if op.name == "normalize" else None
-    dim: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
+    dim = argument(node, position, "dim", 1 if op.name == "normalize" else None)
     dims = [dim] if isinstance(dim, int) else [*dim] if isinstance(dim, tuple | list) else []
     if not dims or not all(isinstance(d, int) for d in dims):
         return -1
@@ -116,7 +114,7 @@ def _is_plain_cast(node: Node) -> bool:
         return False
     if source.op == "get_attr" and not notes(node).in_registers:
         return False  # a weight's shadow stands in its place
-    if not all(isinstance(argument, torch.dtype) for argument in node.args[1:]):
+    if not all(isinstance(each, torch.dtype) for each in node.args[1:]):
         return False
     return notes(node).dtype in CASTABLE or notes(node).dtype is UNKNOWN
 

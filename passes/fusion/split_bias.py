@@ -21,9 +21,9 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.fusion.row_operations import is_row_operation
-from fxprec.passes.graph.annotations import CASTABLE, Op, Precision, Rule, notes
+from fxprec.passes.graph.annotations import CASTABLE, Op, Precision, Rule, argument, notes
 from fxprec.passes.graph.casts import CASTS, cast
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.table import facts_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ def split_biases(graph: Graph) -> list[SplitBias]:
     """Split every bias that may join a region."""
     found = []
     for node in [*graph.nodes]:
-        behind = facts_of(notes(node).op.name).bias
+        behind = facts_at(node).bias
         if behind is None:
             continue
         bias, end = _bias(node), _end_of_views(node)
-        fits = all(map(is_row_operation, end.users)) and any(_op(user).name != "to" for user in end.users)
+        fits = all(map(is_row_operation, end.users)) and any(notes(user).op.name != "to" for user in end.users)
         if isinstance(bias, Node) and fits and notes(bias).dtype in CASTABLE:
             found.append(_split(graph, node, end, bias, behind))
     return found
@@ -54,10 +54,10 @@ def split_biases(graph: Graph) -> list[SplitBias]:
 def _end_of_views(product: Node) -> Node:
     """The last of the views that follow a matrix product, as long as each keeps its last dimension."""
     node = product
-    while facts_of(_op(product).name).bias == 0 and len(node.users) == 1:
+    while facts_at(product).bias == 0 and len(node.users) == 1:
         (user,) = node.users
         shapes = [getattr(each.meta.get("val"), "shape", None) for each in (node, user)]
-        if _op(user).name not in ("view", "reshape") or None in shapes or shapes[0][-1:] != shapes[1][-1:]:  # type: ignore[index]
+        if notes(user).op.name not in ("view", "reshape") or None in shapes or shapes[0][-1:] != shapes[1][-1:]:  # type: ignore[index]
             return node
         node = user
     return node
@@ -112,27 +112,20 @@ def put_back(graph: Graph, split: SplitBias) -> set[Node]:
 
 
 def _bias(product: Node) -> Any:
-    if _op(product).name == "addmm":
+    if notes(product).op.name == "addmm":
         plain = product.target is torch.addmm and len(product.args) == 3 and not product.kwargs
-        return product.args[0] if plain and len(getattr(_value(product.args[0]), "shape", ())) == 1 else None
-    return product.args[2] if len(product.args) > 2 else product.kwargs.get("bias")
+        bias = product.args[0] if plain else None
+        return bias if isinstance(bias, Node) and len(getattr(bias.meta.get("val"), "shape", ())) == 1 else None
+    return argument(product, 2, "bias")
 
 
 def _drop_bias(product: Node) -> None:
-    if _op(product).name == "addmm":
+    if notes(product).op.name == "addmm":
         product.target, product.args = torch.mm, product.args[1:]
     elif len(product.args) > 2:
         product.update_arg(2, None)
     else:
         product.update_kwarg("bias", None)
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta.get("val") if isinstance(argument, Node) else None
-
-
-def _op(node: Node) -> Op:
-    return notes(node).op
 
 
 def _shaped(source: Node, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -8,14 +8,13 @@ writes all of that node's; of the others it writes its own fields only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_aggregate
 
 #: Dtypes that a policy may change. float64, integers, bool and complex are never touched.
 CASTABLE: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -188,16 +187,36 @@ def is_castable(info: DTypeInfo | None) -> bool:
     return info is UNKNOWN or (isinstance(info, torch.dtype) and info in CASTABLE)
 
 
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, given by position or by keyword; the default where it is left out."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def leaves(argument: Any) -> Iterator[Any]:
+    """What nested arguments are made of."""
+    if isinstance(argument, slice):
+        argument = (argument.start, argument.stop, argument.step)
+    elif isinstance(argument, dict):
+        argument = argument.values()
+    elif not isinstance(argument, tuple | list):
+        yield argument
+        return
+    for element in argument:
+        yield from leaves(element)
+
+
+def nested(value: Any, of_leaf: Callable[[Any], Any]) -> Any:
+    """Something of each leaf of a value, in tuples that are nested as the value is."""
+    return tuple(nested(each, of_leaf) for each in value) if isinstance(value, tuple | list) else of_leaf(value)
+
+
 def arg_nodes(node: Node) -> Iterator[tuple[int | str, Node]]:
     """(port, node) for every node among the arguments, nested ones under the port of their container."""
     for port, argument in (*enumerate(node.args), *node.kwargs.items()):
         if isinstance(argument, Node):
             yield port, argument
         elif isinstance(argument, tuple | list | dict | slice):
-            found: list[Node] = []
-            map_aggregate(argument, lambda leaf, into=found: into.append(leaf) if isinstance(leaf, Node) else leaf)  # type: ignore[misc]
-            for source in found:
-                yield port, source
+            yield from ((port, leaf) for leaf in leaves(argument) if isinstance(leaf, Node))
 
 
 def module_path(node: Node) -> str:

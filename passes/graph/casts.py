@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch.fx import Proxy
 
+from fxprec.passes.graph.annotations import CASTABLE
 from fxprec.passes.graph.leaves import leaf
 from fxprec.passes.torch_internals import tree_map
-
-_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -22,7 +21,7 @@ def cast_if_float(x: object, dtype: torch.dtype) -> object:
     """``cast`` for what nobody could know without inputs: what is no FP32, FP16 or BF16 tensor passes untouched."""
     if isinstance(x, Proxy):
         return leaf(cast_if_float, x, dtype)
-    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CASTABLE else x
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in CASTABLE else x
 
 
 def cast_each(values: Any, dtype: torch.dtype) -> Any:
@@ -39,7 +38,7 @@ def cast_saturating(x: object, dtype: torch.dtype) -> object:
     """
     if isinstance(x, Proxy):
         return leaf(cast_saturating, x, dtype)
-    if not isinstance(x, torch.Tensor) or x.dtype not in _CASTABLE or x.dtype == dtype:
+    if not isinstance(x, torch.Tensor) or x.dtype not in CASTABLE or x.dtype == dtype:
         return x
     limits = torch.finfo(dtype)
     return torch.where(x.isinf(), x, x.clamp(limits.min, limits.max)).to(dtype)

@@ -17,7 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Proxy
+
+from fxprec.passes.graph.annotations import CASTABLE
 
 
 def leaf(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -38,3 +42,12 @@ def tracer_of(value: Any) -> Any:
         if tracer is not None:
             return tracer
     return None
+
+
+def is_served(x: Tensor) -> bool:
+    """Whether a kernel takes this tensor; compilers and exporters get torch's own ops."""
+    if torch.compiler.is_compiling() or x.dtype not in CASTABLE:
+        return False
+    from fxprec.kernels.launch.triton_support import can_launch  # which loads Triton
+
+    return can_launch(x.device)

@@ -13,7 +13,6 @@ does it, a tracer that also records the calls which no traced value reaches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule, Interpreter, Node, Proxy, Tracer
@@ -53,8 +52,7 @@ class Copying(Interpreter):
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        op = notes(n).op
-        if n.op == "call_method" and op.in_place and not n.users:
+        if n.op == "call_method" and notes(n).op.in_place and not n.users:
             args = (args[0], n.target, *args[1:])
             return self._tracer.create_proxy("call_function", write, args, kwargs, n.name, n.type)
         target = f"{self._prefix}{n.target}" if n.op in ("get_attr", "call_module") else n.target
@@ -83,14 +81,12 @@ class EveryCall(Tracer):
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
-        return self._recorded(function), args
 
-    def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def recorded(*given: Any) -> Any:
             with _Recorded(self):
-                return function(*args)
+                return function(*given)
 
-        return run
+        return recorded, args
 
 
 class _Recorded(TorchFunctionMode):

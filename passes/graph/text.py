@@ -30,20 +30,19 @@ def _line(node: Node) -> str:
         return f"return {_text(node.args[0])}"
     if node.op in ("placeholder", "get_attr"):
         call = f"{node.op}[{node.target}]" if node.op == "get_attr" else "placeholder"
-        return f"%{node.name}: {dtype_name(_shown(node))} = {call}"
+        return f"%{node.name}: {shown_dtype(node)} = {call}"
     op = notes(node).op
     name = op.name + "_" * op.in_place if op is not NO_OP else getattr(node.target, "__name__", str(node.target))
     parts = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
-    return f"%{node.name}: {dtype_name(_shown(node))} = {name}({', '.join(parts)})"
+    return f"%{node.name}: {shown_dtype(node)} = {name}({', '.join(parts)})"
 
 
-def _shown(node: Node) -> object:
-    if notes(node).state("puts_out"):
-        return notes(node).puts_out
-    precision = notes(node).precision
-    if precision.output is not None:
-        return precision.output
-    return notes(node).dtype
+def shown_dtype(node: Node) -> str:
+    """The dtype a node's value has in the rewritten graph; of a region with several results, all of theirs."""
+    annotations = notes(node)
+    if annotations.state("puts_out"):
+        return dtype_name(annotations.puts_out)
+    return dtype_name(annotations.precision.output or annotations.dtype)
 
 
 def _text(argument: object) -> str:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.passes.graph.annotations import NO_OP, Rule, arg_nodes, notes
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.graph.annotations import Rule, arg_nodes, argument, notes
+from fxprec.passes.graph.fetched import body_of
+from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 
 
@@ -38,7 +39,9 @@ def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None =
 
     for node in graph.nodes:
         parent[node] = node
-        keys = _outside(node) if node.op in ("placeholder", "get_attr") else ()
+        keys: list[object] = [node.target] if node.op == "get_attr" else []
+        if (memory := notes(node).memory) is not None:
+            keys.append(("memory", memory))
         for other in (*sources(node), *[outside.setdefault(key, node) for key in keys]):
             if other in parent:  # not so in a graph that is no graph of its own: a region's is looked at alone
                 first, second = sorted((root(other), root(node)))
@@ -51,16 +54,14 @@ def shared_sources(node: Node) -> Iterator[Node]:
     if not node.args:
         return
     op = notes(node).op
-    if op is NO_OP:
-        return
     if isinstance(node.target, HigherOrderOperator):
         yield from (operand for operand, _, given_back in _operands(node) if given_back)
         return
-    row = rule_of(op.name)
-    if not op.in_place and (row is None or not row.view):
+    facts = facts_of(op.name)
+    if not op.in_place and not facts.view:
         return
     first = node.args[0]
-    if isinstance(first, Node) and (row is None or row.rule is not Rule.PROMOTE or op.in_place):
+    if isinstance(first, Node) and (facts.rule is not Rule.PROMOTE or op.in_place):
         yield first
     else:  # broadcast_tensors(x, y), atleast_1d([x, y]): a view of each
         yield from (source for port, source in arg_nodes(node) if port == 0 or not isinstance(first, tuple | list))
@@ -71,23 +72,20 @@ def written_by(node: Node) -> Iterator[Node]:
     if not (node.args or node.kwargs):
         return
     op = notes(node).op
-    if op is NO_OP:
-        return
     if isinstance(node.target, HigherOrderOperator):
         yield from (operand for operand, written, _ in _operands(node) if written)
     elif op.in_place:
         yield from (source for port, source in arg_nodes(node) if port == 0)
-    elif (row := rule_of(op.name)) is not None and row.writes is not None:
-        position, name, default = row.writes.flag
-        flag = node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    elif (writes := facts_of(op.name).writes) is not None:
+        flag = argument(node, *writes.flag)
         if flag is not None and flag is not False:
-            yield from (source for port, source in arg_nodes(node) if port in row.writes.ports)
+            yield from (source for port, source in arg_nodes(node) if port in writes.ports)
     elif (overload := _overload(node.target)) is not None and schema_of(overload).is_mutable:
         written = {
             key
-            for position, argument in enumerate(schema_of(overload).arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for key in (position, argument.name)
+            for position, each in enumerate(schema_of(overload).arguments)
+            if each.alias_info is not None and each.alias_info.is_write
+            for key in (position, each.name)
         }
         yield from (source for port, source in arg_nodes(node) if port in written)
 
@@ -104,23 +102,9 @@ def outside_writes(gm: GraphModule) -> set[Node]:
     return {node for node, root in roots.items() if root in written and node.op in ("placeholder", "get_attr")}
 
 
-def _outside(node: Node) -> Iterator[object]:
-    """By what it is known which memory outside of the graph an input or attribute gives."""
-    if node.op == "get_attr":
-        yield node.target
-    memory = notes(node).memory
-    if memory is not None:
-        yield "memory", memory
-
-
 def _operands(node: Node) -> Iterator[tuple[Node, bool, bool]]:
     """Of a higher-order op each operand of its bodies: whether one writes to it, and whether one may give it back."""
-    owner = node.graph.owning_module
-    bodies = {
-        source: value
-        for source in node.all_input_nodes
-        if source.op == "get_attr" and isinstance(value := getattr(owner, str(source.target), None), GraphModule)
-    }
+    bodies = {source: body for source in node.all_input_nodes if (body := body_of(source)) is not None}
     operands = [source for _, source in arg_nodes(node) if source not in bodies]
     for body in bodies.values():
         roots = alias_roots(body.graph)

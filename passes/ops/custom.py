@@ -9,11 +9,6 @@ import torch
 from fxprec.passes.torch_internals import autocast_key, custom_op_autocast
 
 
-def is_registered(op_name: str) -> bool:
-    """Whether torch has an op of this name."""
-    return registered(op_name) is not None
-
-
 def registered_autocast(op_name: str, device: str | None = None) -> torch.dtype | None:
     """The dtype that ``torch.library.register_autocast`` was given for an op on a device type (None: on any), or None.
 

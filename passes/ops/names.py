@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from fxprec.passes.graph.annotations import Op
+from fxprec.passes.graph.annotations import Op, argument
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.ops.spellings import ALIASES
+from fxprec.passes.ops.spellings import ALIASES, FIXED_CASTS
 from fxprec.passes.torch_internals import (
     HigherOrderOperator,
     OpOverload,
@@ -30,7 +30,6 @@ from fxprec.passes.torch_internals import (
     builtin_nn,
     builtins_of_torch,
     data_of,
-    packet_name,
 )
 
 #: Functions that several names reach with different meanings, or whose own name says nothing.
@@ -62,32 +61,13 @@ _DUNDERS: Final = MappingProxyType(
     | {"__rand__": "bitwise_and"}
 )
 
-#: Methods and aten ops that cast to one fixed dtype.
-_FIXED_CASTS: Final = MappingProxyType(
-    {
-        "float": torch.float32,
-        "half": torch.float16,
-        "bfloat16": torch.bfloat16,
-        "double": torch.float64,
-        "cfloat": torch.complex64,
-        "cdouble": torch.complex128,
-        "chalf": torch.complex32,
-        "int": torch.int32,
-        "long": torch.int64,
-        "short": torch.int16,
-        "char": torch.int8,
-        "byte": torch.uint8,
-        "bool": torch.bool,
-    }
-)
-
 _OWN_NAMESPACES: Final = frozenset({"aten", "prims", "prim"})
 
 
 def canonical_name(target: Any, node_op: str = "call_function") -> Op | None:
     """Canonical op of a ``call_function`` or ``call_method`` target; None for a callable that is nobody's op."""
     if node_op == "call_method":
-        return _method_op(target)
+        return _named(target)
     if node_op != "call_function":
         return None
     if isinstance(target, OpOverload | OpOverloadPacket):
@@ -113,24 +93,14 @@ _DTENSOR_OPS: Final = frozenset({"from_local", "to_local", "redistribute", "full
 
 def cast_target(node: Node) -> torch.dtype | None:
     """The dtype that a node named "to" casts to; None where it only moves, or where the call does not say."""
-    if node.op == "call_method":
-        fixed = _FIXED_CASTS.get(str(node.target))
-    elif isinstance(node.target, OpOverload | OpOverloadPacket):
-        fixed = None
-    else:
-        fixed = _FIXED_CASTS.get(getattr(node.target, "__name__", ""))
-    if fixed is not None:
-        return fixed
-    return dtype_argument(node)
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return FIXED_CASTS.get(str(name)) or dtype_argument(node)
 
 
 def dtype_argument(node: Node) -> torch.dtype | None:
     """The dtype among a call's arguments (``softmax(x, 0, dtype=torch.float32)``): its result has it, come what may."""
-    for argument in (*node.args, *node.kwargs.values()):
-        dtype = _as_dtype(argument)
-        if dtype is not None:
-            return dtype
-    return None
+    found = map(_as_dtype, (*node.args, *node.kwargs.values()))
+    return next((dtype for dtype in found if dtype is not None), None)
 
 
 def canonical_op(node: Node) -> Op | None:
@@ -139,8 +109,7 @@ def canonical_op(node: Node) -> Op | None:
     if op is None:
         return None
     if op.name == "interpolate":
-        mode = node.args[3] if len(node.args) > 3 else node.kwargs.get("mode", "nearest")
-        return Op(_INTERPOLATION.get(str(mode), op.name))
+        return Op(_INTERPOLATION.get(str(argument(node, 3, "mode", "nearest")), op.name))
     if op.name == "div" and node.target is operator.truediv and not isinstance(node.args[0], Node):
         return Op("rdiv")
     return op
@@ -156,30 +125,15 @@ def _as_dtype(argument: object) -> torch.dtype | None:
     if isinstance(argument, torch.dtype):
         return argument
     if isinstance(argument, str) and argument.endswith("Tensor"):
-        return _LEGACY_TYPES.get(argument.rpartition(".")[2])
+        return FIXED_CASTS.get(argument.rpartition(".")[2].removesuffix("Tensor").lower())
     if isinstance(argument, type(torch.FloatTensor)):
         return getattr(argument, "dtype", None)
     return None
 
 
-_LEGACY_TYPES: Final = MappingProxyType(
-    {
-        "FloatTensor": torch.float32,
-        "HalfTensor": torch.float16,
-        "BFloat16Tensor": torch.bfloat16,
-        "DoubleTensor": torch.float64,
-        "IntTensor": torch.int32,
-        "LongTensor": torch.int64,
-        "ShortTensor": torch.int16,
-        "CharTensor": torch.int8,
-        "ByteTensor": torch.uint8,
-        "BoolTensor": torch.bool,
-    }
-)
-
-
 @functools.cache
-def _method_op(name: str) -> Op:
+def _named(name: str) -> Op:
+    """The op of a function or method of torch, as its name is written: a trailing underscore means in place."""
     if name in _DUNDERS:
         return Op(_DUNDERS[name])
     if name.startswith("__") and name.endswith("__"):
@@ -187,11 +141,6 @@ def _method_op(name: str) -> Op:
         if bare in _AUGMENTED:
             return Op(_alias(bare[1:]), in_place=True)
         return Op(_alias(bare), in_place=bare == "setitem")
-    return _spelled(name)
-
-
-def _spelled(name: str) -> Op:
-    """A function's or method's name as it is written: a trailing underscore means in place."""
     in_place = name.endswith("_") and not name.endswith("__")
     return Op(_alias(name.removesuffix("_") if in_place else name), in_place)
 
@@ -207,11 +156,11 @@ def _alias(name: str) -> str:
 
 @functools.cache
 def _library_op(target: OpOverload | OpOverloadPacket) -> Op:
-    qualified = target.name() if isinstance(target, OpOverload) else packet_name(target)
-    namespace, _, name = qualified.partition("::")
+    overload = target if isinstance(target, OpOverload) else getattr(target, target.overloads()[0])
+    namespace, _, name = overload.name().partition("::")
     name = name.partition(".")[0]
     if namespace in _OWN_NAMESPACES:
-        return _method_op(name) if name.startswith("__") else _spelled(name)
+        return _named(name)
     in_place = name.endswith("_") and not name.endswith("__")
     return Op(f"{namespace}::{name.removesuffix('_') if in_place else name}", in_place)
 
@@ -219,18 +168,11 @@ def _library_op(target: OpOverload | OpOverloadPacket) -> Op:
 @functools.cache
 def _functions() -> dict[Any, Op]:
     """Every Python function and builtin of torch that is an op, by identity. Built at first use."""
-    found: dict[Any, Op] = {}
-    for function, op in (*_explicit(), *_operators(), *_namespaces()):
+    found = {function: Op(name) for function, name in _EXPLICIT if function is not None}
+    found |= dict.fromkeys(CASTS, Op("to"))
+    for function, op in (*_operators(), *_namespaces()):
         found.setdefault(function, op)
     return found
-
-
-def _explicit() -> Iterator[tuple[Callable[..., Any], Op]]:
-    for function, name in _EXPLICIT:
-        if function is not None:
-            yield function, Op(name)
-    for function in CASTS:
-        yield function, Op("to")
 
 
 def _operators() -> Iterator[tuple[Callable[..., Any], Op]]:
@@ -263,11 +205,7 @@ def _namespaces() -> Iterator[tuple[Callable[..., Any], Op]]:
             function = getattr(home, name, None)
             if not callable(function) or isinstance(function, type) or name in _NO_OPS:
                 continue
-            bare = name.removeprefix(prefix)
-            if home is torch.Tensor or name.startswith("__"):
-                yield function, _method_op(name)
-            else:
-                yield function, _spelled(prefix + bare)
+            yield function, _named(name if name.startswith("__") else prefix + name.removeprefix(prefix))
 
 
 #: Callables in those namespaces that only make other callables or are Python machinery.

@@ -156,14 +156,14 @@ class OpRule:
 
 
 class Further(NamedTuple):
-    """Further facts on some ops of a group: fields of ``OpRule``."""
+    """Further facts on some rows of a group: fields of ``OpRule``."""
 
     names: frozenset[str]
     fields: Mapping[str, Any]
 
 
 def facts(names: str, **fields: Any) -> Further:
-    """Facts that the blank-separated names share, for ``having``."""
+    """Facts that the blank-separated names share, for ``table``."""
     return Further(frozenset(names.split()), fields)
 
 
@@ -173,26 +173,20 @@ def rows(rule: Rule, why: str, names: str, **options: Any) -> dict[str, OpRule]:
     return dict.fromkeys(names.split(), row)
 
 
-def having(group: Mapping[str, OpRule], *further: Further) -> Mapping[str, OpRule]:
-    """The rows of a group, in their order, with further facts on some.
+def table(*parts: Mapping[str, OpRule] | Further) -> Mapping[str, OpRule]:
+    """Rows, and further facts on rows that stand before them, in one read-only table.
 
     Raises:
-        ValueError: facts on an op that has no row in the group.
+        ValueError: a name in two places; facts on an op that has no row here.
     """
-    rows = dict(group)
-    for names, fields in further:
-        if unknown := names - rows.keys():
-            raise ValueError(f"op table: facts on {', '.join(sorted(unknown))}, which have no row in this group")
-        for name in names:
-            rows[name] = replace(rows[name], **fields)
-    return MappingProxyType(rows)
-
-
-def table(*groups: Mapping[str, OpRule]) -> Mapping[str, OpRule]:
-    """All groups in one read-only table; a name in two of them is a mistake."""
     merged: dict[str, OpRule] = {}
-    for group in groups:
-        if twice := merged.keys() & group.keys():
+    for part in parts:
+        if isinstance(part, Further):
+            if unknown := part.names - merged.keys():
+                raise ValueError(f"op table: facts on {', '.join(sorted(unknown))}, which have no row in this group")
+            merged |= {name: replace(merged[name], **part.fields) for name in part.names}
+        elif twice := merged.keys() & part.keys():
             raise ValueError(f"op table: {', '.join(sorted(twice))} in two places; keep one row for each op")
-        merged.update(group)
+        else:
+            merged |= part
     return MappingProxyType(merged)

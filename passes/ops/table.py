@@ -8,18 +8,36 @@ is kept: every float argument arrives in its original dtype.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
-from fxprec.passes.graph.annotations import Rule
+from torch.fx import Node
+
+from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.ops.rows.linalg import LINALG_ROWS
 from fxprec.passes.ops.rows.math import MATH_ROWS
 from fxprec.passes.ops.rows.nn import NN_ROWS
 from fxprec.passes.ops.rows.tensor import TENSOR_ROWS
 from fxprec.passes.ops.rule import OpRule, table
 
-__all__ = ["OP_TABLE", "OpRule", "facts_of", "rule_of"]
-
 OP_TABLE: Final[Mapping[str, OpRule]] = table(NN_ROWS, MATH_ROWS, TENSOR_ROWS, LINALG_ROWS)
+
+
+#: aten overloads that give more results than the function whose row they share: in the words of ``OpRule.result``.
+OVERLOAD_RESULTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "native_dropout": ("first", "bool"),
+        **dict.fromkeys(("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+                         "fractional_max_pool2d", "fractional_max_pool3d"), ("first", "int64")),
+        # with the logsumexp of each row, seeds, and for the flash and cuDNN kernels lengths
+        "_scaled_dot_product_flash_attention_for_cpu": ("first", "wide"),
+        "_scaled_dot_product_efficient_attention": ("first", "float32", "int64", "int64"),
+        "_scaled_dot_product_flash_attention":
+            ("first", "float32", "none", "none", "none", "none", "uint64", "uint64", "first"),
+        "_scaled_dot_product_cudnn_attention":
+            ("first", "float32", "none", "none", "none", "none", "int64", "int64", "none"),
+    }
+)  # fmt: skip
 
 
 def rule_of(name: str) -> OpRule | None:
@@ -30,6 +48,11 @@ def rule_of(name: str) -> OpRule | None:
 def facts_of(name: str) -> OpRule:
     """The row of a canonical op name; where the table has none, one that states nothing."""
     return OP_TABLE.get(name, _NOTHING_KNOWN)
+
+
+def facts_at(node: Node) -> OpRule:
+    """``facts_of`` the op of a node."""
+    return facts_of(notes(node).op.name)
 
 
 _NOTHING_KNOWN: Final = OpRule(Rule.KEEP, "")

@@ -16,12 +16,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.dtypes.scalars import is_zero_dim
-from fxprec.passes.graph.annotations import Precision, Rule, notes
+from fxprec.passes.dtypes.promotion import is_zero_dim
+from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.ops.aliases import written_by
-from fxprec.passes.ops.names import dtype_argument
 from fxprec.passes.placement.pins import overflows, written_classes
-from fxprec.passes.placement.sites import Site, assumed_original, dtype_reference, reads_of
+from fxprec.passes.placement.sites import Site, assumed_original, names_dtype, precision_of
 from fxprec.passes.placement.walk import GraphWalk
 
 
@@ -59,13 +58,7 @@ class _Promotion(GraphWalk):
             self.sources.add(node)
 
     def decide(self, node: Node, rule: Rule, why: str, reads: torch.dtype | None = None) -> None:
-        output, info = self.dtypes.get(node), notes(node).dtype
-        if output is None and isinstance(info, torch.dtype) and info.is_floating_point:
-            output = info
-        compute = reads or (output if node.op.startswith("call") else None)
-        if rule is Rule.FULL and compute is not None:
-            compute = torch.float32
-        notes(node).precision = Precision(reads_of(node, rule, reads), compute, output, rule, why)
+        notes(node).precision = precision_of(node, rule, why, reads, self.dtypes.get(node))
         del notes(node).root_dtype
 
     def compute(self, site: Site, floats: bool) -> None:
@@ -75,8 +68,7 @@ class _Promotion(GraphWalk):
             return self.decide(site.node, Rule.FOLLOW, site.why)
         if rule is Rule.KEEP:
             return self.settle(site, floats, rule, None, source=not (site.data or site.kept))
-        asked = dtype_argument(site.node) is not None or dtype_reference(site.node) is not None
-        if not site.data or (asked and rule not in (Rule.LOW, Rule.FULL)):
+        if not site.data or (names_dtype(site.node) and rule not in (Rule.LOW, Rule.FULL)):
             return self.settle(site, floats, Rule.FOLLOW, None, source=rule is not Rule.FULL)
         if site.dtype is not None:
             reads = site.dtype
@@ -85,15 +77,15 @@ class _Promotion(GraphWalk):
         else:
             reads = self.context.low if rule is Rule.LOW else self.widest(site.data)
         if reads is None or (
-            not floats and rule not in (Rule.LOW, Rule.FULL) and (site.promotes or len(site.data) == 1)
+            not floats and rule not in (Rule.LOW, Rule.FULL) and (site.facts.native_promotion or len(site.data) == 1)
         ):
             return self.settle(site, floats, Rule.FOLLOW, None)
         self.settle(site, floats, rule, reads)
 
     def settle(self, site: Site, floats: bool, rule: Rule, reads: torch.dtype | None, source: bool = False) -> None:
         node = site.node
-        wide = reads is None or (site.row is not None and site.row.wide)
-        if floats and (wide or dtype_argument(node) is not None or dtype_reference(node) is not None):
+        wide = reads is None or site.facts.wide
+        if floats and (wide or names_dtype(node)):
             self.assign_named_dtype(site, assumed_original(notes(node).dtype), source)
         elif floats and reads is not None:
             self.dtypes[node] = reads
@@ -111,11 +103,11 @@ class _Promotion(GraphWalk):
 
     def listed(self, site: Site) -> Rule:
         """What autocast's lists say, unless an override or the level says more."""
-        if site.dtype is not None or site.row is None or site.why != site.row.why:
+        if site.dtype is not None or site.why != site.facts.why:
             return site.rule
-        if site.row.autocast is not None:
-            return site.row.autocast
-        if site.rule is Rule.FULL and site.row.low_kernel:
+        if site.facts.autocast is not None:
+            return site.facts.autocast
+        if site.rule is Rule.FULL and site.facts.low_kernel:
             return Rule.PROMOTE
         return site.rule
 

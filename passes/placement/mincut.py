@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import NON_TENSOR, Precision, Rule, notes
+from fxprec.passes.graph.annotations import NON_TENSOR, Rule, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.names import dtype_argument
@@ -31,7 +31,7 @@ from fxprec.passes.placement.pins import (
     unsafe_number,
     written_classes,
 )
-from fxprec.passes.placement.sites import Site, assumed_original, base_of, dtype_reference, reads_of
+from fxprec.passes.placement.sites import Site, assumed_original, base_of, names_dtype, precision_of
 from fxprec.passes.placement.solver import solve
 from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import GraphWalk
@@ -158,7 +158,7 @@ class CutWalk(GraphWalk):
             variables.pin_shared(node, variable, torch.float32)
         if site.name == "copy":  # it converts
             return self.decide(node, Rule.FOLLOW, site.why)
-        for source in () if site.promotes else others:
+        for source in () if site.facts.native_promotion else others:
             variables.read(source, variable)
         full = square is not None and variables.dtype_of(variable) is torch.float32
         self.decide(node, Rule.FULL if full else site.rule, why or site.why, variable)
@@ -170,9 +170,8 @@ class CutWalk(GraphWalk):
         if site.rule is Rule.KEEP and floats:
             variables.pin_shared(node, variable, assumed_original(notes(node).dtype))
         elif site.rule in (Rule.LOW, Rule.FULL):
-            variables.pin_shared(
-                node, variable, site.dtype or (self.context.low if site.rule is Rule.LOW else torch.float32)
-            )
+            of_rule = self.context.low if site.rule is Rule.LOW else torch.float32
+            variables.pin_shared(node, variable, site.dtype or of_rule)
         if floats:
             variables.share_dtype(node, site.base)
         variables.read_original(site.kept)
@@ -187,9 +186,8 @@ class CutWalk(GraphWalk):
             variables.pin_shared(node, variables.value[target], assumed_original(notes(target).dtype))
         if floats:
             source = all(each in variables.unpromoting for each in sources)  # a lookup that rescales its weight
-            self.assign_named_dtype(
-                site, assumed_original(notes(node).dtype), source=source and bool(written or not sources)
-            )
+            source = source and bool(written or not sources)
+            self.assign_named_dtype(site, assumed_original(notes(node).dtype), source)
         self.decide(node, Rule.KEEP, site.why)
 
     def low(self, site: Site, floats: bool) -> None:
@@ -200,8 +198,7 @@ class CutWalk(GraphWalk):
             site = replace(site, why=f"{site.why}; pays: {self.verdict.unpriced[node]}")
         read = variables.pin(site.dtype or self.context.low)
         variables.read_data(site, read)
-        named = dtype_argument(node) is not None or dtype_reference(node) is not None
-        if floats and (named or (site.row is not None and site.row.wide)):
+        if floats and (names_dtype(node) or site.facts.wide):
             self.assign_named_dtype(site, assumed_original(notes(node).dtype))  # O3: softmax(x, dtype=torch.float32)
             return self.decide(node, Rule.LOW, site.why, read)
         if floats:
@@ -226,7 +223,7 @@ class CutWalk(GraphWalk):
             read = out = variables.new(node)
         variables.read_data(site, read)
         variables.widen_with(variables.promoting(site), read)
-        if floats and (asked is not None or dtype_reference(node) is not None):
+        if floats and names_dtype(node):
             self.assign_named_dtype(site, assumed_original(notes(node).dtype))
         elif floats:
             variables.value[node] = out
@@ -234,12 +231,12 @@ class CutWalk(GraphWalk):
 
     def follow(self, site: Site, floats: bool) -> None:
         node, variables, info = site.node, self.variables, notes(site.node).dtype
-        if not site.data or dtype_argument(node) is not None or dtype_reference(node) is not None:
+        if not site.data or names_dtype(node):
             variables.read_original(site.kept)
             if floats:  # made in the dtype that the call gives, or out of integers
                 self.assign_named_dtype(site, assumed_original(info), source=True)
             return self.decide(node, Rule.FOLLOW, site.why)
-        if not floats and (site.promotes or len(site.data) == 1):
+        if not floats and (site.facts.native_promotion or len(site.data) == 1):
             return self.decide(node, Rule.FOLLOW, f"{site.why}; reads what arrives")
         unsafe = self.unsafe(site)
         if unsafe:
@@ -298,15 +295,10 @@ class CutWalk(GraphWalk):
 def _annotate(walk: CutWalk, dtype: Callable[[int | None], torch.dtype | None]) -> None:
     for node, (read, out, rule, why, site) in walk.decided.items():
         annotations = notes(node)
-        reads, output, info = dtype(read), dtype(out), annotations.dtype
-        if output is None and isinstance(info, torch.dtype) and info.is_floating_point:
-            output = info
-        compute = reads or (output if node.op.startswith("call") else None)
-        if rule is Rule.FULL and compute is not None:
-            compute = torch.float32
+        reads = dtype(read)
         if site is not None and read is not None and not walk.variables.is_pinned(read):
             why = f"{why}; {_reason(walk, site, reads, dtype)}"
-        annotations.precision = Precision(reads_of(node, rule, reads), compute, output, rule, why)
+        annotations.precision = precision_of(node, rule, why, reads, dtype(out))
         del annotations.root_dtype
     for node in walk.roots:
         lives = dtype(walk.variables.value[node])

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fxprec.passes.costs.byte_costs import attribute_of, elements
-from fxprec.passes.costs.device_costs import DeviceCosts, Work
+from fxprec.passes.costs.byte_costs import elements
+from fxprec.passes.costs.device_costs import DeviceCosts, Work, time_text
 from fxprec.passes.dtypes.fake_results import hint, numel_of
 from fxprec.passes.fusion.row_operations import is_row_operation
-from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.annotations import argument, notes
+from fxprec.passes.graph.fetched import attribute_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.rule import Cost
-from fxprec.passes.ops.table import facts_of
+from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.sites import Site
 
 #: Input channels a group from which on a convolution is a matrix product, and not a sum over a few.
@@ -97,13 +98,13 @@ class OpCosts:
             elif node.op == "placeholder":
                 flows = inside or _requires_grad(_value(node))
             else:
-                flows = facts_of(_name(node)).gradient and any(map(self._flows, node.all_input_nodes))
+                flows = facts_at(node).gradient and any(map(self._flows, node.all_input_nodes))
             if flows:
                 self._differentiable.add(node)
 
     def price(self, site: Site) -> Price | str:
         """What the op of a LOW site takes; or why nobody knows."""
-        kinds: dict[Cost, Callable[[Site], Price | None]] = {
+        kinds: dict[Cost, Callable[[Site], Price]] = {
             "product": self._product,
             "convolution": self._convolution,
             "transposed convolution": self._convolution,
@@ -114,10 +115,9 @@ class OpCosts:
         if cost is None:
             return "its cost is not modelled"
         try:
-            found = kinds[cost](site)
+            return kinds[cost](site)
         except _UnknownSizes:
-            found = None
-        return "sizes unknown" if found is None else found
+            return "sizes unknown"
 
     def cast(self, node: Node) -> float:
         """Of a value to the other dtype, at every call; of a parameter: its shadow."""
@@ -135,7 +135,7 @@ class OpCosts:
     def stream(self, node: Node, dtype: torch.dtype) -> float:
         """What it takes to have an op other than LOW ones write this dtype; 0 for views, and for unknown sizes."""
         count = _elements(node)
-        if count is None or facts_of(_name(node)).view:
+        if count is None or facts_at(node).view:
             return 0.0
         return self._seconds(Work.POINTWISE, dtype, count) * (1 + self._flows(node))
 
@@ -157,12 +157,10 @@ class OpCosts:
     def _price(self, what: str, seconds: Callable[[torch.dtype], float]) -> Price:
         return Price(_picoseconds(seconds(torch.float32)), _picoseconds(seconds(self.low)), what)
 
-    def _product(self, site: Site) -> Price | None:
+    def _product(self, site: Site) -> Price:
         left, right = (_operand(site, position) for position in site.facts.factors)
         a, b, out = _shape(left), _shape(right), _shape(site.node)
         depth = _summed(site, a, b) if site.name == "einsum" else a[-1]
-        if depth is None:
-            return None
         flop, elements = 2 * prod(out) * depth, prod(a) + prod(b) + prod(out)
         products = 1 + self._flows(left) + self._flows(right)
         shown = b[::-1] if site.name == "linear" else b
@@ -174,32 +172,29 @@ class OpCosts:
     def _convolution(self, site: Site) -> Price:
         data, weight = _operand(site, 0), _operand(site, 1)
         x, w, out = _shape(data), _shape(weight), _shape(site.node)
-        transposed = site.facts.cost == "transposed convolution" or (
-            site.name == "convolution" and _is_transposed(site.node)
-        )
+        either = site.name == "convolution"  # torch.convolution does both
+        transposed = argument(site.node, 6, "transposed") if either else site.facts.cost == "transposed convolution"
         flop = 2 * prod(x if transposed else out) * prod(w[1:])
         thin = w[1] < _THIN
         forward = Work.THIN_CONVOLUTION if thin else Work.CONVOLUTION
         backward = Work.THIN_CONVOLUTION_BACKWARD if thin else Work.CONVOLUTION_BACKWARD
         gradients = (self._flows(data) + self._flows(weight)) / 2
-
-        def seconds(dtype: torch.dtype) -> float:
-            both = self.costs.seconds(backward, dtype, flop) if gradients else 0.0
-            return self.costs.seconds(forward, dtype, flop) + gradients * both
-
-        return self._price(f"{site.name} {_text(x)} * {_text(w)}", seconds)
+        return self._there_and_back(f"{site.name} {_text(x)} * {_text(w)}", forward, backward, flop, gradients)
 
     def _attention(self, site: Site) -> Price:
         query, key, value = (_operand(site, position) for position in range(3))
         q, k, v = _shape(query), _shape(key), _shape(value)
         flop = 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-        flows = any(map(self._flows, (query, key, value)))
+        gradients = any(map(self._flows, (query, key, value)))
+        what = f"attention of {_text(q)} over {_text(k)}"
+        return self._there_and_back(what, Work.ATTENTION, Work.ATTENTION_BACKWARD, flop, gradients)
 
-        def seconds(dtype: torch.dtype) -> float:
-            backward = self.costs.seconds(Work.ATTENTION_BACKWARD, dtype, flop) if flows else 0.0
-            return self.costs.seconds(Work.ATTENTION, dtype, flop) + backward
-
-        return self._price(f"attention of {_text(q)} over {_text(k)}", seconds)
+    def _there_and_back(self, what: str, forward: Work, backward: Work, flop: float, gradients: float) -> Price:
+        """``gradients``: the share of the backward that runs."""
+        costs = self.costs
+        return self._price(
+            what, lambda dtype: costs.seconds(forward, dtype, flop) + gradients * costs.seconds(backward, dtype, flop)
+        )
 
     def _pointwise(self, site: Site) -> Price:
         out = _shape(site.node)
@@ -213,8 +208,8 @@ class OpCosts:
         """For the report: ``full`` and ``low`` are the price with the casts that each choice needs."""
         casts = " with its casts"
         return (
-            f"pays: {price.what} takes {_time(full)} in float32{casts if full > price.full else ''}, "
-            f"{_time(low)} in {dtype_name(self.low)}{casts if low > price.low else ''} ({self.costs})"
+            f"pays: {price.what} takes {time_text(full * 1e-12)} in float32{casts if full > price.full else ''}, "
+            f"{time_text(low * 1e-12)} in {dtype_name(self.low)}{casts if low > price.low else ''} ({self.costs})"
         )
 
 
@@ -226,11 +221,6 @@ def _picoseconds(seconds: float) -> int:
     return round(seconds * 1e12)
 
 
-def _time(picoseconds: float) -> str:
-    microseconds = picoseconds / 1e6
-    return f"{microseconds:.3g} us" if microseconds < 1000 else f"{microseconds / 1000:.3g} ms"
-
-
 def _operand(site: Site, position: int) -> Node:
     """A tensor argument of a call, by position or, in the order of the call, by keyword."""
     given = [*site.node.args, *site.node.kwargs.values()]
@@ -240,28 +230,21 @@ def _operand(site: Site, position: int) -> Node:
     raise _UnknownSizes
 
 
-def _is_transposed(convolution: Node) -> bool:
-    """Of ``torch.convolution``, which does both."""
-    args = convolution.args
-    return bool(args[6] if len(args) > 6 else convolution.kwargs.get("transposed"))
-
-
 def _shape(node: Node) -> Shape:
     value = attribute_of(node) if node.op == "get_attr" else _value(node)
     if not isinstance(value, Tensor):
         raise _UnknownSizes
-    sizes = [size if isinstance(size, int) else hint(size) for size in value.shape]
-    known = tuple(size for size in sizes if size is not None)
-    if len(known) != len(sizes) or not known:
+    known = tuple(size for size in map(hint, value.shape) if size is not None)
+    if len(known) != value.dim() or not known:
         raise _UnknownSizes
     return known
 
 
-def _summed(site: Site, a: Shape, b: Shape) -> int | None:
-    """Sizes of an einsum's summed dimensions, multiplied; None for more than two operands, or an ellipsis."""
+def _summed(site: Site, a: Shape, b: Shape) -> int:
+    """Sizes of an einsum's summed dimensions, multiplied; of two operands, without an ellipsis."""
     equation = site.node.args[0]
     if not isinstance(equation, str) or "->" not in equation or "." in equation or equation.count(",") != 1:
-        return None
+        raise _UnknownSizes
     terms, result = equation.replace(" ", "").split("->")
     first, second = terms.split(",")
     sizes = dict(zip(first + second, a + b, strict=False))
@@ -281,10 +264,6 @@ def _elements(node: Node) -> int | None:
 
 def _text(shape: Shape) -> str:
     return "x".join(map(str, shape))
-
-
-def _name(node: Node) -> str:
-    return notes(node).op.name
 
 
 def _requires_grad(value: Any) -> bool:

@@ -22,10 +22,9 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import UNKNOWN, module_path, notes
-from fxprec.passes.ops.names import dtype_argument
 from fxprec.passes.placement.mincut import CutWalk
 from fxprec.passes.placement.op_costs import OpCosts, Price, Verdict
-from fxprec.passes.placement.sites import Site, dtype_reference
+from fxprec.passes.placement.sites import Site, names_dtype
 from fxprec.passes.placement.solver import solve
 
 
@@ -78,19 +77,13 @@ class PricedWalk(CutWalk):
 
     def _price(self, site: Site, floats: bool) -> Price | str | None:
         """None: it is not ours to ask."""
-        node = site.node
-        if site.dtype is not None or not floats or self._overridden(site):
+        node, path = site.node, module_path(site.node)
+        overridden = any(each.match(site.name, node, path) for each in self.context.policy.overrides)
+        if site.dtype is not None or not floats or overridden:
             return None
-        if notes(node).dtype is UNKNOWN:
+        dtype = notes(node).dtype
+        if dtype is UNKNOWN:
             return "sizes unknown"
-        if isinstance(notes(node).dtype, tuple):
-            return self._costs.price(site)
-        if notes(node).dtype is not torch.float32:
-            return None
-        if dtype_argument(node) is not None or dtype_reference(node) is not None:
+        if not isinstance(dtype, tuple) and (dtype is not torch.float32 or names_dtype(node)):
             return None
         return self._costs.price(site)
-
-    def _overridden(self, site: Site) -> bool:
-        path = module_path(site.node)
-        return any(each.match(site.name, site.node, path) for each in self.context.policy.overrides)

@@ -31,16 +31,16 @@ from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import NO_OP, Rule, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import alias_roots, shared_sources, written_roots
-from fxprec.passes.ops.attributes import VIEW_ATTRIBUTES
 from fxprec.passes.ops.names import cast_target
-from fxprec.passes.ops.table import OpRule, facts_of
+from fxprec.passes.ops.spellings import VIEW_ATTRIBUTES
+from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.sites import Site, assumed_original
 from fxprec.passes.placement.squares import is_square
 
 
 def commutes_with_rounding(site: Site) -> bool:
     """Whether casting the input early is as good as casting the result: then the smaller of the two may be cast."""
-    view = site.row is not None and site.row.view and site.rule is Rule.FOLLOW
+    view = site.facts.view and site.rule is Rule.FOLLOW
     return (view or site.facts.exact) and site.rule in (Rule.FOLLOW, Rule.PROMOTE) and site.dtype is None
 
 
@@ -77,7 +77,7 @@ def unsafe_number(site: Site, low: torch.dtype) -> str | None:
 def _guards(node: Node) -> bool:
     """``x / node``, ``sqrt(node)`` and the like."""
     for user in node.users:
-        singular = facts_of(notes(user).op.name).singular
+        singular = facts_at(user).singular
         if singular is not None and user.args[singular : singular + 1] == (node,):
             return True
     return False
@@ -90,7 +90,7 @@ def overflowing_square(site: Site, context: Context) -> str | None:
     """
     if context.low is not torch.float16 or not site.data or context.policy.lowers_parameters:
         return None
-    if site.row is None or site.why != site.row.why:
+    if site.why != site.facts.why:
         return None
     return "squares leave the range of float16 from 256 on" if is_square(site.node) else None
 
@@ -99,21 +99,15 @@ def exp_chains(graph: Graph) -> set[Node]:
     """The ops between an exponential and a reduction of it."""
     after: set[Node] = set()
     for node in graph.nodes:
-        if _floats(node) and any(source in after or _facts(source).exponential for source in node.all_input_nodes):
+        if facts_at(node).rule in (Rule.FOLLOW, Rule.PROMOTE) and any(
+            source in after or facts_at(source).exponential for source in node.all_input_nodes
+        ):
             after.add(node)
     found: set[Node] = set()
     for node in reversed(graph.nodes) if after else ():
-        if node in after and any(user in found or _facts(user).sums for user in node.users):
+        if node in after and any(user in found or facts_at(user).sums for user in node.users):
             found.add(node)
     return found
-
-
-def _floats(node: Node) -> bool:
-    return _facts(node).rule in (Rule.FOLLOW, Rule.PROMOTE)
-
-
-def _facts(node: Node) -> OpRule:
-    return facts_of(notes(node).op.name)
 
 
 def written_classes(graph: Graph) -> dict[Node, Node]:

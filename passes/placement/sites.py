@@ -7,15 +7,25 @@ A *site* is one call as the policy sees it. ``data`` are the float arguments on 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import NO_OP, UNKNOWN, Arrival, DTypeInfo, Rule, is_castable, module_path, notes
-from fxprec.passes.ops.table import OpRule, facts_of, rule_of
+from fxprec.passes.graph.annotations import (
+    UNKNOWN,
+    Arrival,
+    DTypeInfo,
+    Precision,
+    Rule,
+    arg_nodes,
+    is_castable,
+    module_path,
+    notes,
+)
+from fxprec.passes.ops.names import dtype_argument
+from fxprec.passes.ops.table import OpRule, facts_at, facts_of, rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +34,7 @@ class Site:
 
     Attributes:
         name: canonical op, or the callee's name where it is no op.
-        row: its row of the table.
+        facts: its row of the table; where it has none, one that states nothing.
         rule: what the policy says; LOW or FULL where it names a dtype.
         dtype: the dtype that the policy names, else None.
         why: the policy's reason.
@@ -35,7 +45,7 @@ class Site:
 
     node: Node
     name: str
-    row: OpRule | None
+    facts: OpRule
     rule: Rule
     dtype: torch.dtype | None
     why: str
@@ -48,26 +58,16 @@ class Site:
         """The first argument: what a view looks at, a write writes, a cast casts."""
         return base_of(self.node)
 
-    @property
-    def facts(self) -> OpRule:
-        """Its row; where it has none, one that states nothing."""
-        return facts_of(self.name) if self.row is None else self.row
-
-    @property
-    def promotes(self) -> bool:
-        """Whether the eager kernel takes mixed inputs."""
-        return self.row is not None and self.row.native_promotion
-
     def has_mixed_kernel(self, context: Context) -> bool:
         """Whether an eager kernel reads and writes low, and computes in FP32 inside."""
-        return self.dtype is None and context.native_mixed and self.row is not None and context.device in self.row.mixed
+        return self.dtype is None and context.native_mixed and context.device in self.facts.mixed
 
     def accumulates_wide(self, context: Context, asked: torch.dtype | None) -> bool:
         """Whether the kernel takes a dtype to compute in, so that it may read low: ours, or one that the user gave."""
-        if self.dtype is not None or not context.native_mixed or self.row is None:
+        if self.dtype is not None or not context.native_mixed:
             return False
         if asked is None:  # float64 may arrive where nobody knows: a dtype would narrow it
-            return self.row.dtype_keyword and notes(self.node).dtype is not UNKNOWN
+            return self.facts.dtype_keyword and notes(self.node).dtype is not UNKNOWN
         return asked is torch.float32 and "dtype" in self.node.kwargs
 
 
@@ -76,8 +76,8 @@ def site_of(node: Node, context: Context) -> Site:
     annotations = notes(node)
     op, info = annotations.op, annotations.dtype
     name = op.name or getattr(node.target, "__name__", str(node.target))
-    row = rule_of(name) if op is not NO_OP else None
-    rule, why = context.policy.resolve(name, node, module_path(node), row, context.device)
+    facts = facts_of(op.name)
+    rule, why = context.policy.resolve(name, node, module_path(node), rule_of(op.name), context.device)
     if annotations.autocast is False:
         rule, why = Rule.KEEP, "inside autocast(enabled=False)"
     elif isinstance(info, torch.dtype) and info.is_complex:
@@ -89,11 +89,10 @@ def site_of(node: Node, context: Context) -> Site:
         dtype, rule = rule, Rule.FULL if rule is torch.float32 else Rule.LOW
     data: list[Node] = []
     kept: list[Node] = []
-    ports = row.ports if row is not None else None
-    for port, argument in (*enumerate(node.args), *node.kwargs.items()):
-        bucket = data if ports is None or port in ports else kept
-        bucket.extend(source for source in _nodes(argument) if carries_float(notes(source).dtype))
-    return Site(node, name, row, rule, dtype, why, op.in_place, tuple(data), tuple(kept))
+    for port, source in arg_nodes(node):
+        if carries_float(notes(source).dtype):
+            (data if facts.ports is None or port in facts.ports else kept).append(source)
+    return Site(node, name, facts, rule, dtype, why, op.in_place, tuple(data), tuple(kept))
 
 
 def _takes_wide(node: Node) -> bool:
@@ -112,8 +111,8 @@ def base_of(node: Node) -> Node:
 
 def is_metadata(site: Site) -> bool:
     """Whether only sizes, flags and the like come out: then any dtype may go in."""
-    row = site.row
-    return row is not None and row.result == "none" and row.rule is Rule.KEEP and not row.reads_values
+    facts = site.facts
+    return facts.result == "none" and facts.rule is Rule.KEEP and not facts.reads_values
 
 
 def carries_float(info: DTypeInfo | None) -> bool:
@@ -130,41 +129,27 @@ def assumed_original(info: DTypeInfo | None) -> torch.dtype:
 
 def dtype_reference(node: Node) -> Node | None:
     """The tensor whose dtype a call asks for: ``x.to(y.dtype)``, ``zeros(n, dtype=y.dtype)``, ``x.type_as(y)``."""
-    for source in _nodes((node.args, node.kwargs)):
-        op = notes(source).op
-        if op.name == "getattr" and source.args[1] == "dtype" and isinstance(source.args[0], Node):
+    for source in node.all_input_nodes:
+        if notes(source).op.name == "getattr" and source.args[1] == "dtype" and isinstance(source.args[0], Node):
             return source.args[0]
-    op = notes(node).op
-    if op.name == "to":
-        return next((s for s in _nodes((node.args[1:], node.kwargs)) if carries_float(notes(s).dtype)), None)
-    return None
+    others = (source for port, source in arg_nodes(node) if port != 0 and carries_float(notes(source).dtype))
+    return next(others, None) if notes(node).op.name == "to" else None
 
 
-def reads_of(node: Node, rule: Rule, reads: torch.dtype | None) -> torch.dtype | Arrival:
-    """What a node with this rule reads. ``reads``: the dtype that it asks for; None: none."""
-    if facts_of(notes(node).op.name).arrives or not node.all_input_nodes:
-        return Arrival.AS_IT_ARRIVES
-    if reads is None:
-        return Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES
-    return reads
+def names_dtype(node: Node) -> bool:
+    """Whether a call says which dtype its result has."""
+    return dtype_argument(node) is not None or dtype_reference(node) is not None
 
 
-def leaves(argument: object) -> Iterator[object]:
-    """What nested arguments are made of."""
-    if isinstance(argument, tuple | list):
-        for element in argument:
-            yield from leaves(element)
-    elif isinstance(argument, dict):
-        yield from leaves(list(argument.values()))
-    elif isinstance(argument, slice):
-        yield from leaves([argument.start, argument.stop, argument.step])
-    else:
-        yield argument
-
-
-def _nodes(argument: object) -> Iterable[Node]:
-    if isinstance(argument, Node):
-        return (argument,)
-    if isinstance(argument, tuple | list | dict | slice):
-        return [leaf for leaf in leaves(argument) if isinstance(leaf, Node)]
-    return ()
+def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, output: torch.dtype | None) -> Precision:
+    """What is decided of a node. ``reads``: the dtype that it asks for, ``output``: that of its float; None: none."""
+    info = notes(node).dtype
+    if output is None and isinstance(info, torch.dtype) and info.is_floating_point:
+        output = info
+    compute = reads or (output if node.op.startswith("call") else None)
+    if rule is Rule.FULL and compute is not None:
+        compute = torch.float32
+    arrival = reads or (Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES)
+    if facts_at(node).arrives or not node.all_input_nodes:
+        arrival = Arrival.AS_IT_ARRIVES
+    return Precision(arrival, compute, output, rule, why)

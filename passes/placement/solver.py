@@ -25,14 +25,13 @@ Ties are broken the same way every time, mostly to low; a unary cost decides the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Final
+from typing import Final
 
 _S: Final = -1
 _T: Final = -2
-_FAN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +85,6 @@ def solve(problem: CutProblem) -> list[bool]:
     return [variable in full for variable in range(problem.variables)]
 
 
-def cost_of(problem: CutProblem, full: list[bool]) -> float:
-    """What an assignment costs; closures that it breaks are not counted."""
-    total = sum(abs(cost) for variable, cost in problem.unary.items() if full[variable] is (cost > 0))
-    for tensor in problem.tensors:
-        if full[tensor.producer]:
-            casts = any(not full[user] for user in tensor.users)
-        else:
-            casts = any(full[user] for user in tensor.users if user not in tensor.promoters)
-        total += tensor.cost if casts else 0
-    return total
-
-
 def _close(problem: CutProblem, pins: dict[int, bool]) -> list[tuple[int, int]]:
     """Pin what FP32 pins force; hand back the closures that still bind, all between free variables."""
     after: dict[int, list[int]] = {}
@@ -116,29 +103,21 @@ def _charge(network: _Network, tensor: Tensor, pins: Mapping[int, bool], auxilia
     """The edges of one tensor; ``auxiliary`` and the next number are free for its two nodes."""
     producer, cost = tensor.producer, tensor.cost
     users = [user for user in dict.fromkeys(tensor.users) if user != producer]
-    if pins.get(producer) is not False:  # it may be FP32: does some user read low?
-        tail = _S if producer in pins else producer
-        readers = [user for user in users if user not in pins]
-        if any(pins.get(user) is False for user in users):
-            network.add(tail, _T, cost)
-        elif len(readers) == 1:
-            network.add(tail, readers[0], cost)
-        elif readers:
-            network.add(tail, auxiliary, cost)
-            for user in readers:
-                network.add(auxiliary, user, inf)
-    if not pins.get(producer):  # it may be low: does some user read FP32?
-        head = _T if producer in pins else producer
-        wide = [user for user in users if user not in tensor.promoters]
-        readers = [user for user in wide if user not in pins]
-        if any(pins.get(user) for user in wide):
-            network.add(_S, head, cost)
-        elif len(readers) == 1:
-            network.add(readers[0], head, cost)
-        elif readers:
-            network.add(auxiliary + 1, head, cost)
-            for user in readers:
-                network.add(user, auxiliary + 1, inf)
+    wide = [user for user in users if user not in tensor.promoters]
+    for full, readers in ((True, users), (False, wide)):  # where it is FP32 and a user reads low; the other way around
+        if pins.get(producer) is (not full):
+            continue
+        here, there = (_S, _T) if full else (_T, _S)
+        end = here if producer in pins else producer
+        free = [reader for reader in readers if reader not in pins]
+        if any(pins.get(reader) is (not full) for reader in readers):
+            network.join(end, there, cost, full)
+        elif len(free) == 1:
+            network.join(end, free[0], cost, full)
+        elif free:
+            network.join(end, auxiliary + (not full), cost, full)
+            for reader in free:
+                network.join(auxiliary + (not full), reader, inf, full)
 
 
 class _Network:
@@ -159,6 +138,10 @@ class _Network:
             self.pull[head] += capacity
         elif tail >= 0:
             self.pull[tail] -= capacity
+
+    def join(self, here: int, there: int, capacity: float, forwards: bool) -> None:
+        """``add`` in one direction or the other."""
+        self.add(*((here, there) if forwards else (there, here)), capacity)
 
     def reduce(self) -> set[int]:
         """Settle and remove nodes whose own pull outweighs all their neighbours; the FP32 ones."""
@@ -212,25 +195,7 @@ class _Network:
         for node in part:
             for other, capacity in self.out[node].items():
                 graph.add_edge(node, other, capacity=capacity)
-        _fan(sources, _S, graph.add_edge)
-        _fan(sinks, _T, lambda outer, inner, **capacity: graph.add_edge(inner, outer, **capacity))
+        graph.add_weighted_edges_from(((_S, node, pull) for node, pull in sources.items()), weight="capacity")
+        graph.add_weighted_edges_from(((node, _T, pull) for node, pull in sinks.items()), weight="capacity")
         _, (full, _) = nx.minimum_cut(graph, _S, _T, flow_func=boykov_kolmogorov)
         return full
-
-
-def _fan(leaves: dict[int, float], terminal: int, join: Callable[..., Any]) -> None:
-    """Join nodes to a terminal by a tree of unlimited edges: networkx scans a node's edges anew for every path."""
-    level = {}
-    for position, (node, capacity) in enumerate(leaves.items()):
-        group = (terminal, 0, position // _FAN)
-        join(group, node, capacity=capacity)
-        level[group] = None
-    while len(level) > _FAN:
-        upper = {}
-        for position, node in enumerate(level):
-            group = (terminal, node[1] + 1, position // _FAN)
-            join(group, node)
-            upper[group] = None
-        level = upper
-    for node in level:
-        join(terminal, node)

@@ -17,9 +17,9 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from fxprec.passes.graph.annotations import NO_OP, Rule, notes
+from fxprec.passes.graph.annotations import NO_OP, Rule, arg_nodes, argument, notes
 from fxprec.passes.ops.rule import OpRule
-from fxprec.passes.ops.table import rule_of
+from fxprec.passes.ops.table import facts_at, rule_of
 
 #: How far back two values are compared, call by call.
 _DEPTH: Final = 8
@@ -27,16 +27,15 @@ _DEPTH: Final = 8
 
 def is_square(node: Node) -> bool:
     """Whether the op multiplies a value by itself, element by element; it may sum the products up."""
-    op = notes(node).op
-    row = rule_of(op.name)
-    if row is None or row.squares is None:
+    row = facts_at(node)
+    if row.squares is None:
         return False
     if row.squares == "always":
         return True
     if row.squares == "power":
-        exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent", 2)
+        exponent = argument(node, 1, "exponent", 2)
         return not isinstance(exponent, int | float) or exponent > 1
-    factors = _tensors(node)
+    factors = [source for _, source in arg_nodes(node)]  # one of x * 2
     if row.squares == "subscripts":
         return _has_square(_subscripts(node), factors)
     if len(factors) < 2 or not same_value(factors[-2], factors[-1]):
@@ -80,8 +79,7 @@ def _in_shape_of(view: Node, source: Node) -> bool:
     """``x.view_as(x)``, ``x.reshape(x.shape)``, ``x.expand(x.size())``."""
     if len(view.args) != 2 or view.kwargs or not isinstance(shape := view.args[1], Node):
         return False
-    op = notes(shape).op
-    if op.name in ("getattr", "size"):
+    if notes(shape).op.name in ("getattr", "size"):
         return shape.args == (source,) or shape.args == (source, "shape")
     return shape is source
 
@@ -99,7 +97,7 @@ def _contracts_all(node: Node, factor: Node, row: OpRule) -> bool:
     rank = _rank(factor)
     if row.squares == "vectors":
         return rank == 1 or (rank is None and row.rule is not Rule.LOW)
-    dims: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dims", 2)
+    dims = argument(node, 2, "dims", 2)
     if isinstance(dims, int):
         return rank is None or dims >= rank
     if not isinstance(dims, tuple | list) or len(dims) != 2:
@@ -123,16 +121,6 @@ def _rank(node: Node) -> int | None:
     if op.name in ("view", "reshape") and node.args[1:] in ((-1,), ((-1,),), ([-1],)):
         return 1
     return None
-
-
-def _tensors(node: Node) -> list[Node]:
-    """The tensors among the arguments, in order; a number among them leaves its place empty, so that x * 2 has one."""
-    found: list[Node] = []
-    for argument in (*node.args, *node.kwargs.values()):
-        for each in argument if isinstance(argument, tuple | list) else (argument,):
-            if isinstance(each, Node):
-                found.append(each)
-    return found
 
 
 def _subscripts(node: Node) -> list[object]:

@@ -12,11 +12,13 @@ from typing import Final
 import torch
 from torch.fx import Node
 
-from fxprec.passes.costs.byte_costs import ByteCosts, Costs, attribute_of
-from fxprec.passes.dtypes.scalars import is_zero_dim
+from fxprec.passes.costs.byte_costs import ByteCosts
+from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.fetched import attribute_of
 from fxprec.passes.graph.text import dtype_name
+from fxprec.passes.placement.op_costs import OpCosts
 from fxprec.passes.placement.sites import Site, assumed_original
 from fxprec.passes.placement.solver import CutProblem, Tensor
 
@@ -35,7 +37,7 @@ class Variables:
         absorbs: fused kernels cast what they read for nothing, and low values between them are wanted (O2) or priced.
     """
 
-    def __init__(self, low: torch.dtype, absorbs: bool = False, costs: Costs | None = None) -> None:
+    def __init__(self, low: torch.dtype, absorbs: bool = False, costs: OpCosts | None = None) -> None:
         """``costs``: of casts and traffic; None: their bytes."""
         self.low = low
         self.absorbs = absorbs
@@ -128,7 +130,9 @@ class Variables:
 
     def read_data(self, site: Site, variable: int) -> None:
         """Note a call that reads its data in the dtype of ``variable``, and its other floats in their original ones."""
-        wide = site.promotes and any(self.value.get(source) == FP32 and self._widens(source) for source in site.data)
+        wide = site.facts.native_promotion and any(
+            self.value.get(source) == FP32 and self._widens(source) for source in site.data
+        )
         free = wide or (self.absorbs and is_row_operation(site.node))
         for source in site.data:
             self.read(source, variable, free)
@@ -164,7 +168,12 @@ class Variables:
     def problem(self) -> CutProblem:
         costs = self._costs or ByteCosts(self._users, self.absorbs)
         tensors = [
-            Tensor(self.value[node], tuple(users), self._cast(costs, node), _promoters(users))
+            Tensor(
+                self.value[node],
+                tuple(users),
+                self._cast(costs, node),
+                frozenset(user for user, free in users.items() if free),
+            )
             for node, users in self._users.items()
         ]
         tensors += [Tensor(producer, (user,), self._cast(costs, node)) for node, producer, user in self._steps]
@@ -209,7 +218,7 @@ class Variables:
 
         return dtype
 
-    def _cast(self, costs: Costs, node: Node) -> float:
+    def _cast(self, costs: ByteCosts | OpCosts, node: Node) -> float:
         return costs.cast(self._origin.get(node, node))
 
     def same(self, source: Node) -> Node:
@@ -219,7 +228,3 @@ class Variables:
             return source
         weight = attribute_of(fetched)
         return source if weight is None else self._first.setdefault(id(weight), source)
-
-
-def _promoters(users: dict[int, bool]) -> frozenset[int]:
-    return frozenset(variable for variable, free in users.items() if free)

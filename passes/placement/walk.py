@@ -19,7 +19,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context
-from fxprec.passes.graph.annotations import CASTABLE, Rule, notes
+from fxprec.passes.graph.annotations import CASTABLE, Rule, leaves, notes
+from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.placement.sites import (
     Site,
@@ -27,7 +28,6 @@ from fxprec.passes.placement.sites import (
     carries_float,
     dtype_reference,
     is_metadata,
-    leaves,
     site_of,
 )
 from fxprec.passes.torch_internals import HigherOrderOperator
@@ -131,7 +131,7 @@ class GraphWalk:
                 self.source(node, "a parameter or buffer")
             elif node.op == "output":
                 self.output(node, returns)
-            elif not self._higher_order(node, gm):
+            elif not self._higher_order(node):
                 self._call(site_of(node, self.context))
 
     def _placeholder(self, node: Node, bound: Mapping[Node, Node] | None) -> None:
@@ -184,14 +184,14 @@ class GraphWalk:
             self.read_by_user_cast(node, site.base)
         self.decide(node, Rule.KEEP, site.why)
 
-    def _higher_order(self, node: Node, gm: GraphModule) -> bool:
+    def _higher_order(self, node: Node) -> bool:
         """Walk the bodies; False where the op is decided like any other."""
-        found = _bodies(node, gm)
+        found = _bodies(node)
         if not found or not _runs_bodies(node):
             for body in found:
                 self._leave_alone(body)
             return False
-        bound = _bind_operands(node, gm) if len(found) == 1 and self._calls[id(found[0])] == 1 else None
+        bound = _bind_operands(node) if len(found) == 1 and self._calls[id(found[0])] == 1 else None
         if bound is not None:
             self._graph(found[0], bound, Rule.FOLLOW)
             returned = found[0].graph.output_node().args[0]
@@ -211,20 +211,20 @@ class GraphWalk:
     def _leave_alone(self, gm: GraphModule) -> None:
         for node in gm.graph.nodes:
             self.source(node, "in the body of an op that keeps its dtypes")
-            for body in _bodies(node, gm):
+            for body in _bodies(node):
                 self._leave_alone(body)
 
 
-def _bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
+def _bodies(node: Node) -> list[GraphModule]:
     """The graphs that a higher-order op calls."""
     if not isinstance(node.target, HigherOrderOperator):
         return []
-    return [body for source in node.all_input_nodes if (body := _body(source, gm)) is not None]
+    return [body for source in node.all_input_nodes if (body := body_of(source)) is not None]
 
 
 def _body_calls(gm: GraphModule) -> Counter[int]:
     """How often each body (by id) is called from this graph."""
-    found = ((_body(node, gm), node) for node in gm.graph.find_nodes(op="get_attr"))
+    found = ((body_of(node), node) for node in gm.graph.find_nodes(op="get_attr"))
     return Counter({id(body): len(node.users) for body, node in found if body is not None})
 
 
@@ -236,19 +236,14 @@ def _runs_bodies(node: Node) -> bool:
     return name in _TRANSPARENT or name in _BOUNDED
 
 
-def _bind_operands(node: Node, gm: GraphModule) -> dict[Node, Node] | None:
+def _bind_operands(node: Node) -> dict[Node, Node] | None:
     """Placeholder of the one body -> the caller's operand; None where the op does not simply hand them on."""
     if notes(node).op.name not in _TRANSPARENT:
         return None
     handed = [leaf for leaf in leaves(node.args) if not isinstance(leaf, str)]
-    at = next(i for i, leaf in enumerate(handed) if isinstance(leaf, Node) and _body(leaf, gm) is not None)
+    at = next(i for i, leaf in enumerate(handed) if isinstance(leaf, Node) and body_of(leaf) is not None)
     given = handed[at + 1 :]
-    inputs = list(_bodies(node, gm)[0].graph.find_nodes(op="placeholder"))
+    inputs = list(_bodies(node)[0].graph.find_nodes(op="placeholder"))
     if len(inputs) != len(given):
         return None
     return {into: operand for into, operand in zip(inputs, given, strict=True) if isinstance(operand, Node)}
-
-
-def _body(source: Node, gm: GraphModule) -> GraphModule | None:
-    value = getattr(gm, str(source.target), None) if source.op == "get_attr" and "." not in str(source.target) else None
-    return value if isinstance(value, GraphModule) else None

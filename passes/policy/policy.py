@@ -26,10 +26,9 @@ from torch.fx import Node
 from fxprec.errors import PolicyError
 from fxprec.passes.graph.annotations import CASTABLE, Rule
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.ops.custom import is_registered, registered_autocast
+from fxprec.passes.ops.custom import registered, registered_autocast
 from fxprec.passes.ops.table import OP_TABLE, OpRule
 from fxprec.passes.policy.terms import (
-    LEVELS,
     CustomRule,
     Kind,
     Level,
@@ -41,8 +40,6 @@ from fxprec.passes.policy.terms import (
     precision_name,
 )
 from fxprec.passes.policy.toml import dump, load
-
-__all__ = ["LEVELS", "CustomRule", "Level", "Override", "Policy", "registered_autocast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +54,13 @@ class Policy:
         parse_level(self.level)
         known = [*OP_TABLE, *(row.op for row in self.rules)]
         for override in self.overrides:
-            if override.kind == "ops" and not is_registered(override.name):
-                _check_op(override, known)
+            named = override.kind != "ops" or any(fnmatchcase(name, override.name) for name in known)
+            if not named and registered(override.name) is None:
+                raise PolicyError(
+                    f"override {override}: no op has this name{did_you_mean(override.name, known)}; docs/precision.md "
+                    "lists them. A custom op is 'namespace::name': import what registers it first, or add a row with "
+                    "Policy.with_rule"
+                )
 
     @classmethod
     def preset(cls, level: str) -> Policy:
@@ -155,7 +157,7 @@ class Policy:
             f"rule of op {row.op!r}{f' ({row.source})' if row.source else ''}: neither the model nor torch has this op"
             + did_you_mean(row.op, ops)
             for row in self.rules
-            if row.op not in ops and not is_registered(row.op)
+            if row.op not in ops and registered(row.op) is None
         ]
         if complaints:
             raise PolicyError(
@@ -163,11 +165,3 @@ class Policy:
                 + "\n  ".join(complaints)
                 + "\nCorrect or remove them; fxprec.report of a model converted without them lists every name."
             )
-
-
-def _check_op(override: Override, known: list[str]) -> None:
-    if not any(fnmatchcase(name, override.name) for name in known):
-        raise PolicyError(
-            f"override {override}: no op has this name{did_you_mean(override.name, known)}; docs/precision.md lists "
-            "them. A custom op is 'namespace::name': import what registers it first, or add a row with Policy.with_rule"
-        )

@@ -67,7 +67,11 @@ def loads(text: str, name: str = "<toml>") -> Parts:
             wrong = f"unknown table or key {table!r}{did_you_mean(table, _TABLES)}"
             raise PolicyError(f"{places.of(table)}: {wrong}; there are {', '.join(f'[{each}]' for each in _TABLES)}")
         if table == "rules":
-            rules = [_rule(row, places.of("rules", "op", index)) for index, row in enumerate(_list(content, places))]
+            if not isinstance(content, list):
+                raise PolicyError(
+                    f"{places.of(table)}: rules are a list of tables: write [[rules]], in double brackets"
+                )
+            rules = [_rule(row, places.of("rules", "op", index)) for index, row in enumerate(content)]
         elif not isinstance(content, dict):
             raise PolicyError(f"{places.of(table)}: {table!r} must be a table, [{table}]")
         elif table == "policy":
@@ -113,12 +117,6 @@ def _level(content: dict[str, Any], places: _Places) -> Level:
         return parse_level(content.get("level", "O1"))
     except PolicyError as error:
         raise PolicyError(f"{places.of('policy', 'level')}: {error}") from None
-
-
-def _list(content: object, places: _Places) -> list[object]:
-    if not isinstance(content, list):
-        raise PolicyError(f"{places.of('rules')}: rules are a list of tables: write [[rules]], in double brackets")
-    return content
 
 
 def _rule(row: object, place: str) -> CustomRule:

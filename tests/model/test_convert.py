@@ -97,7 +97,7 @@ def test_o3_makes_the_parameters_low(tools):
 
 
 def test_float16_on_a_cpu_warns_once_that_it_is_slow():
-    sys.modules["fxprec.convert"]._warn_slow_float16.cache_clear()
+    sys.modules["fxprec.convert"]._warn_slow.cache_clear()
     with pytest.warns(UserWarning, match="float16 on a CPU"):
         converted, scaler = fxprec.convert(nn.Linear(2, 2), dtype=torch.float16)
     assert scaler.is_enabled()
@@ -113,14 +113,14 @@ def test_float16_on_a_cpu_warns_once_that_it_is_slow():
 def cpu(monkeypatch):
     """``cpu(*flags)``: a CPU with these instruction sets, in a process that has warned of nothing."""
     module = sys.modules["fxprec.convert"]
-    module._warn_slow_bfloat16.cache_clear()
+    module._warn_slow.cache_clear()
 
     def pretend(*flags):
         for each in (module, sys.modules["fxprec.costs.files"]):
             monkeypatch.setattr(each, "cpu_flags", lambda: frozenset(flags))
 
     yield pretend
-    module._warn_slow_bfloat16.cache_clear()
+    module._warn_slow.cache_clear()
 
 
 def test_bfloat16_on_a_cpu_without_units_warns_once_and_names_what_helps(cpu):

@@ -418,7 +418,8 @@ def test_a_checkpointed_region_has_no_casts_at_its_border(tools):
     assert outer["getitem"].output is outer["relu"].reads is BF16
 
 
-def test_branches_take_and_give_original_dtypes(tools):
+@pytest.mark.parametrize("keep", [True, False])
+def test_branches_take_and_give_original_dtypes(tools, keep):
     gm = region("wrap", lambda x, w: F.linear(x, w), torch.randn(2, 4), torch.randn(4, 4))
     call = next(node for node in gm.graph.nodes if node.name == "wrap")
     gm.register_buffer("flag", torch.tensor(True))
@@ -426,12 +427,14 @@ def test_branches_take_and_give_original_dtypes(tools):
     call.prepend(pred)
     body, *given = call.args
     call.target, call.args = torch.ops.higher_order.cond, (pred, body, body, tuple(given))
-    tools.rewritten(gm, tools.context(), until="decide")
+    tools.rewritten(gm, tools.context(keep_output_dtype=keep), until="insert_casts")
     inner = {node.name: node.meta["precision"] for node in gm.body.graph.nodes}
     outer = {node.name: node.meta["precision"] for node in gm.graph.nodes}
     assert inner["linear"].reads is BF16
     assert inner["output"].rule is outer["wrap"].rule is Rule.KEEP
     assert outer["getitem"].output is FP32
+    (returned,) = gm.body.graph.output_node().all_input_nodes
+    assert returned.meta["precision"].output is FP32
 
 
 def test_a_body_called_twice_keeps_its_border(tools):

@@ -18,7 +18,7 @@ from fxprec.passes.graph.text import format_graph
 from fxprec.passes.verify import INVARIANTS, check, verify
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-DTYPES, DECIDED, EDGES, NON_FLOATS, OUTPUTS, LEAST, FULL, TORCH = [invariant.text for invariant in INVARIANTS]
+DTYPES, DECIDED, EDGES, NON_FLOATS, LEAST, FULL, TORCH = [invariant.text for invariant in INVARIANTS]
 INPUTS = torch.randn(2, 4), torch.randn(4, 4), torch.arange(4), torch.randn(4).double()
 
 
@@ -93,7 +93,7 @@ BREAKS = {
     "an edge without a dtype": (annotate("linear_f32", output=None), EDGES, "exp, argument linear_f32", "-", "float32"),
     "an integer cast": (insert("n", BF16), NON_FLOATS, "cast", "a cast of int64", "no cast"),
     "a float64 cast": (insert("d", F32), NON_FLOATS, "cast", "a cast of float64", "no cast"),
-    "a low output": (LOW_OUTPUT, OUTPUTS, "output linear", "bfloat16", "float32"),
+    "a low output": (LOW_OUTPUT, EDGES, "output, argument linear", "bfloat16", "float32"),
     "a second cast": (insert("x", BF16), LEAST, "cast", "a second cast of x", "one per dtype and mutation epoch"),
     "an idle cast": (insert("exp", F32), LEAST, "cast", "exp is float32 already", "no cast"),
     "low arithmetic": (annotate("exp", compute=BF16), FULL, "exp", "computes in bfloat16", "computes in float32"),
@@ -157,7 +157,6 @@ def test_every_invariant_is_broken_once_and_holds_from_its_pass_on():
         DECIDED: "decide",
         EDGES: "insert_casts",
         NON_FLOATS: "insert_casts",
-        OUTPUTS: "insert_casts",
         LEAST: "fold_casts",
         FULL: "fuse",
         TORCH: "verify",
@@ -184,7 +183,6 @@ def test_of_unknown_values_only_casts_that_look_first_are_allowed(tools, functio
 @pytest.mark.parametrize(
     ("change", "settings"),
     [
-        (LOW_OUTPUT, {"keep_output_dtype": False}),
         (together(rewire("output", "exp", "linear"), annotate("output", reads=Arrival.AS_IT_ARRIVES)), {}),  # a body's
         (annotate("exp", compute=BF16), {"level": "O3"}),
         (annotate("exp", compute=F64), {}),
@@ -246,3 +244,9 @@ def test_bodies_are_checked_too(tools):
     del node(gm.body, "linear").meta["dtype"]
     with pytest.raises(fxprec.InvariantError, match="node linear: got no dtype"):
         verify(gm, tools.context())
+
+
+def test_outputs_are_low_where_their_dtype_is_not_kept(tools):
+    gm = rewrite(tools, *INPUTS, keep_output_dtype=False)
+    LOW_OUTPUT(gm)
+    assert violations(gm, tools.context(keep_output_dtype=False)) == []

@@ -12,7 +12,8 @@ _SOLVER: Final = "a solver or decomposition: no low kernel, and errors grow with
 _FFT: Final = "Fourier transforms have no bfloat16 kernel and complex results"
 _COMPLEX: Final = "complex numbers are never touched"
 
-SOLVERS: Final = table(
+LINALG_ROWS: Final[Mapping[str, OpRule]] = table(
+    # solvers
     rows(Rule.KEEP, _SOLVER, "linalg_cholesky cholesky cholesky_inverse cholesky_solve linalg_det logdet inverse "
          "linalg_pinv linalg_solve linalg_solve_triangular linalg_ldl_solve linalg_lu_solve lu_solve linalg_tensorinv "
          "linalg_tensorsolve linalg_householder_product ormqr matrix_exp matrix_power", result="first"),
@@ -32,24 +33,18 @@ SOLVERS: Final = table(
     rows(Rule.KEEP, _SOLVER, "slogdet", result=("first", "real")),
     rows(Rule.KEEP, _SOLVER, "lu_unpack linalg_lu", result=("first", "first", "first")),
     rows(Rule.KEEP, _SOLVER, "linalg_lstsq", result=("first", "real", "int64", "real")),
-    rows(Rule.KEEP, _SOLVER, "lu lobpcg", result="unknown")
-)  # fmt: skip
-
-FOURIER: Final = table(
+    rows(Rule.KEEP, _SOLVER, "lu lobpcg", result="unknown"),
+    # Fourier transforms
     rows(Rule.KEEP, _FFT, "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_rfft2 fft_rfftn "
          "fft_ihfft fft_ihfft2 fft_ihfftn", result="complex"),
     rows(Rule.KEEP, _FFT, "fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_hfft2 fft_hfftn", result="float_real"),
     rows(Rule.KEEP, _FFT, "stft istft", result="unknown"),
     rows(Rule.KEEP, "frequency tables", "fft_fftfreq fft_rfftfreq", result="default"),
-    rows(Rule.FOLLOW, "rolls values: exact in any dtype", "fft_fftshift fft_ifftshift", result="first")
-)  # fmt: skip
-
-COMPLEX: Final = table(
+    rows(Rule.FOLLOW, "rolls values: exact in any dtype", "fft_fftshift fft_ifftshift", result="first"),
+    # complex numbers
     rows(Rule.KEEP, _COMPLEX, "complex polar", result="complex"),
     rows(Rule.KEEP, _COMPLEX, "view_as_complex", result="complex", view=True),
     rows(Rule.KEEP, _COMPLEX, "view_as_real real imag", result="real", view=True),
     rows(Rule.KEEP, _COMPLEX, "angle", result="float_real"),
-    rows(Rule.KEEP, _COMPLEX, "conj neg_view conj_physical", result="first", view=True)
+    rows(Rule.KEEP, _COMPLEX, "conj neg_view conj_physical", result="first", view=True),
 )  # fmt: skip
-
-LINALG_ROWS: Final[Mapping[str, OpRule]] = table(SOLVERS, FOURIER, COMPLEX)

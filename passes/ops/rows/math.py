@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.ops.rule import OpRule, facts, having, rows, table
+from fxprec.passes.ops.rule import OpRule, facts, rows, table
 
 _WIDEST: Final = "several float inputs: the widest wins, inside the kernel"
 _ONE_DTYPE: Final = "several float inputs: the widest wins; the kernel wants them all in it"
@@ -18,7 +18,8 @@ _SIGN: Final = "looks at sign or class of each value: exact in any dtype"
 _SPECIAL: Final = "a series or recurrence: FP32 as torch computes it inside, and often no low kernel"
 _INTEGERS: Final = "integers and bool only"
 
-BINARY: Final = having(table(
+MATH_ROWS: Final[Mapping[str, OpRule]] = table(
+    # of two tensors
     rows(Rule.PROMOTE, _WIDEST, "add sub rsub maximum minimum fmax fmin clamp clamp_min clamp_max",
          native_promotion=True),
     rows(Rule.PROMOTE, _WIDEST, "mul addcmul", native_promotion=True, squares="factors"),
@@ -41,7 +42,7 @@ BINARY: Final = having(table(
     rows(Rule.PROMOTE, _WIDEST, "equal", result="none", native_promotion=True),
     rows(Rule.FULL, "x.__rtruediv__ is a reciprocal times a number: FP32 as under autocast", "rdiv", result="float"),
     rows(Rule.KEEP, "the next number depends on the dtype itself", "nextafter"),
-    rows(Rule.KEEP, "computes in float64", "float_power", result="float64")),
+    rows(Rule.KEEP, "computes in float64", "float_power", result="float64"),
     facts("add sub mul div clamp", rank="kept"),
     facts("add sub rsub mul div clamp clamp_min clamp_max where maximum minimum", numbers="operands"),
     facts("div", singular=1, special="div"),
@@ -50,9 +51,7 @@ BINARY: Final = having(table(
     facts("eq ne lt le gt ge where mul maximum minimum", boolean=True),
     facts("div rdiv", float_number=True),
     facts("rdiv", autocast=Rule.FULL),
-)  # fmt: skip
-
-UNARY: Final = having(table(
+    # of one
     rows(Rule.FOLLOW, "exact, or one rounding", "neg nan_to_num", result="first"),
     rows(Rule.FOLLOW, "gives its input back", "positive", result="first", view=True, same=True),
     rows(Rule.FOLLOW, "exact, or one rounding", "abs", result="real"),
@@ -66,7 +65,7 @@ UNARY: Final = having(table(
     rows(Rule.FULL, _RANGE, "exp exp2 expm1 log log2 log10 log1p logit reciprocal rsqrt", result="float"),
     rows(Rule.FULL, _RANGE, "cosh sinh erfinv", result="float"),
     rows(Rule.FULL, _RANGE, "pow", squares="power"),
-    rows(Rule.FULL, _ANGLE, "sin cos tan asin acos atan asinh acosh atanh sinc", result="float")),
+    rows(Rule.FULL, _ANGLE, "sin cos tan asin acos atan asinh acosh atanh sinc", result="float"),
     facts("neg abs exp log sqrt rsqrt", rank="kept"),
     facts("neg abs", exact=True),
     facts("sqrt rsqrt log log2 log10 reciprocal pow", singular=0),
@@ -74,9 +73,7 @@ UNARY: Final = having(table(
     facts("isnan positive", boolean=True),
     facts("sqrt exp log", float_number=True),
     facts("acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow", autocast=Rule.FULL),
-)  # fmt: skip
-
-REDUCTIONS: Final = having(table(
+    # reductions
     rows(Rule.FULL, _SUM, "sum", result="accumulate", dtype_keyword=True),
     rows(Rule.FULL, _SUM, "mean", result="first", dtype_keyword=True, mixed=frozenset({"cpu", "cuda"})),
     rows(Rule.FULL, _SUM, "prod cumsum cumprod nansum", result="accumulate"),
@@ -99,7 +96,7 @@ REDUCTIONS: Final = having(table(
     rows(Rule.FOLLOW, _PICKS, "mode kthvalue sort topk cummax cummin", result=("first", "int64")),
     rows(Rule.FOLLOW, _PICKS, "msort", result="first"),
     rows(Rule.FOLLOW, _PICKS, "argmax argmin argsort count_nonzero nonzero argwhere nonzero_static", result="int64"),
-    rows(Rule.FOLLOW, _PICKS, "all any is_all_true is_any_true", result="bool")),
+    rows(Rule.FOLLOW, _PICKS, "all any is_all_true is_any_true", result="bool"),
     facts("sum mean prod max min amax amin norm std var", rank="reduced"),
     facts("sum mean nansum nanmean prod cumsum cumprod var std norm linalg_norm linalg_vector_norm", sums=True),
     facts("max min median nanmedian", special="extreme"),
@@ -108,37 +105,27 @@ REDUCTIONS: Final = having(table(
     facts("argmax argmin", gradient=False),
     facts("norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm prod cumprod "
           "cumsum sum", autocast=Rule.FULL),
-)  # fmt: skip
-
-COUNTING: Final = having(table(
+    # counting
     rows(Rule.KEEP, "compares values: rounding would merge them", "unique unique_consecutive unique_dim bucketize "
          "searchsorted hash_tensor", result="unknown"),
     rows(Rule.KEEP, "compares values: rounding would merge them", "isin", result="bool"),
     rows(Rule.KEEP, "counts into bins: rounding moves values between them", "histc", result="first"),
     rows(Rule.KEEP, "counts into bins: rounding moves values between them", "histogram", result=("first", "first")),
-    rows(Rule.KEEP, "counts into bins: rounding moves values between them", "histogramdd bincount", result="unknown")),
+    rows(Rule.KEEP, "counts into bins: rounding moves values between them", "histogramdd bincount", result="unknown"),
     facts("unique unique_consecutive", special="unique"),
     facts("bucketize searchsorted", special="buckets"),
-)  # fmt: skip
-
-INTEGERS: Final = table(
+    # of integers
     rows(Rule.KEEP, _INTEGERS, "bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift"),
     rows(Rule.KEEP, _INTEGERS, "gcd lcm"),
     rows(Rule.KEEP, _INTEGERS, "not_ truth contains is is_not", result="none"),
-)
-
-SPECIAL: Final = table(
+    # special functions
     rows(Rule.FULL, _SPECIAL, "digamma lgamma polygamma mvlgamma igamma igammac i0 i0e", result="float"),
-    rows(Rule.FULL, _SPECIAL, "zeta i1 i1e airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1", result="float",
-         low_kernel=False),
-    rows(Rule.FULL, _SPECIAL, "modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 "
-           "scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0", result="float", low_kernel=False),
-    rows(Rule.FULL, _SPECIAL, "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v "
-           "chebyshev_polynomial_w shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u "
-           "shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he "
-           "laguerre_polynomial_l legendre_polynomial_p", result="float", low_kernel=False),
+    rows(Rule.FULL, _SPECIAL, "zeta i1 i1e airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 "
+         "modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 "
+         "scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u "
+         "chebyshev_polynomial_v chebyshev_polynomial_w shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u "
+         "shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he "
+         "laguerre_polynomial_l legendre_polynomial_p", result="float", low_kernel=False),
     rows(Rule.FULL, _RANGE, "entr ndtr xlogy xlog1py logaddexp logaddexp2", result="float"),
-    rows(Rule.FULL, _RANGE, "erfcx log_ndtr ndtri", result="float", low_kernel=False)
+    rows(Rule.FULL, _RANGE, "erfcx log_ndtr ndtri", result="float", low_kernel=False),
 )  # fmt: skip
-
-MATH_ROWS: Final[Mapping[str, OpRule]] = table(BINARY, UNARY, REDUCTIONS, COUNTING, INTEGERS, SPECIAL)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.ops.rule import OpRule, Writes, facts, having, rows, table
+from fxprec.passes.ops.rule import OpRule, Writes, facts, rows, table
 
 _INPUT: Final = (0, "input")
 #: Running statistics, in torch.nn.functional's order of arguments and in aten's.
@@ -23,7 +23,8 @@ _PICKS: Final = "picks or copies values: exact in any dtype"
 _DIFFERENCE: Final = "a difference of close values, squared and summed"
 _AVERAGE: Final = "a short average that the kernel accumulates in FP32"
 
-LOW: Final = having(table(
+NN_ROWS: Final[Mapping[str, OpRule]] = table(
+    # products
     rows(Rule.LOW, _TENSOR_CORES, "linear mm bmm addmm addbmm baddbmm addmm_activation grouped_mm", result="tensors"),
     rows(Rule.LOW, _TENSOR_CORES, "matmul linalg_multi_dot", result="tensors", squares="vectors"),
     rows(Rule.LOW, _TENSOR_CORES, "einsum", result="tensors", squares="subscripts"),
@@ -39,7 +40,7 @@ LOW: Final = having(table(
     rows(Rule.LOW, _ATTENTION, "scaled_dot_product_attention transformer_encoder_layer_fwd", result="tensors"),
     rows(Rule.LOW, _ATTENTION, "multi_head_attention_forward native_multi_head_attention", result=("tensors",) * 2),
     rows(Rule.LOW, "a select and a product: low as under autocast, its one weight is lowered with it", "prelu",
-         result="tensors", cost="pointwise")),
+         result="tensors", cost="pointwise"),
     facts("linear matmul mm bmm", cost="product"),
     facts("addmm addbmm baddbmm addmm_activation einsum", cost="product", factors=(1, 2)),
     facts("conv1d conv2d conv3d convolution", cost="convolution"),
@@ -49,9 +50,7 @@ LOW: Final = having(table(
     facts("multi_head_attention_forward", masks=(14, 16, "key_padding_mask", "attn_mask")),
     facts("scaled_dot_product_attention transformer_encoder_layer_fwd multi_head_attention_forward "
           "native_multi_head_attention", random=True),  # dropout
-)  # fmt: skip
-
-NORMS: Final = having(table(
+    # norms
     rows(Rule.FULL, _NORM, "layer_norm group_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu"})),
     rows(Rule.FULL, _NORM, "instance_norm", ports=_INPUT, result="first", mixed=frozenset({"cpu"}),
          writes=Writes(_STATISTICS, (5, "use_input_stats", True))),
@@ -61,23 +60,19 @@ NORMS: Final = having(table(
     rows(Rule.FULL, _NORM, "rms_norm", ports=_INPUT, result="first"),
     rows(Rule.FULL, "sums squares over channels; its pooling has no low kernel on CPU", "local_response_norm",
            result="float"),
-    rows(Rule.FULL, "divides by a norm: sums squares", "normalize weight_norm weight_norm_interface", result="first")),
+    rows(Rule.FULL, "divides by a norm: sums squares", "normalize weight_norm weight_norm_interface", result="first"),
     facts("batch_norm instance_norm", fp32_ports=True),
     facts("layer_norm group_norm batch_norm", special="native_norm"),
     facts("layer_norm rms_norm group_norm local_response_norm normalize weight_norm", autocast=Rule.FULL),
-)  # fmt: skip
-
-SOFTMAX: Final = having(table(
+    # softmax and its kin
     rows(Rule.FULL, _SOFTMAX, "softmax softmin log_softmax gumbel_softmax", result="first"),
     rows(Rule.FULL, _SOFTMAX, "logsumexp", result="float"),
     rows(Rule.FULL, "the logarithm of a small probability", "logsigmoid", result="first"),
-    rows(Rule.FULL, "log(1 + exp(x)) overflows in low precision", "softplus", result="first")),
+    rows(Rule.FULL, "log(1 + exp(x)) overflows in low precision", "softplus", result="first"),
     facts("gumbel_softmax", random=True),
     facts("logsumexp", sums=True),
     facts("softplus softmax softmin log_softmax gumbel_softmax logsumexp", autocast=Rule.FULL),
-)  # fmt: skip
-
-LOSSES: Final = having(table(
+    # losses
     rows(Rule.FULL, _LOSS, "cross_entropy nll_loss gaussian_nll_loss kl_div"),
     rows(Rule.FULL, _LOSS, "ctc_loss", low_kernel=False),
     rows(Rule.FULL, _LOSS, "poisson_nll_loss", result="float"),
@@ -95,14 +90,12 @@ LOSSES: Final = having(table(
     rows(Rule.FOLLOW, "runs as a product and a loss (LOW, FULL); with `options=` its kernel takes the hidden states as "
            "they arrive, as under autocast", "linear_cross_entropy", ports=_INPUT, result="first"),
     rows(Rule.LOW, "a product, low as under autocast; its kernel sums the loss and the weight's gradient in FP32",
-           "fxprec::linear_cross_entropy", ports=(0, "hidden"), result="unknown", wide=True)),
+           "fxprec::linear_cross_entropy", ports=(0, "hidden"), result="unknown", wide=True),
     facts("cross_entropy nll_loss kl_div l1_loss mse_loss smooth_l1_loss huber_loss poisson_nll_loss "
           "gaussian_nll_loss cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss "
           "multi_margin_loss multilabel_margin_loss triplet_margin_loss triplet_margin_with_distance_loss "
           "binary_cross_entropy binary_cross_entropy_with_logits", autocast=Rule.FULL),
-)  # fmt: skip
-
-ACTIVATIONS: Final = having(table(
+    # activations
     rows(Rule.FOLLOW, _SMOOTH, "relu relu6 leaky_relu elu celu selu gelu silu mish glu", result="first"),
     rows(Rule.FOLLOW, _SMOOTH, "tanh sigmoid softsign tanhshrink", result="float"),
     rows(Rule.FOLLOW, _SMOOTH, "hardtanh hardsigmoid hardswish hardshrink softshrink threshold",
@@ -110,38 +103,31 @@ ACTIVATIONS: Final = having(table(
     rows(Rule.FULL, "no float16 kernel on CPU", "rrelu", result="first"),
     rows(Rule.FOLLOW, "zeroes and scales: nothing is accumulated",
            "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout", result="first",
-         view=True, random=True, numbers="aside")),
+         view=True, random=True, numbers="aside"),
     facts("relu dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout", exact=True),
     facts("relu relu6 silu mish hardswish hardsigmoid selu", inplace=1),
     facts("leaky_relu elu celu", inplace=2),
     facts("threshold hardtanh dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", inplace=3),
     facts("rrelu", inplace=4, random=True),
     facts("threshold hardtanh", numbers="operands"),
-)  # fmt: skip
-
-POOLING: Final = having(table(
+    # pooling
     rows(Rule.FOLLOW, _PICKS, "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d "
          "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d", result="first"),
-    rows(Rule.FOLLOW, _PICKS, "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices",
-           result=("first", "int64")),
-    rows(Rule.FOLLOW, _PICKS, "adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices "
-           "adaptive_max_pool3d_with_indices", result=("first", "int64")),
-    rows(Rule.FOLLOW, _PICKS, "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices",
-           result=("first", "int64")),
+    rows(Rule.FOLLOW, _PICKS, "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
+         "adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices "
+         "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices", result=("first", "int64")),
     rows(Rule.FOLLOW, _PICKS, "max_unpool1d max_unpool2d max_unpool3d", ports=_INPUT, result="first"),
     rows(Rule.FOLLOW, _AVERAGE, "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
            result="first"),
     rows(Rule.FULL, "no low kernel on CPU", "avg_pool3d", result="first", low_kernel=False),
     rows(Rule.FULL, "raises to a power and sums", "lp_pool1d lp_pool2d lp_pool3d", result="first",
-         autocast=Rule.FULL)),
+         autocast=Rule.FULL),
     facts("max_pool1d max_pool2d max_pool3d", special="pool", return_indices=6, exact=True),
     facts("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d", special="pool", return_indices=2, exact=True),
     facts("fractional_max_pool2d fractional_max_pool3d", special="pool", return_indices=4),
     facts("fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
           "fractional_max_pool3d_with_indices", random=True),
-)  # fmt: skip
-
-RESAMPLING: Final = having(table(
+    # resampling
     rows(Rule.FULL, "weights of neighbours are fractions: FP32 as under autocast",
          "interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d", result="first"),
     rows(Rule.FULL, "weights of neighbours are fractions: FP32 as under autocast",
@@ -150,60 +136,39 @@ RESAMPLING: Final = having(table(
            "interpolate_nearest upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest_exact1d "
            "upsample_nearest_exact2d upsample_nearest_exact3d", result="first", autocast=Rule.FULL),
     rows(Rule.FOLLOW, _AVERAGE, "interpolate_area", result="first"),
-    rows(Rule.PROMOTE, "its kernel wants image and grid in one dtype: the widest wins", "grid_sample", result="first"),
-    rows(Rule.PROMOTE, "its kernel wants image and grid in one dtype: the widest wins", "grid_sampler_2d_cpu_fallback",
-           result="first"),
+    rows(Rule.PROMOTE, "its kernel wants image and grid in one dtype: the widest wins",
+         "grid_sample grid_sampler_2d_cpu_fallback", result="first"),
     rows(Rule.FULL, "coordinates: a low grid is off by whole pixels", "affine_grid", result="first"),
     rows(Rule.FOLLOW, _PICKS, "pixel_shuffle pixel_unshuffle channel_shuffle im2col pad", result="first"),
-    rows(Rule.FOLLOW, "adds the few values of overlapping blocks", "fold", result="first")),
+    rows(Rule.FOLLOW, "adds the few values of overlapping blocks", "fold", result="first"),
     facts("interpolate_nearest upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest_exact1d "
           "upsample_nearest_exact2d upsample_nearest_exact3d pixel_shuffle pixel_unshuffle channel_shuffle im2col pad",
           exact=True),
     facts("interpolate_nearest interpolate_area", numbers="aside"),
     facts("interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
           "upsample_bilinear2d_aa upsample_bicubic2d_aa", autocast=Rule.FULL),
-)  # fmt: skip
-
-ROTARY: Final = table(
+    # rotary embedding
     rows(Rule.FOLLOW, "turns pairs by FP32 angles inside its kernel: follows its input", "rope", ports=(0, "x"),
          result="first"),
-)  # fmt: skip
-
-LOOKUP: Final = table(
-    rows(
-        Rule.FOLLOW,
-        "a lookup: takes its weight's dtype",
-        "embedding",
-        writes=Writes((1, "weight"), (3, "max_norm", False)),
-    ),
-    rows(
-        Rule.PROMOTE,
-        "its kernel wants weight and per-sample weights in one dtype",
-        "embedding_bag",
-        writes=Writes((1, "weight"), (4, "max_norm", False)),
-    ),
+    # lookups
+    rows(Rule.FOLLOW, "a lookup: takes its weight's dtype", "embedding",
+         writes=Writes((1, "weight"), (3, "max_norm", False))),
+    rows(Rule.PROMOTE, "its kernel wants weight and per-sample weights in one dtype", "embedding_bag",
+         writes=Writes((1, "weight"), (4, "max_norm", False))),
     rows(Rule.KEEP, "rescales the weight itself", "embedding_renorm", result="first"),
     rows(Rule.KEEP, "integers", "one_hot", result="int64"),
     rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins, as under autocast", "bilinear"),
-)
-
-DISTANCES: Final = having(table(
+    # distances
     rows(Rule.FULL, _DIFFERENCE, "pairwise_distance dist", result="float_real"),
     rows(Rule.FULL, _DIFFERENCE, "cdist pdist", result="float_real", low_kernel=False),
-    rows(Rule.FULL, "sums squares and divides by norms", "cosine_similarity", result="float")),
+    rows(Rule.FULL, "sums squares and divides by norms", "cosine_similarity", result="float"),
     facts("cosine_similarity dist pdist cdist pairwise_distance", autocast=Rule.FULL),
-)  # fmt: skip
-
-QUANTIZED: Final = table(
+    # quantized formats
     rows(Rule.KEEP, "scales and bits of a quantized format", "scaled_mm scaled_grouped_mm", result="unknown"),
     rows(Rule.KEEP, "simulates a quantized format in the original dtype",
            "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant",
            result="first"),
     rows(Rule.KEEP, "scales and bits of a quantized format",
            "quantize_per_tensor quantize_per_channel quantize_per_tensor_dynamic dequantize int_repr q_scale "
-           "q_zero_point q_per_channel_scales q_per_channel_zero_points q_per_channel_axis", result="unknown")
+           "q_zero_point q_per_channel_scales q_per_channel_zero_points q_per_channel_axis", result="unknown"),
 )  # fmt: skip
-
-NN_ROWS: Final[Mapping[str, OpRule]] = table(
-    LOW, NORMS, SOFTMAX, LOSSES, ACTIVATIONS, POOLING, RESAMPLING, ROTARY, LOOKUP, DISTANCES, QUANTIZED
-)

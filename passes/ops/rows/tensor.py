@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.ops.rule import OpRule, facts, having, rows, table
+from fxprec.passes.ops.rule import OpRule, facts, rows, table
 
 _SELF: Final = (0, "input", "self")
 _VIEW: Final = "the same values in another shape"
@@ -18,7 +18,8 @@ _TABLE: Final = "positions and tables: low precision cannot count past 256 (bflo
 _NO_TENSOR: Final = "no tensor comes out"
 _SPARSE: Final = "sparse and foreign layouts have few low kernels"
 
-VIEWS: Final = having(table(
+TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
+    # views
     rows(Rule.FOLLOW, _VIEW, "view reshape flatten unflatten squeeze unsqueeze transpose permute movedim t T H mT mH "
          "adjoint expand broadcast_to narrow select slice diagonal as_strided unfold ravel alias detach atleast_1d "
          "atleast_2d atleast_3d contiguous resolve_conj resolve_neg slice_inverse as_subclass", result="first",
@@ -33,14 +34,12 @@ VIEWS: Final = having(table(
     rows(Rule.FOLLOW, "an attribute: a view, or no tensor", "getattr", result="unknown", view=True, arrives=True,
          special="attribute"),
     rows(Rule.PROMOTE, "gives every tensor in its own dtype", "broadcast_tensors", result="first*", view=True),
-    rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins", "meshgrid", result="first*", view=True)),
+    rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins", "meshgrid", result="first*", view=True),
     facts("alias detach contiguous resolve_conj resolve_neg as_subclass", same=True),
     facts("broadcast_tensors meshgrid", special="each"),
     facts("contiguous", boolean=True),
     facts("detach", gradient=False),
-)  # fmt: skip
-
-COPIES: Final = having(table(
+    # copies
     rows(Rule.FOLLOW, _COPY, "clone flip fliplr flipud roll rot90 repeat tile repeat_interleave tril triu diag "
          "diag_embed diagflat combinations narrow_copy pin_memory lift_fresh", result="first"),
     rows(Rule.FOLLOW, _COPY, "gather index_select take take_along_dim masked_select index", ports=_SELF,
@@ -53,7 +52,7 @@ COPIES: Final = having(table(
            "masked_scatter put select_scatter slice_scatter diagonal_scatter as_strided_scatter map map2",
            result="first"),
     rows(Rule.KEEP, "changes the memory of the tensor itself", "set resize resize_as resize_as_sparse requires_grad "
-           "share_memory delitem apply", result="first")),
+           "share_memory delitem apply", result="first"),
     facts("clone pin_memory lift_fresh", same=True),
     facts("clone flip fliplr flipud roll rot90 repeat tile repeat_interleave tril triu diag diag_embed narrow_copy "
           "gather index_select take take_along_dim masked_select index", exact=True),
@@ -61,12 +60,9 @@ COPIES: Final = having(table(
     facts("masked_fill index_fill fill fill_diagonal", numbers="fill"),
     facts("setitem", numbers="operands"),
     facts("clone masked_fill", boolean=True),
-)  # fmt: skip
-
-CASTS: Final = rows(Rule.KEEP, _CAST, "to", result="unknown", view=True, same=True, arrives=True, special="cast",
-                    rank="kept")  # fmt: skip
-
-CREATION: Final = having(table(
+    # casts
+    rows(Rule.KEEP, _CAST, "to", result="unknown", view=True, same=True, arrives=True, special="cast", rank="kept"),
+    # creation
     rows(Rule.FOLLOW, "constants in the dtype of their example", "zeros_like ones_like empty_like full_like new_zeros "
          "new_ones new_empty new_full new_empty_strided new", ports=_SELF, result="first"),
     rows(Rule.KEEP, _TABLE, "arange range linspace logspace", result="unknown"),
@@ -77,52 +73,41 @@ CREATION: Final = having(table(
     rows(Rule.KEEP, "made in the dtype that its call gives", "full tensor as_tensor asarray scalar_tensor new_tensor "
            "from_numpy frombuffer", result="unknown"),
     rows(Rule.KEEP, _TABLE, "tril_indices triu_indices", result="int64"),
-    rows(Rule.KEEP, _TABLE, "vander", result="first")),
+    rows(Rule.KEEP, _TABLE, "vander", result="first"),
     facts("full_like new_full", numbers="fill"),
     facts("arange", special="sequence"),
     facts("range linspace logspace", special="float_sequence"),
     facts("full", special="full"),
     facts("tensor as_tensor asarray", special="constant"),
     facts("scalar_tensor new_tensor", special="like"),
-)  # fmt: skip
-
-RANDOM: Final = having(table(
+    # random numbers
     rows(Rule.KEEP, _RANDOM, "rand randn", result="default"),
     rows(Rule.KEEP, _RANDOM, "randint randperm", result="int64"),
     rows(Rule.KEEP, _RANDOM, "rand_like randn_like randint_like bernoulli poisson binomial uniform cauchy exponential "
            "geometric log_normal random philox_normal philox_uniform", result="first"),
     rows(Rule.KEEP, _RANDOM, "normal"),
-    rows(Rule.KEEP, _RANDOM, "multinomial", result="int64")),
+    rows(Rule.KEEP, _RANDOM, "multinomial", result="int64"),
     facts("rand randn randint randperm rand_like randn_like randint_like bernoulli poisson binomial uniform cauchy "
           "exponential geometric log_normal random philox_normal philox_uniform normal multinomial", random=True),
     facts("normal", special="normal"),
-)  # fmt: skip
-
-NO_TENSOR: Final = having(rows(
-    Rule.KEEP, _NO_TENSOR,
-    "size shape stride dim numel storage_offset item tolist numpy element_size nbytes itemsize data_ptr const_data_ptr "
-    "get_device is_floating_point is_complex is_conj is_neg is_signed is_inference is_nonzero is_same_size is_set_to "
-    "is_contiguous is_coalesced is_pinned is_shared is_tensor is_storage is_distributed is_grad_enabled "
-    "is_inference_mode_enabled len length_hint sequence_concat countOf indexOf result_type promote_types can_cast "
-    "broadcast_shapes get_default_dtype typename dense_dim sparse_dim dim_order storage storage_type typed_storage "
-    "untyped_storage is_view qscheme sym_max sym_min sym_not sym_float sym_int sym_ite sym_sqrt sym_sum nnz",
-    ports=(), result="none"),
+    # no tensors
+    rows(Rule.KEEP, _NO_TENSOR,
+         "size shape stride dim numel storage_offset item tolist numpy element_size nbytes itemsize data_ptr "
+         "const_data_ptr get_device is_floating_point is_complex is_conj is_neg is_signed is_inference "
+         "is_nonzero is_same_size is_set_to is_contiguous is_coalesced is_pinned is_shared is_tensor "
+         "is_storage is_distributed is_grad_enabled is_inference_mode_enabled len length_hint sequence_concat "
+         "countOf indexOf result_type promote_types can_cast broadcast_shapes get_default_dtype typename "
+         "dense_dim sparse_dim dim_order storage storage_type typed_storage untyped_storage is_view qscheme "
+         "sym_max sym_min sym_not sym_float sym_int sym_ite sym_sqrt sym_sum nnz", ports=(), result="none"),
     facts("numpy tolist item storage typed_storage untyped_storage data_ptr", reads_values=True),
     facts("item", gradient=False),
     facts("sym_float sym_sqrt", float_number=True),
+    # sparse tensors
+    rows(Rule.KEEP, _SPARSE, "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_dense "
+         "to_mkldnn to_padded_tensor coalesce sparse_mask sparse_resize sparse_resize_and_clear sspaddmm smm hspmm "
+         "values", result="first"),
+    rows(Rule.KEEP, _SPARSE, "indices crow_indices col_indices ccol_indices row_indices", result="int64"),
+    rows(Rule.KEEP, _SPARSE, "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor "
+         "sparse_bsc_tensor sparse_compressed_tensor", result="unknown"),
+    rows(Rule.KEEP, "takes indices apart", "unravel_index", result="int64*"),
 )  # fmt: skip
-
-SPARSE: Final = rows(
-    Rule.KEEP, _SPARSE,
-    "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_dense to_mkldnn "
-    "to_padded_tensor coalesce sparse_mask sparse_resize sparse_resize_and_clear sspaddmm smm hspmm values",
-    result="first",
-) | rows(
-    Rule.KEEP, _SPARSE, "indices crow_indices col_indices ccol_indices row_indices", result="int64",
-) | rows(
-    Rule.KEEP, _SPARSE,
-    "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor "
-    "sparse_compressed_tensor", result="unknown",
-) | rows(Rule.KEEP, "takes indices apart", "unravel_index", result="int64*")  # fmt: skip
-
-TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(VIEWS, COPIES, CASTS, CREATION, RANDOM, NO_TENSOR, SPARSE)

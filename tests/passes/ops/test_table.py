@@ -18,12 +18,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.names import canonical_name
-from fxprec.passes.ops.rows.modules import DECIDED_EXCEPTIONS, MODULE_EXCEPTIONS, MODULE_OPS
 from fxprec.passes.ops.rule import rows, table
 from fxprec.passes.ops.spellings import ALIASES
 from fxprec.passes.ops.table import OP_TABLE, OpRule, rule_of
 
 ROOT = Path(__file__).parents[3]
+GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+MODULE_OPS: dict[str, tuple[str, ...]] = GENERATE["MODULE_OPS"]
+MODULE_EXCEPTIONS: dict[str, str] = GENERATE["MODULE_EXCEPTIONS"]
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -40,6 +42,32 @@ def public(home: Any) -> list[str]:
 
 #: Methods for named dimensions, which torch 2.13 has no more.
 NAMED_TENSORS = {"align_as", "align_to", "has_names", "refine_names", "rename", "rename_"}
+
+_TORCH_FUNCTION = "Python machinery of overriding, no op"
+_AUTOGRAD = "autograd bookkeeping: changes no value"
+_STORAGE = "memory, devices and interchange with other libraries: no value is computed"
+_PYTHON = "Python's object protocol"
+_FUNCTIONAL = "makes or runs Python callables"
+_REMOVED = "removed from torch: raises when called"
+
+
+def _because(reason: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
+#: Spelled name -> why no row of the op table is about it.
+DECIDED_EXCEPTIONS = (
+    _because(_TORCH_FUNCTION, "has_torch_function has_torch_function_unary has_torch_function_variadic "
+             "handle_torch_function __torch_function__ __torch_dispatch__ boolean_dispatch assert_int_or_pair Optional "
+             "Callable")
+    | _because(_AUTOGRAD, "backward register_hook register_post_accumulate_grad_hook reinforce retain_grad")
+    | _because(_STORAGE, "__array__ __array_wrap__ __dlpack__ __dlpack_device__ record_stream module_load")
+    | _because(_PYTHON, "__class__ __deepcopy__ __delattr__ __dir__ __format__ __getattribute__ __getstate__ __hash__ "
+               "__init__ __init_subclass__ __iter__ __new__ __reduce__ __reduce_ex__ __repr__ __reversed__ __setattr__ "
+               "__setstate__ __sizeof__ __str__ __subclasshook__ __call__")
+    | _because(_FUNCTIONAL, "call attrgetter itemgetter methodcaller")
+    | _because(_REMOVED, "eig lstsq solve symeig")
+)  # fmt: skip
 
 HOMES: dict[str, tuple[Any, str]] = {
     "torch.nn.functional": (F, "call_function"),
@@ -353,8 +381,7 @@ def test_results_that_share_memory_are_marked_as_views() -> None:
 
 
 def test_the_page_on_precision_is_up_to_date() -> None:
-    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    assert (ROOT / "docs" / "precision.md").read_text(encoding="utf-8") == generate["page"](), (
+    assert (ROOT / "docs" / "precision.md").read_text(encoding="utf-8") == GENERATE["page"](), (
         "run python docs/generate.py"
     )
 
