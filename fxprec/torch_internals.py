@@ -25,104 +25,9 @@ from torch.optim import Optimizer
 
 from fxprec.kernels.torch_internals import needed, optional
 
-__all__ = [
-    "CALLED_THROUGH",
-    "GUARDS_CLASSES",
-    "BatchNorm",
-    "FrameAction",
-    "NormBase",
-    "TorchDispatchMode",
-    "add_guard",
-    "amp_unscale_",
-    "amp_update_scale_",
-    "aten_foreach_copy_",
-    "aten_to_copy",
-    "backward_hooks_of",
-    "called_module",
-    "checkpoint_context",
-    "checks_of_input",
-    "compiled_standalone",
-    "cpp_compiler",
-    "current_autograd_node",
-    "ddp_runs",
-    "decomposition_of",
-    "disabled_for_dynamo",
-    "dispatch_mode_stack",
-    "dynamo_classes",
-    "dynamo_sees_torchs_own_call",
-    "end_allocation",
-    "flatten_dense_tensors",
-    "for_fx",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_norm",
-    "foreach_sub_",
-    "forget_tracer",
-    "fresh_states",
-    "function_apply",
-    "function_behind",
-    "fused_adam_",
-    "fused_adamw_",
-    "fused_sgd_",
-    "fx_tracer_file",
-    "global_hooks",
-    "grad_modes",
-    "growth_tracker",
-    "guard_class_attribute",
-    "guarded_value",
-    "has_scaled",
-    "hide_from_dynamo",
-    "input_check_of",
-    "is_compiled",
-    "is_module_call",
-    "is_view",
-    "is_wrapped_by_scheduler",
-    "late_hooks_of",
-    "negated",
-    "next_sequence_number",
-    "node_name_of",
-    "original_of_compiled",
-    "outlives_call",
-    "place_scale",
-    "raw_environment",
-    "reset_code",
-    "root_mesh",
-    "run_before",
-    "run_call",
-    "runs_code_of",
-    "scale_names",
-    "scaler_states",
-    "sequence_number",
-    "set_called",
-    "set_eval_frame",
-    "set_scaler_states",
-    "sharded_modules",
-    "shown_to_dynamo",
-    "skipped_by_dynamo",
-    "skipped_frame",
-    "sparse_values",
-    "step_hooks",
-    "storage_key",
-    "tables_of_weights",
-    "tag_activation_checkpoint",
-    "torch_dynamo",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_unflatten",
-    "treespec_dumps",
-    "treespec_loads",
-    "unflatten_dense_tensors",
-    "value_behind",
-    "view_base",
-    "was_called",
-    "wrap_inline",
-    "wrapped_functions",
-]
-
 with needed:
     from torch._C import _current_autograd_node as current_autograd_node  # the node that a backward runs; else None
-    from torch._C._autograd import _get_sequence_nr as next_sequence_number
+    from torch._C._autograd import _get_sequence_nr
     from torch._C._dynamo import eval_frame
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction  # .SKIP
     from torch._C._dynamo.eval_frame import (
@@ -234,7 +139,7 @@ def storage_key(tensor: Tensor) -> int:
 
 def sequence_number(node: Any = None) -> int:
     """The number of a node of autograd, by the order in which this thread made them; None: of the next one."""
-    return next_sequence_number() if node is None else node._sequence_nr()
+    return _get_sequence_nr() if node is None else node._sequence_nr()
 
 
 def is_view(tensor: Tensor) -> bool:
