@@ -7,14 +7,13 @@ dynamo, inductor and distributed is looked up when it is first used: importing f
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, FunctionType
-from typing import Any, Final, NamedTuple
+from types import CodeType, FrameType, FunctionType, SimpleNamespace
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -289,25 +288,8 @@ def skipped_frame(why: str) -> Any:
     return ConvertFrameReturn(skip_reason=why) if tells else ConvertFrameReturn()
 
 
-class DynamoClasses(NamedTuple):
+def dynamo_classes() -> Any:
     """Classes of dynamo's that decide what it takes, and what it looks at before it uses a graph again."""
-
-    cached_function: Any  #: a call of a ``functools.lru_cache``: ``call_function``, ``wrapper_obj``
-    frame: Any  #: what traces a frame: ``replace_tos_if_return_is_generator``, and ``end``
-    end: str  #: its method for the end of a frame
-    generator: Any  #: a generator that a frame gives away: ``reconstruct``
-    inference_mode: Any  #: ``torch.inference_mode`` in a forward: ``create``
-    inliner: Any  #: ``build_inline_tracer``, for each function that is traced within a frame
-    random: Any  #: a ``random.Random``: ``is_supported_random_obj``
-    dictionary: Any  #: a dict: ``getitem_const_raise_exception_if_absent``, ``install_dict_contains_guard``
-    guards: Any  #: what makes the guards: ``EQUALS_MATCH`` of constants, ``TYPE_MATCH``
-    guard_module: Any  #: makes tensors of numpy's values to guard them: ``from_numpy``
-    user_class: Any  #: a class of the user's: ``call_function``, ``var_getattr``, ``value``
-    graph_break: Any  #: the error that breaks a graph
-
-
-def dynamo_classes() -> DynamoClasses:
-    """They are imported with dynamo."""
     with needed:
         from torch._dynamo import guards
         from torch._dynamo.exc import Unsupported
@@ -318,19 +300,19 @@ def dynamo_classes() -> DynamoClasses:
         from torch._dynamo.variables.functions import LocalGeneratorObjectVariable, WrapperUserFunctionVariable
         from torch._dynamo.variables.misc import RandomVariable
         from torch._dynamo.variables.user_defined import UserDefinedClassVariable
-    return DynamoClasses(
-        cached_function=WrapperUserFunctionVariable,
-        frame=InstructionTranslator,
-        end=InstructionTranslator._return.__name__,
-        generator=LocalGeneratorObjectVariable,
-        inference_mode=InferenceModeVariable,
-        inliner=InliningInstructionTranslator,
-        random=RandomVariable,
-        dictionary=ConstDictVariable,
-        guards=GuardBuilder,
-        guard_module=guards,
-        user_class=UserDefinedClassVariable,
-        graph_break=Unsupported,
+    return SimpleNamespace(
+        cached_function=WrapperUserFunctionVariable,  # a call of a functools.lru_cache: call_function, wrapper_obj
+        frame=InstructionTranslator,  # what traces a frame: replace_tos_if_return_is_generator, and what ``end`` names
+        end=InstructionTranslator._return.__name__,  # for the end of a frame
+        generator=LocalGeneratorObjectVariable,  # one that a frame gives away: reconstruct
+        inference_mode=InferenceModeVariable,  # torch.inference_mode in a forward: create
+        inliner=InliningInstructionTranslator,  # build_inline_tracer, for each function that is traced within a frame
+        random=RandomVariable,  # a random.Random: is_supported_random_obj
+        dictionary=ConstDictVariable,  # getitem_const_raise_exception_if_absent, install_dict_contains_guard
+        guards=GuardBuilder,  # what makes the guards: EQUALS_MATCH of constants, TYPE_MATCH
+        guard_module=guards,  # makes tensors of numpy's values to guard them: from_numpy
+        user_class=UserDefinedClassVariable,  # a class of the user's: call_function, var_getattr, value
+        graph_break=Unsupported,  # the error that breaks a graph
     )
 
 
@@ -561,13 +543,8 @@ def sharded_modules() -> list[nn.Module]:
         ImportError: torch keeps them elsewhere.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not (states := _states_of_modules()):
+    if fsdp is None:
         return []
-    return [each for each in states if isinstance(each, fsdp.FSDPModule)]
-
-
-@functools.cache
-def _states_of_modules() -> Mapping[nn.Module, Any]:
     with needed:
-        from torch.distributed._composable_state import _module_state_mapping as states
-    return states
+        from torch.distributed._composable_state import _module_state_mapping
+    return [each for each in _module_state_mapping if isinstance(each, fsdp.FSDPModule)]
