@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 from fxprec.capture.call_key import Constants
-from fxprec.capture.symbolic.trace import CaptureDeclined, StaticCapture, trace_static
+from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.symbolic.trace import StaticCapture, trace_static
 from fxprec.model.captured import Captured
 from fxprec.programs.memory import SharedMemory, constants_of, mark_shared
 from fxprec.programs.shapes import propagate_shapes

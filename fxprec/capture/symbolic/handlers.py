@@ -33,21 +33,12 @@ _UNKNOWN: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
-    """Instructions from ``start`` to before ``end``, whose errors go to the handler at ``target``."""
-
-    start: int
-    end: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Code:
-    """A code object's instructions, their places by offset, and its exception table."""
+    """A code object's instructions, their places by offset, and its exception table: where errors go, from where."""
 
     instructions: tuple[dis.Instruction, ...]
     places: dict[int, int]
-    ranges: tuple[_Range, ...]
+    ranges: list[Any]
 
 
 def has_handlers(code: CodeType) -> bool:
@@ -96,8 +87,7 @@ def _read(code: CodeType) -> _Code:
     bytecode: Any = dis.Bytecode(code)  # exception_entries is missing from the stubs
     instructions = tuple(each for each in bytecode if each.opname not in ("CACHE", "EXTENDED_ARG", "NOP"))
     places = {instruction.offset: place for place, instruction in enumerate(instructions)}
-    ranges = tuple(_Range(entry.start, entry.end, entry.target) for entry in bytecode.exception_entries)
-    return _Code(instructions, places, ranges)
+    return _Code(instructions, places, bytecode.exception_entries)
 
 
 def _handler(code: _Code, offset: int) -> int | None:

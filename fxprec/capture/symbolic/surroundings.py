@@ -52,7 +52,6 @@ _OF_CLASSES: Final = frozenset(
     "__annotations_cache__ __firstlineno__ __static_attributes__ __parameters__ __orig_bases__ __abstractmethods__ "
     "_abc_impl __match_args__ __dataclass_params__ __dataclass_fields__ __slots__ __hash__".split()
 )
-_PROPERTIES: Final = (property, functools.cached_property)
 _BUILTINS: Final = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -247,11 +246,7 @@ class Surroundings:
         owner = getattr(value, "__self__", None)
         if type(owner) in CONTAINERS:  # a bound method, such as cache.append
             return self._held([owner], getattr(value, "__qualname__", ""))
-        return (
-            None
-            if is_trusted(value)
-            else f"{getattr(value, '__qualname__', value)}, which looks at more than its arguments"
-        )
+        return None if is_trusted(value) else f"{getattr(value, '__qualname__', value)}, {_IMPURE}"
 
     # -- functions -------------------------------------------------------------------------------------------------
 

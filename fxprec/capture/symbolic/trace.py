@@ -25,7 +25,7 @@ import contextlib
 import inspect
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,6 @@ import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
-from fxprec.capture.call_key import call_key, default_key
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.lazy_code import holding
 from fxprec.capture.locks import CAPTURING
@@ -45,8 +44,6 @@ from fxprec.capture.tripwires import trips
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.torch_internals import dynamo_sees_torchs_own_call, forget_tracer, global_hooks, runs_code_of
-
-__all__ = ["CaptureDeclined", "StaticCapture", "call_key", "default_key", "trace_static"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,11 @@ def trace_static(
     with CAPTURING, contextlib.ExitStack() as stack:
         if is_fx_tracing():
             raise CaptureDeclined("another torch.fx trace is running")
-        stack.enter_context(_neutral())
+        # Constants made now serve every later call, whatever modes the caller of this one is in.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(device, enabled=False))
         if any(global_hooks.values()):
             raise CaptureDeclined("hooks are registered for all modules")
         if (why := unfit(root)) is not None:
@@ -202,15 +203,3 @@ def _graph_module(tracer: ForwardTracer, graph: fx.Graph, name: str, training: b
     gm = holding({path: tensor for path, tensor in tracer.attributes.items() if path in used}, graph, name)
     gm.training = training
     return gm
-
-
-@contextlib.contextmanager
-def _neutral() -> Iterator[None]:
-    """Outside of the caller's inference mode, grad mode and autocast: constants made now serve every later call."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield

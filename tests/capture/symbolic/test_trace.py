@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxprec.capture.call_key import default_key
 from fxprec.capture.containers import Contents
+from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.lazy_code import with_code
-from fxprec.capture.symbolic.trace import CaptureDeclined, StaticCapture, default_key, trace_static
+from fxprec.capture.symbolic.trace import StaticCapture, trace_static
 from fxprec.passes.graph.annotations import module_path
 
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.symbolic.recorder import Recorder
-from fxprec.capture.symbolic.trace import CaptureDeclined, trace_static
+from fxprec.capture.symbolic.trace import trace_static
 from fxprec.capture.tripwires import TRIPWIRES
 from fxprec.kernels.torch_internals import is_fx_tracing
 
