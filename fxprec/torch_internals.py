@@ -169,12 +169,6 @@ def node_name_of(graph: Graph, name: str) -> str:
     return graph._target_to_str(name)
 
 
-def runs_code_of(graph: Graph, code: CodeType) -> None:
-    """The Python code of the graph says in stack traces that it is the function with this code."""
-    fields = ("co_name", "co_filename", "co_firstlineno")
-    graph._co_fields = {name: getattr(code, name) for name in fields}
-
-
 def forget_tracer(graph: Graph) -> None:
     """A pickled graph is traced again, and that by torch.fx's own tracer."""
     graph._tracer_cls = None

@@ -417,11 +417,8 @@ class Conversion:
     def capture_now(self, model: nn.Module) -> None:
         """Capture each method statically for the call that one expects, if it can be: others take a call."""
         for entry in self.entries():
-            self._capture_expected(entry, model)
-
-    def _capture_expected(self, entry: EntryPoint, model: nn.Module) -> None:
-        if not self._captured_of(entry):
-            self._capture_alike(entry, model, None)
+            if not self._captured_of(entry):
+                self._capture_alike(entry, model, None)
 
     def _capture_alike(self, entry: EntryPoint, model: nn.Module, other: Captured | None) -> None:
         """Capture a method statically as it is now, for calls like those that another graph is for."""

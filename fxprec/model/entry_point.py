@@ -70,7 +70,7 @@ class EntryPoint:
         self.of_instance: Callable[..., Any] | None = None
         self.called = self.new = False
         self.restarts = 0
-        self._settings, self._weights, self._net, self._wrappers = settings, weights, net, wrappers
+        self.settings, self.weights, self.net, self.wrappers = settings, weights, net, wrappers
         self.start_over()
 
     def adopt(self, owner: nn.Module, of_instance: Callable[..., Any] | None = None) -> None:
@@ -80,7 +80,7 @@ class EntryPoint:
 
     def start_over(self) -> None:
         """Forget every capture: the code is another one now."""
-        self.static = StaticGraphs(self._settings.capture)
+        self.static = StaticGraphs(self.settings.capture)
         self.declined: list[str] = []
         self._twin: nn.Module | None = None
         self.start_dynamic_over()
@@ -95,15 +95,7 @@ class EntryPoint:
         """Forget what dynamo captured."""
         self.hooks = HooksSeen()
         self.outside: set[str] = set()
-        self.dynamic = DynamicGraphs(
-            self._settings,
-            self._weights,
-            self.name,
-            self._net,
-            self._wrappers,
-            lambda: self.unbound,
-            lambda: self.signature,
-        )
+        self.dynamic = DynamicGraphs(self)
 
     def stand_in(self, module: nn.Module) -> nn.Module:
         """What the untouched method runs on: ``module``, or a twin where it may ask for the class."""

@@ -133,17 +133,17 @@ class StaticGraphs:
 
     def trace(
         self,
-        traced: nn.Module | Callable[..., Any],
+        traced: nn.Module,
         names: tuple[str, ...],
         constants: Constants,
         tensors: tuple[Tensor, ...] | None,
-        method: Callable[..., Any] | None = None,
-        path: str = "",
+        method: Callable[..., Any],
+        path: str,
     ) -> StaticCapture:
         """Trace for a call that no graph serves.
 
         Args:
-            traced: the original module, or a function.
+            traced: the original module.
             names: the arguments that are tensors.
             constants: names and values of the others.
             tensors: the tensors of the call; None where there is no call yet.

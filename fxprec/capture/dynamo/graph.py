@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.capture.lazy_code import attach, without_code
+from fxprec.capture.lazy_code import attach
 from fxprec.capture.state_names import attribute_path
 from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import clean_path, notes
+from fxprec.passes.graph.exact_graph import LazyGraphModule
 
 #: Of a placeholder in our copy: where its value came from, as ``_source_of`` writes it.
 SOURCE: Final = "argument_source"
@@ -72,7 +73,7 @@ def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None
     graph.graph_copy(gm.graph, values)
     output = gm.graph.output_node()
     graph.output(map_arg(output.args[0], lambda node: values[node])).meta.update(output.meta)
-    copied = made[gm] = without_code(gm, graph)
+    copied = made[gm] = LazyGraphModule(gm, graph)
     copied.meta.update(gm.meta)
     for node in graph.find_nodes(op="placeholder", sort=False):
         # dynamo's note of the argument refers weakly to the weight, which ``torch.utils.swap_tensors`` refuses.

@@ -43,7 +43,7 @@ from fxprec.capture.symbolic.tracer import ForwardTracer
 from fxprec.capture.tripwires import trips
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.kernels.torch_internals import is_fx_tracing
-from fxprec.torch_internals import dynamo_sees_torchs_own_call, forget_tracer, global_hooks, runs_code_of
+from fxprec.torch_internals import dynamo_sees_torchs_own_call, forget_tracer, global_hooks
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class StaticCapture:
 
 
 def trace_static(
-    module_or_function: nn.Module | Callable[..., Any],
+    root: nn.Module,
     tensor_arguments: Sequence[str],
     constants: Mapping[str, object],
     method: Callable[..., Any] | None = None,
     path: str = "",
 ) -> StaticCapture:
-    """Trace a method of a module, or a function of tensors.
+    """Trace a method of a module.
 
     Args:
-        module_or_function: what to trace; a module's own ``forward`` attribute counts.
+        root: the module; its own ``forward`` attribute counts.
         tensor_arguments: the arguments that become placeholders.
         constants: values of the others; arguments in neither keep their defaults.
         method: bound, in the place of the module's forward.
@@ -82,8 +82,6 @@ def trace_static(
     Raises:
         CaptureDeclined: the forward cannot be captured so; the model is as it was.
     """
-    is_module = isinstance(module_or_function, nn.Module)
-    root = module_or_function if is_module else nn.Module()
     with CAPTURING, contextlib.ExitStack() as stack:
         if is_fx_tracing():
             raise CaptureDeclined("another torch.fx trace is running")
@@ -96,18 +94,15 @@ def trace_static(
             raise CaptureDeclined("hooks are registered for all modules")
         if (why := unfit(root)) is not None:
             raise CaptureDeclined(f"the model {why}")
-        forward = method or (root.forward if is_module else module_or_function)
+        forward = method or root.forward
         arguments = _bound(forward, tensor_arguments, constants)
         tracer = ForwardTracer(root, _interpreted(root, forward) or forward, arguments, tensor_arguments, path)
-        graph = _trace(tracer, root, is_module)
-        if not is_module and (code := getattr(forward, "__code__", None)) is not None:  # for stack traces
-            runs_code_of(graph, code)
+        graph = _trace(tracer, root)
         _check_constants(tracer, graph)
         guards = tracer.recorder.guards()
-        name = type(root).__name__ if is_module else getattr(forward, "__name__", "function")
         owners = {slot.path: slot.owner for _, slot in tracer.recorder.slots.values()}
-        training = root.get_submodule(path).training
-        return StaticCapture(_graph_module(tracer, graph, name, training), guards, tuple(tensor_arguments), owners)
+        gm = _graph_module(tracer, graph, type(root).__name__, root.get_submodule(path).training)
+        return StaticCapture(gm, guards, tuple(tensor_arguments), owners)
 
 
 def _bound(
@@ -139,14 +134,14 @@ def _interpreted(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
     return run
 
 
-def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
+def _trace(tracer: ForwardTracer, root: nn.Module) -> fx.Graph:
     """Run the trace; put the model and the random number generators back, whatever happens."""
     model, random = ModelState(root), RandomState()
     graph: fx.Graph | None = None
     reason = ""
     try:
         with dynamo_sees_torchs_own_call():
-            graph = tracer.trace(root if is_module else _no_module)
+            graph = tracer.trace(root)
     except CaptureDeclined as declined:
         reason = declined.reason
         _leave_contexts(declined)
@@ -177,10 +172,6 @@ def _leave_contexts(error: BaseException) -> None:
     """End the generators that the trace was interrupted in: that of a checkpoint would keep its saved-tensor hooks."""
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = None
-
-
-def _no_module() -> None:
-    """For fx, which wants a function with code: a plain callable may have none, and ForwardTracer calls it itself."""
 
 
 def _check_constants(tracer: ForwardTracer, graph: fx.Graph) -> None:
