@@ -7,7 +7,7 @@ import inspect
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, Final, NoReturn
 
@@ -103,9 +103,7 @@ class Conversion:
 
     def entry_point(self, name: str) -> EntryPoint:
         """A new one, which nobody knows yet."""
-        return EntryPoint(
-            self.settings, self.weights, MethodName.parse(name), next(self._numbers), self.net_context, self.wrappers
-        )
+        return EntryPoint(self, MethodName.parse(name), next(self._numbers))
 
     def forget_with(self, function: Callable[..., Any], entry: EntryPoint) -> None:
         """Forget the graphs of a function that was set on an instance when nobody can call it any more."""
@@ -127,8 +125,6 @@ class Conversion:
         self.net: dict[str, str] = {}
         self.declined: list[str] = []
         self.captures = 0
-        #: The slot of a weight that tells whether the model became low: most often it did not.
-        self._witness: tuple[Mapping[str, Any], str] = {}, ""
 
     @property
     def signature(self) -> inspect.Signature:
@@ -256,22 +252,9 @@ class Conversion:
         """Whether its weights are all low since ``model.half()`` or the like: a model that convert would refuse."""
         if self.frozen is not None or self.settings.policy.lowers_parameters:
             return False
-        low = (torch.float16, torch.bfloat16)
-        held, name = self._witness
-        weight = held.get(name)
-        if weight is not None and weight.dtype not in low:  # as at nearly every call: one is asked, not all
-            return False
-        self._witness = next(
-            (
-                (module._parameters, name)
-                for module in model.modules()
-                for name, p in module._parameters.items()
-                if p is not None and p.is_floating_point()
-            ),
-            self._witness,
-        )
-        dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
-        return bool(dtypes) and all(dtype in low for dtype in dtypes)
+        weights = (parameter for parameter in model.parameters() if parameter.is_floating_point())
+        are_low = (weight.dtype in (torch.float16, torch.bfloat16) for weight in weights)
+        return next(are_low, False) and all(are_low)  # mostly the first one is not
 
     def _run_low(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.in_net(entry.whole, "its weights are low themselves by now: it runs in their dtype, as it stands")

@@ -55,7 +55,7 @@ class DynamicGraphs:
 
     def __init__(self, entry: EntryPoint) -> None:
         self._entry = entry
-        self.seeing_through = entry.wrappers.compiled
+        self.seeing_through = entry.conversion.wrappers.compiled
         self._capture: dynamo.DynamoCapture | None = None
         self._under_net = True
         self._model: weakref.ref[nn.Module] | None = None
@@ -110,8 +110,8 @@ class DynamicGraphs:
         try:
             with contextlib.ExitStack() as stack:
                 if self._under_net:
-                    stack.enter_context(self._entry.net())
-                if self._entry.weights.come_and_go:
+                    stack.enter_context(self._entry.conversion.net_context())
+                if self._entry.conversion.weights.come_and_go:
                     stack.enter_context(frames_of_shards(model))
                 return capture.call(module, *args, **kwargs)
         except RuntimeError as error:
@@ -125,14 +125,14 @@ class DynamicGraphs:
 
     def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
-        found = function_of_low_dtypes(gm, self._entry.settings.dtype) if self._under_net else None
+        found = function_of_low_dtypes(gm, self._entry.conversion.settings.dtype) if self._under_net else None
         if found is not None:
             self.in_net(*found)
             return gm.forward
         make = functools.partial(self._argument_program, part=part)
         program = make(gm, inputs, any_memory=False)
         # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
-        weights, ran = weakref.ref(self._entry.weights), self._ran
+        weights, ran = weakref.ref(self._entry.conversion.weights), self._ran
         if program.memory is None:
             self._programs.append(program)
             kept = weakref.ref(program)
@@ -156,7 +156,7 @@ class DynamicGraphs:
         else:
             placeholders = gm.graph.find_nodes(op="placeholder")
             mark_shared(gm, dict(zip(placeholders, [inputs[i] for i in arguments.inputs], strict=True)))
-        program = rewrite(gm, self._entry.settings)
+        program = rewrite(gm, self._entry.conversion.settings)
         self.found.append((gm, program, module.training, calls))
         return ArgumentProgram.of(program, arguments, inputs, any_memory, calls)
 

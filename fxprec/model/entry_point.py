@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import weakref
 from collections.abc import Callable
 from operator import attrgetter, is_
 from types import FunctionType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
@@ -20,9 +19,9 @@ from fxprec.model.method_names import MethodName
 from fxprec.model.module_hooks import HooksSeen
 from fxprec.model.static import StaticGraphs
 from fxprec.model.twins import asks_for_class, twin_of
-from fxprec.model.wrappers import Wrappers
-from fxprec.programs.weights import Weights
-from fxprec.settings import Settings
+
+if TYPE_CHECKING:
+    from fxprec.model.conversion import Conversion
 
 #: How often what dynamo captured may be out of date, before the net serves: each costs a capture.
 MOST_RESTARTS: Final = 8
@@ -36,11 +35,9 @@ class EntryPoint:
     """What a converted model runs in the place of one of its methods.
 
     Args:
-        settings, weights: those of the conversion.
+        conversion: of the model.
         name: of the method.
         number: tells it from others of that name.
-        net: makes the context for what runs outside of the graphs.
-        wrappers: what captures see through.
 
     Attributes:
         owner: weakly, the module that has the method: the model or a submodule; None before it was adopted.
@@ -53,15 +50,8 @@ class EntryPoint:
         new: it may be there for one call only, and did not have it yet.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        weights: Weights,
-        name: MethodName,
-        number: int,
-        net: Callable[[], contextlib.AbstractContextManager[Any]],
-        wrappers: Wrappers,
-    ) -> None:
+    def __init__(self, conversion: Conversion, name: MethodName, number: int) -> None:
+        self.conversion = conversion
         self.name = name
         self.key = str(name)
         self.number = number
@@ -70,7 +60,6 @@ class EntryPoint:
         self.of_instance: Callable[..., Any] | None = None
         self.called = self.new = False
         self.restarts = 0
-        self.settings, self.weights, self.net, self.wrappers = settings, weights, net, wrappers
         self.start_over()
 
     def adopt(self, owner: nn.Module, of_instance: Callable[..., Any] | None = None) -> None:
@@ -80,7 +69,7 @@ class EntryPoint:
 
     def start_over(self) -> None:
         """Forget every capture: the code is another one now."""
-        self.static = StaticGraphs(self.settings.capture)
+        self.static = StaticGraphs(self.conversion.settings.capture)
         self.declined: list[str] = []
         self._twin: nn.Module | None = None
         self.start_dynamic_over()

@@ -17,20 +17,20 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from types import CodeType
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node, Tracer
+from torch.fx import Node
 from torch.fx.proxy import Attribute, Proxy
 
-from fxprec.capture.symbolic.recorder import Recorder
-from fxprec.capture.symbolic.source import SourceLines
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 from fxprec.torch_internals import for_fx, node_name_of
+
+if TYPE_CHECKING:
+    from fxprec.capture.symbolic.tracer import ForwardTracer
 
 _OWN: Final = frozenset({"tracer", "node", "root", "attr", "_node", "tensor", "rank", "channels"})
 _IN_PLACE: Final = (
@@ -55,29 +55,10 @@ _NUMBER_METHODS: Final = frozenset({"size", "dim", "ndimension", "numel", "nelem
 _ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, type(nn.Parameter).__instancecheck__.__code__})
 
 
-class ValueTracer(Tracer):
-    """What stand-ins ask of the tracer that makes them, besides what fx's has."""
-
-    lines: SourceLines
-    recorder: Recorder
-
-    def decline(self, reason: str) -> NoReturn:
-        """Give the trace up: "the forward ..."."""
-        raise NotImplementedError
-
-    def is_method(self, function: Any) -> bool:
-        """Whether a call of it is a call of a method of tensors."""
-        raise NotImplementedError
-
-    def unpacks(self, code: CodeType) -> Mapping[int, int]:
-        """Where the code takes a value apart, and into how many."""
-        raise NotImplementedError
-
-
 class TracedValue(Proxy):
     """What an operation gave: mostly a tensor, but a size or a tuple too."""
 
-    tracer: ValueTracer
+    tracer: ForwardTracer
 
     @classmethod
     def __torch_function__(

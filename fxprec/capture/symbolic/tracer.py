@@ -26,7 +26,7 @@ from fxprec.capture.stepwise import close_steps, is_stepwise
 from fxprec.capture.symbolic.real_tensors import RealTensorOps
 from fxprec.capture.symbolic.recorder import Recorder
 from fxprec.capture.symbolic.source import CHECKPOINTS, SourceLines
-from fxprec.capture.symbolic.traced_value import CheckedInput, TracedTensor, TracedValue, ValueTracer
+from fxprec.capture.symbolic.traced_value import CheckedInput, TracedTensor, TracedValue
 from fxprec.capture.tripwires import replaced, tripwires
 from fxprec.capture.trusted import is_torchs
 from fxprec.kernels.rows.run.region import FusedRegion
@@ -50,7 +50,7 @@ def check_dim(dim: int, lowest: int, highest: int, expected: str) -> None:
 has_side_effect(check_dim)
 
 
-class ForwardTracer(ValueTracer):
+class ForwardTracer(fx.Tracer):
     """Records one run of ``forward``, in this thread; modules that other threads call go on as ever.
 
     Args:
@@ -187,11 +187,9 @@ class ForwardTracer(ValueTracer):
         path = self.path_of_module(m)
         calls = self.num_calls[path] = self.num_calls.get(path, -1) + 1
         self.module_stack[f"{path}@{calls}" if calls else path] = path, original_class(m)
-        self.lines.enter(sys._getframe())
         try:
             return forward(*args, **kwargs)
         finally:
-            self.lines.leave()
             self.module_stack.popitem()
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
