@@ -48,8 +48,8 @@ from fxprec.passes.fuse import region_names
 from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.call_form import CallForm, form_of_key
-from fxprec.programs.weights import Weights
 from fxprec.settings import Settings
+from fxprec.shadows import ShadowStore
 
 #: The attribute of a converted module that holds its conversion.
 STATE: Final = "_fxprec"
@@ -80,8 +80,7 @@ class Conversion:
         self.module = weakref.ref(module)
         self.original_class = type(module)
         self.name = self.original_class.__name__
-        self.weights = Weights(settings.dtype)
-        self.store = self.weights.store
+        self.store = ShadowStore(settings.dtype)
         self.wrappers = Wrappers()
         own = weakref.ref(self)  # which owns the reminders
         self.reminders = Reminders(
@@ -159,7 +158,7 @@ class Conversion:
         if entry.code_changed:
             entry.start_over()
             self._drop(self._captured_of(entry))
-        self.weights.begin(model)
+        self.store.begin(model)
         self.calls += 1
         output = self._run(entry, model, module, args, kwargs)
         self.check_policy(model)
@@ -196,7 +195,7 @@ class Conversion:
                 self._refuse_if_symbolic(entry, reason)
             else:
                 try:
-                    return found.run(self.weights, tensors)
+                    return found.run(self.store, tensors)
                 except OtherDtypes:
                     self._drop(static.retire(found))
                 return self._run(entry, model, module, args, kwargs)

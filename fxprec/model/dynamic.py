@@ -111,7 +111,7 @@ class DynamicGraphs:
             with contextlib.ExitStack() as stack:
                 if self._under_net:
                     stack.enter_context(self._entry.conversion.net_context())
-                if self._entry.conversion.weights.come_and_go:
+                if self._entry.conversion.store.come_and_go:
                     stack.enter_context(frames_of_shards(model))
                 return capture.call(module, *args, **kwargs)
         except RuntimeError as error:
@@ -132,16 +132,16 @@ class DynamicGraphs:
         make = functools.partial(self._argument_program, part=part)
         program = make(gm, inputs, any_memory=False)
         # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
-        weights, ran = weakref.ref(self._entry.conversion.weights), self._ran
+        store, ran = weakref.ref(self._entry.conversion.store), self._ran
         if program.memory is None:
             self._programs.append(program)
             kept = weakref.ref(program)
-            return lambda *arguments: kept().run(weights(), arguments, ran)  # type: ignore[union-attr, arg-type]
+            return lambda *arguments: kept().run(store(), arguments, ran)  # type: ignore[union-attr, arg-type]
         self._by_memory.append(ProgramsByMemory(own_copy(gm), make, program))
         programs = weakref.ref(self._by_memory[-1])
 
         def run(*arguments: Any) -> Any:
-            return programs().serving(arguments).run(weights(), arguments, ran)  # type: ignore[union-attr, arg-type]
+            return programs().serving(arguments).run(store(), arguments, ran)  # type: ignore[union-attr, arg-type]
 
         return run
 

@@ -21,7 +21,7 @@ from fxprec.kernels.launch.observers import unwatched
 from fxprec.programs.calls import Calls, Ran
 from fxprec.programs.memory import SharedMemory, constants_of
 from fxprec.programs.program import Program
-from fxprec.programs.weights import Weights
+from fxprec.shadows import ShadowStore
 
 #: Ways of sharing memory that have a program of their own each; one that serves them all comes next.
 _MOST: Final = 8
@@ -64,14 +64,14 @@ class ArgumentProgram:
         """Whether these share memory as those did that the graph was rewritten for."""
         return self.memory is None or self.memory.holds(self.watched(arguments), self.inputs(arguments))
 
-    def run(self, weights: Weights, arguments: tuple[Any, ...], ran: Ran) -> Any:
+    def run(self, store: ShadowStore, arguments: tuple[Any, ...], ran: Ran) -> Any:
         """Run the program on the weights as they are now."""
-        low, inputs = weights.read(self.low(arguments)), self.inputs(arguments)
+        low, inputs = store.read(self.low(arguments)), self.inputs(arguments)
         try:
             results = self.program.function(*low, *self.plain(arguments), *inputs)
         finally:
             if self.program.writes_weights:
-                weights.store.mark_stale()
+                store.mark_stale()
         ran.append(self.calls(), inputs, results)
         return results
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 from fxprec.capture.dynamo.granted import Granted
 from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_keys
 from fxprec.capture.tripwires import replaced
+from fxprec.capture.trusted import is_library, is_torchs
 from fxprec.torch_internals import (
     GUARDS_CLASSES,
     dynamo_classes,
@@ -48,12 +48,12 @@ def strict(granted: Granted) -> Iterator[None]:
 
     def call_of_cached(variable: Any, *_args: Any, **_kwargs: Any) -> None:
         cached = variable.wrapper_obj
-        if hasattr(cached, "cache_info") and not _is_library(cached, "torch"):
+        if hasattr(cached, "cache_info") and not is_torchs(cached):
             raise breaks(f"a call of {cached.__qualname__}, which keeps its results (functools.lru_cache)")
 
     def call_of_class(variable: Any, *_args: Any, **_kwargs: Any) -> None:
         meta = type(variable.value)
-        if meta.__call__ is not type.__call__ and not _is_library(meta):
+        if meta.__call__ is not type.__call__ and not is_library(meta):
             raise breaks(f"a call of {variable.value.__qualname__}, whose metaclass has a __call__")
 
     returning = False
@@ -129,9 +129,3 @@ def _guarding_attributes(variables: Any) -> tuple[Any, str, Any]:
         return found
 
     return variables, "var_getattr", var_getattr
-
-
-def _is_library(value: Any, *packages: str) -> bool:
-    """Whether a class or function is of these packages: of torch or the standard library, if none is named."""
-    package = str(getattr(value, "__module__", "")).partition(".")[0]
-    return package in packages if packages else package == "torch" or package in sys.stdlib_module_names

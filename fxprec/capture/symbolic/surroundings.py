@@ -38,7 +38,7 @@ from fxprec.capture.containers import Contents
 from fxprec.capture.guard_values import CONTAINERS, contents, is_container, is_plain, snapshot
 from fxprec.capture.symbolic.handlers import ends_errors
 from fxprec.capture.tripwires import unpatched
-from fxprec.capture.trusted import is_stdlib, is_torchs, is_trusted
+from fxprec.capture.trusted import is_library, is_stdlib, is_torchs, is_trusted
 
 #: Attributes that hand out what an object holds, a tensor too, past everything that watches.
 _INSIDE: Final = frozenset(
@@ -252,7 +252,7 @@ class Surroundings:
 
     def _function(self, function: types.FunctionType) -> str | None:
         if not is_trusted(function):
-            if is_torchs(function) or is_stdlib(function):
+            if is_library(function):
                 return f"{function.__module__}.{function.__qualname__}, {_IMPURE}"
             self._function_of_user(function)
         else:
