@@ -126,18 +126,14 @@ def parts_of(value: Any) -> _Parts | None:
     attributes = getattr(value, "__dict__", {})
     if isinstance(value, dict):
         return dict(value), attributes
-    if isinstance(value, list) or (isinstance(value, tuple) and not _is_struct_sequence(type(value))):
+    of_pytree = hasattr(type(value), "n_sequence_fields")  # torch.return_types and the like, which pytree knows
+    if isinstance(value, list) or (isinstance(value, tuple) and not of_pytree):
         return dict(enumerate(value)), attributes
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         held = {name: getattr(value, name) for name in names if name in attributes or _is_slot(type(value), name)}
         return {}, {**held, **attributes}
     return None
-
-
-def _is_struct_sequence(kind: type) -> bool:
-    """``torch.return_types`` and the like, which pytree knows."""
-    return hasattr(kind, "n_sequence_fields")
 
 
 def _is_slot(kind: type, name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import warnings
 import weakref
@@ -89,7 +88,6 @@ class Conversion:
         self._numbers = itertools.count()
         self._gone: list[int] = []
         self.methods = {name: self.entry_point(name) for name in ("forward", *settings.methods)}
-        self._functions: dict[int, weakref.ref[Any]] = {}
         self.calls = 0
         self.bypassed = 0
         self.frozen = frozen
@@ -106,8 +104,7 @@ class Conversion:
 
     def forget_with(self, function: Callable[..., Any], entry: EntryPoint) -> None:
         """Forget the graphs of a function that was set on an instance when nobody can call it any more."""
-        gone, number = self._gone, entry.number
-        self._functions[number] = weakref.ref(function, lambda _: gone.append(number))
+        weakref.finalize(function, self._gone.append, entry.number).atexit = False
 
     def entries(self) -> list[EntryPoint]:
         """What calls of the methods run, in the order of ``methods``."""
@@ -124,11 +121,6 @@ class Conversion:
         self.net: dict[str, str] = {}
         self.declined: list[str] = []
         self.captures = 0
-
-    @property
-    def signature(self) -> inspect.Signature:
-        """That of the original forward, without self."""
-        return self.method("forward").signature
 
     # -- calling ---------------------------------------------------------------------------------------------------
 
@@ -364,7 +356,6 @@ class Conversion:
         """Forget the graphs of functions that nobody can call any more."""
         while self._gone:
             number = self._gone.pop()
-            self._functions.pop(number, None)
             self.captured = [captured for captured in self.captured if captured.entry != number]
 
     def remind(self, model: nn.Module) -> None:

@@ -55,7 +55,7 @@ class EntryPoint:
         self.name = name
         self.key = str(name)
         self.number = number
-        self.owner: Callable[[], nn.Module | None] = _nobody
+        self.owner: Callable[[], nn.Module | None] = lambda: None
         self.original_class: type[nn.Module] = nn.Module
         self.of_instance: Callable[..., Any] | None = None
         self.called = self.new = False
@@ -76,9 +76,8 @@ class EntryPoint:
         self._function = getattr(self.original_class, self.name.name, None)
         self._defined = defined_method(self.original_class, self.name.name)
         self._code = _parts_of(self._function)
-        self.__dict__.pop("signature", None)
-        self.__dict__.pop("steps", None)
-        self.__dict__.pop("_asks_for_class", None)
+        for name in ("signature", "steps", "_asks_for_class"):
+            self.__dict__.pop(name, None)
 
     def start_dynamic_over(self) -> None:
         """Forget what dynamo captured."""
@@ -163,7 +162,3 @@ def _parts_of(function: Any) -> tuple[Any, ...]:
 def entry_of(function: Any) -> EntryPoint | None:
     """The entry point of a function that stands on an instance for one that was set there."""
     return marked(function, ENTRY)
-
-
-def _nobody() -> None:
-    return None

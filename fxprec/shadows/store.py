@@ -287,8 +287,9 @@ class ShadowStore:
         counts = [*map(sys.getrefcount, weights)]
         pairs: list[tuple[Tensor, Entry]] = []
         for entry, weight, count in zip(entries, weights, counts, strict=True):
+            alone = count <= _HELD_BY_SHADOW_ONLY and not isinstance(entry.weight, weakref.ref)
             # An edge that leads to another tensor by now: swap_tensors gave the weight another inside.
-            if weight is None or id(weight) != entry.key or (entry.keeps_weight and count <= _HELD_BY_SHADOW_ONLY):
+            if weight is None or id(weight) != entry.key or alone:
                 self._drop(entry.key)
             else:
                 pairs.append((weight, entry))

@@ -197,7 +197,7 @@ class Granted:
             if plain:
                 yield _Ask(what, *_attributes(cls, plain))
             for name in names.keys() - plain.keys():  # it may be another object at each look
-                yield _Ask(what, functools.partial(_static, name), cls, names[name])
+                yield _Ask(what, functools.partial(inspect.getattr_static, attr=name), cls, names[name])
         for scope, label, absent in self._absent.values():
             if absent:
                 yield _Ask(f"{label} got a new attribute", scope.keys().isdisjoint, frozenset(absent), True)
@@ -233,10 +233,6 @@ def _attributes(cls: type, names: dict[str, Any]) -> tuple[Callable[[Any], Any],
     """How to ask a class for them."""
     expected = tuple(names.values())
     return attrgetter(*names), cls, expected if len(names) > 1 else expected[0]
-
-
-def _static(name: str, cls: type) -> Any:
-    return inspect.getattr_static(cls, name)
 
 
 def _codes(functions: list[FunctionType]) -> list[CodeType]:

@@ -47,16 +47,9 @@ def own_graph(gm: GraphModule, inputs: Sequence[Any], model: nn.Module, path: st
         path: where in it is the module whose method was captured.
     """
     copied = own_copy(gm)
-    arguments, frame = _name_weights(copied, inputs, _tensor_names(model))
-    arguments = Arguments(arguments.weights, _ask_sizes(copied, arguments.inputs))
+    weights, rest, frame = _name_weights(copied, inputs, model)
     _relocate(copied, model, path if frame is None else frame)
-    return copied, arguments
-
-
-def _tensor_names(model: nn.Module) -> dict[int, tuple[str, str]]:
-    """id of each parameter and buffer -> its name, and which of both it is."""
-    names = {id(value): (name, "parameter") for name, value in model.named_parameters()}
-    return names | {id(value): (name, "buffer") for name, value in model.named_buffers() if id(value) not in names}
+    return copied, Arguments(weights, _ask_sizes(copied, rest))
 
 
 def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None) -> GraphModule:
@@ -87,9 +80,15 @@ def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None
 
 
 def _name_weights(
-    gm: GraphModule, inputs: Sequence[Any], names: dict[int, tuple[str, str]]
-) -> tuple[Arguments, str | None]:
-    """Turn the placeholders of weights back into get_attr nodes; also whose frame was captured, if a weight tells."""
+    gm: GraphModule, inputs: Sequence[Any], model: nn.Module
+) -> tuple[dict[str, int], list[int], str | None]:
+    """Turn the placeholders of weights back into get_attr nodes.
+
+    Returns:
+        positions of weights by name, and of the inputs; whose frame was captured, if a weight tells.
+    """
+    names = {id(value): (name, "buffer") for name, value in model.named_buffers()}
+    names |= {id(value): (name, "parameter") for name, value in model.named_parameters()}
     weights: dict[str, int] = {}
     rest: list[int] = []
     frame: str | None = None
@@ -113,10 +112,10 @@ def _name_weights(
         node.replace_all_uses_with(weight)
         gm.graph.erase_node(node)
         weights[name] = position
-    return Arguments(weights, tuple(rest)), frame
+    return weights, rest, frame
 
 
-def _ask_sizes(gm: GraphModule, positions: tuple[int, ...]) -> tuple[int, ...]:
+def _ask_sizes(gm: GraphModule, positions: Sequence[int]) -> tuple[int, ...]:
     """Ask the tensors for the sizes that dynamo passes beside them; the positions of the inputs that are left."""
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     sizes = {

@@ -118,7 +118,10 @@ class Guards:
         ]
         #: For people: what the user's own code read, but for children, hooks, functions, classes and modules.
         self.read_by_user = tuple(
-            dict.fromkeys([each.label for each in values if _is_users(each)] + [slot.path for slot, _ in slots])
+            dict.fromkeys(
+                [each.label for each in values if each.exact and not isinstance(each.value, _PARTS_OF_PROGRAMS)]
+                + [slot.path for slot, _ in slots]
+            )
         )
 
     def failing(self) -> str | None:
@@ -248,15 +251,12 @@ class _Values:
                 if not all(map(same, numbers, self._numbers)):
                     return False
                 self._numbers = numbers
-        return not self._containers or all([_holds(each.now(), each.value) for each in self._containers])
+        held = [(each.now(), each.value) for each in self._containers]
+        return all([now is then.container and same(now, then.snapshot) for now, then in held])
 
     def change(self) -> str:
         changes = chain(map(_difference, (*self._expected, *self._containers)), map(_change_of_part, self._parts))
         return next(filter(None, changes), "an attribute changed")
-
-
-def _holds(now: Any, then: Held) -> bool:
-    return now is then.container and same(now, then.snapshot)
 
 
 def _getter(scope: Any, names: Sequence[Any]) -> Callable[[Any], Any]:
@@ -388,10 +388,6 @@ def _values_of(reads: Iterable[Reads]) -> Iterator[Expected]:
         exact = not is_torchs(type(read.module))
         for name, value in read.values.items():
             yield Expected(where + name, scope, name, value, exact and name != "training")
-
-
-def _is_users(each: Expected) -> bool:
-    return each.exact and not isinstance(each.value, _PARTS_OF_PROGRAMS)
 
 
 def _difference(each: Expected) -> str | None:

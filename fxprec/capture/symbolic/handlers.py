@@ -50,13 +50,15 @@ def catches(frame: FrameType) -> str | None:
     """``RuntimeError``: what the frame catches where it is now, if an op may raise it; None if nothing."""
     code = _read(frame.f_code)
     offset, seen = frame.f_lasti, set()
-    while (target := _handler(code, offset)) is not None and target not in seen:
+    while True:
+        target = next((each.target for each in code.ranges if each.start <= offset < each.end), None)
+        if target is None or target in seen:
+            return None
         seen.add(target)
         for caught in _clauses(code, target, frame):
             if _may_be_raised(caught):
                 return caught.__name__ if isinstance(caught, type) else "errors"
         offset = target  # what no clause matches goes on to the handler around this one
-    return None
 
 
 def ends_errors(code: CodeType) -> bool:
@@ -88,10 +90,6 @@ def _read(code: CodeType) -> _Code:
     instructions = tuple(each for each in bytecode if each.opname not in ("CACHE", "EXTENDED_ARG", "NOP"))
     places = {instruction.offset: place for place, instruction in enumerate(instructions)}
     return _Code(instructions, places, bytecode.exception_entries)
-
-
-def _handler(code: _Code, offset: int) -> int | None:
-    return next((each.target for each in code.ranges if each.start <= offset < each.end), None)
 
 
 def _clauses(code: _Code, target: int, frame: FrameType) -> list[Any]:

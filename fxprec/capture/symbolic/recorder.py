@@ -190,7 +190,7 @@ class Recorder:
     def asks_missing(self, tensor: Tensor, name: str) -> None:
         """The forward asked this parameter or buffer for an attribute that nobody set on it."""
         slot = self.slots[id(tensor)][1]
-        self._facts[slot.path, name] = (slot, functools.partial(_has_set, name), False)
+        self._facts[slot.path, name] = (slot, lambda asked: name in vars(asked), False)
 
     def _add_fact(self, slot: Slot, ask: Callable[[Tensor], Any]) -> None:
         if slot.tensor() is not None:
@@ -268,11 +268,6 @@ class Recorder:
             value = value.__func__
         if (why := self.surroundings.look_at(value, reads.label(name))) is not None:
             self._decline(f"the forward reads {reads.label(name)}, {why}")
-
-
-def _has_set(name: str, tensor: Tensor) -> bool:
-    """Whether somebody set an attribute on a tensor."""
-    return name in vars(tensor)
 
 
 def _raw(cls: type, name: str) -> Any:

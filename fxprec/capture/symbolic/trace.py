@@ -53,13 +53,11 @@ class StaticCapture:
     Attributes:
         gm: the graph; get_attr nodes name parameters and buffers by their path in the model, and hold the same tensors.
         guards: what must still hold for the graph to be right.
-        arguments: names of the tensor arguments, in the order of the placeholders.
         owners: path of each parameter and buffer -> the dict of its module that holds it.
     """
 
     gm: fx.GraphModule
     guards: Guards
-    arguments: tuple[str, ...]
     owners: Mapping[str, dict[str, Any]]
 
 
@@ -102,7 +100,7 @@ def trace_static(
         guards = tracer.recorder.guards()
         owners = {slot.path: slot.owner for _, slot in tracer.recorder.slots.values()}
         gm = _graph_module(tracer, graph, type(root).__name__, root.get_submodule(path).training)
-        return StaticCapture(gm, guards, tuple(tensor_arguments), owners)
+        return StaticCapture(gm, guards, owners)
 
 
 def _bound(

@@ -36,6 +36,10 @@ def capture(model: nn.Module | Callable[..., Any], *names: str, **constants: Any
     return trace_static(model, names, dict(pairs))
 
 
+def arguments_of(taken: StaticCapture) -> list[str]:
+    return [str(node.target) for node in taken.gm.graph.find_nodes(op="placeholder")]
+
+
 def assert_equal_runs(model: nn.Module, *inputs: Tensor, **constants: Any) -> StaticCapture:
     """Outputs, gradients and buffers of the capture and of the module, in two copies that start alike."""
     original = copy.deepcopy(model)
@@ -380,10 +384,10 @@ class TestArguments:
     def test_optional_tensor_left_out_or_passed(self) -> None:
         model, x, mask = Attention(8, 2).eval(), torch.randn(2, 3, 8), torch.ones(3, 3).tril()
         without = capture(model)
-        assert without.arguments == ("x",) and "masked_fill" not in targets(without)
+        assert arguments_of(without) == ["x"] and "masked_fill" not in targets(without)
         assert torch.equal(without.gm(x), model(x))
         with_mask = capture(model, "x", "mask")
-        assert with_mask.arguments == ("x", "mask")
+        assert arguments_of(with_mask) == ["x", "mask"]
         assert torch.equal(with_mask.gm(x, mask), model(x, mask))
 
     @pytest.mark.parametrize("causal", [True, False])
