@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fxprec.capture.guard_values import same
 from fxprec.capture.lookups import PARTS, Lookups
 from fxprec.capture.originals import original_class
-from fxprec.capture.symbolic.surroundings import Expected, Held
+from fxprec.capture.symbolic.surroundings import Expected, Held, has_attributes
 from fxprec.capture.ties import Ties
 from fxprec.capture.trusted import is_torchs
 from fxprec.torch_internals import global_hooks
@@ -260,7 +260,7 @@ class _Values:
 
 
 def _getter(scope: Any, names: Sequence[Any]) -> Callable[[Any], Any]:
-    return attrgetter(*names) if isinstance(scope, type) else itemgetter(*names)
+    return attrgetter(*names) if has_attributes(scope) else itemgetter(*names)
 
 
 def _parts_of(read: Reads, hooked: bool) -> Iterator[Expected]:
@@ -394,7 +394,7 @@ def _difference(each: Expected) -> str | None:
     label, value = each.label, each.value
     try:
         now = each.now()
-    except (LookupError, AttributeError):
+    except (LookupError, AttributeError, ValueError):
         return f"{label} was deleted"
     if isinstance(value, Held):
         if same(now, value.snapshot):

@@ -33,20 +33,14 @@ class SourceLines:
 
     def __init__(self, stop: CodeType) -> None:
         self._stop = stop
-        self._is_user: dict[str, bool] = {}
         #: id of a code object -> what its frames are, and the code object: it must live as long as its id is a key.
         self._kinds: dict[int, tuple[int, CodeType]] = {id(stop): (_STOP, stop)}
         self._texts: dict[tuple[str, int], str] = {}
 
     def is_user(self, code: CodeType) -> bool:
         """Whether this is neither torch's code, nor the standard library's, nor that of the capture."""
-        file = code.co_filename
-        user = self._is_user.get(file)
-        if user is None:
-            installed = "site-packages" in file or "dist-packages" in file
-            library = file.startswith((_TORCH, _OURS, "<frozen")) or (file.startswith(_STDLIB) and not installed)
-            user = self._is_user[file] = not library
-        return user
+        known = self._kinds.get(id(code))
+        return (self._kind(code) if known is None else known[0]) in (_USER, _USER_WITH_HANDLERS)
 
     def user_frame(self, frame: FrameType | None) -> tuple[FrameType | None, str | None]:
         """The innermost user frame from ``frame`` outwards, and why no op can be recorded here, if so.
@@ -75,9 +69,12 @@ class SourceLines:
         return found or forward, why
 
     def _kind(self, code: CodeType) -> int:
-        if self.is_user(code):
+        file = code.co_filename
+        installed = "site-packages" in file or "dist-packages" in file
+        library = file.startswith((_TORCH, _OURS, "<frozen")) or (file.startswith(_STDLIB) and not installed)
+        if not library:
             kind = _USER_WITH_HANDLERS if has_handlers(code) else _USER
-        elif code.co_filename == _CHECKPOINT_FILE:
+        elif file == _CHECKPOINT_FILE:
             kind = _CHECKPOINT
         else:
             kind = _FORWARD if code.co_name == "forward" else _NOTHING

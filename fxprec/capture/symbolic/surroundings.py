@@ -25,7 +25,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, Final, NamedTuple
 
@@ -84,7 +84,7 @@ _IMPURE: Final = "which looks at more than its arguments"
 
 
 class Expected(NamedTuple):
-    """A value that must still be there: ``scope[name]``, of a class its attribute; ``label`` for people.
+    """A value that must still be there: ``scope[name]``, of a class or cell its attribute; ``label`` for people.
 
     ``exact``: only torch's own code reads it otherwise, to which True, 1 and 1.0 are the same.
     """
@@ -96,8 +96,13 @@ class Expected(NamedTuple):
     exact: bool = True
 
     def now(self) -> Any:
-        """What is there; LookupError or AttributeError if nothing is."""
-        return getattr(self.scope, self.name) if isinstance(self.scope, type) else self.scope[self.name]
+        """What is there; LookupError, AttributeError or ValueError if nothing is."""
+        return getattr(self.scope, self.name) if has_attributes(self.scope) else self.scope[self.name]
+
+
+def has_attributes(scope: Any) -> bool:
+    """Whether what is expected there is an attribute, and no item."""
+    return isinstance(scope, type | types.CellType)
 
 
 class Held(NamedTuple):
@@ -107,23 +112,12 @@ class Held(NamedTuple):
     snapshot: Any
 
 
-class _CellScope(Mapping[str, Any]):
-    """The content of a closure cell, looked up as in a dict."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._cell.cell_contents
-        except ValueError:  # emptied
-            raise KeyError(name) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
+def _content(cell: types.CellType) -> Any:
+    """What a closure cell holds; ``_MISSING`` where it was emptied."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +215,7 @@ class Surroundings:
         if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             attributes = getattr(value, "__dict__", {})
             for name in attributes:  # a frozen one can be forced
-                self._expect(attributes, f"{label}.{name}", attributes, name, attributes[name])
+                self._expect(f"{label}.{name}", attributes, name, attributes[name])
             return self._held((kind, *(getattr(value, field.name, None) for field in fields(kind))), label)
         if is_torchs(kind) and is_trusted(kind) and not isinstance(value, torch.Generator):
             return None
@@ -238,7 +232,7 @@ class Surroundings:
         values = [*values]
         for value in values:
             if is_container(value) and not is_plain(value):
-                self._expect(value, f"what {label} holds", {label: value}, label, value)
+                self._expect(f"what {label} holds", {label: value}, label, value)
         return self._first(values)
 
     def _builtin(self, value: Any) -> str | None:
@@ -268,7 +262,7 @@ class Surroundings:
         if (why := self._held((*(function.__defaults__ or ()), *keywords.values()), function.__qualname__)) is not None:
             self._stop_at(code, (), f"has a default that is {why}")
         for name, default in keywords.items():
-            self._expect(keywords, f"the default {name} of {function.__qualname__}", keywords, name, default)
+            self._expect(f"the default {name} of {function.__qualname__}", keywords, name, default)
         names = _Names.of(function)
         self._code(code, names, names.cells)
 
@@ -276,7 +270,7 @@ class Surroundings:
         """Not followed, but for the user's function that a decorator of torch's holds, and for what was patched."""
         names = _Names.of(function)
         for cell in names.cells.values():
-            held = _CellScope(cell).get("")
+            held = _content(cell)
             if isinstance(held, types.FunctionType) and not is_trusted(held):
                 self.look_at(held)
         if names.globals.get("__name__", "").startswith("torch.nn.modules."):
@@ -289,7 +283,7 @@ class Surroundings:
         """``F.linear`` in the code of ``nn.Linear``: still the same function, or one that the user put there."""
         function = vars(owner).get(name)
         if isinstance(function, types.FunctionType | types.BuiltinFunctionType):
-            self._expect(vars(owner), f"{owner.__name__}.{name}", vars(owner), name, function)
+            self._expect(f"{owner.__name__}.{name}", vars(owner), name, function)
             if not is_trusted(function):
                 self.look_at(function)
 
@@ -310,7 +304,7 @@ class Surroundings:
             self._stop_at(code, (), "may end an error that an op raises")
         for name in _INSIDE.intersection(found.names):
             self._stop_at(code, found.names[name], f"reads {name}, past all that is watched")
-        if "__class__" in outer and (why := self.look_at(_CellScope(outer["__class__"]).get(""))) is not None:
+        if "__class__" in outer and (why := self.look_at(_content(outer["__class__"]))) is not None:
             self._stop_at(code, (), f"uses super(), and may read {why}")
         if (why := self._may_name(found.names.keys() | found.strings)) is not None:
             self._stop_at(code, (), f"may read {why}")
@@ -335,24 +329,23 @@ class Surroundings:
             if read.name not in outer:  # a variable of the traced function around
                 return None
             cell = outer[read.name]
-            scope: Mapping[str, Any] = _CellScope(cell)
-            return self._root(cell, f"the closure variable {read.name}", scope, read)
+            return self._root(f"the closure variable {read.name}", cell, "cell_contents", _content(cell), read)
         if read.name in names.globals:
-            return self._root(names.globals, f"the global {read.name}", names.globals, read)
+            value = names.globals[read.name]
+            return self._root(f"the global {read.name}", names.globals, read.name, value, read)
         self.absent.setdefault(id(names.globals), (names.globals, set()))[1].add(read.name)
         value = vars(builtins).get(read.name, _MISSING)
         if value is _MISSING:
             return None
-        self._expect(vars(builtins), f"the builtin {read.name}", vars(builtins), read.name, value)
+        self._expect(f"the builtin {read.name}", vars(builtins), read.name, value)
         return self._chain(read.name, value, read.chain)
 
-    def _root(self, owner: Any, label: str, scope: Mapping[str, Any], read: Read) -> str | None:
-        value = scope.get(read.name, _MISSING)
+    def _root(self, label: str, scope: Any, name: str, value: Any, read: Read) -> str | None:
         if value is _MISSING:
             return None
         why = self._chain(label, value, read.chain)
         if why is None:
-            self._expect(owner, label, scope, read.name, value)
+            self._expect(label, scope, name, value)
         return why
 
     def _imported(self, read: Read, names: _Names) -> str | None:
@@ -400,11 +393,11 @@ class Surroundings:
         for scope, label, name in steps if why is None else ():
             expected = Expected(label, scope, name, None)
             if not isinstance(scope, type) or _plainly_read(scope, name):
-                self._expect(scope, label, scope, name, expected.now())
+                self._expect(label, scope, name, expected.now())
         return why
 
-    def _expect(self, owner: Any, label: str, scope: Any, name: Any, value: Any) -> None:
-        key = id(owner), name
+    def _expect(self, label: str, scope: Any, name: Any, value: Any) -> None:
+        key = id(scope), name
         if key not in self._expected:
             value = unpatched(value)
             if is_container(value) and not is_plain(value):
@@ -467,7 +460,7 @@ class Surroundings:
 
     def _expect_attribute(self, cls: type, name: str) -> None:
         if _plainly_read(cls, name):
-            self._expect(cls, f"{cls.__qualname__}.{name}", cls, name, getattr(cls, name))
+            self._expect(f"{cls.__qualname__}.{name}", cls, name, getattr(cls, name))
 
 
 def _namespace(value: Any, name: str) -> Mapping[str, Any] | None:
