@@ -57,17 +57,15 @@ class RandomState:
     """
 
     def __init__(self) -> None:
-        self._states: list[tuple[str, Any, Callable[[], Any], Callable[[Any], Any]]] = []
-        self._add("torch", torch.get_rng_state, torch.set_rng_state)
+        generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
+            ("torch", torch.get_rng_state, torch.set_rng_state),
+            ("random", random.getstate, random.setstate),
+        ]
         if torch.cuda.is_initialized():
-            self._add("torch.cuda", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
-        self._add("random", random.getstate, random.setstate)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            self._add("numpy.random", numpy.random.get_state, numpy.random.set_state)
-
-    def _add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        self._states.append((name, get(), get, put))
+            generators.insert(1, ("torch.cuda", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+        if (numpy := sys.modules.get("numpy")) is not None:
+            generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
+        self._states = [(name, get(), get, put) for name, get, put in generators]
 
     def restore(self, expected: Container[str] = ()) -> str | None:
         """Put the generators back; the name of the first one that had moved and is not ``expected`` to, or None."""

@@ -15,6 +15,7 @@ the forward says                      plain ``torch.fx.Proxy``, and what these d
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.proxy import Attribute, Proxy
+from torch.overrides import is_tensor_method_or_property
 
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
@@ -32,6 +34,8 @@ from fxprec.torch_internals import for_fx, node_name_of
 if TYPE_CHECKING:
     from fxprec.capture.symbolic.tracer import ForwardTracer
 
+#: Torch turns warnings off and on to answer.
+_is_method: Final = functools.lru_cache(4096)(is_tensor_method_or_property)
 _OWN: Final = frozenset({"tracer", "node", "root", "attr", "_node", "tensor", "rank", "channels"})
 _IN_PLACE: Final = (
     "add",
@@ -68,7 +72,7 @@ class TracedValue(Proxy):
         if not args or not issubclass(type(args[0]), TracedValue) or isinstance(orig_method, for_fx):
             return super().__torch_function__(orig_method, types, args, kwargs)
         tracer, name = args[0].tracer, orig_method.__name__
-        if tracer.is_method(orig_method):
+        if _is_method(orig_method):
             return tracer.create_proxy("call_method", name, args, kwargs or {})
         return tracer.create_proxy(
             "call_function", orig_method, args, kwargs or {}, name=node_name_of(tracer.graph, name)

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import has_side_effect
 from torch.fx.traceback import has_preserved_node_meta
-from torch.overrides import handle_torch_function, has_torch_function, is_tensor_method_or_property
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.originals import original_class
@@ -88,7 +88,6 @@ class ForwardTracer(fx.Tracer):
         self._values: dict[str, TracedValue] = {}
         self._real = RealTensorOps(self.decline)
         self._accepted: set[Any] = set()
-        self._is_method: dict[Any, bool] = {}
         self._objects: dict[int, tuple[Any, fx.Node]] = {}
         self._unpacks: dict[CodeType, dict[int, int]] = {}
         self._last_module: tuple[str | None, dict[str, tuple[str, type]]] = None, {}  # the model itself is ""
@@ -157,12 +156,6 @@ class ForwardTracer(fx.Tracer):
         for node in self.root.graph.nodes if isinstance(self.root, fx.GraphModule) else ():
             if node.op == "call_function":
                 self.recorder.traces(node.target)
-
-    def is_method(self, function: Any) -> bool:
-        """Whether it is recorded as a call of a tensor's method; torch turns warnings off and on to answer."""
-        if function not in self._is_method:
-            self._is_method[function] = is_tensor_method_or_property(function)
-        return self._is_method[function]
 
     def proxy(self, node: fx.Node) -> TracedValue:
         return TracedValue(node, self)
