@@ -116,9 +116,6 @@ _end_allocation: Final[Any] = (
 )
 
 
-# -- tensors and autograd ----------------------------------------------------------------------------------------------
-
-
 def view_base(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of, as autograd knows it."""
     return tensor._base
@@ -154,9 +151,6 @@ def sparse_values(tensor: Tensor) -> Tensor:
 def run_before(edge: Any, number: int) -> None:
     """Give a node of the backward this sequence number: the highest of those that are ready runs first."""
     edge._set_sequence_nr(number)
-
-
-# -- torch.fx ----------------------------------------------------------------------------------------------------------
 
 
 def wrapped_functions() -> tuple[Any, str, dict[Any, Any]]:
@@ -197,9 +191,6 @@ def called_module(frame: FrameType) -> Any:
 def is_module_call(code: CodeType) -> bool:
     """Whether it is the code of torch's by which any module is called."""
     return code is nn.Module._wrapped_call_impl.__code__ or code is nn.Module._call_impl.__code__
-
-
-# -- dynamo and inductor -----------------------------------------------------------------------------------------------
 
 
 def torch_dynamo() -> Any:
@@ -449,9 +440,6 @@ def compiled_standalone(*args: Any, **kwargs: Any) -> Any:
     return standalone_compile(*args, **kwargs)
 
 
-# -- optimizers and scalers --------------------------------------------------------------------------------------------
-
-
 def is_wrapped_by_scheduler(step: Any) -> bool:
     """Whether a learning rate scheduler of torch's counts the calls of this ``step``."""
     return getattr(step, "_wrapped_by_lr_sched", False)
@@ -508,9 +496,6 @@ def set_scaler_states(scaler: GradScaler, states: dict[int, dict[str, Any]]) -> 
 def fresh_states() -> dict[int, dict[str, Any]]:
     """What ``scaler_states`` gives after an update."""
     return defaultdict(_refresh_per_optimizer_state)
-
-
-# -- devices and ranks -------------------------------------------------------------------------------------------------
 
 
 def end_allocation(device: int, pool: Any) -> None:

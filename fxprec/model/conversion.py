@@ -122,8 +122,6 @@ class Conversion:
         self.declined: list[str] = []
         self.captures = 0
 
-    # -- calling ---------------------------------------------------------------------------------------------------
-
     def __call__(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a method of ``module`` runs."""
         if self.bypassed:
@@ -251,8 +249,6 @@ class Conversion:
         self.in_net(entry.whole, "its weights are low themselves by now: it runs in their dtype, as it stands")
         return entry.unbound(entry.stand_in(module), *args, **kwargs)
 
-    # -- the net ---------------------------------------------------------------------------------------------------
-
     def run_in_net(
         self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: str
     ) -> Any:
@@ -283,8 +279,6 @@ class Conversion:
             return value if as_it_comes else restore_dtypes(value, self.settings.dtype)
 
         return stepwise(restore(output), self.net_context, restore)
-
-    # -- capture ---------------------------------------------------------------------------------------------------
 
     def _trace(
         self,
@@ -511,8 +505,6 @@ class Conversion:
         low = {id(tensors.get(name)) for captured in self.captured for name in captured.program.low}
         plain = {id(tensors.get(name)) for captured in self.captured for name in captured.program.plain}
         return [name for name, value in module.named_parameters() if id(value) in low - plain]
-
-    # -- refusals --------------------------------------------------------------------------------------------------
 
     def check_policy(self, module: nn.Module) -> None:
         """Once every method has graphs, or was called: raise PolicyError if an override matched nothing in any."""

@@ -75,8 +75,6 @@ class Granted:
         self._registered: object = None
         self._asks: list[_Ask] | None = None
 
-    # -- collecting ------------------------------------------------------------------------------------------------
-
     def inlined(
         self,
         function: FunctionType | None,
@@ -169,8 +167,6 @@ class Granted:
         """A namespace, that of a class for instance, has none of these names, unless it has them already."""
         absent = self._absent.setdefault(id(owner or scope), (scope, label, set()))[2]
         absent.update(names - scope.keys())
-
-    # -- asking ----------------------------------------------------------------------------------------------------
 
     def changed(self) -> str | None:
         """What is no longer so, or None."""

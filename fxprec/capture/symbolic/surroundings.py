@@ -242,8 +242,6 @@ class Surroundings:
             return self._held([owner], getattr(value, "__qualname__", ""))
         return None if is_trusted(value) else f"{getattr(value, '__qualname__', value)}, {_IMPURE}"
 
-    # -- functions -------------------------------------------------------------------------------------------------
-
     def _function(self, function: types.FunctionType) -> str | None:
         if not is_trusted(function):
             if is_library(function):
@@ -318,8 +316,6 @@ class Surroundings:
         self.asks_types = self.asks_types or "__class__" in new
         reasons = [self._attributes(cls, new) for cls in (*self._classes,)] if new else ()
         return next(filter(None, reasons), None)
-
-    # -- reads -----------------------------------------------------------------------------------------------------
 
     def _read(self, read: Read, names: _Names, outer: Mapping[str, types.CellType]) -> str | None:
         """Guard what this names. Why it cannot be guarded, or None."""
@@ -403,8 +399,6 @@ class Surroundings:
             if is_container(value) and not is_plain(value):
                 value = Held(value, snapshot(value))
             self._expected[key] = Expected(label, scope, name, value)
-
-    # -- classes ---------------------------------------------------------------------------------------------------
 
     def reach(self, cls: type) -> str | None:
         """A class that traced code gets hold of: its attributes, those of a module by the names that code reads."""

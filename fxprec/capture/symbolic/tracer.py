@@ -123,8 +123,6 @@ class ForwardTracer(fx.Tracer):
         finally:
             self._ended = True
 
-    # -- what fx calls ---------------------------------------------------------------------------------------------
-
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         for name in self._names:
             self._arguments.arguments[name] = self.create_proxy("placeholder", name, (), {})
@@ -272,8 +270,6 @@ class ForwardTracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         return self.decline("branches on a traced value")
 
-    # -- tensors ---------------------------------------------------------------------------------------------------
-
     def _weight(self, tensor: Tensor) -> TracedValue | None:
         """The stand-in of a parameter or buffer, one however often it is read; None for another tensor."""
         found = self.recorder.slots.get(id(tensor))
@@ -308,8 +304,6 @@ class ForwardTracer(fx.Tracer):
         notes(node).kind = kind
         self.attributes[path] = tensor
         return node
-
-    # -- declines --------------------------------------------------------------------------------------------------
 
     def _accept(self, target: Any) -> None:
         name = getattr(target, "__name__", str(target))
