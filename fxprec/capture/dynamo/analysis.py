@@ -211,16 +211,14 @@ class _Compiling:
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         granted = self._granted()
         assert granted is not None  # it belongs to what runs this very call
-        with contextlib.ExitStack() as stack:
-            for context in (
-                CAPTURING,
-                self._backend.receiver.seeing_through(),
-                _configured(),
-                strict(granted),
-                fewer_collections(),
-            ):
-                stack.enter_context(context)
-            stack.enter_context(warnings.catch_warnings())
+        with (
+            CAPTURING,
+            self._backend.receiver.seeing_through(),
+            _configured(),
+            strict(granted),
+            fewer_collections(),
+            warnings.catch_warnings(),
+        ):
             for message in _NOISE:
                 warnings.filterwarnings("ignore", message=message)
             self._backend.listen()

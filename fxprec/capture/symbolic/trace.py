@@ -36,13 +36,15 @@ from torch.fx import traceback as fx_traceback
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.lazy_code import holding
 from fxprec.capture.locks import CAPTURING
-from fxprec.capture.symbolic.constant_writes import spoiled_constant
 from fxprec.capture.symbolic.guards import Guards
 from fxprec.capture.symbolic.recorder import unfit
 from fxprec.capture.symbolic.tracer import ForwardTracer
 from fxprec.capture.tripwires import trips
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.kernels.torch_internals import is_fx_tracing
+from fxprec.passes.graph.annotations import notes
+from fxprec.passes.ops.names import canonical_op
+from fxprec.passes.ops.table import rule_of
 from fxprec.torch_internals import dynamo_sees_torchs_own_call, forget_tracer, global_hooks
 
 
@@ -173,13 +175,34 @@ def _leave_contexts(error: BaseException) -> None:
 
 
 def _check_constants(tracer: ForwardTracer, graph: fx.Graph) -> None:
-    node = spoiled_constant(graph, tracer.made)
-    if node is None:
-        return
-    if node.op == "output":
-        raise CaptureDeclined("the forward returns a tensor that it makes anew at each call")
-    line = (node.stack_trace or "").rpartition("\n")[2].strip()
-    raise CaptureDeclined(f"the forward writes into a tensor that the graph would keep, at `{line}`")
+    """Decline a graph that would change a constant, or give one away: the next call would not get it afresh."""
+    constants: set[fx.Node] = set()
+    fresh: set[fx.Node] = set()  # of tensors that the original makes anew at each call
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            if notes(node).kind == "constant":
+                constants.add(node)
+                if node.target in tracer.made:
+                    fresh.add(node)
+            continue
+        if node.op == "output":
+            if fresh.intersection(node.all_input_nodes):
+                raise CaptureDeclined("the forward returns a tensor that it makes anew at each call")
+            return
+        first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        out = node.kwargs.get("out")
+        writes = isinstance(out, fx.Node) and out in constants
+        if first in constants:
+            op = canonical_op(node)
+            writes = writes or bool((op is not None and op.in_place) or node.kwargs.get("inplace"))
+            rule = rule_of(op.name) if op is not None else None
+            if rule is None or rule.view:
+                constants.add(node)
+                if first in fresh:
+                    fresh.add(node)
+        if writes:
+            line = (node.stack_trace or "").rpartition("\n")[2].strip()
+            raise CaptureDeclined(f"the forward writes into a tensor that the graph would keep, at `{line}`")
 
 
 def _graph_module(tracer: ForwardTracer, graph: fx.Graph, name: str, training: bool) -> fx.GraphModule:

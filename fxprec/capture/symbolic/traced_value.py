@@ -37,21 +37,7 @@ if TYPE_CHECKING:
 #: Torch turns warnings off and on to answer.
 _is_method: Final = functools.lru_cache(4096)(is_tensor_method_or_property)
 _OWN: Final = frozenset({"tracer", "node", "root", "attr", "_node", "tensor", "rank", "channels"})
-_IN_PLACE: Final = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
+_IN_PLACE: Final = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 #: What autograd keeps beside a tensor's values: there, or None, as calls before left it.
 _OF_AUTOGRAD: Final = frozenset({"grad", "grad_fn", "_grad", "_grad_fn", "_base", "_version", "names"})
 _NUMBER_METHODS: Final = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "item"})
