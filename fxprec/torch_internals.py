@@ -94,7 +94,6 @@ with needed:
         (eval_frame, "set_code_exec_strategy"),
         (Graph, "_target_to_str"),
         (Tensor, "_base"),
-        (Tensor, "_is_view"),
         (Tensor, "_values"),
         (Tensor, "_backward_hooks"),
         (Tensor, "_post_accumulate_grad_hooks"),
@@ -136,11 +135,6 @@ def storage_key(tensor: Tensor) -> int:
 def sequence_number(node: Any = None) -> int:
     """The number of a node of autograd, by the order in which this thread made them; None: of the next one."""
     return _get_sequence_nr() if node is None else node._sequence_nr()
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Whether autograd knows it as a view of another tensor."""
-    return tensor._is_view()
 
 
 def sparse_values(tensor: Tensor) -> Tensor:

@@ -90,7 +90,6 @@ class ForwardTracer(fx.Tracer):
         self._accepted: set[Any] = set()
         self._objects: dict[int, tuple[Any, fx.Node]] = {}
         self._unpacks: dict[CodeType, dict[int, int]] = {}
-        self._last_module: tuple[str | None, dict[str, tuple[str, type]]] = None, {}  # the model itself is ""
         self._returning = self._ended = False
         self._thread = threading.get_ident()
         namespace = sys.modules.get(getattr(forward, "__module__", None) or "")
@@ -216,15 +215,8 @@ class ForwardTracer(fx.Tracer):
             if frame is not None and "stack_trace" not in meta:
                 meta["stack_trace"] = self.lines.stack_trace(frame)
             if self.module_stack and "nn_module_stack" not in meta:
-                meta["nn_module_stack"] = self._stack_of_modules()
+                meta["nn_module_stack"] = dict(self.module_stack)  # the last key names the call
         return node
-
-    def _stack_of_modules(self) -> dict[str, tuple[str, type]]:
-        """A copy of fx's stack, one for all nodes of one call: its last key names the call."""
-        last = next(reversed(self.module_stack))
-        if last != self._last_module[0]:
-            self._last_module = last, dict(self.module_stack)
-        return self._last_module[1]
 
     def create_arg(self, a: Any) -> Any:
         kind = type(a)
