@@ -108,16 +108,21 @@ with needed:
 backward_hooks_of: Final = operator.attrgetter("_backward_hooks")
 late_hooks_of: Final = operator.attrgetter("_post_accumulate_grad_hooks")
 
+#: The tensor that one is a view of, as autograd knows it.
+view_base: Final[Callable[[Tensor], Tensor | None]] = operator.attrgetter("_base")
+#: The values of a sparse COO tensor, coalesced or not; writing to them writes to it.
+sparse_values: Final[Callable[[Tensor], Tensor]] = operator.methodcaller("_values")
+#: Of torch's scaler: good steps since the scale last moved; what it knows of each optimizer since its last update.
+growth_tracker: Final[Callable[[GradScaler], Tensor | int]] = operator.methodcaller("_get_growth_tracker")
+scaler_states: Final[Callable[[GradScaler], dict[int, dict[str, Any]]]] = operator.attrgetter("_per_optimizer_states")
+#: The device mesh that one is a part of, or itself.
+root_mesh: Final[Callable[[Any], Any]] = operator.methodcaller("_get_root_mesh")
+
 _end_allocation: Final[Any] = (
     optional("torch._C:_cuda_endAllocateToPool", "a captured step that failed keeps its memory")
     if torch.version.cuda
     else None
 )
-
-
-def view_base(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of, as autograd knows it."""
-    return tensor._base
 
 
 def decomposition_of(op: Any) -> Callable[..., Any] | None:
@@ -135,11 +140,6 @@ def storage_key(tensor: Tensor) -> int:
 def sequence_number(node: Any = None) -> int:
     """The number of a node of autograd, by the order in which this thread made them; None: of the next one."""
     return _get_sequence_nr() if node is None else node._sequence_nr()
-
-
-def sparse_values(tensor: Tensor) -> Tensor:
-    """The values of a sparse COO tensor, coalesced or not; writing to them writes to it."""
-    return tensor._values()
 
 
 def run_before(edge: Any, number: int) -> None:
@@ -472,16 +472,6 @@ def has_scaled(scaler: GradScaler) -> bool:
 scale_names: Final = ("_scale", "_growth_tracker")
 
 
-def growth_tracker(scaler: GradScaler) -> Tensor | int:
-    """Good steps since the scale last moved."""
-    return scaler._get_growth_tracker()
-
-
-def scaler_states(scaler: GradScaler) -> dict[int, dict[str, Any]]:
-    """What a scaler knows of each optimizer since its last update."""
-    return scaler._per_optimizer_states
-
-
 def set_scaler_states(scaler: GradScaler, states: dict[int, dict[str, Any]]) -> None:
     """Set what ``scaler_states`` gives, of torch's own scaler."""
     scaler._per_optimizer_states = states
@@ -502,11 +492,6 @@ def ddp_runs() -> bool:
     """Whether the forward of a DistributedDataParallel runs."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     return parallel is not None and parallel.DistributedDataParallel._active_ddp_module is not None
-
-
-def root_mesh(mesh: Any) -> Any:
-    """The device mesh that this one is a part of, or itself."""
-    return mesh._get_root_mesh()
 
 
 def sharded_modules() -> list[nn.Module]:

@@ -65,8 +65,7 @@ class DynamicGraphs:
         self.watched = False
         self.net_notes: dict[str, str] = {}
         #: What runs the graphs: dynamo keeps what it was given for good, which knows them weakly.
-        self._programs: list[ArgumentProgram] = []
-        self._by_memory: list[ProgramsByMemory] = []
+        self._programs: list[ProgramsByMemory] = []
 
     def run(self, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the graphs for this call of a method of ``module``, which is in ``model``, capturing them if need be.
@@ -133,17 +132,10 @@ class DynamicGraphs:
         program = make(gm, inputs, any_memory=False)
         # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
         store, ran = weakref.ref(self._entry.conversion.store), self._ran
-        if program.memory is None:
-            self._programs.append(program)
-            kept = weakref.ref(program)
-            return lambda *arguments: kept().run(store(), arguments, ran)  # type: ignore[union-attr, arg-type]
-        self._by_memory.append(ProgramsByMemory(own_copy(gm), make, program))
-        programs = weakref.ref(self._by_memory[-1])
-
-        def run(*arguments: Any) -> Any:
-            return programs().serving(arguments).run(store(), arguments, ran)  # type: ignore[union-attr, arg-type]
-
-        return run
+        programs = ProgramsByMemory(None if program.memory is None else own_copy(gm), make, program)
+        self._programs.append(programs)
+        known = weakref.ref(programs)
+        return lambda *given: known().serving(given).run(store(), given, ran)  # type: ignore[union-attr, arg-type]
 
     def _argument_program(self, gm: GraphModule, inputs: Sequence[Any], any_memory: bool, part: str) -> ArgumentProgram:
         """Rewrite one graph for these arguments; ``any_memory``: for any, however they share memory."""

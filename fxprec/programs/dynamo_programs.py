@@ -29,7 +29,7 @@ _MOST: Final = 8
 _Picker = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ArgumentProgram:
     """A program, and where its arguments are among those that dynamo passes.
 
@@ -77,17 +77,17 @@ class ArgumentProgram:
 
 
 class ProgramsByMemory:
-    """The programs of a graph that writes to its arguments.
+    """The programs of a graph: one, or several where it writes to its arguments.
 
     Args:
-        gm: dynamo's graph, as it was before it was rewritten.
+        gm: dynamo's graph, as it was before it was rewritten; None: the first program serves all arguments.
         rewrite: makes the program for arguments, or for any arguments that share memory in whatever way.
         first: the program for the arguments that it was captured with.
     """
 
     def __init__(
         self,
-        gm: GraphModule,
+        gm: GraphModule | None,
         rewrite: Callable[[GraphModule, Sequence[Any], bool], ArgumentProgram],
         first: ArgumentProgram,
     ) -> None:
@@ -95,6 +95,8 @@ class ProgramsByMemory:
 
     def serving(self, arguments: tuple[Any, ...]) -> ArgumentProgram:
         """The program for arguments that share memory as these do."""
+        if self._gm is None:
+            return self._programs[0]
         found = next((each for each in self._programs if each.serves(arguments)), None)
         if found is not None:
             return found

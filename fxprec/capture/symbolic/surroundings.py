@@ -26,7 +26,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -120,17 +120,8 @@ def _content(cell: types.CellType) -> Any:
         return _MISSING
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Where the names of a function are looked up: its globals, and the closure cells that were there before."""
-
-    globals: dict[str, Any]
-    cells: Mapping[str, types.CellType]
-
-    @classmethod
-    def of(cls, function: types.FunctionType) -> _Names:
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        return cls(function.__globals__, dict(cells))
+def _cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 class Surroundings:
@@ -261,19 +252,18 @@ class Surroundings:
             self._stop_at(code, (), f"has a default that is {why}")
         for name, default in keywords.items():
             self._expect(f"the default {name} of {function.__qualname__}", keywords, name, default)
-        names = _Names.of(function)
-        self._code(code, names, names.cells)
+        self._code(code, function.__globals__, _cells_of(function))
 
     def _trusted_function(self, function: types.FunctionType) -> None:
         """Not followed, but for the user's function that a decorator of torch's holds, and for what was patched."""
-        names = _Names.of(function)
-        for cell in names.cells.values():
+        scope = function.__globals__
+        for cell in _cells_of(function).values():
             held = _content(cell)
             if isinstance(held, types.FunctionType) and not is_trusted(held):
                 self.look_at(held)
-        if names.globals.get("__name__", "").startswith("torch.nn.modules."):
+        if scope.get("__name__", "").startswith("torch.nn.modules."):
             for read in code_reads(function.__code__).reads:
-                owner = names.globals.get(read.name)
+                owner = scope.get(read.name)
                 if isinstance(owner, types.ModuleType) and len(read.chain) == 1:
                     self._patchable(owner, str(read.chain[0]))
 
@@ -285,15 +275,15 @@ class Surroundings:
             if not is_trusted(function):
                 self.look_at(function)
 
-    def _code(self, code: types.CodeType, names: _Names, outer: Mapping[str, types.CellType]) -> None:
-        """One code object; ``outer``: the cells of its closure that were there before the trace."""
-        key = id(code), id(names.globals), tuple(map(id, outer.values()))
+    def _code(self, code: types.CodeType, scope: dict[str, Any], outer: Mapping[str, types.CellType]) -> None:
+        """One code object; ``scope``: its globals; ``outer``: the cells of its closure that were there before."""
+        key = id(code), id(scope), tuple(map(id, outer.values()))
         if key in self._codes:
             return
         self._codes.add(key)
         found = code_reads(code)
         for read in found.reads:
-            if (why := self._read(read, names, outer)) is not None:
+            if (why := self._read(read, scope, outer)) is not None:
                 self._stop_at(code, read.offsets[-1:], f"reads {read}: {why}")
         for write in found.writes:
             if write.kind == "global" or write.name in outer:
@@ -307,7 +297,7 @@ class Surroundings:
         if (why := self._may_name(found.names.keys() | found.strings)) is not None:
             self._stop_at(code, (), f"may read {why}")
         for nested in found.nested:
-            self._code(nested, names, {name: outer[name] for name in nested.co_freevars if name in outer})
+            self._code(nested, scope, {name: outer[name] for name in nested.co_freevars if name in outer})
 
     def _may_name(self, names: Set[str]) -> str | None:
         """Traced code may read these attributes of any class that it gets hold of. Why it must not, or None."""
@@ -317,19 +307,19 @@ class Surroundings:
         reasons = [self._attributes(cls, new) for cls in (*self._classes,)] if new else ()
         return next(filter(None, reasons), None)
 
-    def _read(self, read: Read, names: _Names, outer: Mapping[str, types.CellType]) -> str | None:
+    def _read(self, read: Read, scope: dict[str, Any], outer: Mapping[str, types.CellType]) -> str | None:
         """Guard what this names. Why it cannot be guarded, or None."""
         if read.kind == "import":
-            return self._imported(read, names)
+            return self._imported(read, scope)
         if read.kind == "closure":
             if read.name not in outer:  # a variable of the traced function around
                 return None
             cell = outer[read.name]
             return self._root(f"the closure variable {read.name}", cell, "cell_contents", _content(cell), read)
-        if read.name in names.globals:
-            value = names.globals[read.name]
-            return self._root(f"the global {read.name}", names.globals, read.name, value, read)
-        self.absent.setdefault(id(names.globals), (names.globals, set()))[1].add(read.name)
+        if read.name in scope:
+            value = scope[read.name]
+            return self._root(f"the global {read.name}", scope, read.name, value, read)
+        self.absent.setdefault(id(scope), (scope, set()))[1].add(read.name)
         value = vars(builtins).get(read.name, _MISSING)
         if value is _MISSING:
             return None
@@ -344,8 +334,8 @@ class Surroundings:
             self._expect(label, scope, name, value)
         return why
 
-    def _imported(self, read: Read, names: _Names) -> str | None:
-        package = names.globals.get("__package__") or ""
+    def _imported(self, read: Read, scope: dict[str, Any]) -> str | None:
+        package = scope.get("__package__") or ""
         for name in (read.name, f"{package}.{read.name}" if read.name else package):
             module = sys.modules.get(name)
             if module is not None:
