@@ -164,15 +164,18 @@ class StaticGraphs:
     def add(self, names: tuple[str, ...], constants: Constants, entry: StaticEntry) -> list[Captured]:
         """Serve such calls by this graph from now on. Returns the graphs that made room for it."""
         known = self._of_names(names)
-        dropped = [gone for old in known[: len(known) >= _MOST] for gone in self.retire(old)]
+        dropped = self.retire(known[0]) if len(known) >= _MOST else []
         self._entries.setdefault((names, constants), []).insert(0, entry)
         return dropped
 
     def retire(self, entry: StaticEntry) -> list[Captured]:
         """No call is served by it any more. Returns its graph."""
-        for key, entries in [*self._entries.items()]:
-            if entry in entries:
-                self._entries[key] = [other for other in entries if other is not entry]
+        key: Any = entry.captured.key
+        left = [other for other in self._entries.get(key, ()) if other is not entry]
+        if left:
+            self._entries[key] = left
+        else:
+            self._entries.pop(key, None)
         return [entry.captured]
 
     def forget(self, captured: Captured) -> list[Captured]:
