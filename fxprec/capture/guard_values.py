@@ -75,7 +75,7 @@ def same(now: Any, then: Any) -> bool:
     object must be the very same.
     """
     if now is then:
-        return not is_container(now) or is_plain(now)
+        return type(now) is frozenset or not is_container(now) or is_plain(now)
     kind, was = type(now), type(then)
     if kind is was and kind in _MAPPINGS:
         return len(now) == len(then) and all(

@@ -42,7 +42,7 @@ def test_the_same_is_told_from_what_is_equal():
     ]
     for number, group in enumerate(groups):
         for value in group:
-            assert same(value, snapshot(group[0]))
+            assert same(value, snapshot(value)) and same(value, snapshot(group[0]))
             assert not any(same(value, other[0]) for other in groups[:number] + groups[number + 1 :]), value
 
 
