@@ -20,7 +20,8 @@ from fxprec.costs.files import cpu_flags, has_bfloat16_units
 from fxprec.errors import SlowDtypeWarning
 from fxprec.model.checks import check_module_overrides, refuse_unfit, settled_device
 from fxprec.model.method_names import named_methods
-from fxprec.model.module import attach, put_back
+from fxprec.model.module import attach
+from fxprec.model.swapped import put_back
 from fxprec.model.unscaled import handed_back, scales
 from fxprec.model.warm_up import warm_up
 from fxprec.passes.graph.annotations import Rule

@@ -7,14 +7,13 @@ dynamo, inductor and distributed is looked up when it is first used: importing f
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, FunctionType
-from typing import Any, Final, NamedTuple
+from types import CodeType, FrameType, FunctionType, SimpleNamespace
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,104 +24,9 @@ from torch.optim import Optimizer
 
 from fxprec.kernels.torch_internals import needed, optional
 
-__all__ = [
-    "CALLED_THROUGH",
-    "GUARDS_CLASSES",
-    "BatchNorm",
-    "FrameAction",
-    "NormBase",
-    "TorchDispatchMode",
-    "add_guard",
-    "amp_unscale_",
-    "amp_update_scale_",
-    "aten_foreach_copy_",
-    "aten_to_copy",
-    "backward_hooks_of",
-    "called_module",
-    "checkpoint_context",
-    "checks_of_input",
-    "compiled_standalone",
-    "cpp_compiler",
-    "current_autograd_node",
-    "ddp_runs",
-    "decomposition_of",
-    "disabled_for_dynamo",
-    "dispatch_mode_stack",
-    "dynamo_classes",
-    "dynamo_sees_torchs_own_call",
-    "end_allocation",
-    "flatten_dense_tensors",
-    "for_fx",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_norm",
-    "foreach_sub_",
-    "forget_tracer",
-    "fresh_states",
-    "function_apply",
-    "function_behind",
-    "fused_adam_",
-    "fused_adamw_",
-    "fused_sgd_",
-    "fx_tracer_file",
-    "global_hooks",
-    "grad_modes",
-    "growth_tracker",
-    "guard_class_attribute",
-    "guarded_value",
-    "has_scaled",
-    "hide_from_dynamo",
-    "input_check_of",
-    "is_compiled",
-    "is_module_call",
-    "is_view",
-    "is_wrapped_by_scheduler",
-    "late_hooks_of",
-    "negated",
-    "next_sequence_number",
-    "node_name_of",
-    "original_of_compiled",
-    "outlives_call",
-    "place_scale",
-    "raw_environment",
-    "reset_code",
-    "root_mesh",
-    "run_before",
-    "run_call",
-    "runs_code_of",
-    "scale_names",
-    "scaler_states",
-    "sequence_number",
-    "set_called",
-    "set_eval_frame",
-    "set_scaler_states",
-    "sharded_modules",
-    "shown_to_dynamo",
-    "skipped_by_dynamo",
-    "skipped_frame",
-    "sparse_values",
-    "step_hooks",
-    "storage_key",
-    "tables_of_weights",
-    "tag_activation_checkpoint",
-    "torch_dynamo",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_unflatten",
-    "treespec_dumps",
-    "treespec_loads",
-    "unflatten_dense_tensors",
-    "value_behind",
-    "view_base",
-    "was_called",
-    "wrap_inline",
-    "wrapped_functions",
-]
-
 with needed:
     from torch._C import _current_autograd_node as current_autograd_node  # the node that a backward runs; else None
-    from torch._C._autograd import _get_sequence_nr as next_sequence_number
+    from torch._C._autograd import _get_sequence_nr
     from torch._C._dynamo import eval_frame
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction  # .SKIP
     from torch._C._dynamo.eval_frame import (
@@ -190,7 +94,6 @@ with needed:
         (eval_frame, "set_code_exec_strategy"),
         (Graph, "_target_to_str"),
         (Tensor, "_base"),
-        (Tensor, "_is_view"),
         (Tensor, "_values"),
         (Tensor, "_backward_hooks"),
         (Tensor, "_post_accumulate_grad_hooks"),
@@ -205,19 +108,21 @@ with needed:
 backward_hooks_of: Final = operator.attrgetter("_backward_hooks")
 late_hooks_of: Final = operator.attrgetter("_post_accumulate_grad_hooks")
 
+#: The tensor that one is a view of, as autograd knows it.
+view_base: Final[Callable[[Tensor], Tensor | None]] = operator.attrgetter("_base")
+#: The values of a sparse COO tensor, coalesced or not; writing to them writes to it.
+sparse_values: Final[Callable[[Tensor], Tensor]] = operator.methodcaller("_values")
+#: Of torch's scaler: good steps since the scale last moved; what it knows of each optimizer since its last update.
+growth_tracker: Final[Callable[[GradScaler], Tensor | int]] = operator.methodcaller("_get_growth_tracker")
+scaler_states: Final[Callable[[GradScaler], dict[int, dict[str, Any]]]] = operator.attrgetter("_per_optimizer_states")
+#: The device mesh that one is a part of, or itself.
+root_mesh: Final[Callable[[Any], Any]] = operator.methodcaller("_get_root_mesh")
+
 _end_allocation: Final[Any] = (
     optional("torch._C:_cuda_endAllocateToPool", "a captured step that failed keeps its memory")
     if torch.version.cuda
     else None
 )
-
-
-# -- tensors and autograd ----------------------------------------------------------------------------------------------
-
-
-def view_base(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of, as autograd knows it."""
-    return tensor._base
 
 
 def decomposition_of(op: Any) -> Callable[..., Any] | None:
@@ -234,25 +139,12 @@ def storage_key(tensor: Tensor) -> int:
 
 def sequence_number(node: Any = None) -> int:
     """The number of a node of autograd, by the order in which this thread made them; None: of the next one."""
-    return next_sequence_number() if node is None else node._sequence_nr()
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Whether autograd knows it as a view of another tensor."""
-    return tensor._is_view()
-
-
-def sparse_values(tensor: Tensor) -> Tensor:
-    """The values of a sparse COO tensor, coalesced or not; writing to them writes to it."""
-    return tensor._values()
+    return _get_sequence_nr() if node is None else node._sequence_nr()
 
 
 def run_before(edge: Any, number: int) -> None:
     """Give a node of the backward this sequence number: the highest of those that are ready runs first."""
     edge._set_sequence_nr(number)
-
-
-# -- torch.fx ----------------------------------------------------------------------------------------------------------
 
 
 def wrapped_functions() -> tuple[Any, str, dict[Any, Any]]:
@@ -263,12 +155,6 @@ def wrapped_functions() -> tuple[Any, str, dict[Any, Any]]:
 def node_name_of(graph: Graph, name: str) -> str:
     """What a node that calls a function of this name is called after."""
     return graph._target_to_str(name)
-
-
-def runs_code_of(graph: Graph, code: CodeType) -> None:
-    """The Python code of the graph says in stack traces that it is the function with this code."""
-    fields = ("co_name", "co_filename", "co_firstlineno")
-    graph._co_fields = {name: getattr(code, name) for name in fields}
 
 
 def forget_tracer(graph: Graph) -> None:
@@ -299,9 +185,6 @@ def called_module(frame: FrameType) -> Any:
 def is_module_call(code: CodeType) -> bool:
     """Whether it is the code of torch's by which any module is called."""
     return code is nn.Module._wrapped_call_impl.__code__ or code is nn.Module._call_impl.__code__
-
-
-# -- dynamo and inductor -----------------------------------------------------------------------------------------------
 
 
 def torch_dynamo() -> Any:
@@ -384,25 +267,8 @@ def skipped_frame(why: str) -> Any:
     return ConvertFrameReturn(skip_reason=why) if tells else ConvertFrameReturn()
 
 
-class DynamoClasses(NamedTuple):
+def dynamo_classes() -> Any:
     """Classes of dynamo's that decide what it takes, and what it looks at before it uses a graph again."""
-
-    cached_function: Any  #: a call of a ``functools.lru_cache``: ``call_function``, ``wrapper_obj``
-    frame: Any  #: what traces a frame: ``replace_tos_if_return_is_generator``, and ``end``
-    end: str  #: its method for the end of a frame
-    generator: Any  #: a generator that a frame gives away: ``reconstruct``
-    inference_mode: Any  #: ``torch.inference_mode`` in a forward: ``create``
-    inliner: Any  #: ``build_inline_tracer``, for each function that is traced within a frame
-    random: Any  #: a ``random.Random``: ``is_supported_random_obj``
-    dictionary: Any  #: a dict: ``getitem_const_raise_exception_if_absent``, ``install_dict_contains_guard``
-    guards: Any  #: what makes the guards: ``EQUALS_MATCH`` of constants, ``TYPE_MATCH``
-    guard_module: Any  #: makes tensors of numpy's values to guard them: ``from_numpy``
-    user_class: Any  #: a class of the user's: ``call_function``, ``var_getattr``, ``value``
-    graph_break: Any  #: the error that breaks a graph
-
-
-def dynamo_classes() -> DynamoClasses:
-    """They are imported with dynamo."""
     with needed:
         from torch._dynamo import guards
         from torch._dynamo.exc import Unsupported
@@ -413,19 +279,19 @@ def dynamo_classes() -> DynamoClasses:
         from torch._dynamo.variables.functions import LocalGeneratorObjectVariable, WrapperUserFunctionVariable
         from torch._dynamo.variables.misc import RandomVariable
         from torch._dynamo.variables.user_defined import UserDefinedClassVariable
-    return DynamoClasses(
-        cached_function=WrapperUserFunctionVariable,
-        frame=InstructionTranslator,
-        end=InstructionTranslator._return.__name__,
-        generator=LocalGeneratorObjectVariable,
-        inference_mode=InferenceModeVariable,
-        inliner=InliningInstructionTranslator,
-        random=RandomVariable,
-        dictionary=ConstDictVariable,
-        guards=GuardBuilder,
-        guard_module=guards,
-        user_class=UserDefinedClassVariable,
-        graph_break=Unsupported,
+    return SimpleNamespace(
+        cached_function=WrapperUserFunctionVariable,  # a call of a functools.lru_cache: call_function, wrapper_obj
+        frame=InstructionTranslator,  # what traces a frame: replace_tos_if_return_is_generator, and what ``end`` names
+        end=InstructionTranslator._return.__name__,  # for the end of a frame
+        generator=LocalGeneratorObjectVariable,  # one that a frame gives away: reconstruct
+        inference_mode=InferenceModeVariable,  # torch.inference_mode in a forward: create
+        inliner=InliningInstructionTranslator,  # build_inline_tracer, for each function that is traced within a frame
+        random=RandomVariable,  # a random.Random: is_supported_random_obj
+        dictionary=ConstDictVariable,  # getitem_const_raise_exception_if_absent, install_dict_contains_guard
+        guards=GuardBuilder,  # what makes the guards: EQUALS_MATCH of constants, TYPE_MATCH
+        guard_module=guards,  # makes tensors of numpy's values to guard them: from_numpy
+        user_class=UserDefinedClassVariable,  # a class of the user's: call_function, var_getattr, value
+        graph_break=Unsupported,  # the error that breaks a graph
     )
 
 
@@ -568,9 +434,6 @@ def compiled_standalone(*args: Any, **kwargs: Any) -> Any:
     return standalone_compile(*args, **kwargs)
 
 
-# -- optimizers and scalers --------------------------------------------------------------------------------------------
-
-
 def is_wrapped_by_scheduler(step: Any) -> bool:
     """Whether a learning rate scheduler of torch's counts the calls of this ``step``."""
     return getattr(step, "_wrapped_by_lr_sched", False)
@@ -609,16 +472,6 @@ def has_scaled(scaler: GradScaler) -> bool:
 scale_names: Final = ("_scale", "_growth_tracker")
 
 
-def growth_tracker(scaler: GradScaler) -> Tensor | int:
-    """Good steps since the scale last moved."""
-    return scaler._get_growth_tracker()
-
-
-def scaler_states(scaler: GradScaler) -> dict[int, dict[str, Any]]:
-    """What a scaler knows of each optimizer since its last update."""
-    return scaler._per_optimizer_states
-
-
 def set_scaler_states(scaler: GradScaler, states: dict[int, dict[str, Any]]) -> None:
     """Set what ``scaler_states`` gives, of torch's own scaler."""
     scaler._per_optimizer_states = states
@@ -627,9 +480,6 @@ def set_scaler_states(scaler: GradScaler, states: dict[int, dict[str, Any]]) -> 
 def fresh_states() -> dict[int, dict[str, Any]]:
     """What ``scaler_states`` gives after an update."""
     return defaultdict(_refresh_per_optimizer_state)
-
-
-# -- devices and ranks -------------------------------------------------------------------------------------------------
 
 
 def end_allocation(device: int, pool: Any) -> None:
@@ -644,11 +494,6 @@ def ddp_runs() -> bool:
     return parallel is not None and parallel.DistributedDataParallel._active_ddp_module is not None
 
 
-def root_mesh(mesh: Any) -> Any:
-    """The device mesh that this one is a part of, or itself."""
-    return mesh._get_root_mesh()
-
-
 def sharded_modules() -> list[nn.Module]:
     """Every living module that ``fully_shard`` was applied to.
 
@@ -656,13 +501,8 @@ def sharded_modules() -> list[nn.Module]:
         ImportError: torch keeps them elsewhere.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not (states := _states_of_modules()):
+    if fsdp is None:
         return []
-    return [each for each in states if isinstance(each, fsdp.FSDPModule)]
-
-
-@functools.cache
-def _states_of_modules() -> Mapping[nn.Module, Any]:
     with needed:
-        from torch.distributed._composable_state import _module_state_mapping as states
-    return states
+        from torch.distributed._composable_state import _module_state_mapping
+    return [each for each in _module_state_mapping if isinstance(each, fsdp.FSDPModule)]

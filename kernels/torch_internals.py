@@ -15,26 +15,6 @@ import torch
 from torch import Tensor
 from torch.fx import _symbolic_trace
 
-__all__ = [
-    "MISSING",
-    "TESTED_TORCH",
-    "DispatchModeKey",
-    "FakeTensor",
-    "current_dispatch_mode",
-    "disable_current_modes",
-    "dispatch_modes",
-    "forward_ad_level",
-    "function_transform_level",
-    "is_fx_tracing",
-    "is_traceable_wrapper_subclass",
-    "jit_tracing_state",
-    "keeps_graph",
-    "needed",
-    "optional",
-    "set_jit_tracing_state",
-    "storage_owners",
-]
-
 #: The releases of torch that the tests were run with.
 TESTED_TORCH: Final = ("2.10.0", "2.11.0", "2.13.0", "2.14.1")
 

@@ -13,31 +13,6 @@ from torch.fx.graph import CodeGen
 
 from fxprec.kernels.torch_internals import needed, optional
 
-__all__ = [
-    "OF_GRAPH",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "LazyBase",
-    "OpOverload",
-    "OpOverloadPacket",
-    "autocast_key",
-    "builtin_nn",
-    "builtins_of_torch",
-    "codegen_of",
-    "custom_op_autocast",
-    "data_of",
-    "enter_autocast",
-    "enter_inference_mode",
-    "exit_autocast",
-    "exit_inference_mode",
-    "no_autocast",
-    "schema_of",
-    "set_grad_enabled",
-    "trace_again_by",
-    "tree_leaves",
-    "tree_map",
-]
-
 with needed:
     from torch._C import _DisableAutocast as no_autocast  # a context: no op is cast by torch
     from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket

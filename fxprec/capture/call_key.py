@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.guard_values import same
 
 #: The hashable part of a key: (name, value) pairs of the arguments that are no tensors.
 Constants = tuple[tuple[str, Hashable], ...]
@@ -136,6 +137,4 @@ def plain_constant(value: object) -> bool:
 
 def same_constant(value: object, other: object) -> bool:
     """Whether they are of one type and equal, signs of zeros too; a NaN is like another."""
-    if not plain_constant(value) or type(value) is not type(other):
-        return False
-    return value is other or repr(value) == repr(other) or _Typed(("", value)) == ("", other)  # type: ignore[arg-type]
+    return plain_constant(value) and same(value, other)

@@ -27,7 +27,7 @@ _CLOSURES: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_O
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _SUPER: Final = frozenset({"LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "LOAD_ZERO_SUPER_ATTR", "LOAD_ZERO_SUPER_METHOD"})
 _CONSTANTS: Final = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
-_WRITES: Final = {
+_WRITES: Final[dict[str, Literal["global", "closure"]]] = {
     "STORE_GLOBAL": "global",
     "DELETE_GLOBAL": "global",
     "STORE_DEREF": "closure",
@@ -47,7 +47,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """``name.attribute[key]``, at these offsets of the bytecode.
+    """``name.attribute[key]``, at these offsets of the bytecode; or a name that is bound or deleted there.
 
     ``kind``: where the name is looked up. An "import" within the function names a module, and what is imported from it.
     """
@@ -62,27 +62,18 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """``global name`` or ``nonlocal name`` that is bound or deleted at these offsets."""
-
-    kind: str
-    name: str
-    offsets: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class CodeReads:
     """See the module's docstring.
 
     Attributes:
-        reads, writes: in the order of the code.
+        reads, writes: in the order of the code; the latter of a ``global`` or ``nonlocal`` name.
         names: every attribute that is read of anything, with the offsets where.
         strings: the constants that may be names of attributes, as in ``getattr(cls, "scale")``.
         nested: code objects of the functions, lambdas, comprehensions and classes within.
     """
 
     reads: tuple[Read, ...]
-    writes: tuple[Write, ...]
+    writes: tuple[Read, ...]
     names: dict[str, tuple[int, ...]]
     strings: frozenset[str]
     nested: tuple[CodeType, ...]
@@ -92,7 +83,7 @@ class CodeReads:
 def code_reads(code: CodeType) -> CodeReads:
     """Search one code object (not those nested in it)."""
     reads: list[Read] = []
-    writes: list[Write] = []
+    writes: list[Read] = []
     names: dict[str, tuple[int, ...]] = {}
     free = frozenset(code.co_freevars)
     prefix: tuple[int, ...] = ()  # offsets of EXTENDED_ARG before an instruction: tracing may stop at either
@@ -133,7 +124,7 @@ def code_reads(code: CodeType) -> CodeReads:
             chain = Read("import", argument, (), offsets)
         elif kind in _WRITES:
             if _WRITES[kind] == "global" or argument in free:
-                writes.append(Write(_WRITES[kind], argument, offsets))
+                writes.append(Read(_WRITES[kind], argument, (), offsets))
     if chain is not None:
         reads.append(chain)
     nested = tuple(constant for constant in code.co_consts if isinstance(constant, CodeType))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any
 
 from fxprec.capture.guard_values import contents, is_container
+
+#: What people call a container; or tells that from what it holds now and what it held.
+_Label = str | Callable[[Any, Any], str]
 
 
 class Contents:
     """Shallow copies of containers; of what is in them, too, once it is added."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Any, Any, str]] = {}
+        self._kept: dict[int, tuple[Any, Any, _Label]] = {}
 
-    def add(self, container: Any, label: str = "") -> None:
-        """Note what a list, dict, set or deque holds now, or a class, and what the containers in it do."""
+    def add(self, container: Any, label: _Label = "") -> None:
+        """Note what a list, dict, set or deque holds now, or a class; ``label`` names it, or what became of it."""
         if id(container) in self._kept or isinstance(container, tuple | frozenset):
             return
         if isinstance(container, type):
@@ -24,7 +27,7 @@ class Contents:
         else:
             self._kept[id(container)] = container, container.copy(), label or f"a {type(container).__name__}"
 
-    def add_nested(self, container: Any, label: str) -> None:
+    def add_nested(self, container: Any, label: _Label) -> None:
         """``add``, with every container in it."""
         if id(container) in self._kept:
             return
@@ -37,13 +40,11 @@ class Contents:
         """Undo what was written; the name of the first thing written, or None."""
         written: str | None = None
         for container, saved, label in self._kept.values():
-            if isinstance(container, type):
-                if not unchanged(dict(vars(container)), saved):
-                    written = written or label
-                    _refill_class(container, saved)
-            elif not unchanged(container, saved):
-                written = written or label
-                refill(container, saved)
+            of_class = isinstance(container, type)
+            now = dict(vars(container)) if of_class else container
+            if not unchanged(now, saved):
+                written = written or (label if isinstance(label, str) else label(now, saved))
+                (_refill_class if of_class else refill)(container, saved)
         return written
 
 

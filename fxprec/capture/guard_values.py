@@ -75,7 +75,7 @@ def same(now: Any, then: Any) -> bool:
     object must be the very same.
     """
     if now is then:
-        return not is_container(now) or is_plain(now)
+        return type(now) is frozenset or not is_container(now) or is_plain(now)
     kind, was = type(now), type(then)
     if kind is was and kind in _MAPPINGS:
         return len(now) == len(then) and all(
@@ -89,7 +89,8 @@ def same(now: Any, then: Any) -> bool:
     if kind is complex:
         return same(now.real, then.real) and same(now.imag, then.imag)
     if kind in (set, frozenset):
-        return {(type(each), each) for each in now} == {(type(each), each) for each in then}
+        kept = {each: each for each in then}
+        return len(now) == len(then) and all(each in kept and same(each, kept[each]) for each in now)
     if kind in (tuple, list, deque, torch.Size) or _is_named_tuple(now):
         return len(now) == len(then) and all(map(same, now, then))
     return kind in PLAIN and kind is not object and now == then

@@ -7,7 +7,6 @@ asks for the graph. ``torch.fx`` calls such a module lazy: it writes its source 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
@@ -18,40 +17,21 @@ from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.exact_graph import LazyGraphModule, make_exact
 
 
-def without_code(root: nn.Module | dict[str, Any], graph: Graph, name: str = "GraphModule") -> GraphModule:
-    """``GraphModule(root, graph, name)``, which writes its source when it is needed."""
-    return LazyGraphModule(root, graph, name)
-
-
 def holding(tensors: Mapping[str, Tensor], graph: Graph, name: str) -> GraphModule:
-    """``without_code(tensors, graph, name)``, where fx would walk down from the top for every tensor.
+    """A graph module of this name that reads these tensors, and writes its source when it is needed.
 
     Parameters and modules are in the order of the mapping, at paths that a graph module can have.
     """
     gm = LazyGraphModule({}, Graph(), name)
-    modules: dict[str, nn.Module] = {"": gm}
     targets = {path: attribute_path(path) for path in tensors}
     for path, tensor in tensors.items():
-        owner, _, leaf = targets[path].rpartition(".")
-        module = modules.get(owner) or _made(modules, owner)
-        # Past register_parameter, which asks whether the module has such an attribute, and calls hooks of the user's.
-        kind = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
-        kind[leaf] = tensor  # type: ignore[assignment]
+        attach(gm, targets[path], tensor)
     for node in graph.find_nodes(op="get_attr", sort=False):
         path = str(node.target)
         if targets[path] != path:
             node.target, notes(node).path = targets[path], path
     gm.graph = graph
     return gm
-
-
-def _made(modules: dict[str, nn.Module], path: str) -> nn.Module:
-    """A new module at that path, those around it too."""
-    outer, _, name = path.rpartition(".")
-    around = modules.get(outer) or _made(modules, outer)
-    modules[path] = made = nn.Module()
-    around._modules[name] = made
-    return made
 
 
 def attach(root: nn.Module, path: str, value: Tensor) -> None:
@@ -61,6 +41,7 @@ def attach(root: nn.Module, path: str, value: Tensor) -> None:
         if part not in root._modules:
             root._modules[part] = nn.Module()
         root = root._modules[part]  # type: ignore[assignment]
+    # Past register_parameter, which asks whether the module has such an attribute, and calls hooks of the user's.
     kind = root._parameters if isinstance(value, nn.Parameter) else root._buffers
     kind[leaf] = value  # type: ignore[assignment]
 

@@ -20,9 +20,19 @@ _FRESH: Final = (dataclasses.MISSING, list, dict)
 _Parts = tuple[dict[Any, Any], dict[str, Any]]
 
 
-def restore_dtypes(output: Any, low: dtype) -> Any:
-    """Every tensor of the low dtype as FP32, in the container it came in; what is in two places stays one."""
-    return _restored(output, low, {})
+def restore_dtypes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]] | None = None) -> Any:
+    """Every tensor of the low dtype as FP32, in the container it came in; what is in two places stays one.
+
+    Args:
+        done: by id what was met so far, and what became of it.
+    """
+    if isinstance(value, Tensor) and value.dtype != low:
+        return value
+    done = {} if done is None else done
+    if id(value) not in done:
+        restored = _widened(value) if isinstance(value, Tensor) else _restored_container(value, low, done)
+        done[id(value)] = value, restored  # the value lives as long as its id is a key
+    return done[id(value)][1]
 
 
 def has_low_input(inputs: Any, low: dtype) -> bool:
@@ -78,15 +88,6 @@ def leaves_of(value: Any) -> Iterator[Any]:
                 yield from leaves_of(part)
 
 
-def _restored(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> Any:
-    if isinstance(value, Tensor) and value.dtype != low:
-        return value
-    if id(value) not in done:
-        restored = _widened(value) if isinstance(value, Tensor) else _restored_container(value, low, done)
-        done[id(value)] = value, restored  # the value lives as long as its id is a key
-    return done[id(value)][1]
-
-
 def _widened(value: Tensor) -> Tensor:
     """As FP32, in the mode that it was made in: of an inference tensor another one, with its gradient under no_grad."""
     with torch.inference_mode(value.is_inference()), torch.set_grad_enabled(not value.is_inference()):
@@ -96,7 +97,7 @@ def _widened(value: Tensor) -> Tensor:
 def _restored_container(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> Any:
     parts = parts_of(value)
     if parts is not None:
-        restored = tuple({key: _restored(part, low, done) for key, part in of.items()} for of in parts)
+        restored = tuple({key: restore_dtypes(part, low, done) for key, part in of.items()} for of in parts)
         same = all(new[key] is part for new, of in zip(restored, parts, strict=True) for key, part in of.items())
         return value if same else _remade(value, *restored)
     leaves, spec = tree_flatten(value)
@@ -104,7 +105,7 @@ def _restored_container(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]
         if hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | FunctionType | ModuleType):
             _restore_attributes(value, low, done)
         return value
-    restored = [_restored(leaf, low, done) for leaf in leaves]
+    restored = [restore_dtypes(leaf, low, done) for leaf in leaves]
     if all(new is old for new, old in zip(restored, leaves, strict=True)):
         return value
     return tree_unflatten(restored, spec)
@@ -114,7 +115,7 @@ def _restore_attributes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]
     """Of an object of which one cannot know how to make another: in place, where the original has FP32 too."""
     for name, part in [*vars(value).items()]:
         if isinstance(part, Tensor | tuple | list | dict):
-            restored = _restored(part, low, done)
+            restored = restore_dtypes(part, low, done)
             if restored is not part:
                 object.__setattr__(value, name, restored)
 
@@ -126,18 +127,14 @@ def parts_of(value: Any) -> _Parts | None:
     attributes = getattr(value, "__dict__", {})
     if isinstance(value, dict):
         return dict(value), attributes
-    if isinstance(value, list) or (isinstance(value, tuple) and not _is_struct_sequence(type(value))):
+    of_pytree = hasattr(type(value), "n_sequence_fields")  # torch.return_types and the like, which pytree knows
+    if isinstance(value, list) or (isinstance(value, tuple) and not of_pytree):
         return dict(enumerate(value)), attributes
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         held = {name: getattr(value, name) for name in names if name in attributes or _is_slot(type(value), name)}
         return {}, {**held, **attributes}
     return None
-
-
-def _is_struct_sequence(kind: type) -> bool:
-    """``torch.return_types`` and the like, which pytree knows."""
-    return hasattr(kind, "n_sequence_fields")
 
 
 def _is_slot(kind: type, name: str) -> bool:

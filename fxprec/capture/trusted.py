@@ -62,6 +62,11 @@ def is_stdlib(thing: Any) -> bool:
     return _module_of(thing).partition(".")[0] in sys.stdlib_module_names
 
 
+def is_library(thing: Any) -> bool:
+    """Whether it is of one of both."""
+    return is_torchs(thing) or is_stdlib(thing)
+
+
 def is_trusted(thing: Any) -> bool:
     """Whether a function, class or module may be used while tracing."""
     if id(thing) in _TORCH_STATE or id(thing) in _BUILTINS:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, Final, NoReturn
 
@@ -18,11 +17,11 @@ from torch.nn.parameter import is_lazy
 
 from fxprec.capture.call_key import Constants, call_key, default_key
 from fxprec.capture.collection import fewer_collections
+from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.dynamo import analysis as dynamo
 from fxprec.capture.locks import CAPTURING
 from fxprec.capture.pytrees import has_low_input, restore_dtypes
 from fxprec.capture.stepwise import is_stepwise, stepwise
-from fxprec.capture.symbolic.trace import CaptureDeclined
 from fxprec.capture.user_line import user_level
 from fxprec.errors import (
     CaptureError,
@@ -48,8 +47,8 @@ from fxprec.passes.fuse import region_names
 from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.call_form import CallForm, form_of_key
-from fxprec.programs.weights import Weights
 from fxprec.settings import Settings
+from fxprec.shadows import ShadowStore
 
 #: The attribute of a converted module that holds its conversion.
 STATE: Final = "_fxprec"
@@ -80,8 +79,7 @@ class Conversion:
         self.module = weakref.ref(module)
         self.original_class = type(module)
         self.name = self.original_class.__name__
-        self.weights = Weights(settings.dtype)
-        self.store = self.weights.store
+        self.store = ShadowStore(settings.dtype)
         self.wrappers = Wrappers()
         own = weakref.ref(self)  # which owns the reminders
         self.reminders = Reminders(
@@ -90,7 +88,6 @@ class Conversion:
         self._numbers = itertools.count()
         self._gone: list[int] = []
         self.methods = {name: self.entry_point(name) for name in ("forward", *settings.methods)}
-        self._functions: dict[int, weakref.ref[Any]] = {}
         self.calls = 0
         self.bypassed = 0
         self.frozen = frozen
@@ -103,14 +100,11 @@ class Conversion:
 
     def entry_point(self, name: str) -> EntryPoint:
         """A new one, which nobody knows yet."""
-        return EntryPoint(
-            self.settings, self.weights, MethodName.parse(name), next(self._numbers), self.net_context, self.wrappers
-        )
+        return EntryPoint(self, MethodName.parse(name), next(self._numbers))
 
     def forget_with(self, function: Callable[..., Any], entry: EntryPoint) -> None:
         """Forget the graphs of a function that was set on an instance when nobody can call it any more."""
-        gone, number = self._gone, entry.number
-        self._functions[number] = weakref.ref(function, lambda _: gone.append(number))
+        weakref.finalize(function, self._gone.append, entry.number).atexit = False
 
     def entries(self) -> list[EntryPoint]:
         """What calls of the methods run, in the order of ``methods``."""
@@ -127,15 +121,6 @@ class Conversion:
         self.net: dict[str, str] = {}
         self.declined: list[str] = []
         self.captures = 0
-        #: The slot of a weight that tells whether the model became low: most often it did not.
-        self._witness: tuple[Mapping[str, Any], str] = {}, ""
-
-    @property
-    def signature(self) -> inspect.Signature:
-        """That of the original forward, without self."""
-        return self.method("forward").signature
-
-    # -- calling ---------------------------------------------------------------------------------------------------
 
     def __call__(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a method of ``module`` runs."""
@@ -163,7 +148,7 @@ class Conversion:
         if entry.code_changed:
             entry.start_over()
             self._drop(self._captured_of(entry))
-        self.weights.begin(model)
+        self.store.begin(model)
         self.calls += 1
         output = self._run(entry, model, module, args, kwargs)
         self.check_policy(model)
@@ -200,7 +185,7 @@ class Conversion:
                 self._refuse_if_symbolic(entry, reason)
             else:
                 try:
-                    return found.run(self.weights, tensors)
+                    return found.run(self.store, tensors)
                 except OtherDtypes:
                     self._drop(static.retire(found))
                 return self._run(entry, model, module, args, kwargs)
@@ -256,28 +241,13 @@ class Conversion:
         """Whether its weights are all low since ``model.half()`` or the like: a model that convert would refuse."""
         if self.frozen is not None or self.settings.policy.lowers_parameters:
             return False
-        low = (torch.float16, torch.bfloat16)
-        held, name = self._witness
-        weight = held.get(name)
-        if weight is not None and weight.dtype not in low:  # as at nearly every call: one is asked, not all
-            return False
-        self._witness = next(
-            (
-                (module._parameters, name)
-                for module in model.modules()
-                for name, p in module._parameters.items()
-                if p is not None and p.is_floating_point()
-            ),
-            self._witness,
-        )
-        dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
-        return bool(dtypes) and all(dtype in low for dtype in dtypes)
+        weights = (parameter for parameter in model.parameters() if parameter.is_floating_point())
+        are_low = (weight.dtype in (torch.float16, torch.bfloat16) for weight in weights)
+        return next(are_low, False) and all(are_low)  # mostly the first one is not
 
     def _run_low(self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.in_net(entry.whole, "its weights are low themselves by now: it runs in their dtype, as it stands")
         return entry.unbound(entry.stand_in(module), *args, **kwargs)
-
-    # -- the net ---------------------------------------------------------------------------------------------------
 
     def run_in_net(
         self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: str
@@ -309,8 +279,6 @@ class Conversion:
             return value if as_it_comes else restore_dtypes(value, self.settings.dtype)
 
         return stepwise(restore(output), self.net_context, restore)
-
-    # -- capture ---------------------------------------------------------------------------------------------------
 
     def _trace(
         self,
@@ -382,7 +350,6 @@ class Conversion:
         """Forget the graphs of functions that nobody can call any more."""
         while self._gone:
             number = self._gone.pop()
-            self._functions.pop(number, None)
             self.captured = [captured for captured in self.captured if captured.entry != number]
 
     def remind(self, model: nn.Module) -> None:
@@ -417,11 +384,8 @@ class Conversion:
     def capture_now(self, model: nn.Module) -> None:
         """Capture each method statically for the call that one expects, if it can be: others take a call."""
         for entry in self.entries():
-            self._capture_expected(entry, model)
-
-    def _capture_expected(self, entry: EntryPoint, model: nn.Module) -> None:
-        if not self._captured_of(entry):
-            self._capture_alike(entry, model, None)
+            if not self._captured_of(entry):
+                self._capture_alike(entry, model, None)
 
     def _capture_alike(self, entry: EntryPoint, model: nn.Module, other: Captured | None) -> None:
         """Capture a method statically as it is now, for calls like those that another graph is for."""
@@ -541,8 +505,6 @@ class Conversion:
         low = {id(tensors.get(name)) for captured in self.captured for name in captured.program.low}
         plain = {id(tensors.get(name)) for captured in self.captured for name in captured.program.plain}
         return [name for name, value in module.named_parameters() if id(value) in low - plain]
-
-    # -- refusals --------------------------------------------------------------------------------------------------
 
     def check_policy(self, module: nn.Module) -> None:
         """Once every method has graphs, or was called: raise PolicyError if an override matched nothing in any."""

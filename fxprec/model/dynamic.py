@@ -13,7 +13,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.fx import GraphModule
@@ -26,14 +26,14 @@ from fxprec.capture.locks import CAPTURING
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import rewrite
-from fxprec.model.method_names import MethodName
-from fxprec.model.wrappers import Wrappers
 from fxprec.programs.calls import Calls, Ran
 from fxprec.programs.dynamo_programs import ArgumentProgram, ProgramsByMemory
+from fxprec.programs.first_call import form_of_call
 from fxprec.programs.memory import mark_all_shared, mark_shared
 from fxprec.programs.program import Program
-from fxprec.programs.weights import Weights
-from fxprec.settings import Settings
+
+if TYPE_CHECKING:
+    from fxprec.model.entry_point import EntryPoint
 
 
 class LeftToNet(Exception):
@@ -44,13 +44,7 @@ class DynamicGraphs:
     """Dynamic capture of one method.
 
     Args:
-        settings: those of the conversion.
-        weights: where the graphs read low weights.
-        name: of the method.
-        net: makes the context in which everything outside of the graphs runs.
-        wrappers: what the captures see through.
-        original: gives the untouched method, as a function whose first argument is the module.
-        signature: gives its signature, without self.
+        entry: of which: it owns this.
 
     Attributes:
         seeing_through: makes the context of a compilation.
@@ -59,32 +53,19 @@ class DynamicGraphs:
         net_notes: 'where' -> 'why' of what runs outside of them, likewise.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        weights: Weights,
-        name: MethodName,
-        net: Callable[[], contextlib.AbstractContextManager[Any]],
-        wrappers: Wrappers,
-        original: Callable[[], Callable[..., Any]],
-        signature: Callable[[], inspect.Signature],
-    ) -> None:
-        self._settings, self._weights, self._net, self._original = settings, weights, net, original
-        self._signature = signature
-        self._name = name
-        self.seeing_through = wrappers.compiled
+    def __init__(self, entry: EntryPoint) -> None:
+        self._entry = entry
+        self.seeing_through = entry.conversion.wrappers.compiled
         self._capture: dynamo.DynamoCapture | None = None
         self._under_net = True
         self._model: weakref.ref[nn.Module] | None = None
-        self._owner: weakref.ref[nn.Module] | None = None
         self._ties: Ties | None = None
         self.found: list[tuple[GraphModule, Program, bool, Calls]] = []
         self._ran = Ran()
         self.watched = False
         self.net_notes: dict[str, str] = {}
         #: What runs the graphs: dynamo keeps what it was given for good, which knows them weakly.
-        self._programs: list[ArgumentProgram] = []
-        self._by_memory: list[ProgramsByMemory] = []
+        self._programs: list[ProgramsByMemory] = []
 
     def run(self, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the graphs for this call of a method of ``module``, which is in ``model``, capturing them if need be.
@@ -95,16 +76,26 @@ class DynamicGraphs:
         capture = self._capture
         if capture is None:
             with CAPTURING:
-                self._model, self._owner = weakref.ref(model), weakref.ref(module)
+                self._model = weakref.ref(model)
                 self._ties = self._ties or Ties(slots_of(model))
-                capture = self._capture = self._capture or dynamo.DynamoCapture(self._original(), self)
+                capture = self._capture = self._capture or dynamo.DynamoCapture(self._entry.unbound, self)
         with self._ran.noted() as ran:
             output = self._run(capture, model, module, args, kwargs)
             for calls, inputs, results in ran:
                 calls.note_mode(module, self.watched)
                 if not calls.looked_at:
-                    named = next(iter(inspect.signature(self._original()).parameters), ""), module
-                    calls.look(model, named, self._signature(), (args, kwargs), inputs, results, output)
+                    named = next(iter(inspect.signature(self._entry.unbound).parameters), ""), module
+                    form_of = functools.partial(
+                        form_of_call,
+                        model=model,
+                        owner=named,
+                        signature=self._entry.signature,
+                        call=(args, kwargs),
+                        inputs=inputs,
+                        results=results,
+                        output=output,
+                    )
+                    calls.look(form_of)
         return output
 
     def _run(
@@ -118,8 +109,8 @@ class DynamicGraphs:
         try:
             with contextlib.ExitStack() as stack:
                 if self._under_net:
-                    stack.enter_context(self._net())
-                if self._weights.come_and_go:
+                    stack.enter_context(self._entry.conversion.net_context())
+                if self._entry.conversion.store.come_and_go:
                     stack.enter_context(frames_of_shards(model))
                 return capture.call(module, *args, **kwargs)
         except RuntimeError as error:
@@ -133,38 +124,31 @@ class DynamicGraphs:
 
     def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
-        found = function_of_low_dtypes(gm, self._settings.dtype) if self._under_net else None
+        found = function_of_low_dtypes(gm, self._entry.conversion.settings.dtype) if self._under_net else None
         if found is not None:
             self.in_net(*found)
             return gm.forward
         make = functools.partial(self._argument_program, part=part)
         program = make(gm, inputs, any_memory=False)
         # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.
-        weights, ran = weakref.ref(self._weights), self._ran
-        if program.memory is None:
-            self._programs.append(program)
-            kept = weakref.ref(program)
-            return lambda *arguments: kept().run(weights(), arguments, ran)  # type: ignore[union-attr, arg-type]
-        self._by_memory.append(ProgramsByMemory(own_copy(gm), make, program))
-        programs = weakref.ref(self._by_memory[-1])
-
-        def run(*arguments: Any) -> Any:
-            return programs().serving(arguments).run(weights(), arguments, ran)  # type: ignore[union-attr, arg-type]
-
-        return run
+        store, ran = weakref.ref(self._entry.conversion.store), self._ran
+        programs = ProgramsByMemory(None if program.memory is None else own_copy(gm), make, program)
+        self._programs.append(programs)
+        known = weakref.ref(programs)
+        return lambda *given: known().serving(given).run(store(), given, ran)  # type: ignore[union-attr, arg-type]
 
     def _argument_program(self, gm: GraphModule, inputs: Sequence[Any], any_memory: bool, part: str) -> ArgumentProgram:
         """Rewrite one graph for these arguments; ``any_memory``: for any, however they share memory."""
-        model, module = self._model and self._model(), self._owner and self._owner()
+        model, module = self._model and self._model(), self._entry.owner()
         assert model is not None and module is not None  # they run this very call
-        gm, arguments = own_graph(gm, inputs, model, self._name.path)
+        gm, arguments = own_graph(gm, inputs, model, self._entry.name.path)
         calls = Calls.of(gm, part)
         if any_memory:
             mark_all_shared(gm)
         else:
             placeholders = gm.graph.find_nodes(op="placeholder")
             mark_shared(gm, dict(zip(placeholders, [inputs[i] for i in arguments.inputs], strict=True)))
-        program = rewrite(gm, self._settings)
+        program = rewrite(gm, self._entry.conversion.settings)
         self.found.append((gm, program, module.training, calls))
         return ArgumentProgram.of(program, arguments, inputs, any_memory, calls)
 
@@ -194,7 +178,7 @@ class DynamicGraphs:
 
     def _without_net(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What eager autocast itself cannot run (mixed dtypes in scatter_add) is captured whole, with autocast off."""
-        capture = dynamo.DynamoCapture(self._original(), self, fullgraph=True)
+        capture = dynamo.DynamoCapture(self._entry.unbound, self, fullgraph=True)
         found, notes = [*self.found], {**self.net_notes}
         try:
             output = capture.call(module, *args, **kwargs)

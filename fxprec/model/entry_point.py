@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import weakref
 from collections.abc import Callable
 from operator import attrgetter, is_
 from types import FunctionType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
@@ -20,9 +19,9 @@ from fxprec.model.method_names import MethodName
 from fxprec.model.module_hooks import HooksSeen
 from fxprec.model.static import StaticGraphs
 from fxprec.model.twins import asks_for_class, twin_of
-from fxprec.model.wrappers import Wrappers
-from fxprec.programs.weights import Weights
-from fxprec.settings import Settings
+
+if TYPE_CHECKING:
+    from fxprec.model.conversion import Conversion
 
 #: How often what dynamo captured may be out of date, before the net serves: each costs a capture.
 MOST_RESTARTS: Final = 8
@@ -36,11 +35,9 @@ class EntryPoint:
     """What a converted model runs in the place of one of its methods.
 
     Args:
-        settings, weights: those of the conversion.
+        conversion: of the model.
         name: of the method.
         number: tells it from others of that name.
-        net: makes the context for what runs outside of the graphs.
-        wrappers: what captures see through.
 
     Attributes:
         owner: weakly, the module that has the method: the model or a submodule; None before it was adopted.
@@ -53,24 +50,16 @@ class EntryPoint:
         new: it may be there for one call only, and did not have it yet.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        weights: Weights,
-        name: MethodName,
-        number: int,
-        net: Callable[[], contextlib.AbstractContextManager[Any]],
-        wrappers: Wrappers,
-    ) -> None:
+    def __init__(self, conversion: Conversion, name: MethodName, number: int) -> None:
+        self.conversion = conversion
         self.name = name
         self.key = str(name)
         self.number = number
-        self.owner: Callable[[], nn.Module | None] = _nobody
+        self.owner: Callable[[], nn.Module | None] = lambda: None
         self.original_class: type[nn.Module] = nn.Module
         self.of_instance: Callable[..., Any] | None = None
         self.called = self.new = False
         self.restarts = 0
-        self._settings, self._weights, self._net, self._wrappers = settings, weights, net, wrappers
         self.start_over()
 
     def adopt(self, owner: nn.Module, of_instance: Callable[..., Any] | None = None) -> None:
@@ -80,30 +69,21 @@ class EntryPoint:
 
     def start_over(self) -> None:
         """Forget every capture: the code is another one now."""
-        self.static = StaticGraphs(self._settings.capture)
+        self.static = StaticGraphs(self.conversion.settings.capture)
         self.declined: list[str] = []
         self._twin: nn.Module | None = None
         self.start_dynamic_over()
         self._function = getattr(self.original_class, self.name.name, None)
         self._defined = defined_method(self.original_class, self.name.name)
         self._code = _parts_of(self._function)
-        self.__dict__.pop("signature", None)
-        self.__dict__.pop("steps", None)
-        self.__dict__.pop("_asks_for_class", None)
+        for name in ("signature", "steps", "_asks_for_class"):
+            self.__dict__.pop(name, None)
 
     def start_dynamic_over(self) -> None:
         """Forget what dynamo captured."""
         self.hooks = HooksSeen()
         self.outside: set[str] = set()
-        self.dynamic = DynamicGraphs(
-            self._settings,
-            self._weights,
-            self.name,
-            self._net,
-            self._wrappers,
-            lambda: self.unbound,
-            lambda: self.signature,
-        )
+        self.dynamic = DynamicGraphs(self)
 
     def stand_in(self, module: nn.Module) -> nn.Module:
         """What the untouched method runs on: ``module``, or a twin where it may ask for the class."""
@@ -182,7 +162,3 @@ def _parts_of(function: Any) -> tuple[Any, ...]:
 def entry_of(function: Any) -> EntryPoint | None:
     """The entry point of a function that stands on an instance for one that was set there."""
     return marked(function, ENTRY)
-
-
-def _nobody() -> None:
-    return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from torch import nn
 from torch.fx import GraphModule
@@ -30,9 +29,6 @@ class MethodName:
         """The inverse of ``str``."""
         path, _, name = text.rpartition(".")
         return cls(path, name)
-
-
-FORWARD: Final = MethodName("", "forward")
 
 
 def named_methods(model: nn.Module, methods: Sequence[str]) -> tuple[str, ...]:

@@ -18,12 +18,10 @@ from fxprec.capture.originals import original_class
 from fxprec.errors import ConversionError, FxprecError
 from fxprec.model.captured import Captured
 from fxprec.model.conversion import STATE, Conversion
-from fxprec.model.swapped import Swapped, as_original, follow_all, portable, put_back, swap_class, swap_hosts, take_off
+from fxprec.model.swapped import Swapped, as_original, follow_all, portable, swap_class, swap_hosts, take_off
 from fxprec.model.unscaled import expect_scaling
 from fxprec.programs.graph_modules import made_presentable
 from fxprec.settings import Settings
-
-__all__ = ["attach", "conversion_of", "graph_module", "graphs", "is_converted", "original", "put_back", "revert"]
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 

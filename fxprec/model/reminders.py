@@ -36,26 +36,20 @@ _LOWERED: Final = (
 _OF_MODULES: Final = frozenset(dir(nn.Module))
 
 
-class _Left:
-    """What says, once, that a part of a model which is gone runs in FP32.
+def _of_what_is_left(name: str, device: str) -> Callable[[nn.Module], None]:
+    """What says, once, that a part of a model which is gone, of a class of this name, runs in FP32."""
+    given = threading.Lock()
 
-    Args:
-        name: the class of the model.
-        device: where torch.autocast would lower.
-    """
-
-    def __init__(self, name: str, device: str) -> None:
-        self._name, self._device = name, device
-        self._given = threading.Lock()
-
-    def __call__(self, module: nn.Module) -> None:
-        if self._given.locked() or not _runs_full(module, self._device) or not self._given.acquire(blocking=False):
+    def remind(module: nn.Module) -> None:
+        if given.locked() or not _runs_full(module, device) or not given.acquire(blocking=False):
             return
         text = (
-            f"a {type(module).__name__} that was lowered as a part of a converted {self._name} runs in FP32: that "
-            f"{self._name} is gone, and its conversion with it. Convert what remains: fxprec.convert(model). Said once"
+            f"a {type(module).__name__} that was lowered as a part of a converted {name} runs in FP32: that "
+            f"{name} is gone, and its conversion with it. Convert what remains: fxprec.convert(model). Said once"
         )
         warnings.warn(text, category=NotLoweredWarning, stacklevel=user_level())
+
+    return remind
 
 
 class Reminders:
@@ -73,7 +67,7 @@ class Reminders:
         self._name, self._device, self._methods, self._meant = type(model).__name__, device, frozenset(methods), meant
         self._covered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._given = threading.Lock()  # taken for good by the thread that warns
-        self._left = _Left(self._name, device)
+        self._left = _of_what_is_left(self._name, device)
 
     def replace_outlived(self) -> None:
         """Take those of conversions that are gone away from the model: it is converted now."""

@@ -13,22 +13,22 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-#: A module of 0.1, and in which modules its names stand now.
+#: A module of 0.1, and in which module its names stand now.
 _MOVED: Final = {
-    "fxprec.graph_calls": ("fxprec.programs.graph_calls",),
-    "fxprec.kernels.kernel_op": ("fxprec.kernels.launch.kernel_op",),
-    "fxprec.kernels.rows.region": ("fxprec.kernels.rows.run.region",),
-    "fxprec.loss_scaler": ("fxprec.scaling.loss_scaler",),
-    "fxprec.module": ("fxprec.model.module",),
-    "fxprec.passes.casts": ("fxprec.passes.graph.casts",),
-    "fxprec.passes.device_costs": ("fxprec.passes.costs.device_costs",),
-    "fxprec.passes.fusion.rotary": ("fxprec.passes.canonical.rotary",),
-    "fxprec.passes.exact_graph": ("fxprec.passes.graph.exact_graph",),
-    "fxprec.passes.ir": ("fxprec.passes.graph.annotations",),
-    "fxprec.passes.policy_terms": ("fxprec.passes.policy.terms",),
-    "fxprec.passes.saved_graph": ("fxprec.passes.graph.saved_graph",),
-    "fxprec.program": ("fxprec.programs.program",),
-    "fxprec.reminders": ("fxprec.capture.reminder",),
+    "fxprec.graph_calls": "fxprec.programs.graph_calls",
+    "fxprec.kernels.kernel_op": "fxprec.kernels.launch.kernel_op",
+    "fxprec.kernels.rows.region": "fxprec.kernels.rows.run.region",
+    "fxprec.loss_scaler": "fxprec.scaling.loss_scaler",
+    "fxprec.module": "fxprec.model.module",
+    "fxprec.passes.casts": "fxprec.passes.graph.casts",
+    "fxprec.passes.device_costs": "fxprec.passes.costs.device_costs",
+    "fxprec.passes.fusion.rotary": "fxprec.passes.canonical.rotary",
+    "fxprec.passes.exact_graph": "fxprec.passes.graph.exact_graph",
+    "fxprec.passes.ir": "fxprec.passes.graph.annotations",
+    "fxprec.passes.policy_terms": "fxprec.passes.policy.terms",
+    "fxprec.passes.saved_graph": "fxprec.passes.graph.saved_graph",
+    "fxprec.program": "fxprec.programs.program",
+    "fxprec.reminders": "fxprec.capture.reminder",
 }
 
 
@@ -46,9 +46,9 @@ class SavedNames:
         """Its names are looked up when they are asked for."""
 
         def __getattr__(name: str) -> Any:
-            for home in map(importlib.import_module, _MOVED[module.__name__]):
-                if name in vars(home):
-                    return vars(home)[name]
+            home = importlib.import_module(_MOVED[module.__name__])
+            if name in vars(home):
+                return vars(home)[name]
             raise AttributeError(f"module {module.__name__!r} of fxprec 0.1 has no {name!r} in this version")
 
         vars(module)["__getattr__"] = __getattr__

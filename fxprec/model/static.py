@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 from fxprec.capture.call_key import Constants
-from fxprec.capture.symbolic.trace import CaptureDeclined, StaticCapture, trace_static
+from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.symbolic.trace import StaticCapture, trace_static
 from fxprec.model.captured import Captured
 from fxprec.programs.memory import SharedMemory, constants_of, mark_shared
 from fxprec.programs.shapes import propagate_shapes
-from fxprec.programs.weights import Weights
+from fxprec.shadows import ShadowStore
 
 #: Input dtypes for which a graph captured without inputs is right as it stands: its run-time tests tell them apart.
 _ASSUMED: Final = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
@@ -30,6 +31,9 @@ _MOST: Final = 64
 #: Where tensors are read from at each call: the dicts of their modules, and their names there.
 _Places = tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
 
+
+#: Names of the arguments that are tensors, and the constants that the others are.
+_Key = tuple[tuple[str, ...], Constants]
 
 _dtype_of: Final = attrgetter("dtype")
 
@@ -84,7 +88,7 @@ class StaticEntry:
         # The guards know now that every weight is in its place.
         return tensors is None or self.memory is None or self.memory.holds([*map(getitem, *self.watched)], tensors)
 
-    def run(self, weights: Weights, tensors: tuple[Tensor, ...]) -> Any:
+    def run(self, store: ShadowStore, tensors: tuple[Tensor, ...]) -> Any:
         """Run the program on the weights as they are now.
 
         Raises:
@@ -94,17 +98,17 @@ class StaticEntry:
         if [*map(_dtype_of, plain)] != self.plain_dtypes:
             raise OtherDtypes
         given = [*map(getitem, *self.low)]
-        looked = weights.store.looked
-        low = weights.read(given)
+        looked = store.looked
+        low = store.read(given)
         # A weight of another dtype is in other memory, which the store looks at closely.
-        if looked != weights.store.looked and [*map(_dtype_of, given)] != self.low_dtypes:
+        if looked != store.looked and [*map(_dtype_of, given)] != self.low_dtypes:
             raise OtherDtypes
         program = self.captured.program
         try:
             return program.function(*low, *plain, *tensors)
         finally:
             if program.writes_weights:
-                weights.store.mark_stale()
+                store.mark_stale()
 
 
 class StaticGraphs:
@@ -117,32 +121,27 @@ class StaticGraphs:
     def __init__(self, capture: str) -> None:
         self._symbolic = capture == "symbolic"
         self.allowed = capture != "dynamo"
-        self._entries: dict[tuple[str, ...], dict[Constants, list[StaticEntry]]] = {}
+        self._entries: dict[_Key, list[StaticEntry]] = {}
 
     def find(
         self, names: tuple[str, ...], constants: Constants, tensors: tuple[Tensor, ...] | None
     ) -> StaticEntry | None:
         """The graph that serves a call, if there is one."""
-        of_names = self._entries.get(names)
-        if of_names is not None:
-            for entry in of_names.get(constants, ()):
-                if entry.serves(tensors):
-                    return entry
-        return None
+        return next((entry for entry in self._entries.get((names, constants), ()) if entry.serves(tensors)), None)
 
     def trace(
         self,
-        traced: nn.Module | Callable[..., Any],
+        traced: nn.Module,
         names: tuple[str, ...],
         constants: Constants,
         tensors: tuple[Tensor, ...] | None,
-        method: Callable[..., Any] | None = None,
-        path: str = "",
+        method: Callable[..., Any],
+        path: str,
     ) -> StaticCapture:
         """Trace for a call that no graph serves.
 
         Args:
-            traced: the original module, or a function.
+            traced: the original module.
             names: the arguments that are tensors.
             constants: names and values of the others.
             tensors: the tensors of the call; None where there is no call yet.
@@ -151,10 +150,9 @@ class StaticGraphs:
         Raises:
             CaptureDeclined: there can be no graph; nothing was run.
         """
-        of_names = self._entries.get(names, {})
-        known = len(_all(of_names))
-        if known >= _ENOUGH and not self._symbolic:
-            raise CaptureDeclined(f"{known} graphs, and again {_what_changed(of_names, names, constants)}")
+        known = self._of_names(names)
+        if len(known) >= _ENOUGH and not self._symbolic:
+            raise CaptureDeclined(f"{len(known)} graphs, and again {self._what_changed(names, constants)}")
         get_overridable_functions()  # torch caches them for good: not while they are patched for a trace
         capture = trace_static(traced, names, dict(constants), method, path)
         if tensors is not None:
@@ -165,56 +163,49 @@ class StaticGraphs:
 
     def add(self, names: tuple[str, ...], constants: Constants, entry: StaticEntry) -> list[Captured]:
         """Serve such calls by this graph from now on. Returns the graphs that made room for it."""
-        of_names = self._entries.setdefault(names, {})
-        known = _all(of_names)
-        dropped = known[:1] if len(known) >= _MOST else []
-        for old in dropped:
-            self._forget(of_names, old)
-        of_names.setdefault(constants, []).insert(0, entry)
-        return [old.captured for old in dropped]
+        known = self._of_names(names)
+        dropped = self.retire(known[0]) if len(known) >= _MOST else []
+        self._entries.setdefault((names, constants), []).insert(0, entry)
+        return dropped
 
     def retire(self, entry: StaticEntry) -> list[Captured]:
         """No call is served by it any more. Returns its graph."""
-        for of_names in self._entries.values():
-            self._forget(of_names, entry)
+        key: Any = entry.captured.key
+        left = [other for other in self._entries.get(key, ()) if other is not entry]
+        if left:
+            self._entries[key] = left
+        else:
+            self._entries.pop(key, None)
         return [entry.captured]
 
     def forget(self, captured: Captured) -> list[Captured]:
         """No call is served by this graph any more, if it is one of these. Returns it."""
-        for of_names in self._entries.values():
-            for entry in _all(of_names):
-                if entry.captured is captured:
-                    return self.retire(entry)
-        return []
+        return [gone for entry in self._all() if entry.captured is captured for gone in self.retire(entry)]
 
     def give_up(self) -> list[Captured]:
         """From now on dynamo serves. Returns the graphs that no call reaches any more."""
         if self._symbolic:
             return []
-        dropped = [entry.captured for of_names in self._entries.values() for entry in _all(of_names)]
+        dropped = [entry.captured for entry in self._all()]
         self.allowed = False
         self._entries.clear()
         return dropped
 
-    def _forget(self, of_names: dict[Constants, list[StaticEntry]], entry: StaticEntry) -> None:
-        for constants, entries in [*of_names.items()]:
-            of_names[constants] = [other for other in entries if other is not entry]
-            if not of_names[constants]:
-                del of_names[constants]
+    def _all(self) -> list[StaticEntry]:
+        return [entry for entries in self._entries.values() for entry in entries]
 
+    def _of_names(self, names: tuple[str, ...]) -> list[StaticEntry]:
+        return [entry for (of, _), entries in self._entries.items() if of == names for entry in entries]
 
-def _all(of_names: Mapping[Constants, list[StaticEntry]]) -> list[StaticEntry]:
-    return [entry for entries in of_names.values() for entry in entries]
-
-
-def _what_changed(of_names: Mapping[Constants, list[StaticEntry]], names: tuple[str, ...], constants: Constants) -> str:
-    """What made a further trace necessary, for the report."""
-    values = [dict(key) for key in (*of_names, constants)]
-    changing = [name for name in values[0] if len({repr(value.get(name)) for value in values}) > _ENOUGH // 2]
-    if changing:
-        return f"another value of the argument '{changing[0]}'"
-    failing = [entry.captured.guards.failing() for entry in of_names.get(constants, ())]  # type: ignore[union-attr]
-    return next((why for why in failing if why), f"other dtypes of {', '.join(names)}")
+    def _what_changed(self, names: tuple[str, ...], constants: Constants) -> str:
+        """What made a further trace necessary, for the report."""
+        key = names, constants
+        values = [dict(others) for of, others in (*self._entries, key) if of == names]
+        changing = [name for name in values[0] if len({repr(value.get(name)) for value in values}) > _ENOUGH // 2]
+        if changing:
+            return f"another value of the argument '{changing[0]}'"
+        failing = [entry.captured.guards.failing() for entry in self._entries.get(key, ())]  # type: ignore[union-attr]
+        return next((why for why in failing if why), f"other dtypes of {', '.join(names)}")
 
 
 def _places(owners: Mapping[str, Mapping[str, Any]], targets: tuple[str, ...]) -> _Places:

@@ -177,9 +177,6 @@ def follow_all(module: nn.Module) -> None:
         _follow(module, name)
 
 
-# -- calls -------------------------------------------------------------------------------------------------------------
-
-
 def _conversion_at(module: nn.Module) -> Conversion | None:
     own = module.__dict__.get(STATE)
     if own is not None:

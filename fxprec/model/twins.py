@@ -15,7 +15,7 @@ from torch import nn
 
 from fxprec.capture.code_reads import names_in
 from fxprec.capture.originals import original_class
-from fxprec.capture.trusted import is_stdlib, is_torchs
+from fxprec.capture.trusted import is_library
 
 _ASKED_BY: Final = frozenset({"type", "__class__"})
 
@@ -29,13 +29,13 @@ def twin_of(module: nn.Module) -> nn.Module:
 
 def asks_for_class(cls: type) -> bool:
     """Whether code of a class, or a function that it calls by a global name, may ask for an object's class."""
-    bases = (base for base in cls.__mro__ if not (is_torchs(base) or is_stdlib(base) or base is object))
+    bases = (base for base in cls.__mro__ if not (is_library(base) or base is object))
     seen: set[CodeType] = set()
     return any(_asks(function, seen) for base in bases for function in _functions(base))
 
 
 def _asks(function: FunctionType, seen: set[CodeType]) -> bool:
-    if function.__code__ in seen or is_torchs(function) or is_stdlib(function):
+    if function.__code__ in seen or is_library(function):
         return False
     seen.add(function.__code__)
     names = names_in(function.__code__)

@@ -25,12 +25,12 @@ def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[
         ValueError: a tensor on another device than the parameters, or of a shape that the model does not take.
     """
     args, kwargs = _split(example_inputs)
-    name = conversion.name
+    name, signature = conversion.name, conversion.method("forward").signature
     try:
-        conversion.signature.bind(*args, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"example_inputs {list(kwargs) or len(args)} do not fit {name}.forward{conversion.signature}: {error}. "
+            f"example_inputs {list(kwargs) or len(args)} do not fit {name}.forward{signature}: {error}. "
             "Give a tuple of positional or a dict of keyword arguments, as the model is called"
         ) from None
     _same_device(module, conversion, args, kwargs)

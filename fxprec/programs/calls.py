@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxprec.programs.call_form import CallForm
-from fxprec.programs.first_call import NoForm, Placeholder, form_of_call
+from fxprec.programs.first_call import NoForm, Placeholder
 
 #: Whether each of the modules in one is training.
 Modes = tuple[bool, ...]
@@ -56,22 +55,13 @@ class Calls:
             self._training = module.training
             self.modes.add(modes_of(module))
 
-    def look(
-        self,
-        model: nn.Module,
-        owner: tuple[str, nn.Module],
-        signature: inspect.Signature,
-        call: tuple[Sequence[Any], Mapping[str, Any]],
-        inputs: Sequence[Any],
-        results: Sequence[Any],
-        output: Any,
-    ) -> None:
-        """Find the form of a call. See ``form_of_call``."""
+    def look(self, form_of: Callable[[Sequence[Placeholder]], CallForm]) -> None:
+        """One has gone through; ``form_of``: its form, from what dynamo said of the inputs, or NoForm."""
         self.looked_at = True
         if self.part:
             return
         try:
-            self.form = form_of_call(self.placeholders, model, owner, signature, call, inputs, results, output)
+            self.form = form_of(self.placeholders)
         except NoForm as why:
             self.why_not = str(why)
 

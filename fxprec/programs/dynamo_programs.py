@@ -21,7 +21,7 @@ from fxprec.kernels.launch.observers import unwatched
 from fxprec.programs.calls import Calls, Ran
 from fxprec.programs.memory import SharedMemory, constants_of
 from fxprec.programs.program import Program
-from fxprec.programs.weights import Weights
+from fxprec.shadows import ShadowStore
 
 #: Ways of sharing memory that have a program of their own each; one that serves them all comes next.
 _MOST: Final = 8
@@ -29,7 +29,7 @@ _MOST: Final = 8
 _Picker = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ArgumentProgram:
     """A program, and where its arguments are among those that dynamo passes.
 
@@ -64,30 +64,30 @@ class ArgumentProgram:
         """Whether these share memory as those did that the graph was rewritten for."""
         return self.memory is None or self.memory.holds(self.watched(arguments), self.inputs(arguments))
 
-    def run(self, weights: Weights, arguments: tuple[Any, ...], ran: Ran) -> Any:
+    def run(self, store: ShadowStore, arguments: tuple[Any, ...], ran: Ran) -> Any:
         """Run the program on the weights as they are now."""
-        low, inputs = weights.read(self.low(arguments)), self.inputs(arguments)
+        low, inputs = store.read(self.low(arguments)), self.inputs(arguments)
         try:
             results = self.program.function(*low, *self.plain(arguments), *inputs)
         finally:
             if self.program.writes_weights:
-                weights.store.mark_stale()
+                store.mark_stale()
         ran.append(self.calls(), inputs, results)
         return results
 
 
 class ProgramsByMemory:
-    """The programs of a graph that writes to its arguments.
+    """The programs of a graph: one, or several where it writes to its arguments.
 
     Args:
-        gm: dynamo's graph, as it was before it was rewritten.
+        gm: dynamo's graph, as it was before it was rewritten; None: the first program serves all arguments.
         rewrite: makes the program for arguments, or for any arguments that share memory in whatever way.
         first: the program for the arguments that it was captured with.
     """
 
     def __init__(
         self,
-        gm: GraphModule,
+        gm: GraphModule | None,
         rewrite: Callable[[GraphModule, Sequence[Any], bool], ArgumentProgram],
         first: ArgumentProgram,
     ) -> None:
@@ -95,6 +95,8 @@ class ProgramsByMemory:
 
     def serving(self, arguments: tuple[Any, ...]) -> ArgumentProgram:
         """The program for arguments that share memory as these do."""
+        if self._gm is None:
+            return self._programs[0]
         found = next((each for each in self._programs if each.serves(arguments)), None)
         if found is not None:
             return found

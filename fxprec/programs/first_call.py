@@ -61,6 +61,7 @@ class Placeholder:
 
 def form_of_call(
     placeholders: Sequence[Placeholder],
+    *,
     model: nn.Module,
     owner: tuple[str, nn.Module],
     signature: inspect.Signature,

@@ -114,7 +114,7 @@ class _Writer:
                 if not old.users and isinstance(way, Tensor):
                     gm.graph.erase_node(old)
                     continue
-                new = self._at(way) if isinstance(way, Way) else self._constant(old, way)
+                new = self._at(way) if isinstance(way, Way) else self._constant(way)
                 if new is not old:
                     new.meta = {**old.meta, **new.meta}
                     old.replace_all_uses_with(new)
@@ -144,7 +144,7 @@ class _Writer:
             self._reached[way.name, way.steps] = node
         return self._reached[way.name, way.steps]
 
-    def _constant(self, old: Node, value: Tensor) -> Node:
+    def _constant(self, value: Tensor) -> Node:
         path = next(name for n in range(10**6) if not hasattr(self._gm, name := f"_tensor_constant{n}"))
         attach(self._gm, path, value)
         node = self._gm.graph.get_attr(path)

@@ -77,7 +77,7 @@ class SharedMemory:
     def holds(self, weights: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
         """Whether these share memory with each other as those did that the program was rewritten for."""
         layout = self._layout
-        if not layout.is_of(weights):
+        if layout.pointers != _pointers(weights):
             self._layout = layout = _Layout(weights, self._constants)
         if self._pattern is not None:
             return layout.pattern_with(inputs) == self._pattern
@@ -89,11 +89,12 @@ class _Layout:
     """Where weights and constants lie.
 
     Attributes:
+        pointers: of the weights.
         pattern: for each the position of the first that shares memory with it.
     """
 
     def __init__(self, weights: Sequence[Tensor], constants: Sequence[_Span]) -> None:
-        self._pointers = _pointers(weights)
+        self.pointers = _pointers(weights)
         self._spans = [*map(_span, weights), *constants]
         self.pattern = _pattern(self._spans)
         self._starts, self._ends = [0], [0]
@@ -103,10 +104,6 @@ class _Layout:
             else:
                 self._starts.append(start)
                 self._ends.append(end)
-
-    def is_of(self, weights: Sequence[Tensor]) -> bool:
-        """Whether these weights lie so."""
-        return _pointers(weights) == self._pointers
 
     def has_none_of(self, spans: Sequence[_Span]) -> bool:
         """Whether these share no memory, neither with each other nor with what lies here."""

@@ -22,7 +22,7 @@ from fxprec.scaling.old_scale import holds_any
 from fxprec.scaling.records import Records
 from fxprec.scaling.refusals import claim
 from fxprec.scaling.stages import ASIDE, BLOCKS, DELAYED, OPEN
-from fxprec.torch_internals import foreach_add_, is_view
+from fxprec.torch_internals import foreach_add_, view_base
 
 
 class _Kept(NamedTuple):
@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Tensor, gradient: Tensor) -> _Kept:
-        return cls(parameter, gradient, gradient.clone() if is_view(gradient) else gradient)
+        return cls(parameter, gradient, gradient if view_base(gradient) is None else gradient.clone())
 
     def put_back(self) -> None:
         if self.values is not self.gradient:

@@ -85,11 +85,6 @@ class Entry:
             weight.data_ptr(),
         )
 
-    @property
-    def keeps_weight(self) -> bool:
-        """Whether the weight lives for as long as this."""
-        return not isinstance(self.weight, weakref.ref)
-
     def fits(self, weight: Tensor) -> bool:
         """Whether the weight lies where it lay, and is differentiated as it was."""
         return weight.data_ptr() == self.pointer and weight.requires_grad is self.requires_grad

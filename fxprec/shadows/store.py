@@ -11,6 +11,10 @@ When: at the first read of every forward that records gradients, whatever the ke
 none of them); otherwise only when something says that weights changed: ``mark_stale``, a step of any optimizer, or a
 weight's ``_version`` or address. What no key shows under ``no_grad`` (writes through ``.data``) wants ``refresh``.
 
+Under FSDP there are none. Its full weight exists from its block's pre-forward to its post-forward hook, at an address
+that the allocator may give again. A shadow kept until the next forward would hold the whole model on every rank, and
+its autograd edge would miss the block's reduction of gradients: weights are cast at each read.
+
 Weights that an optimizer of ``fxprec.optim`` stepped are skipped while their keys stay: it wrote their shadows.
 
 How: a weight that changed is copied *in place on the shadow*, so that autograd reports a step taken between a forward
@@ -35,7 +39,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fxprec.shadows.entry import Entry, is_lasting, is_traced, stale
 from fxprec.shadows.low_gradients import refuse_ddp, widen, wish_for
 from fxprec.shadows.plan import Plan
-from fxprec.torch_internals import foreach_copy_
+from fxprec.torch_internals import foreach_copy_, sharded_modules
 
 #: Python references to a weight that only its own shadow keeps alive, as `_living` counts them: the list, the call of
 #: `getrefcount`, and the entry's, or the one that torch holds while C++ (here: AccumulateGrad) refers to the tensor.
@@ -54,12 +58,15 @@ class ShadowStore:
         debug: under ``no_grad`` compare every shadow with its weight at each ``begin``, and raise on a stale one.
         looked: how often it went through weights one by one, since something changed, or might have.
         refreshes: multi-tensor copies so far (the first cast of a weight is none).
+        come_and_go: FSDP manages weights of the model.
     """
 
     def __init__(self, dtype: torch.dtype, debug: bool = False) -> None:
         self.dtype = dtype
         self.debug = debug
         self.refreshes = self.looked = 0
+        self.come_and_go = False
+        self._sharded: tuple[int, ...] = ()  # the living FSDP modules when it was last asked
         self._entries: dict[int, Entry] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._stepped: set[int] = set()
@@ -78,7 +85,12 @@ class ShadowStore:
         return ShadowStore, (self.dtype, self.debug)
 
     def begin(self, model: torch.nn.Module | None = None) -> None:
-        """Note the start of a forward of the whole model; ``model`` names weights in errors."""
+        """Note the start of a forward of the whole model, which names weights in errors."""
+        came_and_went, sharded = self.come_and_go, sharded_modules()
+        if (ids := tuple(map(id, sharded))) != self._sharded:
+            self._sharded, self.come_and_go = ids, model is not None and _manages_part_of(model, sharded)
+        if self.come_and_go and not came_and_went:
+            self.clear()  # made before the model was sharded: they would keep the whole weights alive
         self._entered = True
         if self._shared and not self._held:
             self._stale = True
@@ -89,6 +101,8 @@ class ShadowStore:
 
     def read(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The low copies of ``weights``, in order."""
+        if self.come_and_go:
+            return [weight.to(self.dtype) for weight in weights]
         if is_traced():
             self.looked += 1
             return [weight.to(self.dtype) for weight in weights]
@@ -273,8 +287,9 @@ class ShadowStore:
         counts = [*map(sys.getrefcount, weights)]
         pairs: list[tuple[Tensor, Entry]] = []
         for entry, weight, count in zip(entries, weights, counts, strict=True):
+            alone = count <= _HELD_BY_SHADOW_ONLY and not isinstance(entry.weight, weakref.ref)
             # An edge that leads to another tensor by now: swap_tensors gave the weight another inside.
-            if weight is None or id(weight) != entry.key or (entry.keeps_weight and count <= _HELD_BY_SHADOW_ONLY):
+            if weight is None or id(weight) != entry.key or alone:
                 self._drop(entry.key)
             else:
                 pairs.append((weight, entry))
@@ -340,6 +355,12 @@ class ShadowStore:
             ]
         if found:
             raise stale([weight for weight, _ in found], self.dtype, model)
+
+
+def _manages_part_of(module: torch.nn.Module, sharded: list[torch.nn.Module]) -> bool:
+    """Whether one of them is in the module, or around it: FSDP manages the weights of submodules too."""
+    ours = {*map(id, module.modules())}
+    return any(id(part) in ours for each in sharded for part in each.modules())
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:

@@ -77,9 +77,8 @@ class PricedWalk(CutWalk):
 
     def _price(self, site: Site, floats: bool) -> Price | str | None:
         """None: it is not ours to ask."""
-        node, path = site.node, module_path(site.node)
-        overridden = any(each.match(site.name, node, path) for each in self.context.policy.overrides)
-        if site.dtype is not None or not floats or overridden:
+        node = site.node
+        if site.dtype is not None or not floats or self.is_overridden(site):
             return None
         dtype = notes(node).dtype
         if dtype is UNKNOWN:
@@ -87,3 +86,8 @@ class PricedWalk(CutWalk):
         if not isinstance(dtype, tuple) and (dtype is not torch.float32 or names_dtype(node)):
             return None
         return self._costs.price(site)
+
+    def is_overridden(self, site: Site) -> bool:
+        """Whether the policy names it: then that stands, whatever it costs."""
+        path = module_path(site.node)
+        return any(each.match(site.name, site.node, path) for each in self.context.policy.overrides)

@@ -255,7 +255,7 @@ class _FreeWalk(PricedWalk):
 
     def full(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
-        if self._overridden(site) or not floats or notes(node).dtype is not torch.float32:
+        if self.is_overridden(site) or not floats or notes(node).dtype is not torch.float32:
             return super().full(site, floats)
         if not self._may_be_low(site):
             super().full(site, floats)  # a norm's data may still be low, and the values of a sum

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxprec.capture.symbolic.trace import CaptureDeclined, call_key, default_key
+from fxprec.capture.call_key import call_key, default_key
+from fxprec.capture.declined import CaptureDeclined
 
 X, Y = torch.ones(2), torch.zeros(3)
 

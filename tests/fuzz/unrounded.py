@@ -22,7 +22,7 @@ import fxprec.model.captured
 import fxprec.model.conversion
 from fxprec.passes.graph.casts import CASTS
 from fxprec.programs.program import Executor, Program, lift
-from fxprec.programs.weights import Weights
+from fxprec.shadows import ShadowStore
 
 __all__ = ["casts_that_do_not_round", "no_dynamo"]
 
@@ -33,7 +33,7 @@ def casts_that_do_not_round() -> Iterator[None]:
     with (
         mock.patch.object(fxprec.model.captured, "lift", _lift),
         # FP64 holds FP32, there and back: shadows that are real ones, renewed as ever, and exact
-        mock.patch.object(fxprec.model.conversion, "Weights", lambda dtype: Weights(torch.float64)),
+        mock.patch.object(fxprec.model.conversion, "ShadowStore", lambda dtype: ShadowStore(torch.float64)),
         mock.patch.object(fxprec.model.conversion.Conversion, "net_context", lambda self: contextlib.nullcontext()),
     ):
         yield

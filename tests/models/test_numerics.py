@@ -21,6 +21,7 @@ from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
+from function_module import as_module
 from fxprec.capture.symbolic.trace import trace_static
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.runner import run_passes
@@ -202,7 +203,7 @@ def check_all(
         made = program(OPS[name].op, sample, arrival)
         if made.low:
             peers = Peers.of(made.function, made.inputs, low)
-            traced = trace_static(made.function, tuple(inspect.signature(made.function).parameters), {}).gm
+            traced = trace_static(as_module(made.function), tuple(inspect.signature(made.function).parameters), {}).gm
             propagate_shapes(traced, made.inputs)
             for level, placement in hows:
                 gm = run_passes(copy.deepcopy(traced), tools.context(level, low=low, placement=placement))

@@ -14,7 +14,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
-__all__ = ["FLOORS", "ROOT", "contract", "contracts", "defined_names", "private_names", "sources"]
+__all__ = [
+    "FLOORS",
+    "ROOT",
+    "contract",
+    "contracts",
+    "defined_names",
+    "private_names",
+    "sources",
+    "taken_names",
+    "unused_names",
+]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FLOORS: Final = ("kernels", "passes", "fxprec")
@@ -51,12 +61,36 @@ def contracts() -> dict[str, list[str]]:
     return {floor: sorted(names) for floor, names in found.items()}
 
 
+def taken_names() -> dict[str, list[str]]:
+    """Floor -> the names that other files import from its ``torch_internals``."""
+    found: dict[str, set[str]] = {floor: set() for floor in FLOORS}
+    for path in _files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").endswith(".torch_internals"):
+                *_, floor, _ = (node.module or "").split(".")
+                found[floor] |= {each.name for each in node.names}
+    return {floor: sorted(names) for floor, names in found.items()}
+
+
+def unused_names(floor: str) -> set[str]:
+    """What a floor's ``torch_internals`` imports, and neither uses nor hands on."""
+    tree = ast.parse((ROOT / floor / "torch_internals.py").read_text())
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    bound = {(each.asname or each.name).partition(".")[0] for node in imports for each in node.names}
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return bound - used - {"annotations", *taken_names()[floor]}
+
+
 def sources() -> Iterator[Path]:
     """The files of the three floors that must hold no private name."""
+    return (path for path in _files() if path.name != "torch_internals.py")
+
+
+def _files() -> Iterator[Path]:
     for floor in FLOORS:
         for path in sorted((ROOT / floor).rglob("*.py")):
             part = path.relative_to(ROOT / floor).parts[0]
-            if path.name != "torch_internals.py" and not (floor == "fxprec" and part in ("passes", "kernels")):
+            if not (floor == "fxprec" and part in ("passes", "kernels")):
                 yield path
 
 

@@ -99,18 +99,13 @@ class DynamoCapture:
     """
 
     def __init__(self, function: Callable[..., Any], receiver: GraphReceiver, *, fullgraph: bool = False) -> None:
-        backend = self._backend = _Backend(receiver)
+        backend = _Backend(receiver)
         context = torch_dynamo().optimize(backend, nopython=fullgraph, **_isolated())
         twin = _own_code(function)
         self.granted = Granted()
         self._compiling = _Compiling(context.callback, backend, twin, self.granted)  # type: ignore[attr-defined]
         context.callback = self._compiling  # type: ignore[attr-defined]
         self._run = context(twin)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether dynamo's limit was reached."""
-        return self._backend.exhausted
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, capturing what was not captured yet."""
@@ -141,13 +136,10 @@ class _Backend:
         self._seen: dict[str, int] = {}
         self._broken: dict[str, int] = {}
         self.within = ""
-        self.exhausted = False
         self._tables: list[Any] = []
 
     def __call__(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self._tables += tables_of_weights(gm)
-        receiver = self._receiver()
-        assert receiver is not None  # it runs this very call
         broken = getattr(gm, "compile_subgraph_reason", None)
         part = self.within
         if broken is not None and broken.graph_break:
@@ -157,20 +149,22 @@ class _Backend:
             place = f"{where.filename}:{where.lineno} in {where.name}" if where else "?"
             why = "graph break: " + (self.given_up() or why if why == "step_unsupported" else why)
             part = f"{place}: {why}"
-            receiver.in_net(place, why)
+            self.receiver.in_net(place, why)
             self._broken = dict(_counted("graph_break"))
-        return receiver.rewritten(gm, inputs, part)
+        return self.receiver.rewritten(gm, inputs, part)
+
+    @property
+    def receiver(self) -> GraphReceiver:
+        """What runs the call in which this is asked."""
+        receiver = self._receiver()
+        assert receiver is not None
+        return receiver
 
     def forget_weights(self) -> None:
         """dynamo is done: its tables need not refer to weights any more."""
         for table in self._tables:
             table.clear()
         self._tables.clear()
-
-    def seeing_through(self) -> contextlib.AbstractContextManager[Any]:
-        """As the receiver has it."""
-        receiver = self._receiver()
-        return contextlib.nullcontext() if receiver is None else receiver.seeing_through()
 
     def listen(self) -> None:
         """Note what dynamo could not take so far."""
@@ -184,20 +178,16 @@ class _Backend:
     def compiled(self, code: types.CodeType) -> None:
         """Report a break that made no graph: nothing came before it."""
         why = _latest("graph_break", self._broken)
-        receiver = self._receiver()
-        if why and receiver is not None:
-            receiver.in_net(_place(code), f"graph break: {why}")
+        if why:
+            self.receiver.in_net(_place(code), f"graph break: {why}")
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
         """Report a function that dynamo leaves to the interpreter."""
         if _BEYOND_LIMIT in reason:
-            self.exhausted = True
             why = f"beyond dynamo's limit of {_CONFIG['recompile_limit']} captures of one function"
         else:
             why = f"dynamo skips it: {self.given_up() or reason.split(chr(10))[0]}"
-        receiver = self._receiver()
-        if receiver is not None:
-            receiver.in_net(_place(code), why)
+        self.receiver.in_net(_place(code), why)
 
 
 class _Compiling:
@@ -221,16 +211,14 @@ class _Compiling:
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         granted = self._granted()
         assert granted is not None  # it belongs to what runs this very call
-        with contextlib.ExitStack() as stack:
-            for context in (
-                CAPTURING,
-                self._backend.seeing_through(),
-                _configured(),
-                strict(granted),
-                fewer_collections(),
-            ):
-                stack.enter_context(context)
-            stack.enter_context(warnings.catch_warnings())
+        with (
+            CAPTURING,
+            self._backend.receiver.seeing_through(),
+            _configured(),
+            strict(granted),
+            fewer_collections(),
+            warnings.catch_warnings(),
+        ):
             for message in _NOISE:
                 warnings.filterwarnings("ignore", message=message)
             self._backend.listen()
@@ -242,7 +230,7 @@ class _Compiling:
                 if frame.f_code is self._code or not failed_while_tracing(error) or backend_error(error) is not None:
                     self.first.failed = frame.f_code is self._code
                     raise
-                result = _skip(error)
+                result = skipped_frame(f"dynamo fails there: {str(error).splitlines()[0]}")
             finally:
                 self._backend.forget_weights()
         code = frame.f_code
@@ -274,11 +262,6 @@ class _Compiling:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-
-def _skip(error: Exception) -> Any:
-    """What tells dynamo to leave a frame to the interpreter."""
-    return skipped_frame(f"dynamo fails there: {str(error).splitlines()[0]}")
 
 
 def _isolated() -> dict[str, bool]:

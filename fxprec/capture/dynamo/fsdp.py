@@ -19,24 +19,13 @@ from fxprec.torch_internals import skipped_by_dynamo, wrap_inline
 @contextlib.contextmanager
 def frames_of_shards(module: nn.Module) -> Iterator[None]:
     """Within the block dynamo captures the sharded modules of torch's in ``module``. Only where FSDP is in use."""
-    framed = [part for part in _shards(module) if "forward" not in part.__dict__ and _is_skipped(part)]
+    fsdp = sys.modules["torch.distributed.fsdp"]  # imported by whoever sharded something
+    shards = [part for part in module.modules() if part is not module and isinstance(part, fsdp.FSDPModule)]
+    framed = [part for part in shards if "forward" not in part.__dict__ and skipped_by_dynamo(part.forward)]
     for part in framed:
-        part.__dict__["forward"] = _framed(part)
+        part.__dict__["forward"] = wrap_inline(part.forward)
     try:
         yield
     finally:
         for part in framed:
             part.__dict__.pop("forward", None)
-
-
-def _shards(module: nn.Module) -> list[nn.Module]:
-    fsdp = sys.modules["torch.distributed.fsdp"]  # imported by whoever sharded something
-    return [part for part in module.modules() if part is not module and isinstance(part, fsdp.FSDPModule)]
-
-
-def _is_skipped(part: nn.Module) -> bool:
-    return skipped_by_dynamo(part.forward)
-
-
-def _framed(part: nn.Module) -> object:
-    return wrap_inline(part.forward)

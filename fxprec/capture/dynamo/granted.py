@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from fxprec.capture.code_reads import names_in
 from fxprec.capture.locks import CAPTURING
 from fxprec.capture.lookups import Lookups
-from fxprec.capture.trusted import is_stdlib, is_torchs
+from fxprec.capture.trusted import is_library, is_torchs
 from fxprec.torch_internals import raw_environment
 
 _BUILTINS: Final = frozenset(vars(builtins))
@@ -74,8 +74,6 @@ class Granted:
         self._environment: dict[Any, Any] | None = None
         self._registered: object = None
         self._asks: list[_Ask] | None = None
-
-    # -- collecting ------------------------------------------------------------------------------------------------
 
     def inlined(
         self,
@@ -136,7 +134,7 @@ class Granted:
         if self._environment is None and not names.isdisjoint(("environ", "environb", "getenv")):
             self._environment = raw_environment(os.environ).copy()
         module = ModuleType(str(scope.get("__name__", "a module")))
-        if _is_library(module):
+        if is_library(module):
             return
         around: list[Any] = []
         if (code, id(scope)) not in self._seen:
@@ -144,17 +142,17 @@ class Granted:
             self._lacks(module.__name__, scope, names & _BUILTINS)
             around = [scope[name] for name in names if name in scope]
         for value in (*around, *lasting):
-            if isinstance(value, FunctionType | ModuleType) and not _is_library(value):
+            if isinstance(value, FunctionType | ModuleType) and not is_library(value):
                 self._lacks(value.__name__, vars(value), names.union(_strings(code)))
             elif _has_attributes(value):
                 self._lacks(type(value).__name__, vars(value), names.union(_strings(code)))
-            if isinstance(value, abc.ABCMeta) and not _is_library(value):
+            if isinstance(value, abc.ABCMeta) and not is_library(value):
                 self._registered = abc.get_cache_token()
 
     def _classes(self, value: Any, names: set[str], seen: set[int]) -> None:
         """In the classes of an object, and of what these names lead to from it, no other class comes to have a name."""
         cls = type(value)
-        if id(value) in seen or not hasattr(value, "__dict__") or _is_library(cls) or isinstance(value, Tensor | type):
+        if id(value) in seen or not hasattr(value, "__dict__") or is_library(cls) or isinstance(value, Tensor | type):
             return
         seen.add(id(value))
         for name in names:
@@ -169,8 +167,6 @@ class Granted:
         """A namespace, that of a class for instance, has none of these names, unless it has them already."""
         absent = self._absent.setdefault(id(owner or scope), (scope, label, set()))[2]
         absent.update(names - scope.keys())
-
-    # -- asking ----------------------------------------------------------------------------------------------------
 
     def changed(self) -> str | None:
         """What is no longer so, or None."""
@@ -197,7 +193,7 @@ class Granted:
             if plain:
                 yield _Ask(what, *_attributes(cls, plain))
             for name in names.keys() - plain.keys():  # it may be another object at each look
-                yield _Ask(what, functools.partial(_static, name), cls, names[name])
+                yield _Ask(what, functools.partial(inspect.getattr_static, attr=name), cls, names[name])
         for scope, label, absent in self._absent.values():
             if absent:
                 yield _Ask(f"{label} got a new attribute", scope.keys().isdisjoint, frozenset(absent), True)
@@ -213,7 +209,7 @@ def _lookups(owner: type, function: FunctionType | None) -> Iterator[tuple[type,
     """Where a function may have been found: classes, and the name in them."""
     if issubclass(owner, nn.Module):
         yield from ((owner, name) for name in _CALLED)
-    elif _is_library(owner):
+    elif is_library(owner):
         return
     for place, base in enumerate(owner.__mro__):
         for name, value in vars(base).items():
@@ -233,10 +229,6 @@ def _attributes(cls: type, names: dict[str, Any]) -> tuple[Callable[[Any], Any],
     """How to ask a class for them."""
     expected = tuple(names.values())
     return attrgetter(*names), cls, expected if len(names) > 1 else expected[0]
-
-
-def _static(name: str, cls: type) -> Any:
-    return inspect.getattr_static(cls, name)
 
 
 def _codes(functions: list[FunctionType]) -> list[CodeType]:
@@ -267,7 +259,3 @@ def _has_attributes(value: Any) -> bool:
     return (
         hasattr(value, "__dict__") and not isinstance(value, type | Tensor | nn.Module) and not is_torchs(type(value))
     )
-
-
-def _is_library(thing: Any) -> bool:
-    return is_torchs(thing) or is_stdlib(thing)

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.capture.lazy_code import attach, without_code
+from fxprec.capture.lazy_code import attach
 from fxprec.capture.state_names import attribute_path
 from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import clean_path, notes
+from fxprec.passes.graph.exact_graph import LazyGraphModule
 
 #: Of a placeholder in our copy: where its value came from, as ``_source_of`` writes it.
 SOURCE: Final = "argument_source"
@@ -46,16 +47,9 @@ def own_graph(gm: GraphModule, inputs: Sequence[Any], model: nn.Module, path: st
         path: where in it is the module whose method was captured.
     """
     copied = own_copy(gm)
-    arguments, frame = _name_weights(copied, inputs, _tensor_names(model))
-    arguments = Arguments(arguments.weights, _ask_sizes(copied, arguments.inputs))
+    weights, rest, frame = _name_weights(copied, inputs, model)
     _relocate(copied, model, path if frame is None else frame)
-    return copied, arguments
-
-
-def _tensor_names(model: nn.Module) -> dict[int, tuple[str, str]]:
-    """id of each parameter and buffer -> its name, and which of both it is."""
-    names = {id(value): (name, "parameter") for name, value in model.named_parameters()}
-    return names | {id(value): (name, "buffer") for name, value in model.named_buffers() if id(value) not in names}
+    return copied, Arguments(weights, _ask_sizes(copied, rest))
 
 
 def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None) -> GraphModule:
@@ -72,7 +66,7 @@ def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None
     graph.graph_copy(gm.graph, values)
     output = gm.graph.output_node()
     graph.output(map_arg(output.args[0], lambda node: values[node])).meta.update(output.meta)
-    copied = made[gm] = without_code(gm, graph)
+    copied = made[gm] = LazyGraphModule(gm, graph)
     copied.meta.update(gm.meta)
     for node in graph.find_nodes(op="placeholder", sort=False):
         # dynamo's note of the argument refers weakly to the weight, which ``torch.utils.swap_tensors`` refuses.
@@ -86,9 +80,15 @@ def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None
 
 
 def _name_weights(
-    gm: GraphModule, inputs: Sequence[Any], names: dict[int, tuple[str, str]]
-) -> tuple[Arguments, str | None]:
-    """Turn the placeholders of weights back into get_attr nodes; also whose frame was captured, if a weight tells."""
+    gm: GraphModule, inputs: Sequence[Any], model: nn.Module
+) -> tuple[dict[str, int], list[int], str | None]:
+    """Turn the placeholders of weights back into get_attr nodes.
+
+    Returns:
+        positions of weights by name, and of the inputs; whose frame was captured, if a weight tells.
+    """
+    names = {id(value): (name, "buffer") for name, value in model.named_buffers()}
+    names |= {id(value): (name, "parameter") for name, value in model.named_parameters()}
     weights: dict[str, int] = {}
     rest: list[int] = []
     frame: str | None = None
@@ -112,10 +112,10 @@ def _name_weights(
         node.replace_all_uses_with(weight)
         gm.graph.erase_node(node)
         weights[name] = position
-    return Arguments(weights, tuple(rest)), frame
+    return weights, rest, frame
 
 
-def _ask_sizes(gm: GraphModule, positions: tuple[int, ...]) -> tuple[int, ...]:
+def _ask_sizes(gm: GraphModule, positions: Sequence[int]) -> tuple[int, ...]:
     """Ask the tensors for the sizes that dynamo passes beside them; the positions of the inputs that are left."""
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     sizes = {

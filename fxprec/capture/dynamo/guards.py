@@ -21,6 +21,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Final
 
+from fxprec.capture.guard_values import same, snapshot
 from fxprec.torch_internals import add_guard, guarded_value
 
 _NUMBERS: Final = (bool, int, float, complex)
@@ -32,7 +33,8 @@ def exact(builder: Any, guard: Any) -> None:
     """Of a constant that dynamo guards: the same type at every depth, the same sign."""
     value = guarded_value(builder, guard)
     if is_ambiguous(value):
-        add_guard(builder, guard, _same_as(value), f"the very same as {value!r}")
+        then = snapshot(value)
+        add_guard(builder, guard, lambda now: same(now, then), f"the very same as {value!r}")
 
 
 def exact_keys(builder: Any, guard: Any) -> None:
@@ -42,16 +44,21 @@ def exact_keys(builder: Any, guard: Any) -> None:
         order = [*value]
         add_guard(builder, guard, lambda now: [*now] == order, f"the order of {order}")
     if isinstance(value, dict | set | frozenset) and is_ambiguous((*value,)):
-        keys = spelled({*value})
-        add_guard(builder, guard, lambda now: spelled({*now}) == keys, f"the types of {[*value]}")
+        keys = _ambiguous_keys(value)
+        add_guard(builder, guard, lambda now: same(_ambiguous_keys(now), keys), f"the types of {[*value]}")
+
+
+def _ambiguous_keys(value: Any) -> set[Any]:
+    """Those that are, or hold, numbers; others may be objects that a guard must not keep alive."""
+    return {key for key in value if is_ambiguous((key,))}
 
 
 def exact_closure(builder: Any, guard: Any) -> None:
     """Of a function that dynamo guards: one with a closure is the very same function."""
     value = guarded_value(builder, guard)
     if isinstance(value, FunctionType) and value.__closure__:
-        same = weakref.ref(value)
-        add_guard(builder, guard, lambda now: now is same(), f"the very same function {value.__qualname__}")
+        own = weakref.ref(value)
+        add_guard(builder, guard, lambda now: now is own(), f"the very same function {value.__qualname__}")
 
 
 def also(guard_on: Callable[..., None], further: Callable[[Any, Any], None]) -> Callable[..., None]:
@@ -74,23 +81,3 @@ def is_ambiguous(value: Any) -> bool:
     if isinstance(value, _SEQUENCES + _SETS):
         return any(type(part) in _NUMBERS or is_ambiguous(part) for part in value)
     return False
-
-
-def spelled(value: Any) -> Any:
-    """What is equal only for the same constants."""
-    kind = type(value)
-    if kind in _NUMBERS:
-        return kind.__name__, repr(value)
-    if isinstance(value, _SEQUENCES):
-        return kind.__name__, [*map(spelled, value)]
-    if isinstance(value, _SETS):
-        return kind.__name__, sorted(map(str, map(spelled, value)))
-    return kind.__name__
-
-
-def _same_as(value: Any) -> Callable[[Any], bool]:
-    if type(value) in (float, complex):
-        text = repr(value)
-        return lambda now: now is value or repr(now) == text
-    spelling = spelled(value)
-    return lambda now: spelled(now) == spelling

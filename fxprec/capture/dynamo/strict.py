@@ -16,7 +16,7 @@ the guard was made.
 from __future__ import annotations
 
 import contextlib
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from fxprec.capture.dynamo.granted import Granted
 from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_keys
 from fxprec.capture.tripwires import replaced
+from fxprec.capture.trusted import is_library, is_torchs
 from fxprec.torch_internals import (
     GUARDS_CLASSES,
     dynamo_classes,
@@ -45,31 +46,15 @@ def strict(granted: Granted) -> Iterator[None]:
     classes = dynamo_classes()
     breaks = classes.graph_break
 
-    def call_of_cached(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
-            cached = variable.wrapper_obj
-            if hasattr(cached, "cache_info") and not _is_library(cached, "torch"):
-                raise breaks(f"a call of {cached.__qualname__}, which keeps its results (functools.lru_cache)")
-            return original(variable, *args, **kwargs)
+    def call_of_cached(variable: Any, *_args: Any, **_kwargs: Any) -> None:
+        cached = variable.wrapper_obj
+        if hasattr(cached, "cache_info") and not is_torchs(cached):
+            raise breaks(f"a call of {cached.__qualname__}, which keeps its results (functools.lru_cache)")
 
-        return call_function
-
-    def call_of_class(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call_function(variable: Any, *args: Any, **kwargs: Any) -> Any:
-            meta = type(variable.value)
-            if meta.__call__ is not type.__call__ and not _is_library(meta):
-                raise breaks(f"a call of {variable.value.__qualname__}, whose metaclass has a __call__")
-            return original(variable, *args, **kwargs)
-
-        return call_function
-
-    def attribute_of_class(original: Callable[..., Any]) -> Callable[..., Any]:
-        def var_getattr(variable: Any, frame: Any, name: str) -> Any:
-            found = original(variable, frame, name)
-            guard_class_attribute(variable, found, name)
-            return found
-
-        return var_getattr
+    def call_of_class(variable: Any, *_args: Any, **_kwargs: Any) -> None:
+        meta = type(variable.value)
+        if meta.__call__ is not type.__call__ and not is_library(meta):
+            raise breaks(f"a call of {variable.value.__qualname__}, whose metaclass has a __call__")
 
     returning = False
 
@@ -84,72 +69,63 @@ def strict(granted: Granted) -> Iterator[None]:
 
         return end
 
-    def no_generator(original: Callable[..., Any]) -> Callable[..., Any]:
-        def reconstruct(variable: Any, codegen: Any) -> None:
-            if returning:  # else one that the frame is in the middle of, at a graph break
-                raise breaks(f"the generator {variable.get_name()}, which runs later")
-            original(variable, codegen)
+    def no_generator(variable: Any, _codegen: Any) -> None:
+        if returning:  # else one that the frame is in the middle of, at a graph break
+            raise breaks(f"the generator {variable.get_name()}, which runs later")
 
-        return reconstruct
-
-    def missing_key(original: Callable[..., Any]) -> Callable[..., Any]:
-        def getitem(variable: Any, frame: Any, key: Any) -> Any:
-            if key not in variable:
-                variable.install_dict_contains_guard(frame, [key])
-            return original(variable, frame, key)
-
-        return getitem
+    def missing_key(variable: Any, frame: Any, key: Any) -> None:
+        if key not in variable:
+            variable.install_dict_contains_guard(frame, [key])
 
     def no_inference_mode(*_: Any, **__: Any) -> None:
         raise breaks("torch.inference_mode")
 
-    def inlines(original: Callable[..., Any]) -> Callable[..., Any]:
-        def build_inline_tracer(parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
-            first = getattr(function, "obj", None)
-            first = next(iter(args), None) if first is None else first
-            value, owners = (None, []) if first is None else value_behind(first)
-            lasts = outlives_call(first, granted.kept)
-            granted.inlined(
-                function_behind(function), function.get_code(), function.get_globals(), value, owners, lasts
-            )
-            return original(parent, function, args, *rest, **more)
+    def inlines(_parent: Any, function: Any, args: Any, *_rest: Any, **_more: Any) -> None:
+        first = getattr(function, "obj", None)
+        first = next(iter(args), None) if first is None else first
+        value, owners = (None, []) if first is None else value_behind(first)
+        lasts = outlives_call(first, granted.kept)
+        granted.inlined(function_behind(function), function.get_code(), function.get_globals(), value, owners, lasts)
 
-        return build_inline_tracer
-
-    def out_of_inference_mode(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def from_numpy(value: Any) -> Any:
-            with torch.inference_mode(False):
-                return original(value)
-
-        return from_numpy
-
-    absent = "getitem_const_raise_exception_if_absent"
+    numpy = classes.guard_module
     with replaced(
         [
             (classes.guards, "EQUALS_MATCH", also(classes.guards.EQUALS_MATCH, exact)),
             (classes.guards, "TYPE_MATCH", also(classes.guards.TYPE_MATCH, exact_keys)),
             (classes.guards, "CLOSURE_MATCH", also(classes.guards.CLOSURE_MATCH, exact_closure)),
-            (classes.guard_module, "from_numpy", out_of_inference_mode(classes.guard_module.from_numpy)),
-            (classes.dictionary, absent, missing_key(getattr(classes.dictionary, absent))),
-            (classes.cached_function, "call_function", call_of_cached(classes.cached_function.call_function)),
-            (classes.user_class, "call_function", call_of_class(classes.user_class.call_function)),
-            *([] if GUARDS_CLASSES else [_replaced(classes.user_class, "var_getattr", attribute_of_class)]),
+            (numpy, "from_numpy", torch.inference_mode(False)(numpy.from_numpy)),
+            _before(classes.dictionary, "getitem_const_raise_exception_if_absent", missing_key),
+            _before(classes.cached_function, "call_function", call_of_cached),
+            _before(classes.user_class, "call_function", call_of_class),
+            *([] if GUARDS_CLASSES else [_guarding_attributes(classes.user_class)]),
             (classes.inference_mode, "create", staticmethod(no_inference_mode)),
-            (classes.inliner, "build_inline_tracer", staticmethod(inlines(classes.inliner.build_inline_tracer))),
+            _before(classes.inliner, "build_inline_tracer", inlines),
             (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
             (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
             (classes.frame, classes.end, end_of_frame(getattr(classes.frame, classes.end))),
-            (classes.generator, "reconstruct", no_generator(classes.generator.reconstruct)),
+            _before(classes.generator, "reconstruct", no_generator),
         ]
     ):
         yield
 
 
-def _replaced(owner: Any, name: str, by: Callable[[Any], Any]) -> tuple[Any, str, Any]:
-    return owner, name, by(getattr(owner, name))
+def _before(owner: Any, name: str, first: Callable[..., None]) -> tuple[Any, str, Any]:
+    """The method of that name, before which ``first`` is called as it is."""
+    original = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return owner, name, staticmethod(both) if isinstance(inspect.getattr_static(owner, name), staticmethod) else both
 
 
-def _is_library(value: Any, *packages: str) -> bool:
-    """Whether a class or function is of these packages: of torch or the standard library, if none is named."""
-    package = str(getattr(value, "__module__", "")).partition(".")[0]
-    return package in packages if packages else package == "torch" or package in sys.stdlib_module_names
+def _guarding_attributes(variables: Any) -> tuple[Any, str, Any]:
+    read = variables.var_getattr
+
+    def var_getattr(variable: Any, frame: Any, name: str) -> Any:
+        found = read(variable, frame, name)
+        guard_class_attribute(variable, found, name)
+        return found
+
+    return variables, "var_getattr", var_getattr

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.capture.guard_values import same
-from fxprec.capture.lookups import Lookups
+from fxprec.capture.lookups import PARTS, Lookups
 from fxprec.capture.originals import original_class
-from fxprec.capture.symbolic.surroundings import Expected, Held
+from fxprec.capture.symbolic.surroundings import Expected, Held, has_attributes
 from fxprec.capture.ties import Ties
 from fxprec.capture.trusted import is_torchs
 from fxprec.torch_internals import global_hooks
@@ -51,8 +51,8 @@ class Slot(NamedTuple):
 
 _PARTS_OF_PROGRAMS: Final = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _code_of = attrgetter("__code__")
+_forward_of = attrgetter("forward")
 _END: Final = object()
-_Getter = Callable[[Any], Any]
 
 #: Something that was asked of the tensor in a slot, and the answer.
 Fact = tuple[Slot, Callable[[Tensor], Any], Any]
@@ -95,27 +95,33 @@ class Guards:
         # The root's own class and hooks are the caller's: a converted module's class is swapped, and its hooks run
         # around the graph.
         inner = [read for read in reads if read.module is not root]
+        called = [read for read in inner if read.called]
         values = [*_values_of(reads), *expected]
-        self._checks: list[_Check] = [
-            _Classes(inner),
-            _Hooks([read for read in inner if read.called]),
-            _Missing(reads),
-            _Values(values, [_Parts.of(read, hooked=read.called and read.module is not root) for read in reads]),
-            _Slots(reads),
-            _Walked(reads),
-            Lookups(read.module for read in reads),
-            _Code(functions, absent),
-        ]
-        identical = [
+        slots = [
             (Slot(vars(read.module), name, read.label(name)), tensor)
             for read in reads
             for name, tensor in read.tensors.items()
         ]
-        if identical or ties or facts:
-            self._checks.append(_Tensors(identical, ties, facts))
+        self._checks: list[_Check] = [
+            *_classes(inner),
+            _hooks(called),
+            _missing(reads),
+            _Values(
+                values,
+                [part for read in reads for part in _parts_of(read, hooked=read.called and read.module is not root)],
+            ),
+            _Slots(reads),
+            *_walked(reads),
+            Lookups(read.module for read in reads),
+            *_code(functions, absent),
+            *_tensors(slots, ties, facts),
+        ]
         #: For people: what the user's own code read, but for children, hooks, functions, classes and modules.
         self.read_by_user = tuple(
-            dict.fromkeys([each.label for each in values if _is_users(each)] + [slot.path for slot, _ in identical])
+            dict.fromkeys(
+                [each.label for each in values if each.exact and not isinstance(each.value, _PARTS_OF_PROGRAMS)]
+                + [slot.path for slot, _ in slots]
+            )
         )
 
     def failing(self) -> str | None:
@@ -136,76 +142,79 @@ class _Check(Protocol):
     def change(self) -> str: ...
 
 
-class _Classes:
-    def __init__(self, reads: Sequence[Reads]) -> None:
-        self._reads = reads
-        self._modules = [read.module for read in reads]
-        self._classes = [type(read.module) for read in reads]
-        self._distinct = list(dict.fromkeys(original_class(read.module) for read in reads))
-        self._forward = attrgetter("forward")
-        self._forwards = [cls.forward for cls in self._distinct]
+class _Same:
+    """A list of things that must be as they were; ``say`` tells of the one at a place what it was, and is."""
+
+    def __init__(
+        self, now: Callable[[], list[Any]], say: Callable[[int, Any, Any], str], then: list[Any] | None = None
+    ) -> None:
+        self._now, self._then, self._say = now, now() if then is None else then, say
 
     def holds(self) -> bool:
-        return [*map(type, self._modules)] == self._classes and [*map(self._forward, self._distinct)] == self._forwards
+        return self._now() == self._then
 
     def change(self) -> str:
-        for read, cls in zip(self._reads, self._classes, strict=True):
-            if type(read.module) is not cls:
-                return f"the class of {read.path} changed from {cls.__name__} to {type(read.module).__name__}"
-        changed = [c.__name__ for c, f in zip(self._distinct, self._forwards, strict=True) if c.forward is not f]
-        return f"{changed[0]}.forward was replaced"
+        pairs = zip(self._then, self._now(), strict=True)
+        return next(self._say(place, then, now) for place, (then, now) in enumerate(pairs) if now != then)
 
 
-class _Hooks:
-    def __init__(self, called: Sequence[Reads]) -> None:
-        self._called = called
-        self._hooks = [*global_hooks.values(), *chain.from_iterable(hooks_of(vars(read.module)) for read in called)]
+class _NoneOf:
+    """A list of things none of which must be; ``words`` of each what is the case if it is."""
+
+    def __init__(self, found: Callable[[], Iterable[Any]], words: Callable[[], Iterable[str]]) -> None:
+        self._found, self._words = found, words
 
     def holds(self) -> bool:
-        return not any(self._hooks)
+        return not any(self._found())
 
     def change(self) -> str:
-        labels = [*global_hooks, *(read.label(name) for read in self._called for name in HOOKS)]
-        return next(f"{label} got a hook" for label, hooks in zip(labels, self._hooks, strict=True) if hooks)
+        return next(text for text, found in zip(self._words(), self._found(), strict=True) if found)
 
 
-class _Missing:
-    def __init__(self, reads: Sequence[Reads]) -> None:
-        names = [(vars(read.module), name, read) for read in reads for name in sorted(read.missing)]
-        for read in reads:
-            for name in sorted(read.absent):
-                attributes = vars(read.module)
-                scopes = (attributes, attributes["_parameters"], attributes["_buffers"], attributes["_modules"])
-                names += [(scope, name, read) for scope in scopes]
-        self._labels = [read.label(name) for _, name, read in names]
-        self._scopes = [scope for scope, _, _ in names]
-        self._names = [name for _, name, _ in names]
-
-    def holds(self) -> bool:
-        return not any(map(contains, self._scopes, self._names))
-
-    def change(self) -> str:
-        found = map(contains, self._scopes, self._names)
-        return next(f"{label} was set" for label, is_there in zip(self._labels, found, strict=True) if is_there)
+def _classes(reads: Sequence[Reads]) -> Iterator[_Check]:
+    modules = [read.module for read in reads]
+    distinct = [*dict.fromkeys(map(original_class, modules))]
+    yield _Same(
+        lambda: [*map(type, modules)],
+        lambda place, then, now: f"the class of {reads[place].path} changed from {then.__name__} to {now.__name__}",
+    )
+    yield _Same(
+        lambda: [*map(_forward_of, distinct)],
+        lambda place, _then, _now: f"{distinct[place].__name__}.forward was replaced",
+    )
 
 
-class _Walked:
+def _hooks(called: Sequence[Reads]) -> _Check:
+    hooks = [*global_hooks.values(), *chain.from_iterable(hooks_of(vars(read.module)) for read in called)]
+    return _NoneOf(
+        lambda: hooks,
+        lambda: (
+            f"{label} got a hook"
+            for label in chain(global_hooks, (read.label(name) for read in called for name in HOOKS))
+        ),
+    )
+
+
+def _missing(reads: Sequence[Reads]) -> _Check:
+    names = [(vars(read.module), name, read) for read in reads for name in sorted(read.missing)]
+    for read in reads:
+        attributes = vars(read.module)
+        for name in sorted(read.absent):
+            names += [(scope, name, read) for scope in (attributes, *map(attributes.__getitem__, PARTS))]
+    scopes, wanted = [scope for scope, _, _ in names], [name for _, name, _ in names]
+    return _NoneOf(
+        lambda: map(contains, scopes, wanted), lambda: (f"{read.label(name)} was set" for _, name, read in names)
+    )
+
+
+def _walked(reads: Sequence[Reads]) -> Iterator[_Check]:
     """The names of children, parameters or buffers, and their order, of modules that the forward walked through."""
-
-    def __init__(self, reads: Sequence[Reads]) -> None:
-        self._parts = [(vars(read.module)[name], read.label(name)) for read in reads for name in sorted(read.walked)]
-        self._names = [[*part] for part, _ in self._parts]
-        self._dicts = [part for part, _ in self._parts]
-        self._all = [*chain.from_iterable(self._dicts)]
-
-    def holds(self) -> bool:
-        return [*chain.from_iterable(self._dicts)] == self._all
-
-    def change(self) -> str:
-        for (part, label), names in zip(self._parts, self._names, strict=True):
-            if [*part] != names:
-                return f"{label} changed from {_shown(names)} to {_shown([*part])}"
-        raise AssertionError("nothing changed")
+    parts = [(vars(read.module)[name], read.label(name)) for read in reads for name in sorted(read.walked)]
+    if parts:
+        yield _Same(
+            lambda: [[*part] for part, _ in parts],
+            lambda place, then, now: f"{parts[place][1]} changed from {_shown(then)} to {_shown(now)}",
+        )
 
 
 class _Values:
@@ -215,19 +224,19 @@ class _Values:
     the very same objects; a new one is compared by its type and value, and is the one to be there from then on.
     """
 
-    def __init__(self, expected: Sequence[Expected], parts: Sequence[_Parts]) -> None:
+    def __init__(self, expected: Sequence[Expected], parts: Sequence[Expected]) -> None:
         self._parts = parts
         self._containers = [each for each in expected if isinstance(each.value, Held)]
         self._expected = [each for each in expected if not isinstance(each.value, Held)]
-        scopes = _Scopes()
-        for each in self._expected:
-            scopes.add(each.scope, (each.name,), (each.value,))
-        for part in parts:
-            if part.children:
-                scopes.add(part.attributes, ("_modules",), (part.children,))
-            if part.dicts:
-                scopes.add(part.attributes, [*part.dicts], [*part.dicts.values()])
-        self._getters, self._scopes, self._values = scopes.getters(), scopes.scopes, scopes.all_values()
+        of_scopes: dict[int, list[Expected]] = {}
+        for each in (*self._expected, *parts):
+            of_scopes.setdefault(id(each.scope), []).append(each)
+        groups = of_scopes.values()
+        self._scopes = [group[0].scope for group in groups]
+        self._getters = [_getter(group[0].scope, [each.name for each in group]) for group in groups]
+        self._values = [
+            group[0].value if len(group) == 1 else tuple([each.value for each in group]) for group in groups
+        ]
         numbers = [e for e in self._expected if e.exact and isinstance(e.value, int | float | complex | tuple)]
         self._of_numbers = [_getter(each.scope, (each.name,)) for each in numbers]
         self._number_scopes = [each.scope for each in numbers]
@@ -242,120 +251,70 @@ class _Values:
                 if not all(map(same, numbers, self._numbers)):
                     return False
                 self._numbers = numbers
-        return not self._containers or all([_holds(each.now(), each.value) for each in self._containers])
+        held = [(each.now(), each.value) for each in self._containers]
+        return all([now is then.container and same(now, then.snapshot) for now, then in held])
 
     def change(self) -> str:
-        for each in (*self._expected, *self._containers):
-            if (text := _difference(each)) is not None:
-                return text
-        for part in self._parts:
-            if (text := part.change()) is not None:
-                return text
-        return "an attribute changed"
+        changes = chain(map(_difference, (*self._expected, *self._containers)), map(_change_of_part, self._parts))
+        return next(filter(None, changes), "an attribute changed")
 
 
-def _holds(now: Any, then: Held) -> bool:
-    return now is then.container and same(now, then.snapshot)
+def _getter(scope: Any, names: Sequence[Any]) -> Callable[[Any], Any]:
+    return attrgetter(*names) if has_attributes(scope) else itemgetter(*names)
 
 
-class _Scopes:
-    """For each scope what gets the values of all names in it, the scope, and the values, as it gives them."""
-
-    def __init__(self) -> None:
-        self.scopes: list[Any] = []
-        self._names: dict[int, list[Any]] = {}
-        self._values: dict[int, list[Any]] = {}
-
-    def add(self, scope: Any, names: Sequence[Any], values: Sequence[Any]) -> None:
-        if id(scope) not in self._names:
-            self.scopes.append(scope)
-            self._names[id(scope)], self._values[id(scope)] = [], []
-        self._names[id(scope)] += names
-        self._values[id(scope)] += values
-
-    def getters(self) -> list[_Getter]:
-        return [*map(_getter, self.scopes, self._names.values())]
-
-    def all_values(self) -> list[Any]:
-        return [values[0] if len(values) == 1 else tuple(values) for values in self._values.values()]
-
-
-def _getter(scope: Any, names: Sequence[Any]) -> _Getter:
-    return attrgetter(*names) if isinstance(scope, type) else itemgetter(*names)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
+def _parts_of(read: Reads, hooked: bool) -> Iterator[Expected]:
     """Of a module the children, as a copy, the dicts of its tensors, and those of hooks, where it was called.
 
     Identical dicts compare as equal without a look inside, so a replaced dict of hooks shows, if it holds any.
     """
-
-    attributes: dict[str, Any]
-    label: Callable[[str], str]
-    children: dict[str, Any]
-    dicts: dict[str, dict[Any, Any]]
-
-    @classmethod
-    def of(cls, read: Reads, hooked: bool) -> _Parts:
-        attributes = vars(read.module)
-        dicts = {name: attributes[name] for name in ("_parameters", "_buffers") if attributes[name]}
-        if hooked:
-            dicts.update(zip(HOOKS, hooks_of(attributes), strict=True))
-        return cls(attributes, read.label, dict(attributes["_modules"]), dicts)
-
-    def change(self) -> str | None:
-        now = self.attributes.get("_modules") or {}
-        for child in {**self.children, **now} if self.children else ():
-            if self.children.get(child) is not now.get(child):
-                return f"the submodule {self.label(child)} was replaced, added or removed"
-        for name, then in self.dicts.items():
-            if name not in self.attributes:
-                return f"{self.label(name)} was deleted"
-            if name in HOOKS and self.attributes[name] != then:
-                return f"{self.label(name)} got a hook"
-            if name not in HOOKS and self.attributes[name] is not then:
-                return f"{self.label(name)} was replaced"
-        return None
+    attributes = vars(read.module)
+    for name in (*PARTS, *(HOOKS if hooked else ())):
+        part = attributes[name]
+        if part or name in HOOKS:
+            yield Expected(read.label(name), attributes, name, dict(part) if name == "_modules" else part)
 
 
-class _Code:
+def _change_of_part(part: Expected) -> str | None:
+    now = part.scope.get(part.name)
+    if part.name == "_modules":
+        of_child = part.label.removesuffix(part.name)
+        changed = (
+            child for child in {**part.value, **(now or {})} if part.value.get(child) is not (now or {}).get(child)
+        )
+        return next((f"the submodule {of_child}{child} was replaced, added or removed" for child in changed), None)
+    if part.name not in part.scope:
+        return f"{part.label} was deleted"
+    if part.name in HOOKS:
+        return f"{part.label} got a hook" if now != part.value else None
+    return f"{part.label} was replaced" if now is not part.value else None
+
+
+def _code(functions: Sequence[FunctionType], absent: Iterable[tuple[dict[str, Any], set[str]]]) -> Iterator[_Check]:
     """The code of functions, which some tools replace in place, their defaults, builtins that no global hides.
 
     And torch's default dtype.
     """
-
-    def __init__(self, functions: Sequence[FunctionType], absent: Iterable[tuple[dict[str, Any], set[str]]]) -> None:
-        self._absent = [(scope.keys(), frozenset(names)) for scope, names in absent]
-        self._functions = functions
-        self._codes = [function.__code__ for function in functions]
-        self._defaults = [
-            (f, f.__defaults__, f.__kwdefaults__) for f in functions if f.__defaults__ or f.__kwdefaults__
-        ]
-        self._dtype = torch.get_default_dtype()
-
-    def holds(self) -> bool:
-        return (
-            torch.get_default_dtype() is self._dtype
-            and [*map(_code_of, self._functions)] == self._codes
-            and (not self._absent or all([names.isdisjoint(hiding) for names, hiding in self._absent]))
-            and (
-                not self._defaults
-                or all([f.__defaults__ is one and f.__kwdefaults__ is two for f, one, two in self._defaults])
-            )
+    defaults = [(f, f.__defaults__, f.__kwdefaults__) for f in functions if f.__defaults__ or f.__kwdefaults__]
+    hidden = [(scope.keys(), frozenset(names)) for scope, names in absent]
+    yield _Same(
+        lambda: [*map(_code_of, functions)],
+        lambda place, _then, _now: f"the code of {functions[place].__qualname__} was replaced",
+    )
+    if defaults:
+        yield _NoneOf(
+            lambda: [f.__defaults__ is not one or f.__kwdefaults__ is not two for f, one, two in defaults],
+            lambda: (f"the defaults of {function.__qualname__} were replaced" for function, _, _ in defaults),
         )
-
-    def change(self) -> str:
-        for function, code in zip(self._functions, self._codes, strict=True):
-            if function.__code__ is not code:
-                return f"the code of {function.__qualname__} was replaced"
-        for function, one, two in self._defaults:
-            if function.__defaults__ is not one or function.__kwdefaults__ is not two:
-                return f"the defaults of {function.__qualname__} were replaced"
-        for names, hiding in self._absent:
-            if found := names & hiding:
-                return f"the global {min(found)} was set"
-        return f"torch's default dtype changed from {self._dtype} to {torch.get_default_dtype()}"
+    if hidden:
+        yield _NoneOf(
+            lambda: [not names.isdisjoint(hiding) for names, hiding in hidden],
+            lambda: (f"the global {min(names & hiding, default='')} was set" for names, hiding in hidden),
+        )
+    yield _Same(
+        lambda: [torch.get_default_dtype()],
+        lambda _place, then, now: f"torch's default dtype changed from {then} to {now}",
+    )
 
 
 class _Slots:
@@ -397,59 +356,45 @@ class _Slots:
         return self._ties.change() or "a parameter or buffer was replaced"
 
 
-class _Tensors:
+def _tensors(
+    identical: Sequence[tuple[Slot, Tensor]], ties: Sequence[tuple[Slot, Slot]], facts: Sequence[Fact]
+) -> Iterator[_Check]:
     """Tensors that are attributes but no buffers, tied slots, shapes and other facts that the forward asked for."""
-
-    def __init__(
-        self,
-        identical: Sequence[tuple[Slot, Tensor]],
-        ties: Sequence[tuple[Slot, Slot]],
-        facts: Sequence[Fact],
-    ) -> None:
-        self._identical, self._ties, self._facts = identical, ties, facts
-
-    def holds(self) -> bool:
-        return (
-            all(slot.tensor() is tensor for slot, tensor in self._identical)
-            and all(one.tensor() is other.tensor() for one, other in self._ties)
-            and all(ask(slot.tensor()) == fact for slot, ask, fact in self._facts)
+    if identical:
+        yield _NoneOf(
+            lambda: [slot.tensor() is not tensor for slot, tensor in identical],
+            lambda: (f"the tensor {slot.path} was replaced" for slot, _ in identical),
         )
-
-    def change(self) -> str:
-        for slot, tensor in self._identical:
-            if slot.tensor() is not tensor:
-                return f"the tensor {slot.path} was replaced"
-        for one, other in self._ties:
-            if one.tensor() is not other.tensor():
-                return f"{one.path} and {other.path} are no longer the same tensor"
-        for slot, ask, fact in self._facts:
-            tensor = slot.tensor()
-            if not isinstance(tensor, Tensor):
-                return f"{slot.path} is no tensor any more"
-            if ask(tensor) != fact:
-                return f"{slot.path} changed from {fact} to {ask(tensor)}"
-        raise AssertionError("nothing changed")
+    if ties:
+        yield _NoneOf(
+            lambda: [one.tensor() is not other.tensor() for one, other in ties],
+            lambda: (f"{one.path} and {other.path} are no longer the same tensor" for one, other in ties),
+        )
+    if facts:
+        yield _Same(
+            lambda: [ask(tensor) if isinstance(tensor := slot.tensor(), Tensor) else _END for slot, ask, _ in facts],
+            lambda place, then, now: (
+                f"{facts[place][0].path} "
+                + ("is no tensor any more" if now is _END else f"changed from {then} to {now}")
+            ),
+            [fact for _, _, fact in facts],
+        )
 
 
 def _values_of(reads: Iterable[Reads]) -> Iterator[Expected]:
     for read in reads:
         scope = vars(read.module)
         where = f"{read.path}." if read.path else ""
-        # Identical dicts compare as equal without a look inside, so a replaced dict of hooks shows, if it holds any.
         exact = not is_torchs(type(read.module))
         for name, value in read.values.items():
             yield Expected(where + name, scope, name, value, exact and name != "training")
-
-
-def _is_users(each: Expected) -> bool:
-    return each.exact and not isinstance(each.value, _PARTS_OF_PROGRAMS)
 
 
 def _difference(each: Expected) -> str | None:
     label, value = each.label, each.value
     try:
         now = each.now()
-    except (LookupError, AttributeError):
+    except (LookupError, AttributeError, ValueError):
         return f"{label} was deleted"
     if isinstance(value, Held):
         if same(now, value.snapshot):

@@ -33,21 +33,12 @@ _UNKNOWN: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
-    """Instructions from ``start`` to before ``end``, whose errors go to the handler at ``target``."""
-
-    start: int
-    end: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Code:
-    """A code object's instructions, their places by offset, and its exception table."""
+    """A code object's instructions, their places by offset, and its exception table: where errors go, from where."""
 
     instructions: tuple[dis.Instruction, ...]
     places: dict[int, int]
-    ranges: tuple[_Range, ...]
+    ranges: list[Any]
 
 
 def has_handlers(code: CodeType) -> bool:
@@ -59,13 +50,15 @@ def catches(frame: FrameType) -> str | None:
     """``RuntimeError``: what the frame catches where it is now, if an op may raise it; None if nothing."""
     code = _read(frame.f_code)
     offset, seen = frame.f_lasti, set()
-    while (target := _handler(code, offset)) is not None and target not in seen:
+    while True:
+        target = next((each.target for each in code.ranges if each.start <= offset < each.end), None)
+        if target is None or target in seen:
+            return None
         seen.add(target)
         for caught in _clauses(code, target, frame):
             if _may_be_raised(caught):
                 return caught.__name__ if isinstance(caught, type) else "errors"
         offset = target  # what no clause matches goes on to the handler around this one
-    return None
 
 
 def ends_errors(code: CodeType) -> bool:
@@ -96,12 +89,7 @@ def _read(code: CodeType) -> _Code:
     bytecode: Any = dis.Bytecode(code)  # exception_entries is missing from the stubs
     instructions = tuple(each for each in bytecode if each.opname not in ("CACHE", "EXTENDED_ARG", "NOP"))
     places = {instruction.offset: place for place, instruction in enumerate(instructions)}
-    ranges = tuple(_Range(entry.start, entry.end, entry.target) for entry in bytecode.exception_entries)
-    return _Code(instructions, places, ranges)
-
-
-def _handler(code: _Code, offset: int) -> int | None:
-    return next((each.target for each in code.ranges if each.start <= offset < each.end), None)
+    return _Code(instructions, places, bytecode.exception_entries)
 
 
 def _clauses(code: _Code, target: int, frame: FrameType) -> list[Any]:

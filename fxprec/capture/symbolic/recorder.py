@@ -110,7 +110,6 @@ class Recorder:
         self._seen: set[tuple[int, str]] = set()
         self.opaque = OpaqueCode(decline)
         self.surroundings = Surroundings(self.opaque.stop_at)
-        self._fit_classes: set[type[nn.Module]] = set()
         self._facts: dict[tuple[str, Any], Fact] = {}
         self.slots: dict[int, tuple[str, Slot]] = {}
         self._ties: list[tuple[Slot, Slot]] = []
@@ -191,7 +190,7 @@ class Recorder:
     def asks_missing(self, tensor: Tensor, name: str) -> None:
         """The forward asked this parameter or buffer for an attribute that nobody set on it."""
         slot = self.slots[id(tensor)][1]
-        self._facts[slot.path, name] = (slot, functools.partial(_has_set, name), False)
+        self._facts[slot.path, name] = (slot, lambda asked: name in vars(asked), False)
 
     def _add_fact(self, slot: Slot, ask: Callable[[Tensor], Any]) -> None:
         if slot.tensor() is not None:
@@ -217,7 +216,7 @@ class Recorder:
     def _first_read(self, module: nn.Module) -> Reads:
         path = self._paths.get(id(module), type(module).__name__)
         reads = self._reads[id(module)] = Reads(path, module)
-        if (why := self._unfit(module)) is not None:
+        if (why := unfit(module)) is not None:
             self._decline(f"submodule '{path}' {why}" if module is not self._root else f"the model {why}")
         if original_class(module).__getattr__ is not nn.Module.__getattr__:
             self.traces_method(module, "__getattr__")
@@ -229,15 +228,6 @@ class Recorder:
         if "forward" not in attributes and module is not self._root:
             reads.missing.add("forward")
         return reads
-
-    def _unfit(self, module: nn.Module) -> str | None:
-        """As ``unfit``, which looks at a class once."""
-        cls = type(module)
-        if cls not in self._fit_classes:
-            if (why := _unfit_class(cls)) is not None:
-                return why
-            self._fit_classes.add(cls)
-        return _unfit_object(_attributes(module))
 
     def _about_to_read(self, reads: Reads, name: str) -> None:
         """Reading may run code, of a property or another descriptor: it is looked through before."""
@@ -278,11 +268,6 @@ class Recorder:
             value = value.__func__
         if (why := self.surroundings.look_at(value, reads.label(name))) is not None:
             self._decline(f"the forward reads {reads.label(name)}, {why}")
-
-
-def _has_set(name: str, tensor: Tensor) -> bool:
-    """Whether somebody set an attribute on a tensor."""
-    return name in vars(tensor)
 
 
 def _raw(cls: type, name: str) -> Any:

@@ -33,22 +33,14 @@ class SourceLines:
 
     def __init__(self, stop: CodeType) -> None:
         self._stop = stop
-        self._is_user: dict[str, bool] = {}
         #: id of a code object -> what its frames are, and the code object: it must live as long as its id is a key.
         self._kinds: dict[int, tuple[int, CodeType]] = {id(stop): (_STOP, stop)}
-        #: For each module that is being called: the frame of its call, and what the search found from there outwards.
-        self._calls: list[tuple[FrameType, FrameType | None, FrameType | None, str | None]] = []
         self._texts: dict[tuple[str, int], str] = {}
 
     def is_user(self, code: CodeType) -> bool:
         """Whether this is neither torch's code, nor the standard library's, nor that of the capture."""
-        file = code.co_filename
-        user = self._is_user.get(file)
-        if user is None:
-            installed = "site-packages" in file or "dist-packages" in file
-            library = file.startswith((_TORCH, _OURS, "<frozen")) or (file.startswith(_STDLIB) and not installed)
-            user = self._is_user[file] = not library
-        return user
+        known = self._kinds.get(id(code))
+        return (self._kind(code) if known is None else known[0]) in (_USER, _USER_WITH_HANDLERS)
 
     def user_frame(self, frame: FrameType | None) -> tuple[FrameType | None, str | None]:
         """The innermost user frame from ``frame`` outwards, and why no op can be recorded here, if so.
@@ -56,48 +48,33 @@ class SourceLines:
         An activation checkpoint lies on the way, or a handler that would catch what the op raises. In models made of
         torch's own modules only, no frame is the user's: the innermost ``forward`` stands in.
         """
-        found, forward, why = self._search(frame)
-        return found or forward, why
-
-    def enter(self, frame: FrameType) -> None:
-        """``frame`` calls a module: until ``leave``, searches for what lies further out need not go beyond it."""
-        self._calls.append((frame, *self._search(frame)))
-
-    def leave(self) -> None:
-        """The module that was entered last returns."""
-        self._calls.pop()
-
-    def _search(self, frame: FrameType | None) -> tuple[FrameType | None, FrameType | None, str | None]:
-        """From ``frame`` outwards: the innermost user frame, the innermost ``forward``, and why no op is recorded."""
         found: FrameType | None = None
         forward: FrameType | None = None
         why: str | None = None
-        call = self._calls[-1] if self._calls else None
-        end = call and call[0]
         kinds = self._kinds  # at hand: this loop runs over some ten frames for every node
-        while frame is not None and frame is not end:
+        while frame is not None:
             known = kinds.get(id(frame.f_code))
             kind = self._kind(frame.f_code) if known is None else known[0]
-            if kind:
-                if kind == _STOP:
-                    return found, forward, why
-                if kind == _CHECKPOINT:
-                    why = CHECKPOINTS
-                elif kind == _FORWARD:
-                    forward = forward or frame
-                else:
-                    found = found or frame
-                    if kind == _USER_WITH_HANDLERS and why is None and (caught := catches(frame)) is not None:
-                        why = f"catches {caught} around ops"
+            if kind == _STOP:
+                break
+            if kind == _CHECKPOINT:
+                why = CHECKPOINTS
+            elif kind == _FORWARD:
+                forward = forward or frame
+            elif kind:
+                found = found or frame
+                if kind == _USER_WITH_HANDLERS and why is None and (caught := catches(frame)) is not None:
+                    why = f"catches {caught} around ops"
             frame = frame.f_back
-        if frame is None or call is None:
-            return found, forward, why
-        return found or call[1], forward or call[2], why or call[3]
+        return found or forward, why
 
     def _kind(self, code: CodeType) -> int:
-        if self.is_user(code):
+        file = code.co_filename
+        installed = "site-packages" in file or "dist-packages" in file
+        library = file.startswith((_TORCH, _OURS, "<frozen")) or (file.startswith(_STDLIB) and not installed)
+        if not library:
             kind = _USER_WITH_HANDLERS if has_handlers(code) else _USER
-        elif code.co_filename == _CHECKPOINT_FILE:
+        elif file == _CHECKPOINT_FILE:
             kind = _CHECKPOINT
         else:
             kind = _FORWARD if code.co_name == "forward" else _NOTHING

@@ -25,8 +25,8 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from fxprec.capture.containers import Contents
 from fxprec.capture.guard_values import CONTAINERS, contents, is_container, is_plain, snapshot
 from fxprec.capture.symbolic.handlers import ends_errors
 from fxprec.capture.tripwires import unpatched
-from fxprec.capture.trusted import is_stdlib, is_torchs, is_trusted
+from fxprec.capture.trusted import is_library, is_stdlib, is_torchs, is_trusted
 
 #: Attributes that hand out what an object holds, a tensor too, past everything that watches.
 _INSIDE: Final = frozenset(
@@ -52,7 +52,6 @@ _OF_CLASSES: Final = frozenset(
     "__annotations_cache__ __firstlineno__ __static_attributes__ __parameters__ __orig_bases__ __abstractmethods__ "
     "_abc_impl __match_args__ __dataclass_params__ __dataclass_fields__ __slots__ __hash__".split()
 )
-_PROPERTIES: Final = (property, functools.cached_property)
 _BUILTINS: Final = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -85,7 +84,7 @@ _IMPURE: Final = "which looks at more than its arguments"
 
 
 class Expected(NamedTuple):
-    """A value that must still be there: ``scope[name]``, of a class its attribute; ``label`` for people.
+    """A value that must still be there: ``scope[name]``, of a class or cell its attribute; ``label`` for people.
 
     ``exact``: only torch's own code reads it otherwise, to which True, 1 and 1.0 are the same.
     """
@@ -97,8 +96,13 @@ class Expected(NamedTuple):
     exact: bool = True
 
     def now(self) -> Any:
-        """What is there; LookupError or AttributeError if nothing is."""
-        return getattr(self.scope, self.name) if isinstance(self.scope, type) else self.scope[self.name]
+        """What is there; LookupError, AttributeError or ValueError if nothing is."""
+        return getattr(self.scope, self.name) if has_attributes(self.scope) else self.scope[self.name]
+
+
+def has_attributes(scope: Any) -> bool:
+    """Whether what is expected there is an attribute, and no item."""
+    return isinstance(scope, type | types.CellType)
 
 
 class Held(NamedTuple):
@@ -108,36 +112,16 @@ class Held(NamedTuple):
     snapshot: Any
 
 
-class _CellScope(Mapping[str, Any]):
-    """The content of a closure cell, looked up as in a dict."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._cell.cell_contents
-        except ValueError:  # emptied
-            raise KeyError(name) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
+def _content(cell: types.CellType) -> Any:
+    """What a closure cell holds; ``_MISSING`` where it was emptied."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Where the names of a function are looked up: its globals, and the closure cells that were there before."""
-
-    globals: dict[str, Any]
-    cells: Mapping[str, types.CellType]
-
-    @classmethod
-    def of(cls, function: types.FunctionType) -> _Names:
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        return cls(function.__globals__, dict(cells))
+def _cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 class Surroundings:
@@ -222,7 +206,7 @@ class Surroundings:
         if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             attributes = getattr(value, "__dict__", {})
             for name in attributes:  # a frozen one can be forced
-                self._expect(attributes, f"{label}.{name}", attributes, name, attributes[name])
+                self._expect(f"{label}.{name}", attributes, name, attributes[name])
             return self._held((kind, *(getattr(value, field.name, None) for field in fields(kind))), label)
         if is_torchs(kind) and is_trusted(kind) and not isinstance(value, torch.Generator):
             return None
@@ -239,7 +223,7 @@ class Surroundings:
         values = [*values]
         for value in values:
             if is_container(value) and not is_plain(value):
-                self._expect(value, f"what {label} holds", {label: value}, label, value)
+                self._expect(f"what {label} holds", {label: value}, label, value)
         return self._first(values)
 
     def _builtin(self, value: Any) -> str | None:
@@ -247,17 +231,11 @@ class Surroundings:
         owner = getattr(value, "__self__", None)
         if type(owner) in CONTAINERS:  # a bound method, such as cache.append
             return self._held([owner], getattr(value, "__qualname__", ""))
-        return (
-            None
-            if is_trusted(value)
-            else f"{getattr(value, '__qualname__', value)}, which looks at more than its arguments"
-        )
-
-    # -- functions -------------------------------------------------------------------------------------------------
+        return None if is_trusted(value) else f"{getattr(value, '__qualname__', value)}, {_IMPURE}"
 
     def _function(self, function: types.FunctionType) -> str | None:
         if not is_trusted(function):
-            if is_torchs(function) or is_stdlib(function):
+            if is_library(function):
                 return f"{function.__module__}.{function.__qualname__}, {_IMPURE}"
             self._function_of_user(function)
         else:
@@ -273,20 +251,19 @@ class Surroundings:
         if (why := self._held((*(function.__defaults__ or ()), *keywords.values()), function.__qualname__)) is not None:
             self._stop_at(code, (), f"has a default that is {why}")
         for name, default in keywords.items():
-            self._expect(keywords, f"the default {name} of {function.__qualname__}", keywords, name, default)
-        names = _Names.of(function)
-        self._code(code, names, names.cells)
+            self._expect(f"the default {name} of {function.__qualname__}", keywords, name, default)
+        self._code(code, function.__globals__, _cells_of(function))
 
     def _trusted_function(self, function: types.FunctionType) -> None:
         """Not followed, but for the user's function that a decorator of torch's holds, and for what was patched."""
-        names = _Names.of(function)
-        for cell in names.cells.values():
-            held = _CellScope(cell).get("")
+        scope = function.__globals__
+        for cell in _cells_of(function).values():
+            held = _content(cell)
             if isinstance(held, types.FunctionType) and not is_trusted(held):
                 self.look_at(held)
-        if names.globals.get("__name__", "").startswith("torch.nn.modules."):
+        if scope.get("__name__", "").startswith("torch.nn.modules."):
             for read in code_reads(function.__code__).reads:
-                owner = names.globals.get(read.name)
+                owner = scope.get(read.name)
                 if isinstance(owner, types.ModuleType) and len(read.chain) == 1:
                     self._patchable(owner, str(read.chain[0]))
 
@@ -294,19 +271,19 @@ class Surroundings:
         """``F.linear`` in the code of ``nn.Linear``: still the same function, or one that the user put there."""
         function = vars(owner).get(name)
         if isinstance(function, types.FunctionType | types.BuiltinFunctionType):
-            self._expect(vars(owner), f"{owner.__name__}.{name}", vars(owner), name, function)
+            self._expect(f"{owner.__name__}.{name}", vars(owner), name, function)
             if not is_trusted(function):
                 self.look_at(function)
 
-    def _code(self, code: types.CodeType, names: _Names, outer: Mapping[str, types.CellType]) -> None:
-        """One code object; ``outer``: the cells of its closure that were there before the trace."""
-        key = id(code), id(names.globals), tuple(map(id, outer.values()))
+    def _code(self, code: types.CodeType, scope: dict[str, Any], outer: Mapping[str, types.CellType]) -> None:
+        """One code object; ``scope``: its globals; ``outer``: the cells of its closure that were there before."""
+        key = id(code), id(scope), tuple(map(id, outer.values()))
         if key in self._codes:
             return
         self._codes.add(key)
         found = code_reads(code)
         for read in found.reads:
-            if (why := self._read(read, names, outer)) is not None:
+            if (why := self._read(read, scope, outer)) is not None:
                 self._stop_at(code, read.offsets[-1:], f"reads {read}: {why}")
         for write in found.writes:
             if write.kind == "global" or write.name in outer:
@@ -315,12 +292,12 @@ class Surroundings:
             self._stop_at(code, (), "may end an error that an op raises")
         for name in _INSIDE.intersection(found.names):
             self._stop_at(code, found.names[name], f"reads {name}, past all that is watched")
-        if "__class__" in outer and (why := self.look_at(_CellScope(outer["__class__"]).get(""))) is not None:
+        if "__class__" in outer and (why := self.look_at(_content(outer["__class__"]))) is not None:
             self._stop_at(code, (), f"uses super(), and may read {why}")
         if (why := self._may_name(found.names.keys() | found.strings)) is not None:
             self._stop_at(code, (), f"may read {why}")
         for nested in found.nested:
-            self._code(nested, names, {name: outer[name] for name in nested.co_freevars if name in outer})
+            self._code(nested, scope, {name: outer[name] for name in nested.co_freevars if name in outer})
 
     def _may_name(self, names: Set[str]) -> str | None:
         """Traced code may read these attributes of any class that it gets hold of. Why it must not, or None."""
@@ -330,38 +307,35 @@ class Surroundings:
         reasons = [self._attributes(cls, new) for cls in (*self._classes,)] if new else ()
         return next(filter(None, reasons), None)
 
-    # -- reads -----------------------------------------------------------------------------------------------------
-
-    def _read(self, read: Read, names: _Names, outer: Mapping[str, types.CellType]) -> str | None:
+    def _read(self, read: Read, scope: dict[str, Any], outer: Mapping[str, types.CellType]) -> str | None:
         """Guard what this names. Why it cannot be guarded, or None."""
         if read.kind == "import":
-            return self._imported(read, names)
+            return self._imported(read, scope)
         if read.kind == "closure":
             if read.name not in outer:  # a variable of the traced function around
                 return None
             cell = outer[read.name]
-            scope: Mapping[str, Any] = _CellScope(cell)
-            return self._root(cell, f"the closure variable {read.name}", scope, read)
-        if read.name in names.globals:
-            return self._root(names.globals, f"the global {read.name}", names.globals, read)
-        self.absent.setdefault(id(names.globals), (names.globals, set()))[1].add(read.name)
+            return self._root(f"the closure variable {read.name}", cell, "cell_contents", _content(cell), read)
+        if read.name in scope:
+            value = scope[read.name]
+            return self._root(f"the global {read.name}", scope, read.name, value, read)
+        self.absent.setdefault(id(scope), (scope, set()))[1].add(read.name)
         value = vars(builtins).get(read.name, _MISSING)
         if value is _MISSING:
             return None
-        self._expect(vars(builtins), f"the builtin {read.name}", vars(builtins), read.name, value)
+        self._expect(f"the builtin {read.name}", vars(builtins), read.name, value)
         return self._chain(read.name, value, read.chain)
 
-    def _root(self, owner: Any, label: str, scope: Mapping[str, Any], read: Read) -> str | None:
-        value = scope.get(read.name, _MISSING)
+    def _root(self, label: str, scope: Any, name: str, value: Any, read: Read) -> str | None:
         if value is _MISSING:
             return None
         why = self._chain(label, value, read.chain)
         if why is None:
-            self._expect(owner, label, scope, read.name, value)
+            self._expect(label, scope, name, value)
         return why
 
-    def _imported(self, read: Read, names: _Names) -> str | None:
-        package = names.globals.get("__package__") or ""
+    def _imported(self, read: Read, scope: dict[str, Any]) -> str | None:
+        package = scope.get("__package__") or ""
         for name in (read.name, f"{package}.{read.name}" if read.name else package):
             module = sys.modules.get(name)
             if module is not None:
@@ -405,18 +379,16 @@ class Surroundings:
         for scope, label, name in steps if why is None else ():
             expected = Expected(label, scope, name, None)
             if not isinstance(scope, type) or _plainly_read(scope, name):
-                self._expect(scope, label, scope, name, expected.now())
+                self._expect(label, scope, name, expected.now())
         return why
 
-    def _expect(self, owner: Any, label: str, scope: Any, name: Any, value: Any) -> None:
-        key = id(owner), name
+    def _expect(self, label: str, scope: Any, name: Any, value: Any) -> None:
+        key = id(scope), name
         if key not in self._expected:
             value = unpatched(value)
             if is_container(value) and not is_plain(value):
                 value = Held(value, snapshot(value))
             self._expected[key] = Expected(label, scope, name, value)
-
-    # -- classes ---------------------------------------------------------------------------------------------------
 
     def reach(self, cls: type) -> str | None:
         """A class that traced code gets hold of: its attributes, those of a module by the names that code reads."""
@@ -472,7 +444,7 @@ class Surroundings:
 
     def _expect_attribute(self, cls: type, name: str) -> None:
         if _plainly_read(cls, name):
-            self._expect(cls, f"{cls.__qualname__}.{name}", cls, name, getattr(cls, name))
+            self._expect(f"{cls.__qualname__}.{name}", cls, name, getattr(cls, name))
 
 
 def _namespace(value: Any, name: str) -> Mapping[str, Any] | None:

@@ -25,7 +25,7 @@ import contextlib
 import inspect
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,20 +33,19 @@ import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
-from fxprec.capture.call_key import call_key, default_key
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.lazy_code import holding
 from fxprec.capture.locks import CAPTURING
-from fxprec.capture.symbolic.constant_writes import spoiled_constant
 from fxprec.capture.symbolic.guards import Guards
 from fxprec.capture.symbolic.recorder import unfit
 from fxprec.capture.symbolic.tracer import ForwardTracer
 from fxprec.capture.tripwires import trips
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.kernels.torch_internals import is_fx_tracing
-from fxprec.torch_internals import dynamo_sees_torchs_own_call, forget_tracer, global_hooks, runs_code_of
-
-__all__ = ["CaptureDeclined", "StaticCapture", "call_key", "default_key", "trace_static"]
+from fxprec.passes.graph.annotations import notes
+from fxprec.passes.ops.names import canonical_op
+from fxprec.passes.ops.table import rule_of
+from fxprec.torch_internals import dynamo_sees_torchs_own_call, forget_tracer, global_hooks
 
 
 @dataclass(frozen=True)
@@ -56,27 +55,25 @@ class StaticCapture:
     Attributes:
         gm: the graph; get_attr nodes name parameters and buffers by their path in the model, and hold the same tensors.
         guards: what must still hold for the graph to be right.
-        arguments: names of the tensor arguments, in the order of the placeholders.
         owners: path of each parameter and buffer -> the dict of its module that holds it.
     """
 
     gm: fx.GraphModule
     guards: Guards
-    arguments: tuple[str, ...]
     owners: Mapping[str, dict[str, Any]]
 
 
 def trace_static(
-    module_or_function: nn.Module | Callable[..., Any],
+    root: nn.Module,
     tensor_arguments: Sequence[str],
     constants: Mapping[str, object],
     method: Callable[..., Any] | None = None,
     path: str = "",
 ) -> StaticCapture:
-    """Trace a method of a module, or a function of tensors.
+    """Trace a method of a module.
 
     Args:
-        module_or_function: what to trace; a module's own ``forward`` attribute counts.
+        root: the module; its own ``forward`` attribute counts.
         tensor_arguments: the arguments that become placeholders.
         constants: values of the others; arguments in neither keep their defaults.
         method: bound, in the place of the module's forward.
@@ -85,28 +82,27 @@ def trace_static(
     Raises:
         CaptureDeclined: the forward cannot be captured so; the model is as it was.
     """
-    is_module = isinstance(module_or_function, nn.Module)
-    root = module_or_function if is_module else nn.Module()
     with CAPTURING, contextlib.ExitStack() as stack:
         if is_fx_tracing():
             raise CaptureDeclined("another torch.fx trace is running")
-        stack.enter_context(_neutral())
+        # Constants made now serve every later call, whatever modes the caller of this one is in.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(device, enabled=False))
         if any(global_hooks.values()):
             raise CaptureDeclined("hooks are registered for all modules")
         if (why := unfit(root)) is not None:
             raise CaptureDeclined(f"the model {why}")
-        forward = method or (root.forward if is_module else module_or_function)
+        forward = method or root.forward
         arguments = _bound(forward, tensor_arguments, constants)
         tracer = ForwardTracer(root, _interpreted(root, forward) or forward, arguments, tensor_arguments, path)
-        graph = _trace(tracer, root, is_module)
-        if not is_module and (code := getattr(forward, "__code__", None)) is not None:  # for stack traces
-            runs_code_of(graph, code)
+        graph = _trace(tracer, root)
         _check_constants(tracer, graph)
         guards = tracer.recorder.guards()
-        name = type(root).__name__ if is_module else getattr(forward, "__name__", "function")
         owners = {slot.path: slot.owner for _, slot in tracer.recorder.slots.values()}
-        training = root.get_submodule(path).training
-        return StaticCapture(_graph_module(tracer, graph, name, training), guards, tuple(tensor_arguments), owners)
+        gm = _graph_module(tracer, graph, type(root).__name__, root.get_submodule(path).training)
+        return StaticCapture(gm, guards, owners)
 
 
 def _bound(
@@ -138,14 +134,14 @@ def _interpreted(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
     return run
 
 
-def _trace(tracer: ForwardTracer, root: nn.Module, is_module: bool) -> fx.Graph:
+def _trace(tracer: ForwardTracer, root: nn.Module) -> fx.Graph:
     """Run the trace; put the model and the random number generators back, whatever happens."""
     model, random = ModelState(root), RandomState()
     graph: fx.Graph | None = None
     reason = ""
     try:
         with dynamo_sees_torchs_own_call():
-            graph = tracer.trace(root if is_module else _no_module)
+            graph = tracer.trace(root)
     except CaptureDeclined as declined:
         reason = declined.reason
         _leave_contexts(declined)
@@ -178,18 +174,35 @@ def _leave_contexts(error: BaseException) -> None:
     error.__traceback__ = None
 
 
-def _no_module() -> None:
-    """For fx, which wants a function with code: a plain callable may have none, and ForwardTracer calls it itself."""
-
-
 def _check_constants(tracer: ForwardTracer, graph: fx.Graph) -> None:
-    node = spoiled_constant(graph, tracer.made)
-    if node is None:
-        return
-    if node.op == "output":
-        raise CaptureDeclined("the forward returns a tensor that it makes anew at each call")
-    line = (node.stack_trace or "").rpartition("\n")[2].strip()
-    raise CaptureDeclined(f"the forward writes into a tensor that the graph would keep, at `{line}`")
+    """Decline a graph that would change a constant, or give one away: the next call would not get it afresh."""
+    constants: set[fx.Node] = set()
+    fresh: set[fx.Node] = set()  # of tensors that the original makes anew at each call
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            if notes(node).kind == "constant":
+                constants.add(node)
+                if node.target in tracer.made:
+                    fresh.add(node)
+            continue
+        if node.op == "output":
+            if fresh.intersection(node.all_input_nodes):
+                raise CaptureDeclined("the forward returns a tensor that it makes anew at each call")
+            return
+        first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        out = node.kwargs.get("out")
+        writes = isinstance(out, fx.Node) and out in constants
+        if first in constants:
+            op = canonical_op(node)
+            writes = writes or bool((op is not None and op.in_place) or node.kwargs.get("inplace"))
+            rule = rule_of(op.name) if op is not None else None
+            if rule is None or rule.view:
+                constants.add(node)
+                if first in fresh:
+                    fresh.add(node)
+        if writes:
+            line = (node.stack_trace or "").rpartition("\n")[2].strip()
+            raise CaptureDeclined(f"the forward writes into a tensor that the graph would keep, at `{line}`")
 
 
 def _graph_module(tracer: ForwardTracer, graph: fx.Graph, name: str, training: bool) -> fx.GraphModule:
@@ -202,15 +215,3 @@ def _graph_module(tracer: ForwardTracer, graph: fx.Graph, name: str, training: b
     gm = holding({path: tensor for path, tensor in tracer.attributes.items() if path in used}, graph, name)
     gm.training = training
     return gm
-
-
-@contextlib.contextmanager
-def _neutral() -> Iterator[None]:
-    """Outside of the caller's inference mode, grad mode and autocast: constants made now serve every later call."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield

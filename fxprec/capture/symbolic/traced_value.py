@@ -15,39 +15,29 @@ the forward says                      plain ``torch.fx.Proxy``, and what these d
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from types import CodeType
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node, Tracer
+from torch.fx import Node
 from torch.fx.proxy import Attribute, Proxy
+from torch.overrides import is_tensor_method_or_property
 
-from fxprec.capture.symbolic.recorder import Recorder
-from fxprec.capture.symbolic.source import SourceLines
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 from fxprec.torch_internals import for_fx, node_name_of
 
+if TYPE_CHECKING:
+    from fxprec.capture.symbolic.tracer import ForwardTracer
+
+#: Torch turns warnings off and on to answer.
+_is_method: Final = functools.lru_cache(4096)(is_tensor_method_or_property)
 _OWN: Final = frozenset({"tracer", "node", "root", "attr", "_node", "tensor", "rank", "channels"})
-_IN_PLACE: Final = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
+_IN_PLACE: Final = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 #: What autograd keeps beside a tensor's values: there, or None, as calls before left it.
 _OF_AUTOGRAD: Final = frozenset({"grad", "grad_fn", "_grad", "_grad_fn", "_base", "_version", "names"})
 _NUMBER_METHODS: Final = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "item"})
@@ -55,29 +45,10 @@ _NUMBER_METHODS: Final = frozenset({"size", "dim", "ndimension", "numel", "nelem
 _ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, type(nn.Parameter).__instancecheck__.__code__})
 
 
-class ValueTracer(Tracer):
-    """What stand-ins ask of the tracer that makes them, besides what fx's has."""
-
-    lines: SourceLines
-    recorder: Recorder
-
-    def decline(self, reason: str) -> NoReturn:
-        """Give the trace up: "the forward ..."."""
-        raise NotImplementedError
-
-    def is_method(self, function: Any) -> bool:
-        """Whether a call of it is a call of a method of tensors."""
-        raise NotImplementedError
-
-    def unpacks(self, code: CodeType) -> Mapping[int, int]:
-        """Where the code takes a value apart, and into how many."""
-        raise NotImplementedError
-
-
 class TracedValue(Proxy):
     """What an operation gave: mostly a tensor, but a size or a tuple too."""
 
-    tracer: ValueTracer
+    tracer: ForwardTracer
 
     @classmethod
     def __torch_function__(
@@ -87,7 +58,7 @@ class TracedValue(Proxy):
         if not args or not issubclass(type(args[0]), TracedValue) or isinstance(orig_method, for_fx):
             return super().__torch_function__(orig_method, types, args, kwargs)
         tracer, name = args[0].tracer, orig_method.__name__
-        if tracer.is_method(orig_method):
+        if _is_method(orig_method):
             return tracer.create_proxy("call_method", name, args, kwargs or {})
         return tracer.create_proxy(
             "call_function", orig_method, args, kwargs or {}, name=node_name_of(tracer.graph, name)

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import has_side_effect
 from torch.fx.traceback import has_preserved_node_meta
-from torch.overrides import handle_torch_function, has_torch_function, is_tensor_method_or_property
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.originals import original_class
@@ -26,7 +26,7 @@ from fxprec.capture.stepwise import close_steps, is_stepwise
 from fxprec.capture.symbolic.real_tensors import RealTensorOps
 from fxprec.capture.symbolic.recorder import Recorder
 from fxprec.capture.symbolic.source import CHECKPOINTS, SourceLines
-from fxprec.capture.symbolic.traced_value import CheckedInput, TracedTensor, TracedValue, ValueTracer
+from fxprec.capture.symbolic.traced_value import CheckedInput, TracedTensor, TracedValue
 from fxprec.capture.tripwires import replaced, tripwires
 from fxprec.capture.trusted import is_torchs
 from fxprec.kernels.rows.run.region import FusedRegion
@@ -50,7 +50,7 @@ def check_dim(dim: int, lowest: int, highest: int, expected: str) -> None:
 has_side_effect(check_dim)
 
 
-class ForwardTracer(ValueTracer):
+class ForwardTracer(fx.Tracer):
     """Records one run of ``forward``, in this thread; modules that other threads call go on as ever.
 
     Args:
@@ -88,10 +88,8 @@ class ForwardTracer(ValueTracer):
         self._values: dict[str, TracedValue] = {}
         self._real = RealTensorOps(self.decline)
         self._accepted: set[Any] = set()
-        self._is_method: dict[Any, bool] = {}
         self._objects: dict[int, tuple[Any, fx.Node]] = {}
         self._unpacks: dict[CodeType, dict[int, int]] = {}
-        self._last_module: tuple[str | None, dict[str, tuple[str, type]]] = None, {}  # the model itself is ""
         self._returning = self._ended = False
         self._thread = threading.get_ident()
         namespace = sys.modules.get(getattr(forward, "__module__", None) or "")
@@ -123,8 +121,6 @@ class ForwardTracer(ValueTracer):
                 return super().trace(root, concrete_args)
         finally:
             self._ended = True
-
-    # -- what fx calls ---------------------------------------------------------------------------------------------
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         for name in self._names:
@@ -158,12 +154,6 @@ class ForwardTracer(ValueTracer):
             if node.op == "call_function":
                 self.recorder.traces(node.target)
 
-    def is_method(self, function: Any) -> bool:
-        """Whether it is recorded as a call of a tensor's method; torch turns warnings off and on to answer."""
-        if function not in self._is_method:
-            self._is_method[function] = is_tensor_method_or_property(function)
-        return self._is_method[function]
-
     def proxy(self, node: fx.Node) -> TracedValue:
         return TracedValue(node, self)
 
@@ -187,11 +177,9 @@ class ForwardTracer(ValueTracer):
         path = self.path_of_module(m)
         calls = self.num_calls[path] = self.num_calls.get(path, -1) + 1
         self.module_stack[f"{path}@{calls}" if calls else path] = path, original_class(m)
-        self.lines.enter(sys._getframe())
         try:
             return forward(*args, **kwargs)
         finally:
-            self.lines.leave()
             self.module_stack.popitem()
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -227,15 +215,8 @@ class ForwardTracer(ValueTracer):
             if frame is not None and "stack_trace" not in meta:
                 meta["stack_trace"] = self.lines.stack_trace(frame)
             if self.module_stack and "nn_module_stack" not in meta:
-                meta["nn_module_stack"] = self._stack_of_modules()
+                meta["nn_module_stack"] = dict(self.module_stack)  # the last key names the call
         return node
-
-    def _stack_of_modules(self) -> dict[str, tuple[str, type]]:
-        """A copy of fx's stack, one for all nodes of one call: its last key names the call."""
-        last = next(reversed(self.module_stack))
-        if last != self._last_module[0]:
-            self._last_module = last, dict(self.module_stack)
-        return self._last_module[1]
 
     def create_arg(self, a: Any) -> Any:
         kind = type(a)
@@ -281,8 +262,6 @@ class ForwardTracer(ValueTracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         return self.decline("branches on a traced value")
 
-    # -- tensors ---------------------------------------------------------------------------------------------------
-
     def _weight(self, tensor: Tensor) -> TracedValue | None:
         """The stand-in of a parameter or buffer, one however often it is read; None for another tensor."""
         found = self.recorder.slots.get(id(tensor))
@@ -317,8 +296,6 @@ class ForwardTracer(ValueTracer):
         notes(node).kind = kind
         self.attributes[path] = tensor
         return node
-
-    # -- declines --------------------------------------------------------------------------------------------------
 
     def _accept(self, target: Any) -> None:
         name = getattr(target, "__name__", str(target))

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec.capture.dynamo.guards import is_ambiguous, spelled
+from fxprec.capture.dynamo.guards import is_ambiguous
+from fxprec.capture.guard_values import same, snapshot
 
 LOW = torch.bfloat16
 
 
-def test_the_same_is_spelled_alike_and_nothing_else():
+def test_the_same_is_told_from_what_is_equal():
     groups = [
         [0.0],
         [-0.0],
@@ -33,12 +34,16 @@ def test_the_same_is_spelled_alike_and_nothing_else():
         [[2]],
         [{1, 2}, {2, 1}],
         [{1.0, 2}],
+        [{0.0}],
+        [{-0.0}],
+        [{(1,)}],
+        [{(1.0,)}],
         [frozenset({1})],
     ]
     for number, group in enumerate(groups):
         for value in group:
-            assert spelled(value) == spelled(group[0])
-            assert all(spelled(value) != spelled(other[0]) for other in groups[:number] + groups[number + 1 :]), value
+            assert same(value, snapshot(value)) and same(value, snapshot(group[0]))
+            assert not any(same(value, other[0]) for other in groups[:number] + groups[number + 1 :]), value
 
 
 def test_only_what_has_an_equal_of_its_type_costs_a_check():

@@ -296,7 +296,7 @@ def test_a_frame_beyond_the_limit_is_told_from_others(monkeypatch: pytest.Monkey
     capture = dynamo.DynamoCapture(function, notes)
     for kind in ("a", "ab", "b", "c", "d"):
         capture.call(torch.ones(1), kind)
-    assert capture.exhausted and notes.graphs == 2
+    assert notes.graphs == 2
     assert notes.outside == ["beyond dynamo's limit of 2 captures of one function"]
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from function_module import as_module
 from fxprec.capture.symbolic.guards import Guards
 from fxprec.capture.symbolic.trace import trace_static
 
@@ -216,7 +217,7 @@ def test_closure_variable_changed() -> None:
     def f(x: Tensor) -> Tensor:
         return x * factor
 
-    guards = trace_static(f, ["x"], {}).guards
+    guards = trace_static(as_module(f), ["x"], {}).guards
     assert guards.failing() is None
     factor = 3.0
     assert guards.failing() == "the closure variable factor changed from 2.0 to 3.0"
@@ -238,7 +239,7 @@ def test_device_of_weights_asked_for() -> None:
 def test_functions_reached_through_a_module_of_the_users_are_searched() -> None:
     module = types.ModuleType("torch_like")
     exec("LEVEL = 1\ndef helper(x):\n    return x * LEVEL", vars(module))
-    guards = trace_static(lambda x: module.helper(x), ["x"], {}).guards
+    guards = trace_static(as_module(lambda x: module.helper(x)), ["x"], {}).guards
     assert guards.failing() is None
     module.LEVEL = 2
     assert guards.failing() == "the global LEVEL changed from 1 to 2"

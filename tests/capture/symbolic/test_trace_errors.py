@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec.capture.symbolic.trace import CaptureDeclined, trace_static
+from fxprec.capture.declined import CaptureDeclined
+from fxprec.capture.symbolic.trace import trace_static
 
 
 class Stop(BaseException):

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from function_module import as_module
+from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.symbolic.recorder import Recorder
-from fxprec.capture.symbolic.trace import CaptureDeclined, trace_static
+from fxprec.capture.symbolic.trace import trace_static
 from fxprec.capture.tripwires import TRIPWIRES
 from fxprec.kernels.torch_internals import is_fx_tracing
 
@@ -66,7 +68,7 @@ def reason(model: Any, *names: str) -> str:
     names = names or ("x",)
     before = snapshot(model) if isinstance(model, nn.Module) else {}, torch_state()
     with pytest.raises(CaptureDeclined) as declined:
-        trace_static(model, names, {})
+        trace_static(model if isinstance(model, nn.Module) else as_module(model), names, {})
     assert (snapshot(model) if isinstance(model, nn.Module) else {}, torch_state()) == before
     assert str(declined.value) == declined.value.reason
     return declined.value.reason
