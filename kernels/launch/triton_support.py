@@ -27,7 +27,6 @@ __all__ = [
     "int64",
     "interpreting",
     "jit",
-    "require_triton",
     "tl",
     "triton_dtype",
     "why_not",
@@ -96,17 +95,3 @@ def why_not(kind: str) -> str:
 def _one_kernel(x):
     """x: fp32 [1], becomes 1. Grid: one program."""
     tl.store(x, 1.0)
-
-
-def require_triton(device: torch.device, kernel: str) -> None:
-    """Raise RuntimeError unless the kernel can run on tensors of this device."""
-    if triton is None:
-        raise RuntimeError(
-            f"{kernel} needs Triton, which is not installed. Install it (pip install triton), or call the reference "
-            "of the same file, which is plain torch."
-        )
-    if device.type != "cuda" and not interpreting():
-        raise RuntimeError(
-            f"{kernel} runs on CUDA devices, but the tensors are on '{device}'. Call the reference of the same file, "
-            "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter."
-        )

@@ -6,7 +6,7 @@ is one kernel after those of the statistics (batch_norm_statistics.py, two), rou
 is one kernel in all. The backward (batch_norm_backward.py) is two: sums over the batch, then dx. Convolutions come
 before and after, so channels_last, their own format, is what these kernels are for; contiguous tensors work as well.
 
-Of each element, at batch statistics and in bfloat16, these move (``bytes_moved``)::
+Of each element, at batch statistics and in bfloat16, these move::
 
                                     forward    backward    eager, forward     eager, backward
     batch norm                      6          10          6                  10
@@ -87,16 +87,6 @@ def batch_norm(
         assert running_mean is not None and running_var is not None  # checked
         mean, spread = running_mean, running_var
     return APPLY(x, mean, spread, weight, bias, residual, float(eps), bool(relu), bool(training))
-
-
-def bytes_moved(dtype: torch.dtype, *, training: bool, residual: bool = False, relu: bool = False) -> tuple[int, int]:
-    """Bytes read and written for each element in the forward and in the backward, of tensors all of one dtype.
-
-    In the backward every input wants a gradient. Values per channel do not count.
-    """
-    forward = 2 + int(training) + int(residual)
-    backward = 5 + 2 * int(residual and relu)  # y is read, and dresidual written; without relu it is dy itself
-    return forward * dtype.itemsize, backward * dtype.itemsize
 
 
 def reference(

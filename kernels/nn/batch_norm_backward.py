@@ -12,7 +12,7 @@ order), writes dweight and dbias in one of the programs, and dx: there is no thi
 
 Where y > 0 is computed again from x, to the bits of the forward, unless there is a residual: then y is read, which
 costs what reading the residual would, and is alive anyway as the input of what comes next. In that case kernel one
-writes dresidual, and kernel two reads that instead of dy and y. Bytes moved: ``bytes_moved`` in batch_norm.py.
+writes dresidual, and kernel two reads that instead of dy and y. Bytes moved: see batch_norm.py.
 """
 
 from __future__ import annotations

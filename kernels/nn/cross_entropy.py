@@ -22,30 +22,6 @@ from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
 
-__all__ = ["bytes_moved", "cross_entropy", "reference"]
-
-
-def bytes_moved(
-    rows: int, columns: int, dtype: torch.dtype, *, target: torch.dtype = torch.int64, gradient_in_forward: bool = False
-) -> tuple[int, int]:
-    """Bytes that forward and backward move for logits [rows, columns] without class weights, a mean included.
-
-    Args:
-        target: int64 or uint8 labels, or the dtype of probabilities.
-        gradient_in_forward: counted for a gradient of the loss of 1. A row of more than 4096 columns is read a
-            second time there, at once after the first: from the L2 cache as a rule, which this does not count (it does
-            with probabilities, of which forward and backward are launches of their own).
-    """
-    logits = rows * columns * dtype.itemsize
-    targets = rows * target.itemsize * (columns if target.is_floating_point else 1)
-    row = 4 + 12  # the loss, which the reduction reads again, and the statistics
-    shares = 0 if target.is_floating_point else 4 * rows
-    if gradient_in_forward and target.is_floating_point:
-        return 3 * logits + 2 * targets + rows * (row + 4 + 12), 0
-    if gradient_in_forward:
-        return 2 * logits + 2 * targets + rows * (row + 4), 0
-    return logits + targets + rows * (row + 4) + 2 * shares, 2 * logits + targets + 12 * rows
-
 
 def _forward(
     logits: Tensor,

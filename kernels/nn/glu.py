@@ -149,13 +149,6 @@ def geglu_packed(x: Tensor, approximate: str = "none") -> Tensor:
     return _packed("geglu_packed", x, _gelu(approximate))
 
 
-def bytes_moved(gate: Tensor, up: Tensor) -> tuple[int, int]:
-    """Bytes that the forward and the backward move: gate and up in, the result out; those and dy in, two out."""
-    both = gate.numel() * gate.itemsize + up.numel() * up.itemsize
-    out = gate.numel() * torch.promote_types(gate.dtype, up.dtype).itemsize
-    return both + out, 2 * both + out
-
-
 def reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """The same in plain torch, on any device, differentiable. activation: "silu", "gelu" or "gelu_tanh"."""
     g = gate.float()

@@ -14,7 +14,6 @@ not saved: the backward reads dy and x, once or twice likewise, and computes it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any, Final
@@ -86,19 +85,6 @@ def reference(
     # torch's own for channels_last is less exact on a CPU, hence contiguous.
     z = F.group_norm(x.float().contiguous(), num_groups, _float(weight), _float(bias), eps)
     return (F.silu(z) if silu else z).to(x.dtype)
-
-
-def bytes_moved(shape: Sequence[int], x: torch.dtype, parameters: Sequence[torch.dtype] = ()) -> tuple[int, int]:
-    """Bytes that forward and backward move: what a first read or write of a tensor costs.
-
-    A group of more than ``FORWARD_ELEMENTS`` (``BACKWARD_ELEMENTS``) is read twice. Not counted: that second read, of
-    which a cache has most while a group is smaller than it, statistics, and parts of the parameters' gradients.
-
-    Args:
-        parameters: dtypes of weight and bias, as many as there are.
-    """
-    small = shape[1] * sum(dtype.itemsize for dtype in parameters)
-    return 2 * prod(shape) * x.itemsize + small, 3 * prod(shape) * x.itemsize + 2 * small
 
 
 def _launch(

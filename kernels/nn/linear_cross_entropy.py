@@ -36,12 +36,6 @@ def default_chunk(rows: int, features: int, classes: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def buffer_bytes(rows: int, features: int, classes: int, dtype: torch.dtype, chunk: int | None = None) -> int:
-    """Bytes of the logits that are in memory at once, and of their gradient, which lies in the same place."""
-    chunk = min(rows, chunk or default_chunk(rows, features, classes))
-    return chunk * -(-classes // _PITCH) * _PITCH * dtype.itemsize
-
-
 def reference(
     hidden: Tensor,
     weight: Tensor,
@@ -281,7 +275,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``cross_entropy(linear(hidden, weight, bias), target)`` without ever holding all logits.
 
-    Peak memory beside the inputs is ``buffer_bytes`` and the gradients, that of the weight in FP32. Labels that are no
+    Peak memory beside the inputs is a chunk's logits and the gradients, that of the weight in FP32. Labels that are no
     class, rows of ``ignore_index``, ``label_smoothing`` and ``z_loss`` are as in ``cross_entropy``. Under
     ``torch.autocast`` hidden is cast to its dtype first, as by ``torch.nn.functional.linear``. Differentiating twice
     works, in plain torch with all logits in memory.

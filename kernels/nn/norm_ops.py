@@ -18,7 +18,6 @@ from torch import Tensor
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.philox import draw_seeds, drop_threshold
 from fxprec.kernels.nn.norm_launch import (
-    BACKWARD_COLUMNS,
     dropped,
     launch_backward,
     launch_forward,
@@ -176,37 +175,6 @@ def check_arguments(
     if dropout_p and residual is None:
         raise ValueError(f"{name} drops what is added to a residual: give residual, or dropout_p=0.")
     return prod(shape)
-
-
-def norm_bytes(
-    rows: int,
-    columns: int,
-    center: bool,
-    x: torch.dtype,
-    residual: torch.dtype | None,
-    y: torch.dtype | None,
-    parameters: Sequence[torch.dtype],
-    dropout: bool,
-) -> tuple[int, int]:
-    """Bytes that forward and backward move, with every gradient wanted: what a tensor's first read or write costs.
-
-    Not counted: parameters read again by another program, parts of column sums (8 columns a program), second reads of
-    a long row, which a cache has.
-    """
-    y = y or x
-    s = x if residual is None else torch.promote_types(x, residual)
-    small = 4 * rows * (1 + center) + columns * sum(dtype.itemsize for dtype in parameters)
-    forward = x.itemsize + y.itemsize + (0 if residual is None else residual.itemsize + s.itemsize)
-    backward = y.itemsize + s.itemsize
-    if residual is None:
-        backward += x.itemsize
-    else:
-        one = residual == x and not dropout
-        backward += s.itemsize + residual.itemsize + (0 if one else x.itemsize)
-    if columns > BACKWARD_COLUMNS and parameters:
-        backward += y.itemsize + s.itemsize
-    gradients = columns * sum(dtype.itemsize for dtype in parameters)
-    return rows * columns * forward + small, rows * columns * backward + small + gradients
 
 
 def _norm(center: bool, ctx: Any, s: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

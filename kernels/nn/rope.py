@@ -160,11 +160,6 @@ def rope_qk(
     return _ROPE_QK(q, k, cos, sin, rotary, interleaved, False)
 
 
-def bytes_moved(*tensors: Tensor, cos: Tensor, sin: Tensor) -> int:
-    """Bytes of a launch, forward or backward: every tensor in and out, cos and sin once."""
-    return sum(2 * x.numel() * x.itemsize for x in tensors) + cos.numel() * cos.itemsize + sin.numel() * sin.itemsize
-
-
 def reference(
     x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool = False, inverse: bool = False
 ) -> Tensor:

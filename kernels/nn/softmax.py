@@ -72,27 +72,6 @@ def softmax(
     return _SOFTMAX(x, mask, float(scale), causal, dtype)
 
 
-def bytes_moved(
-    x: Tensor,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    dropout_p: float = 0.0,
-    output_dtype: torch.dtype | None = None,
-) -> tuple[int, int]:
-    """Bytes that the forward and the backward move: every element once, a broadcast mask once for all who read it.
-
-    A causal mask halves what is read. Rows beyond 16384 columns are read a second time, for the most part from L2.
-    """
-    n, columns = x.numel(), x.shape[-1]
-    queries = x.shape[-2] if x.dim() > 1 else 1
-    seen = sum(min(i + 1, columns) for i in range(queries)) * (n // max(1, queries * columns)) if causal else n
-    entries = 0 if mask is None else mask.numel() * mask.itemsize
-    out = (output_dtype or x.dtype).itemsize
-    again = seen * x.itemsize + entries if dropout_p > 0 else seen * out
-    return seen * x.itemsize + entries + n * out, again + seen * out + n * x.itemsize
-
-
 def reference(
     x: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, causal: bool, p: float, dtype: torch.dtype
 ) -> Tensor:

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
+from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.nn import batch_norm as module
 from fxprec.kernels.nn import batch_norm_tiles as tiles_module
-from fxprec.kernels.nn.batch_norm import APPLY, batch_norm, bytes_moved
+from fxprec.kernels.nn.batch_norm import APPLY, batch_norm
 from fxprec.kernels.nn.batch_norm_backward import BACKWARD
 from fxprec.kernels.nn.batch_norm_statistics import STATISTICS
 
@@ -541,9 +542,9 @@ def test_one_value_a_channel_is_enough_where_statistics_are_given() -> None:
 @on_a_cpu
 def test_the_bytes_of_the_docstring() -> None:
     forms = [{}, {"relu": True}, {"relu": True, "residual": True}]
-    moved = [bytes_moved(torch.bfloat16, training=True, **form) for form in forms]  # type: ignore[arg-type]
+    moved = [kernel_bytes.batch_norm(torch.bfloat16, training=True, **form) for form in forms]  # type: ignore[arg-type]
     assert moved == [(6, 10), (6, 10), (8, 14)]
-    assert bytes_moved(torch.float32, training=False, residual=True) == (12, 20)
+    assert kernel_bytes.batch_norm(torch.float32, training=False, residual=True) == (12, 20)
     assert module.__doc__ is not None
     for line, (forward, backward) in zip(
         module.__doc__.split("eager, backward\n")[1].splitlines(), moved, strict=False

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
+from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.nn import cross_entropy_kernels as kernels
 from fxprec.kernels.nn import scaled_gradient
-from fxprec.kernels.nn.cross_entropy import bytes_moved, cross_entropy, reference
+from fxprec.kernels.nn.cross_entropy import cross_entropy, reference
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 #: Plain torch, Triton's interpreter, a device.
@@ -604,14 +605,17 @@ def test_the_bytes_moved_are_those_of_the_kernels() -> None:
 
     assert tiles(built("forward", 90, even=True).ttir, "bf16", 4096) == (1, 0)
     assert tiles(built("backward", 90, even=True).ttir, "bf16", 4096) == (1, 1)
-    assert [whole(b) for b in bytes_moved(rows, columns, torch.bfloat16)] == [1, 2]
+    assert [whole(b) for b in kernel_bytes.cross_entropy(rows, columns, torch.bfloat16)] == [1, 2]
     assert tiles(built("forward backward", 90, even=True, whole=True).ttir, "bf16", 4096) == (1, 1)
     assert tiles(built("forward backward", 90, even=True, block=2048).ttir, "bf16", 2048) == (2, 1), "from the cache"
-    assert [whole(b) for b in bytes_moved(rows, columns, torch.bfloat16, gradient_in_forward=True)] == [2, 0]
+    assert [whole(b) for b in kernel_bytes.cross_entropy(rows, columns, torch.bfloat16, gradient_in_forward=True)] == [
+        2,
+        0,
+    ]
     assert tiles(built("backward", 90, even=True, soft=True).ttir, "bf16", 4096) == (2, 1)
-    soft = bytes_moved(rows, columns, torch.bfloat16, target=torch.bfloat16)
+    soft = kernel_bytes.cross_entropy(rows, columns, torch.bfloat16, target=torch.bfloat16)
     assert [whole(b) for b in soft] == [2, 3]
-    soft = bytes_moved(rows, columns, torch.bfloat16, target=torch.bfloat16, gradient_in_forward=True)
+    soft = kernel_bytes.cross_entropy(rows, columns, torch.bfloat16, target=torch.bfloat16, gradient_in_forward=True)
     assert [whole(b) for b in soft] == [5, 0]
 
 
@@ -628,10 +632,10 @@ def test_the_bytes_moved_are_those_of_the_arguments() -> None:
         torch.ones(()), logits.detach(), target, None, stats, denominator, -100, "mean", 0.0, 0.0, False
     )
     size_of_backward = sum(t.nbytes for t in (logits, target, stats, backward[0]))
-    assert bytes_moved(rows, columns, torch.bfloat16) == (size, size_of_backward)
+    assert kernel_bytes.cross_entropy(rows, columns, torch.bfloat16) == (size, size_of_backward)
     made = torch.ops.fxprec.cross_entropy(logits.detach(), target, None, -100, "mean", 0.0, 0.0, True)
     size = sum(t.nbytes for t in (logits, target, target, made[1], made[3])) + 2 * 4 * rows
-    assert bytes_moved(rows, columns, torch.bfloat16, gradient_in_forward=True) == (size, 0)
+    assert kernel_bytes.cross_entropy(rows, columns, torch.bfloat16, gradient_in_forward=True) == (size, 0)
 
 
 @by_hand

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
+from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.nn import rope as rope_file
-from fxprec.kernels.nn.rope import bytes_moved, reference, rope, rope_qk
+from fxprec.kernels.nn.rope import reference, rope, rope_qk
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 #: The kernel in Triton's interpreter and on a device, and what runs without Triton.
@@ -314,8 +315,8 @@ def test_bad_inputs_are_refused() -> None:
 def test_the_bytes_that_move() -> None:
     cos = torch.empty(5, 4)
     q, k = torch.empty(2, 3, 5, 8, dtype=torch.bfloat16), torch.empty(2, 1, 5, 8)
-    assert bytes_moved(q, cos=cos, sin=cos) == 4 * 240 + 160
-    assert bytes_moved(q, k, cos=cos, sin=cos) == 4 * 240 + 8 * 80 + 160
+    assert kernel_bytes.rope(q, cos=cos, sin=cos) == 4 * 240 + 160
+    assert kernel_bytes.rope(q, k, cos=cos, sin=cos) == 4 * 240 + 8 * 80 + 160
 
 
 def test_the_reference_is_the_rotation() -> None:
