@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.launch.triton_support import HAS_TRITON, interpreting
 from fxprec.kernels.optim import adam as multi_tensor_adam
 from fxprec.kernels.optim import norm as multi_tensor_norm
@@ -18,8 +19,6 @@ from fxprec.kernels.optim.sgd import SgdSettings
 from fxprec.kernels.optim.tables import MultiTensorPlan
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.scalars import scalar
-
-_SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes(param: Tensor, gradient: Tensor, state: torch.dtype | None = None) -> bool:
@@ -33,7 +32,7 @@ def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None) -
         return "Triton is not installed"
     if param.device.type != "cuda" and not interpreting():
         return f"on {param.device.type}"
-    if param.dtype not in _SUPPORTED or gradient.dtype not in _SUPPORTED:
+    if param.dtype not in FLOATS or gradient.dtype not in FLOATS:
         return f"{param.dtype} with a gradient of {gradient.dtype}"
     if state is torch.float16:
         return "state in torch.float16"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
@@ -66,6 +67,13 @@ def triton_dtype(dtype: torch.dtype | None) -> Any:
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors too. Decided for good when the first is decorated."""
     return knobs is not None and bool(knobs.runtime.interpret)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which a launch goes to this device; entering torch's costs time, so only where it is another."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def can_launch(device: torch.device) -> bool:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.operands import check_operands, packed
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
 from fxprec.kernels.nn.batch_norm_backward import BACKWARD
 from fxprec.kernels.nn.batch_norm_statistics import STATISTICS, channel_statistics
 from fxprec.kernels.nn.batch_norm_tiles import (
@@ -34,13 +35,9 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     dense,
     like,
     normalized,
-    on_device,
-    packed,
     program_place,
     tiles,
 )
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def batch_norm(
@@ -173,7 +170,7 @@ def launch(
         rstd = spread.float() if training else (spread.float() + eps).rsqrt()
         return y.copy_(_eager(x, mean.float(), rstd, weight, bias, residual, relu))
     cut = tiles(x, FORWARD_BYTES, residual)
-    with on_device(x):
+    with on_device(x.device):
         apply_kernel[cut.grid](
             x, None if residual is None else like(residual, x), packed(mean), packed(spread), packed(weight),
             packed(bias), y, eps=eps, RELU=relu, TRAINING=training, **cut.arguments(),
@@ -256,17 +253,7 @@ def _check(
     eps: float,
 ) -> None:
     named = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    for name, tensor in {"x": x, **named, "residual": residual}.items():
-        if tensor is None and name != "x":
-            continue
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(
-                f"batch_norm takes {name} in float32, float16 or bfloat16, got {got}. float64 and others are declined: "
-                "use torch.nn.functional.batch_norm for them."
-            )
-        if tensor.device != x.device:
-            raise ValueError(f"batch_norm: {name} is on '{tensor.device}', x on '{x.device}'. Move one of them.")
+    check_operands("batch_norm", x=x, **named, residual=residual)
     if x.dim() < 2:
         raise ValueError(f"batch_norm takes x as [N, C, *], got the shape {tuple(x.shape)}")
     for name, tensor in named.items():

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.operands import packed
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
 from fxprec.kernels.nn.batch_norm_tiles import (
     BACKWARD_BYTES,
     STAGES,
@@ -29,9 +30,7 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     dense,
     like,
     normalized,
-    on_device,
     over_tile,
-    packed,
     program_place,
     tiles,
 )
@@ -181,7 +180,7 @@ def launch(
     scalars = {"eps": eps, "TRAINING": training}
     source, partials = {"dy": dy, "y": y, "RELU": relu}, None
     target = dresidual if residual else None
-    with on_device(x):
+    with on_device(x.device):
         if affine or (training and input):
             partials = x.new_empty((2, cut.parts, cut.channels), dtype=torch.float32)
             sums_kernel[cut.grid](

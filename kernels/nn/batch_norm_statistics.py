@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.operands import packed
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
 from fxprec.kernels.nn.batch_norm_tiles import (
     FORWARD_BYTES,
     STAGES,
     channel_mean,
     dense,
-    on_device,
     over_tile,
-    packed,
     program_place,
     tiles,
 )
@@ -138,7 +137,7 @@ def launch(
     mean = x.new_empty(cut.channels, dtype=torch.float32)
     rstd = torch.empty_like(mean)
     targets = [packed(running_mean), packed(running_var)]
-    with on_device(x):
+    with on_device(x.device):
         statistics_kernel[cut.grid](x, partials, **cut.arguments())
         finish_kernel[(-(-cut.channels // _FINISH_CHANNELS),)](
             partials, *targets, mean, rstd, cut.parts, cut.channels, momentum, eps,

@@ -14,7 +14,6 @@ Bytes an element of a low result: 6 forward, 10 backward (eager, of two ops: 10 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -22,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.operands import check_operands
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
 
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 #: What kernels know an activation by.
 _KINDS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 #: Elements of a program, 16 a thread.
@@ -165,26 +164,17 @@ def reference_packed(x: Tensor, activation: str) -> Tensor:
 
 
 def _glu(name: str, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    _check_dtypes(name, gate, up)
-    if gate.shape != up.shape or gate.device != up.device:
-        raise ValueError(
-            f"{name} takes gate and up of one shape on one device, got {tuple(gate.shape)} on {gate.device} and "
-            f"{tuple(up.shape)} on {up.device}."
-        )
+    check_operands(name, gate=gate, up=up)
+    if gate.shape != up.shape:
+        raise ValueError(f"{name} takes gate and up of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}.")
     return _GLU(gate, up, activation)
 
 
 def _packed(name: str, x: Tensor, activation: str) -> Tensor:
-    _check_dtypes(name, x)
+    check_operands(name, x=x)
     if x.dim() < 1 or x.shape[-1] % 2:
         raise ValueError(f"{name} takes x whose last dimension holds gate and up of one size, got {tuple(x.shape)}.")
     return _GLU_PACKED(x, activation)
-
-
-def _check_dtypes(name: str, *tensors: Tensor) -> None:
-    for x in tensors:
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{name} takes float32, float16 and bfloat16, got {x.dtype}: it computes in float32.")
 
 
 def _gelu(approximate: str) -> str:
@@ -217,7 +207,7 @@ def _launch(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
     gate, up, flat = _matrices(gate, up, out)
     rows, columns = gate.shape
     grid, blocks, shape = _shape(rows, columns)
-    with torch.cuda.device(gate.device) if gate.is_cuda else nullcontext():
+    with on_device(gate.device):
         glu_kernel[grid](
             gate, up, flat, rows, columns, blocks, gate.stride(0), up.stride(0),
             KIND=_KINDS[activation], enable_fp_fusion=False, **shape,
@@ -228,7 +218,7 @@ def _launch_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: T
     dy, gate, up, dgate, dup = _matrices(dy, gate, up, dgate, dup)
     rows, columns = gate.shape
     grid, blocks, shape = _shape(rows, columns)
-    with torch.cuda.device(gate.device) if gate.is_cuda else nullcontext():
+    with on_device(gate.device):
         backward_kernel[grid](
             dy, gate, up, dgate, dup, rows, columns, blocks, dy.stride(0), gate.stride(0), up.stride(0),
             dgate.stride(0), KIND=_KINDS[activation], enable_fp_fusion=False, **shape,

@@ -23,15 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.triton_support import can_launch
+from fxprec.kernels.launch.operands import check_operands, packed
+from fxprec.kernels.launch.triton_support import can_launch, on_device
 from fxprec.kernels.nn.group_norm_kernels import group_backward_kernel, group_forward_kernel
-from fxprec.kernels.nn.norm_launch import add_parts, on_device, processors
+from fxprec.kernels.nn.norm_launch import add_parts, processors
 
 #: Elements up to which a group is one tile, in powers of two of channels and pixels.
 FORWARD_ELEMENTS: Final = 16384
 BACKWARD_ELEMENTS: Final = 8192
 _TILE: Final = 4096
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def group_norm(
@@ -63,17 +63,9 @@ def group_norm(
         raise ValueError(f"group_norm takes x of shape [N, C, *], got {tuple(x.shape)}.")
     if num_groups < 1 or x.shape[1] % num_groups:
         raise ValueError(f"group_norm divides channels into equal groups, got {x.shape[1]} channels, {num_groups=}.")
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is None:
-            continue
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"group_norm takes float32, float16 and bfloat16, got {name} of {tensor.dtype}. It computes in "
-                "float32: for float64 use torch's own."
-            )
-        if tensor.device != x.device:
-            raise ValueError(f"group_norm takes tensors of one device, got {name} on {tensor.device}, x on {x.device}.")
-        if name != "x" and tensor.shape != x.shape[1:2]:
+    check_operands("group_norm", x=x, weight=weight, bias=bias)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != x.shape[1:2]:
             raise ValueError(f"group_norm takes {name} of shape ({x.shape[1]},), got {tuple(tensor.shape)}.")
     return _group_norm(x, weight, bias, num_groups, eps, silu)[0]
 
@@ -103,7 +95,7 @@ def _launch(
     parts = None
     if shares > 1:
         parts = torch.empty((samples * num_groups, shares, 3), dtype=torch.float32, device=x.device)
-    weight, bias = _contiguous(weight), _contiguous(bias)
+    weight, bias = packed(weight), packed(bias)
     with on_device(x.device):
         for phase in (1, 2) if shares > 1 else (0,):
             group_forward_kernel[(samples * num_groups, shares)](
@@ -144,7 +136,7 @@ def _launch_backward(
     columns = torch.empty((len(sums), samples * shares, channels), dtype=torch.float32, device=x.device)
     dweights = None if dweight is None else columns[0]
     dbiases = None if dbias is None else columns[-1]
-    weight, bias = _contiguous(weight), _contiguous(bias)
+    weight, bias = packed(weight), packed(bias)
     with on_device(x.device):
         for phase in (1, 2) if shares > 1 else (0,):
             group_backward_kernel[(samples * num_groups, shares)](
@@ -249,10 +241,6 @@ def _tile(channels: int, pixels: int, last: bool, elements: int) -> tuple[bool, 
 def _shares(groups: int, pixels: int, pt: int, device: torch.device) -> int:
     """Programs a group: enough for the device, each of which has four tiles of pixels or more; at most 64."""
     return max(1, min(-(-4 * processors(device) // groups), pixels // (4 * pt), 64))
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def _float(x: Tensor | None) -> Tensor | None:

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.nn import cross_entropy_reference
-from fxprec.kernels.nn.cross_entropy_arguments import DTYPES, check_linear_arguments
+from fxprec.kernels.nn.cross_entropy_arguments import check_linear_arguments
 from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
 
@@ -295,7 +296,7 @@ def linear_cross_entropy(
         ValueError: shapes that do not match, an unknown reduction, label_smoothing outside of [0, 1], chunk < 1.
     """
     device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype in DTYPES:
+    if torch.is_autocast_enabled(device) and hidden.dtype in FLOATS:
         hidden = hidden.to(torch.get_autocast_dtype(device))
         weight, bias = _in_dtype(weight, hidden.dtype), None if bias is None else _in_dtype(bias, hidden.dtype)
     check_linear_arguments(hidden, weight, target, bias, reduction, label_smoothing, chunk)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.operands import FLOATS, check_operands
 from fxprec.kernels.launch.philox import draw_seeds, drop_threshold
 from fxprec.kernels.nn.norm_launch import (
     dropped,
@@ -23,8 +24,6 @@ from fxprec.kernels.nn.norm_launch import (
     launch_forward,
     normalised,
 )
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class NormOps:
@@ -155,21 +154,12 @@ def check_arguments(
             f"{name} over normalized_shape {shape} takes x of shape [*, {', '.join(map(str, shape))}], "
             f"got {tuple(x.shape)}."
         )
-    tensors = {"x": x, "residual": residual, **parameters}
-    for key, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"{name} takes float32, float16 and bfloat16, got {key} of {tensor.dtype}. It computes in float32: "
-                "for float64 use torch's own."
-            )
-        if tensor.device != x.device:
-            raise ValueError(f"{name} takes tensors of one device, got {key} on {tensor.device} and x on {x.device}.")
-        expected = x.shape if key in ("x", "residual") else shape
-        if tuple(tensor.shape) != tuple(expected):
-            raise ValueError(f"{name} takes {key} of shape {tuple(expected)}, got {tuple(tensor.shape)}.")
-    if output_dtype is not None and output_dtype not in _DTYPES:
+    check_operands(name, x=x, residual=residual, **parameters)
+    for key, tensor in {"residual": residual, **parameters}.items():
+        expected = tuple(x.shape) if key == "residual" else shape
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise ValueError(f"{name} takes {key} of shape {expected}, got {tuple(tensor.shape)}.")
+    if output_dtype is not None and output_dtype not in FLOATS:
         raise TypeError(f"{name} gives float32, float16 or bfloat16, got output_dtype={output_dtype}.")
     drop_threshold(dropout_p)
     if dropout_p and residual is None:

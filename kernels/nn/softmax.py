@@ -12,17 +12,16 @@ Bytes an element of a low x: 4 forward, 6 backward (eager scale, mask and softma
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.launch.philox import draw_seeds, drop_threshold, dropout_scale, keep_mask
 from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.nn.softmax_kernels import launch_backward, launch_forward
-
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def softmax(
@@ -102,7 +101,7 @@ def _kept(seed: Tensor, x: Tensor, p: float) -> Tensor:
 
 
 def _check(x: Tensor, mask: Tensor | None, causal: bool, dtype: torch.dtype) -> None:
-    if x.dtype not in _DTYPES or dtype not in _DTYPES:
+    if x.dtype not in FLOATS or dtype not in FLOATS:
         raise TypeError(
             f"softmax takes and gives float32, float16 and bfloat16, got x {x.dtype} and output_dtype {dtype}: it "
             "computes in float32. Use torch.softmax for other dtypes."
@@ -113,7 +112,7 @@ def _check(x: Tensor, mask: Tensor | None, causal: bool, dtype: torch.dtype) -> 
         )
     if mask is None:
         return
-    if mask.dtype not in (*_DTYPES, torch.bool):
+    if mask.dtype not in (*FLOATS, torch.bool):
         raise TypeError(
             f"softmax takes a mask of bool (True: attend), float32, float16 or bfloat16 (added), got {mask.dtype}."
         )

@@ -7,14 +7,13 @@ twice, the second time mostly from the L2 cache.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.philox import drop_threshold, dropout_scale, keep_tile
-from fxprec.kernels.launch.triton_support import constexpr, jit, tl
+from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl
 
 #: Columns that a program holds at once.
 _WHOLE: Final = 16384
@@ -213,7 +212,7 @@ def launch_forward(
     statistics = None if seed is None else torch.empty((2, rows), dtype=torch.float32, device=x.device)
     grid, shape = _shape(rows, columns)
     given, kind, heads, strides = _mask(mask, x.shape)
-    with _on(x.device):
+    with on_device(x.device):
         softmax_kernel[grid](
             flat, given, seed, y, statistics, rows, columns, _queries(x), heads, flat.stride(0), *strides,
             scale, dropout_scale(p), MASK=kind, CAUSAL=causal, THRESHOLD=drop_threshold(p), **shape,
@@ -231,7 +230,7 @@ def launch_backward(
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
     grid, shape = _shape(rows, columns)
     given, kind, heads, strides = _mask(mask, dy.shape)
-    with _on(dy.device):
+    with on_device(dy.device):
         backward_kernel[grid](
             None if y is None else y.contiguous(), flat, source, given, seed, statistics, dx,
             rows, columns, _queries(dy), heads, 0 if source is None else source.stride(0), flat.stride(0), *strides,
@@ -269,7 +268,3 @@ def _mask(mask: Tensor | None, shape: torch.Size) -> tuple[Tensor | None, int, i
     if mask.dtype == torch.bool:
         return mask.view(torch.uint8), _BOOL, four[1], (b, h, q, k)
     return mask, _ADDITIVE, four[1], (b, h, q, k)
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -25,7 +25,7 @@ from typing import Final
 from torch import Tensor
 
 from fxprec.kernels.launch.rounding import random_words, round_block
-from fxprec.kernels.launch.triton_support import constexpr, int64, jit, tl
+from fxprec.kernels.launch.triton_support import constexpr, int64, jit, on_device, tl
 from fxprec.kernels.optim.lists import check_scalar, device_rate
 from fxprec.kernels.optim.tables import (
     CHUNKS,
@@ -223,7 +223,7 @@ def launch(
     beta1, beta2 = settings.betas
     pairs = [split(value) for value in (rate, settings.weight_decay, _log(beta1), _log(beta2))]
     lerp_weight, from_gradient = _lerp_weight(beta1)
-    with plan.on_device():
+    with on_device(plan.device):
         adam_kernel[(len(tables.chunks),)](
             tables.chunks, tables.entries, gradients.row, tables.arrivals, pointer, grad_scale, found_inf,
             lr_high=pairs[0][0], lr_low=pairs[0][1], decay_high=pairs[1][0], decay_low=pairs[1][1],

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.torch_internals import is_traceable_wrapper_subclass
-
-#: What the kernels read and write. Float64 and complex tensors stay with torch's own optimizers.
-SUPPORTED: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_operand(name: str, position: int, tensor: Tensor, param: Tensor | None = None) -> None:
@@ -27,7 +24,7 @@ def check_operand(name: str, position: int, tensor: Tensor, param: Tensor | None
         raise TypeError(f"{where} is a {type(tensor).__name__}, which has no memory of its own: pass its local tensor.")
     if tensor.layout != torch.strided:
         raise TypeError(f"{where} has layout {tensor.layout}; the kernels take strided tensors: densify it first.")
-    if tensor.dtype not in SUPPORTED:
+    if tensor.dtype not in FLOATS:
         raise TypeError(f"{where} is {tensor.dtype}; the kernels take float32, bfloat16 and float16.")
     if param is None:
         if not is_dense(tensor):

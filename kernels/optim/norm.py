@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import constexpr, jit, tl, triton_dtype
+from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl, triton_dtype
 from fxprec.kernels.optim.lists import check_scalar
 from fxprec.kernels.optim.tables import Gradients, chunk_place, elements_at
 
@@ -105,7 +105,7 @@ def launch(gradients: Gradients, *, grad_scale: Tensor | None = None) -> NormRes
     sums = torch.empty(count, dtype=torch.float32, device=plan.device)
     flags = torch.empty(count, dtype=torch.int32, device=plan.device)
     results = torch.empty(2, dtype=torch.float32, device=plan.device)
-    with plan.on_device():
+    with on_device(plan.device):
         norm_kernel[(count,)](
             tables.chunks, tables.entries, gradients.row, grad_scale, sums, flags,
             GRADIENT=triton_dtype(gradients.dtype or torch.float32), ALIGNED=gradients.aligned, CHUNK=plan.chunk,

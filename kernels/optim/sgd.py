@@ -20,7 +20,7 @@ from typing import Final
 
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import constexpr, jit, tl
+from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl
 from fxprec.kernels.optim.lists import check_scalar, device_rate
 from fxprec.kernels.optim.tables import PARAM, SHADOW, STATE, Gradients, chunk_place, elements_at
 
@@ -163,7 +163,7 @@ def launch(
     if gradients.dtype is None:
         return
     pointer, rate = device_rate(lr, plan.device)
-    with plan.on_device():
+    with on_device(plan.device):
         sgd_kernel[(len(tables.chunks),)](
             tables.chunks, tables.entries, gradients.row, pointer, grad_scale, found_inf,
             lr_value=rate, momentum=float(settings.momentum), one_minus_dampening=1.0 - settings.dampening,

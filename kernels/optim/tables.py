@@ -15,15 +15,15 @@ one copy from pinned memory, no host sync. An empty tensor has one chunk of no e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl, triton_dtype
-from fxprec.kernels.optim.lists import SUPPORTED, check_operand, check_scalar, dense_like, only_dtype
+from fxprec.kernels.optim.lists import check_operand, check_scalar, dense_like, only_dtype
 
 #: A chunk is a multiple of this, and this of every kernel's block.
 _SMALLEST_CHUNK: Final = 8192
@@ -145,7 +145,7 @@ class MultiTensorPlan:
             raise ValueError(f"Got {len(gradients)} gradients for {len(self.params)} parameters.")
         tables = self._current_tables()
         dtype = next((gradient.dtype for gradient in gradients if gradient is not None), None)
-        usual = dtype if dtype in SUPPORTED else None
+        usual = dtype if dtype in FLOATS else None
         # There are hundreds at every step: what is as expected passes by a few comparisons.
         tensors = tuple(
             [
@@ -176,10 +176,6 @@ class MultiTensorPlan:
                 f"{tuple(param.shape)} now: make a new plan."
             )
         return dense_like(position, gradient, param)
-
-    def on_device(self) -> AbstractContextManager[object]:
-        """A context in which a launch goes to the plan's device."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _row(self, addresses: list[int], tables: Tables) -> Tensor:
         known = None if self._last_row is None or self._last_row[0] != addresses else self._last_row[1]

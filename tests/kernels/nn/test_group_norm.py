@@ -285,14 +285,14 @@ X = torch.zeros(4, 8, 3)
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ((X.double(), 2), TypeError, r"got x of torch.float64.*torch's own"),
-        ((X, 2, X[0, :, 0].double()), TypeError, r"got weight of torch.float64"),
+        ((X.double(), 2), TypeError, r"takes x in .*got torch.float64.*torch's own"),
+        ((X, 2, X[0, :, 0].double()), TypeError, r"takes weight in .*got torch.float64"),
         ((X, 3), ValueError, r"equal groups, got 8 channels, num_groups=3"),
         ((X, 0), ValueError, r"equal groups.*num_groups=0"),
         ((X[0, 0], 1), ValueError, r"shape \[N, C, \*\], got \(3,\)"),
         ((X, 2, X), ValueError, r"weight of shape \(8,\), got \(4, 8, 3\)"),
         ((X, 2, None, X[0, 1:, 0]), ValueError, r"bias of shape \(8,\), got \(7,\)"),
-        ((X, 2, torch.zeros(8, device="meta")), ValueError, r"one device, got weight on meta"),
+        ((X, 2, torch.zeros(8, device="meta")), ValueError, r"one device, got x on 'cpu' and weight on 'meta'"),
     ],
 )
 def test_bad_arguments(arguments: Any, kind: type[Exception], message: str) -> None:

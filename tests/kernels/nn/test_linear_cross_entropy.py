@@ -274,10 +274,10 @@ H, W, Y = torch.zeros(4, 5), torch.zeros(3, 5), torch.zeros(4, dtype=torch.int64
 @pytest.mark.parametrize(
     ("arguments", "options", "wanted", "message"),
     [
-        ((H.double(), W, Y), {}, TypeError, "hidden must be float32, float16 or bfloat16, got torch.float64: float64"),
+        ((H.double(), W, Y), {}, TypeError, "hidden in float32, float16 or bfloat16, got torch.float64"),
         ((H.half(), W.bfloat16(), Y), {}, TypeError, "weight must be torch.float16, as hidden, or float32"),
         ((H, W.half(), Y), {}, TypeError, "weight must be torch.float32"),
-        ((H, W, Y, torch.zeros(3).double()), {}, TypeError, "bias must be"),
+        ((H, W, Y, torch.zeros(3).double()), {}, TypeError, "takes bias in"),
         ((H, W, Y.int()), {}, TypeError, "class indices must be int64 or uint8, got torch.int32"),
         ((H, W[:, :4], Y), {}, ValueError, r"do not fit: .4, 5. and .3, 4."),
         ((H, W[:0], Y), {}, ValueError, "do not fit"),
@@ -287,7 +287,7 @@ H, W, Y = torch.zeros(4, 5), torch.zeros(3, 5), torch.zeros(4, dtype=torch.int64
         ((H, W, Y), {"chunk": 0}, ValueError, "chunk must be at least one row, got 0"),
         ((H, W, Y), {"reduction": "avg"}, ValueError, "reduction must be one of"),
         ((H, W, Y), {"label_smoothing": 2}, ValueError, "label_smoothing must be between"),
-        ((H, W, Y.to("meta")), {}, ValueError, "hidden is on 'cpu', but target on 'meta'"),
+        ((H, W, Y.to("meta")), {}, ValueError, "a target on 'meta', not 'cpu'"),
         ((H, W, Y + 3), {}, IndexError, "Target 3 is out of bounds"),
     ],
 )  # fmt: skip

@@ -245,7 +245,7 @@ X = torch.zeros(4, 8)
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "message"),
     [
-        ((X.double(), 8), {}, TypeError, r"got x of torch.float64.*torch's own"),
+        ((X.double(), 8), {}, TypeError, r"takes x in .*got torch.float64.*torch's own"),
         ((X, 7), {}, ValueError, r"normalized_shape \(7,\).*got \(4, 8\)"),
         ((X, 8, X), {}, ValueError, r"weight of shape \(8,\), got \(4, 8\)"),
         ((X, 8), {"residual": X[0]}, ValueError, r"residual of shape \(4, 8\), got \(8,\)"),

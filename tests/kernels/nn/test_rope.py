@@ -288,7 +288,7 @@ def test_bad_inputs_are_refused() -> None:
         rope(x.double(), cos, sin)
     with pytest.raises(TypeError, match=r"got torch.float64"):
         rope(x, cos.double(), sin)
-    with pytest.raises(ValueError, match="move them to one device"):
+    with pytest.raises(ValueError, match="takes tensors of one device"):
         rope(x, cos.to("meta"), sin)
     for c, s in ((cos.clone().requires_grad_(), sin), (cos, sin.clone().requires_grad_())):
         with pytest.raises(ValueError, match="no gradient of cos and sin: detach them"):
