@@ -17,6 +17,8 @@ writes dresidual, and kernel two reads that instead of dy and y. Bytes moved: se
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -163,9 +165,7 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``BACKWARD``. Without Triton, or on a CPU, plain torch."""
     x = dense(x)
-    dx, dweight, dbias, dresidual = fake(
-        dy, x, y, mean, spread, weight, bias, eps, relu, training, input, affine, residual
-    )
+    dx, dweight, dbias, dresidual = fake(dy, x, y, mean, spread, weight, bias, input, affine, residual)
     if x.numel() == 0:
         return dx, dweight.zero_(), dbias.zero_(), dresidual
     if not can_launch(x.device):
@@ -230,20 +230,9 @@ def _plain(
 
 
 def fake(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    mean: Tensor,
-    spread: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    relu: bool,
-    training: bool,
-    input: bool,
-    affine: bool,
-    residual: bool,
+    dy: Tensor, x: Tensor, y: Any, mean: Any, spread: Any, weight: Tensor | None, bias: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    input, affine, residual = settings[-3:]
     own = dense(x)
     channels = x.shape[1] if affine else 0
     return (

@@ -35,9 +35,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the loss, the statistics, a mean's denominator (if any) and the gradient (if asked for)."""
     soft, mean = target.is_floating_point(), reduction == "mean"
-    loss, stats, denominator, result = _fake(
-        logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, gradient
-    )
+    loss, stats, denominator, result = _fake(logits, target, weight, ignore_index, reduction, gradient)
     rows = logits.new_empty((2, len(logits)), dtype=torch.float32)
     losses = loss if reduction == "none" else rows[1]
     if gradient and mean and not soft:
@@ -62,15 +60,10 @@ def _forward(
 
 
 def _fake(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    gradient: bool,
+    logits: Tensor, target: Tensor, weight: Any, ignore_index: Any, reduction: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradient = rest[-1]
+
     def empty(*shape: Any) -> Tensor:
         return logits.new_empty(shape, dtype=torch.float32)
 
@@ -105,10 +98,7 @@ def _backward(
     z_loss: float,
     target_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    gradients = _backward_fake(
-        grad_output, logits, target, weight, stats, denominator, ignore_index, reduction, label_smoothing, z_loss,
-        target_gradient,
-    )  # fmt: skip
+    gradients = _backward_fake(grad_output, logits, target, target_gradient)
     mean, soft = reduction == "mean", target.is_floating_point()
     launch(
         logits, target, weight, ignore_index, label_smoothing, z_loss, stats, grad_output=grad_output,
@@ -119,20 +109,8 @@ def _backward(
     return gradients
 
 
-def _backward_fake(
-    grad_output: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    stats: Tensor,
-    denominator: Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    target_gradient: bool,
-) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(logits.shape), target.new_empty(target.shape if target_gradient else (0,))
+def _backward_fake(grad_output: Any, logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(logits.shape), target.new_empty(target.shape if rest[-1] else (0,))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

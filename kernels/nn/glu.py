@@ -203,18 +203,18 @@ def _shape(rows: int, columns: int) -> tuple[tuple[int], int, dict[str, int]]:
     return ((rows + count - 1) // count * blocks,), blocks, {"ROWS": count, "BLOCK": block, "num_warps": _WARPS}
 
 
-def _launch(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    gate, up, flat = _matrices(gate, up, out)
-    rows, columns = gate.shape
-    grid, blocks, shape = _shape(rows, columns)
-    with on_device(gate.device):
-        glu_kernel[grid](
-            gate, up, flat, rows, columns, blocks, gate.stride(0), up.stride(0),
-            KIND=_KINDS[activation], enable_fp_fusion=False, **shape,
-        )  # fmt: skip
-
-
-def _launch_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
+@torch.no_grad()
+def _write_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
+    """The backward kernel, or the same in plain torch, into dgate and dup."""
+    if not can_launch(gate.device) or gate.numel() == 0:
+        d, g, u = dy.float(), gate.float(), up.float()
+        if activation == "silu":
+            dgate.copy_(torch.ops.aten.silu_backward(d * u, g))
+        else:
+            approximate = "tanh" if activation == "gelu_tanh" else "none"
+            dgate.copy_(torch.ops.aten.gelu_backward(d * u, g, approximate=approximate))
+        dup.copy_(d * reference(g, torch.ones_like(g), activation))
+        return
     dy, gate, up, dgate, dup = _matrices(dy, gate, up, dgate, dup)
     rows, columns = gate.shape
     grid, blocks, shape = _shape(rows, columns)
@@ -230,7 +230,14 @@ def _forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         with torch.no_grad():
             return reference(gate, up, activation).contiguous()
     out = _fake(gate, up, activation)
-    _launch(gate, up, out, activation)
+    gate, up, flat = _matrices(gate, up, out)
+    rows, columns = gate.shape
+    grid, blocks, shape = _shape(rows, columns)
+    with on_device(gate.device):
+        glu_kernel[grid](
+            gate, up, flat, rows, columns, blocks, gate.stride(0), up.stride(0),
+            KIND=_KINDS[activation], enable_fp_fusion=False, **shape,
+        )  # fmt: skip
     return out
 
 
@@ -240,10 +247,7 @@ def _fake(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def _backward_forward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     dgate, dup = _backward_fake(dy, gate, up, activation)
-    if can_launch(gate.device) and gate.numel():
-        _launch_backward(dy, gate, up, dgate, dup, activation)
-    else:
-        _eager_backward(dy, gate, up, dgate, dup, activation)
+    _write_gradients(dy, gate, up, dgate, dup, activation)
     return dgate, dup
 
 
@@ -261,28 +265,12 @@ def _packed_fake(x: Tensor, activation: str) -> Tensor:
 
 def _packed_backward_forward(dy: Tensor, x: Tensor, activation: str) -> Tensor:
     dx = x.new_empty(x.shape)
-    halves = (*_halves(x), *_halves(dx))
-    if can_launch(x.device) and x.numel():
-        _launch_backward(dy, *halves, activation)
-    else:
-        _eager_backward(dy, *halves, activation)
+    _write_gradients(dy, *_halves(x), *_halves(dx), activation)
     return dx
 
 
 def _packed_backward_fake(dy: Tensor, x: Tensor, activation: str) -> Tensor:
     return x.new_empty(x.shape)
-
-
-@torch.no_grad()
-def _eager_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
-    """The backward kernel in plain torch, into dgate and dup."""
-    d, g, u = dy.float(), gate.float(), up.float()
-    if activation == "silu":
-        dgate.copy_(torch.ops.aten.silu_backward(d * u, g))
-    else:
-        approximate = "tanh" if activation == "gelu_tanh" else "none"
-        dgate.copy_(torch.ops.aten.gelu_backward(d * u, g, approximate=approximate))
-    dup.copy_(d * reference(g, torch.ones_like(g), activation))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

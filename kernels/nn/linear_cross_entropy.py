@@ -131,12 +131,10 @@ def _forward(
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the loss, a mean's denominator (if any) and the gradients of the sum that are asked for."""
-    loss, denominator, *made = _fake(
-        hidden, weight, target, bias, ignore_index, reduction, label_smoothing, z_loss, chunk, of_hidden, of_weight,
-        of_bias,
-    )  # fmt: skip
+    wanted = (of_hidden, of_weight, of_bias)
+    loss, denominator, *made = _fake(hidden, weight, target, bias, ignore_index, reduction, *wanted)
     losses = loss if reduction == "none" else hidden.new_empty(len(hidden), dtype=torch.float32)
-    gradients = tuple(g if wanted else None for g, wanted in zip(made, (of_hidden, of_weight, of_bias), strict=True))
+    gradients = tuple(g if w else None for g, w in zip(made, wanted, strict=True))
     _run_chunks(
         hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk, losses, None, gradients
     )  # fmt: skip
@@ -149,28 +147,21 @@ def _forward(
 
 
 def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    chunk: int,
-    of_hidden: bool,
-    of_weight: bool,
-    of_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def sums(*shape: Any) -> Tensor:
-        return hidden.new_empty(shape, dtype=torch.float32)
+    hidden: Tensor, weight: Tensor, target: Any, bias: Any, ignore_index: Any, reduction: str, *rest: Any
+) -> tuple[Tensor, ...]:
+    loss = hidden.new_empty(len(hidden) if reduction == "none" else (), dtype=torch.float32)
+    denominator = hidden.new_empty(() if reduction == "mean" else 0, dtype=torch.float32)
+    return loss, denominator, *_empty_gradients(hidden, weight, *rest[-3:])
 
+
+def _empty_gradients(
+    hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of hidden, weight and bias; without elements where none is asked for."""
     return (
-        sums(len(hidden)) if reduction == "none" else sums(),
-        sums() if reduction == "mean" else sums(0),
         hidden.new_empty(hidden.shape if of_hidden else (0,)),
-        sums(*weight.shape) if of_weight else sums(0),
-        sums(len(weight)) if of_bias else sums(0),
+        hidden.new_empty(weight.shape if of_weight else (0,), dtype=torch.float32),
+        hidden.new_empty(len(weight) if of_bias else 0, dtype=torch.float32),
     )
 
 
@@ -190,9 +181,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients for a gradient of each row's loss, [N], from logits that are made again."""
     wanted = (of_hidden, of_weight, of_bias)
-    made = _backward_fake(
-        grad_output, hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk, *wanted
-    )  # fmt: skip
+    made = _empty_gradients(hidden, weight, *wanted)
     losses = torch.empty_like(hidden[:, :1].reshape(-1), dtype=torch.float32)
     gradients = tuple(g if w else None for g, w in zip(made, wanted, strict=True))
     _run_chunks(
@@ -201,24 +190,8 @@ def _backward(
     return made
 
 
-def _backward_fake(
-    grad_output: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    chunk: int,
-    of_hidden: bool,
-    of_weight: bool,
-    of_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, *made = _fake(
-        hidden, weight, target, bias, ignore_index, "sum", label_smoothing, z_loss, chunk, of_hidden, of_weight, of_bias
-    )
-    return made[0], made[1], made[2]
+def _backward_fake(grad_output: Any, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_gradients(hidden, weight, *rest[-3:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -263,7 +263,7 @@ def _forward(x: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool
     return _run([x], cos, sin, rotary, interleaved, inverse)[0]
 
 
-def _fake(x: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool) -> Tensor:
+def _fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -274,9 +274,7 @@ def _qk_forward(
     return q_out, k_out
 
 
-def _qk_fake(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
+def _qk_fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 

@@ -138,8 +138,9 @@ def _forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: 
     return launch_forward(x, mask, None, scale, causal, 0.0, dtype)[0]
 
 
-def _fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: torch.dtype) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
+def _fake(x: Tensor, *rest: Any) -> Tensor:
+    """What all ops give but the forward with dropout: of the first argument's shape, in the dtype that comes last."""
+    return torch.empty(x.shape, dtype=rest[-1], device=x.device)
 
 
 def _backward_launch(y: Tensor, dy: Tensor, scale: float, causal: bool, dtype: torch.dtype) -> Tensor:
@@ -147,10 +148,6 @@ def _backward_launch(y: Tensor, dy: Tensor, scale: float, causal: bool, dtype: t
         with torch.no_grad():
             return (_derivative(y, dy) * scale).to(dtype).contiguous()
     return launch_backward(y, dy, None, None, None, None, 1.0, causal, 0.0, scale, dtype)
-
-
-def _backward_fake(y: Tensor, dy: Tensor, scale: float, causal: bool, dtype: torch.dtype) -> Tensor:
-    return torch.empty(y.shape, dtype=dtype, device=y.device)
 
 
 def _derivative(y: Tensor, dy: Tensor) -> Tensor:
@@ -184,7 +181,7 @@ def _split(ctx: Any, dz: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return dx, dmask
 
 
-_SOFTMAX_BACKWARD = KernelOp("softmax_backward", _backward_launch, _backward_fake)
+_SOFTMAX_BACKWARD = KernelOp("softmax_backward", _backward_launch, _fake)
 _SOFTMAX = KernelOp("softmax", _forward, _fake, backward=_backward, setup_context=_setup)
 
 
@@ -205,11 +202,8 @@ def _dropout_forward(
     return y, statistics
 
 
-def _dropout_fake(
-    x: Tensor, mask: Tensor | None, seed: Tensor, scale: float, causal: bool, p: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return y, x.new_empty((2, x.shape[:-1].numel()), dtype=torch.float32)
+def _dropout_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _fake(x, *rest), x.new_empty((2, x.shape[:-1].numel()), dtype=torch.float32)
 
 
 def _dropout_backward_launch(
@@ -221,13 +215,6 @@ def _dropout_backward_launch(
             y = reference(x, mask, None, scale, causal, p, torch.float32)
             return (_derivative(y, dy * _kept(seed, x, p)) * out_scale).to(dtype).contiguous()
     return launch_backward(None, dy, x, mask, seed, statistics, scale, causal, p, out_scale, dtype)
-
-
-def _dropout_backward_fake(
-    dy: Tensor, x: Tensor, mask: Tensor | None, seed: Tensor, statistics: Tensor,
-    scale: float, causal: bool, p: float, out_scale: float, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
 def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -251,7 +238,7 @@ def _dropout_backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Te
     return (*((dz, None) if alone else _split(ctx, dz)), None, None, None, None, None)
 
 
-_SOFTMAX_DROPOUT_BACKWARD = KernelOp("softmax_dropout_backward", _dropout_backward_launch, _dropout_backward_fake)
+_SOFTMAX_DROPOUT_BACKWARD = KernelOp("softmax_dropout_backward", _dropout_backward_launch, _fake)
 _SOFTMAX_DROPOUT = KernelOp(
     "softmax_dropout", _dropout_forward, _dropout_fake, backward=_dropout_backward, setup_context=_dropout_setup
 )
