@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import can_launch
-from fxprec.optim.triton_update import Plans, norm_launch, takes
+from fxprec.optim.parts import why_not
+from fxprec.optim.triton_update import Plans, norm_launch
 from fxprec.scaling.agreement import group_of_parameters, sum_over
 from fxprec.scaling.cuda_graphs import reading_waits
 from fxprec.scaling.gradients import dtensor_type, local, summed
@@ -71,7 +72,7 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
             if device not in served:
                 served[device] = can_launch(device)
             share = 1.0 if ranks is None else _share(owner, ranks)
-            key = device, held.dtype, share, served[device] and takes(owner, held)
+            key = device, held.dtype, share, served[device] and why_not(owner, held) is None
             groups.setdefault(key, []).append((owner, held))
     found: dict[torch.device, Tensor] = {}
     squares: list[Tensor] = []

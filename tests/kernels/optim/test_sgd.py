@@ -48,11 +48,9 @@ class Problem:
     shadows: list[Tensor | None] | None
     gradients: list[Tensor | None]
 
-    def bind(self, **options: Any) -> Gradients:
+    def bind(self) -> Gradients:
         states = [] if self.buffers is None else [self.buffers]
-        options = {"chunk": 8192, **options}
-        plan = MultiTensorPlan(self.params, states=states, shadows=self.shadows, **options)
-        return plan.bind(self.gradients)
+        return MultiTensorPlan(self.params, states=states, shadows=self.shadows).bind(self.gradients)
 
     def written(self) -> Iterator[Tensor]:
         shadows = [shadow for shadow in self.shadows or [] if shadow is not None]
