@@ -14,7 +14,7 @@ from fxprec.optim.parts import why_not
 from fxprec.optim.triton_update import Plans, norm_launch
 from fxprec.scaling.agreement import group_of_parameters, sum_over
 from fxprec.scaling.cuda_graphs import reading_waits
-from fxprec.scaling.gradients import dtensor_type, local, summed
+from fxprec.scaling.gradients import dtensor_type, local, local_values, summed
 from fxprec.torch_internals import flatten_dense_tensors, foreach_norm
 
 #: As in ``torch.nn.utils.clip_grad_norm_``.
@@ -82,7 +82,7 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
             params, gradients = [local(owner) for owner, _ in pairs], [gradient for _, gradient in pairs]
             flag, square = norm_launch(plans, (device, dtype, share), params, gradients, rate)
         else:
-            flag, square = _read([_values(gradient) for _, gradient in pairs], norm, rate)
+            flag, square = _read([local_values(gradient) for _, gradient in pairs], norm, rate)
         found[device] = flag if device not in found else torch.maximum(found[device], flag)
         if norm and square is not None:
             squares.append(square if share == 1 else square * share)
@@ -127,10 +127,6 @@ def _read(tensors: list[Tensor], norm: bool, scale: Tensor | None = None) -> tup
 def _squares(tensors: list[Tensor], wide: torch.dtype | None, scale: Tensor | None) -> Tensor:
     norms = torch.stack(foreach_norm(tensors, 2, wide))
     return (norms if scale is None else norms / scale).square().sum().float()
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
 
 
 def _share(owner: Any, ranks: Any) -> float:

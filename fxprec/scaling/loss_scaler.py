@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from fxprec.errors import GradientsWarning, LossScaleFloorError, NoGradientsError
+from fxprec.errors import GradientsWarning, LossScaleError, LossScaleFloorError, NoGradientsError
 from fxprec.scaling import arguments
 from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.device_step import can_skip_on_device, step_on_device
@@ -112,7 +112,8 @@ class LossScaler(torch.amp.GradScaler):
             consecutive_hysteresis=consecutive_hysteresis,
             num_losses=num_losses,
         )
-        arguments.checked_choice("on_floor", on_floor, ("raise", "warn", None))
+        if on_floor not in ("raise", "warn", None):
+            raise LossScaleError(f"on_floor must be one of 'raise', 'warn', None, not {on_floor!r}")
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
         self._enabled = torch.amp.GradScaler(self._device, enabled=enabled).is_enabled()  # it warns without CUDA
         self._recheck = recheck

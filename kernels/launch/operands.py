@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -32,3 +33,13 @@ def check_operands(kernel: str, **tensors: Any) -> None:
 def packed(tensor: Tensor | None) -> Tensor | None:
     """A tensor as kernels read it that take no strides of it: one value after another."""
     return None if tensor is None else tensor.contiguous()
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements share memory and none is between them, in any order of dimensions."""
+    step = 1
+    for stride, size in sorted((t, s) for s, t in zip(shape, strides, strict=True) if s != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True

@@ -20,19 +20,6 @@ try:
 except ImportError:
     triton = knobs = None
 
-__all__ = [
-    "HAS_TRITON",
-    "can_launch",
-    "constant",
-    "constexpr",
-    "int64",
-    "interpreting",
-    "jit",
-    "tl",
-    "triton_dtype",
-    "why_not",
-]
-
 HAS_TRITON: Final = triton is not None
 
 #: ``triton.language``; None without Triton, where no kernel body ever runs.

@@ -84,24 +84,17 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     memory_format = _memory_format(x)
     x = x.contiguous(memory_format=memory_format)
-    samples, channels, pixels = x.shape[0], x.shape[1], prod(x.shape[2:])
+    samples, pixels = x.shape[0], prod(x.shape[2:])
     if not can_launch(x.device) or not x.numel():
         return _eager_forward(x, weight, bias, num_groups, eps, silu, memory_format)
     y = torch.empty_like(x)
     statistics = torch.empty((2, samples * num_groups), dtype=torch.float32, device=x.device)
-    last = memory_format != torch.contiguous_format
-    whole, ct, pt, warps = _tile(channels // num_groups, pixels, last, FORWARD_ELEMENTS)
-    shares = 1 if whole else _shares(samples * num_groups, pixels, pt, x.device)
-    parts = None
-    if shares > 1:
-        parts = torch.empty((samples * num_groups, shares, 3), dtype=torch.float32, device=x.device)
+    shares, parts, constants = _cut(x, num_groups, memory_format, FORWARD_ELEMENTS, 3)
     weight, bias = packed(weight), packed(bias)
     with on_device(x.device):
         for phase in (1, 2) if shares > 1 else (0,):
             group_forward_kernel[(samples * num_groups, shares)](
-                x, weight, bias, y, statistics, parts, num_groups, pixels, eps,
-                CPG=channels // num_groups, LAST=last, SILU=silu, WHOLE=whole, PHASE=phase,
-                PARTS=1 << (shares - 1).bit_length(), CT=ct, PT=pt, num_warps=warps,
+                x, weight, bias, y, statistics, parts, num_groups, pixels, eps, SILU=silu, PHASE=phase, **constants
             )  # fmt: skip
     return y, statistics
 
@@ -126,12 +119,7 @@ def _launch_backward(
     if not can_launch(x.device):
         return _eager_backward(dy, x, weight, bias, statistics, num_groups, silu, empty)
     dx, dweight, dbias = empty
-    last = memory_format != torch.contiguous_format
-    whole, ct, pt, warps = _tile(channels // num_groups, pixels, last, BACKWARD_ELEMENTS)
-    shares = 1 if whole else _shares(samples * num_groups, pixels, pt, x.device)
-    parts = None
-    if shares > 1:
-        parts = torch.empty((samples * num_groups, shares, 2), dtype=torch.float32, device=x.device)
+    shares, parts, constants = _cut(x, num_groups, memory_format, BACKWARD_ELEMENTS, 2)
     sums = [gradient for gradient in (dweight, dbias) if gradient is not None]
     columns = torch.empty((len(sums), samples * shares, channels), dtype=torch.float32, device=x.device)
     dweights = None if dweight is None else columns[0]
@@ -141,8 +129,7 @@ def _launch_backward(
         for phase in (1, 2) if shares > 1 else (0,):
             group_backward_kernel[(samples * num_groups, shares)](
                 dy, x, weight, bias, statistics, dx, dweights, dbiases, parts, num_groups, pixels,
-                CPG=channels // num_groups, LAST=last, SILU=silu, WHOLE=whole, PHASE=phase,
-                PARTS=1 << (shares - 1).bit_length(), CT=ct, PT=pt, num_warps=warps,
+                SILU=silu, PHASE=phase, **constants,
             )  # fmt: skip
         if sums:
             add_parts(columns, sums)
@@ -223,6 +210,21 @@ def _memory_format(x: Tensor) -> torch.memory_format:
         if x.is_contiguous(memory_format=last):
             return last
     return torch.contiguous_format
+
+
+def _cut(
+    x: Tensor, num_groups: int, memory_format: torch.memory_format, elements: int, numbers: int
+) -> tuple[int, Tensor | None, dict[str, Any]]:
+    """Programs a group, room for as many numbers of each where there are several, and the constants of a launch."""
+    groups, channels, pixels = x.shape[0] * num_groups, x.shape[1] // num_groups, prod(x.shape[2:])
+    last = memory_format != torch.contiguous_format
+    whole, ct, pt, warps = _tile(channels, pixels, last, elements)
+    shares = 1 if whole else _shares(groups, pixels, pt, x.device)
+    parts = x.new_empty((groups, shares, numbers), dtype=torch.float32) if shares > 1 else None
+    return shares, parts, {
+        "CPG": channels, "LAST": last, "WHOLE": whole, "PARTS": 1 << (shares - 1).bit_length(), "CT": ct, "PT": pt,
+        "num_warps": warps,
+    }  # fmt: skip
 
 
 def _tile(channels: int, pixels: int, last: bool, elements: int) -> tuple[bool, int, int, int]:

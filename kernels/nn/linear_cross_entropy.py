@@ -211,12 +211,10 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         inputs = (hidden, weight, target, bias, *ctx.settings[:4])
         return *eager_gradients(reference, inputs, (grad,)), *rest[:4]
     wanted = tuple(ctx.needs_input_grad[i] for i in (0, 1, 3))
-    places = [(x, g) for x, g in zip((hidden, weight, bias), made, strict=True)]
     if all(k or not w for k, w in zip(kept, wanted, strict=True)):
         over = denominator if reduction == "mean" else None
-        found = [
-            scaled_gradient(g, grad, over, x.dtype) if w else None for (x, g), w in zip(places, wanted, strict=True)
-        ]
+        places = zip((hidden, weight, bias), made, wanted, strict=True)
+        found = [scaled_gradient(g, grad, over, x.dtype) if w else None for x, g, w in places]
     else:
         if reduction == "mean":
             grad = grad / torch.where(denominator == 0, 1.0, denominator)
@@ -224,10 +222,8 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
             grad.expand(len(hidden)), hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk,
             *wanted,
         )  # fmt: skip
-        found = [
-            g if g is None or g.dtype == x.dtype else g.to(x.dtype)
-            for (x, _), g in zip(places, (g if w else None for g, w in zip(again, wanted, strict=True)), strict=True)
-        ]
+        places = zip((hidden, weight, bias), again, wanted, strict=True)
+        found = [g.to(x.dtype) if w else None for x, g, w in places]
     return found[0], found[1], None, found[2], *rest
 
 

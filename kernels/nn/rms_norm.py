@@ -70,16 +70,8 @@ def rms_norm(
     Computes in FP32 and rounds at the store. On a CPU, and where Triton is missing, it runs as plain torch.
 
     Args:
-        x: float32, float16 or bfloat16 [*, *normalized_shape]. Rows at one distance from each other, contiguous in
-            themselves, are read in place; else x is copied. Likewise the residual.
-        normalized_shape: of the last dimensions, the norm is over.
-        weight: float32, float16 or bfloat16 [*normalized_shape], or None.
+        x, normalized_shape, weight, residual, dropout_p, training, output_dtype: as of ``layer_norm``.
         eps: float32's machine epsilon if None, as torch has it for every one of these dtypes.
-        residual: float32, float16 or bfloat16 of x's shape: the stream that x is added to. s has the dtype that
-            torch promotes the two to.
-        dropout_p: part of x that is dropped, [0, 1), by a seed from torch's generator of the device.
-        training: drop; else dropout_p is of no effect.
-        output_dtype: of y; x's without it.
         offset: added to the weight.
 
     Returns:
