@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fxprec.amp.properties import Properties
 from fxprec.errors import NoGradientsError
-from fxprec.scaling.arguments import SMALLEST_SCALE, checked_bounds, checked_count, checked_scale
+from fxprec.scaling.arguments import SMALLEST_SCALE, TORCH_KEYS, checked_bounds, checked_count, checked_scale
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.scaling.stages import DELAYED, OPEN
 from fxprec.torch_internals import growth_tracker, scaler_states
@@ -180,15 +180,9 @@ class AmpLossScaler:
     def load(self, loss_scale: float, unskipped: int) -> None:
         """Continue from these numbers."""
         state = self.scaler.state_dict()
-        self.scaler.load_state_dict(
-            {
-                "scale": float(loss_scale),
-                "growth_factor": state["growth_factor"],
-                "backoff_factor": state["backoff_factor"],
-                "growth_interval": state["growth_interval"],
-                "_growth_tracker": int(unskipped) if self.dynamic else 0,
-            }
-        )
+        count = int(unskipped) if self.dynamic else 0
+        own = {key: state[key] for key in TORCH_KEYS} | {"scale": float(loss_scale), "_growth_tracker": count}
+        self.scaler.load_state_dict(own)
         self._static_unskipped = int(unskipped)
 
 

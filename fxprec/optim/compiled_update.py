@@ -23,8 +23,7 @@ from torch import Tensor
 
 from fxprec.optim.compiled_loop import Loop, compiled
 from fxprec.optim.counters import Counters
-from fxprec.optim.parts import Part, Step
-from fxprec.optim.scalars import scalar
+from fxprec.optim.parts import Part, Step, scalar
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import in_one_order
 from fxprec.torch_internals import foreach_add_

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,11 @@ def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None) -
     if gradient.layout is not torch.strided:
         return "sparse gradient"
     return None if is_dense(param) else "not dense in memory"
+
+
+def scalar(value: Any) -> Any:
+    """The number of a hyper-parameter that may be a tensor of one element."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def parts_of(lists: dict[str, list[Tensor]], compiled: bool = False) -> Iterator[Part]:

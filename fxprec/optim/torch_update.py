@@ -16,9 +16,8 @@ from torch import Tensor
 
 from fxprec.kernels.optim.lists import is_dense
 from fxprec.optim.counters import Counters
-from fxprec.optim.parts import Part, Step
+from fxprec.optim.parts import Part, Step, scalar
 from fxprec.optim.rounding import Rounding
-from fxprec.optim.scalars import rate, scalar
 from fxprec.optim.slices import slices
 from fxprec.torch_internals import foreach_add_, foreach_copy_, foreach_sub_, fused_adam_, fused_adamw_, fused_sgd_
 
@@ -82,6 +81,11 @@ def _before_rounding(
     rounding.write(moments, wide, lists["step"], owners)
 
 
+def _rate(lr: Any) -> Any:
+    """A learning rate as torch's fused kernels take it: on an accelerator they read FP32."""
+    return lr.to(torch.float32) if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
+
+
 class TorchUpdates:
     """The updates of one optimizer, and what they keep from step to step."""
 
@@ -101,7 +105,7 @@ class TorchUpdates:
         shadows = partial(step.copies.for_kernel, part.owners) if rounding is None else list
         beta1, beta2 = map(scalar, group["betas"])
         settings: dict[str, Any] = {name: group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")}
-        settings |= {"lr": rate(group["lr"]), "beta1": beta1, "beta2": beta2}
+        settings |= {"lr": _rate(group["lr"]), "beta1": beta1, "beta2": beta2}
         settings |= {"grad_scale": step.divisor, "found_inf": step.found_inf}
         update = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
         with in_one_order(part.lists) as lists:
@@ -117,7 +121,7 @@ class TorchUpdates:
         """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
         shadows = partial(step.copies.for_kernel, part.owners)
         settings: dict[str, Any] = {name: group[name] for name in ("momentum", "dampening", "nesterov", "maximize")}
-        settings |= {"weight_decay": scalar(group["weight_decay"]), "lr": rate(group["lr"]), "is_first_step": first}
+        settings |= {"weight_decay": scalar(group["weight_decay"]), "lr": _rate(group["lr"]), "is_first_step": first}
         settings |= {"grad_scale": step.divisor, "found_inf": step.found_inf}
         with in_one_order(part.lists) as lists, in_fp32_on_a_cpu(lists) as wide:
             for some in slices(wide, shadows):

@@ -1,4 +1,4 @@
-"""Updates and checks by our Triton kernels: on CUDA, every tensor of a group in one launch, shadows written with it."""
+"""Updates by our Triton kernels: on CUDA, every tensor of a group in one launch, shadows written with it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from fxprec.kernels.optim import adam as multi_tensor_adam
-from fxprec.kernels.optim import norm as multi_tensor_norm
 from fxprec.kernels.optim import sgd as multi_tensor_sgd
 from fxprec.kernels.optim.adam import AdamSettings
 from fxprec.kernels.optim.sgd import SgdSettings
 from fxprec.kernels.optim.tables import MultiTensorPlan
-from fxprec.optim.parts import Part, Step
+from fxprec.optim.parts import Part, Step, scalar
 from fxprec.optim.rounding import Rounding
-from fxprec.optim.scalars import scalar
 
 
 class Plans:
@@ -54,15 +52,6 @@ class Plans:
             plan = MultiTensorPlan(params, states=states, steps=steps, shadows=shadows, indices=indices)
             self._plans[key] = plan
         return plan
-
-
-def norm_launch(
-    plans: Plans, key: Hashable, params: Sequence[Tensor], gradients: Sequence[Tensor], scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(flag for inf and nan, sum of squares after ``scale`` is taken out), both 0-dim FP32."""
-    bound = plans.plan(("norm", key), params).bind(gradients)
-    result = multi_tensor_norm.launch(bound, grad_scale=scale)
-    return result.found_inf, result.sum_of_squares
 
 
 def adam_launch(plans: Plans, part: Part, group: Mapping[str, Any], step: Step, rounding: Rounding | None) -> None:

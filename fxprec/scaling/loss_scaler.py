@@ -335,8 +335,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def _end_iteration(self) -> None:
         records = self._records
-        records.forget_iteration()
-        records.skips.begin()
+        self._drop_iteration()
         if records.floor.fallen(self._scales.backoff_factor) and records.on_floor is not None:
             message = floor_message(
                 [loss.number() for loss in self._scales.losses], self.skipped_steps, self.overflow_parameters()
@@ -361,10 +360,6 @@ class LossScaler(torch.amp.GradScaler):
         records.floor.note([(losses[0], found)], losses, self._scales.rule(records.floor.near))
         self._end_iteration()
 
-    def _found_by(self, optimizer: Optimizer) -> Tensor:
-        """One flag of what was found in the gradients of this optimizer since the last update; 0-dim FP32."""
-        return self._records.found_by(optimizer)
-
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Iterations in the block leave nothing but the numbers of the scales: a graph is captured."""
@@ -375,7 +370,7 @@ class LossScaler(torch.amp.GradScaler):
             self._records = kept
 
     def _drop_iteration(self) -> None:
-        """It ended in an error, and its gradients are gone."""
+        """The next one begins: after an update, or after an error, whose gradients are gone."""
         self._records.forget_iteration()
         self._records.skips.begin()
 

@@ -77,7 +77,31 @@ def batch_norm(
         TypeError: an operand that is no tensor of those dtypes; float64 is declined. A momentum that is no number.
         ValueError: shapes or devices that do not fit; training with a single value a channel; eps not positive.
     """
-    _check(x, running_mean, running_var, weight, bias, residual, training, momentum, eps)
+    named = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    check_operands("batch_norm", x=x, **named, residual=residual)
+    if x.dim() < 2:
+        raise ValueError(f"batch_norm takes x as [N, C, *], got the shape {tuple(x.shape)}")
+    for name, tensor in named.items():
+        if tensor is not None and tensor.shape != (x.shape[1],):
+            raise ValueError(
+                f"batch_norm: {name} must have one value a channel, [{x.shape[1]}] for x of shape {tuple(x.shape)}, "
+                f"got {tuple(tensor.shape)}"
+            )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"batch_norm: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}. Expand it before."
+        )
+    if not training and (running_mean is None or running_var is None):
+        raise ValueError("batch_norm needs running_mean and running_var when training=False; pass them or train")
+    if not isinstance(momentum, int | float):
+        raise TypeError(
+            f"batch_norm takes momentum as a number, got {momentum!r}. For the cumulative average, which None is to "
+            "torch.nn.BatchNorm2d, pass 1 / num_batches_tracked."
+        )
+    if eps < 0.0 or (training and eps == 0.0):
+        raise ValueError(f"batch_norm takes a positive eps, or with running statistics 0, got {eps}")
+    if training and x.shape[1] > 0 and x.numel() == x.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     if training:
         mean, spread = STATISTICS(x.detach(), running_mean, running_var, float(momentum), float(eps))
     else:
@@ -229,41 +253,3 @@ def _differentiable(ctx: Any, grad: Tensor, wants_residual: bool) -> tuple[Tenso
 #: (x, mean, spread, weight, bias, residual, eps, relu, training) -> y. In training mean and spread = rstd are those of
 #: x, and x's gradient is also that through them; otherwise they are constants, and spread is the variance.
 APPLY = KernelOp("batch_norm", launch, fake, backward=_backward, setup_context=_setup)
-
-
-def _check(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> None:
-    named = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    check_operands("batch_norm", x=x, **named, residual=residual)
-    if x.dim() < 2:
-        raise ValueError(f"batch_norm takes x as [N, C, *], got the shape {tuple(x.shape)}")
-    for name, tensor in named.items():
-        if tensor is not None and tensor.shape != (x.shape[1],):
-            raise ValueError(
-                f"batch_norm: {name} must have one value a channel, [{x.shape[1]}] for x of shape {tuple(x.shape)}, "
-                f"got {tuple(tensor.shape)}"
-            )
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            f"batch_norm: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}. Expand it before."
-        )
-    if not training and (running_mean is None or running_var is None):
-        raise ValueError("batch_norm needs running_mean and running_var when training=False; pass them or train")
-    if not isinstance(momentum, int | float):
-        raise TypeError(
-            f"batch_norm takes momentum as a number, got {momentum!r}. For the cumulative average, which None is to "
-            "torch.nn.BatchNorm2d, pass 1 / num_batches_tracked."
-        )
-    if eps < 0.0 or (training and eps == 0.0):
-        raise ValueError(f"batch_norm takes a positive eps, or with running statistics 0, got {eps}")
-    if training and x.shape[1] > 0 and x.numel() == x.shape[1]:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")

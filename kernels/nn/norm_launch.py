@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.operands import packed
-from fxprec.kernels.launch.philox import drop_threshold, dropout_scale, keep_mask
+from fxprec.kernels.launch.philox import drop_threshold, dropout_scale, keep_factor
 from fxprec.kernels.launch.triton_support import can_launch, on_device
 from fxprec.kernels.nn.norm_long_rows import columns_kernel, long_backward_kernel, long_forward_kernel
 from fxprec.kernels.nn.norm_rows import backward_kernel, finish_kernel, forward_kernel
@@ -186,8 +186,7 @@ def dropped(x: Tensor, seed: Tensor | None, columns: int, p: float) -> Tensor:
     if not p:
         return x.float()
     assert seed is not None
-    keep = keep_mask(seed, x.numel() // max(columns, 1), columns, p).view(x.shape)
-    return x.float() * (keep * dropout_scale(p))
+    return x.float() * keep_factor(seed, x, columns, p)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.operands import FLOATS
-from fxprec.kernels.launch.philox import draw_seeds, drop_threshold, dropout_scale, keep_mask
+from fxprec.kernels.launch.philox import draw_seeds, drop_threshold, keep_factor
 from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.nn.softmax_kernels import launch_backward, launch_forward
 
@@ -81,7 +81,7 @@ def reference(
     """
     y = torch.softmax(_logits(x, mask, scale, causal), dim=-1)
     if seed is not None:
-        y = y * _kept(seed, x, p)
+        y = y * keep_factor(seed, x, x.shape[-1], p)
     return y.to(dtype)
 
 
@@ -92,12 +92,6 @@ def _logits(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tenso
     if causal:
         z = z.masked_fill(torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(1), -torch.inf)
     return z
-
-
-def _kept(seed: Tensor, x: Tensor, p: float) -> Tensor:
-    columns = x.shape[-1]
-    keep = keep_mask(seed, x.numel() // max(1, columns), columns, p)
-    return keep.view(x.shape) * dropout_scale(p)
 
 
 def _check(x: Tensor, mask: Tensor | None, causal: bool, dtype: torch.dtype) -> None:
@@ -213,7 +207,7 @@ def _dropout_backward_launch(
     if not can_launch(x.device) or x.numel() == 0:
         with torch.no_grad():
             y = reference(x, mask, None, scale, causal, p, torch.float32)
-            return (_derivative(y, dy * _kept(seed, x, p)) * out_scale).to(dtype).contiguous()
+            return (_derivative(y, dy * keep_factor(seed, x, x.shape[-1], p)) * out_scale).to(dtype).contiguous()
     return launch_backward(None, dy, x, mask, seed, statistics, scale, causal, p, out_scale, dtype)
 
 

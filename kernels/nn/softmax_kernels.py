@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.philox import drop_threshold, dropout_scale, keep_tile
+from fxprec.kernels.launch.philox import drop_threshold, dropout_factor, dropout_scale
 from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl
 
 #: Columns that a program holds at once.
@@ -67,12 +67,6 @@ def logits_tile(
     return tl.where(inside, value, float("-inf"))
 
 
-@jit()
-def kept_scale(seed, row, columns, start, keep_scale, THRESHOLD: constexpr, BLOCK: constexpr):
-    """What dropout multiplies a tile by, 0 or ``keep_scale``: fp32 [R, BLOCK]. seed: int64 [1], a pointer."""
-    return tl.where(keep_tile(tl.load(seed), row, columns, start, THRESHOLD, BLOCK), keep_scale, 0.0)
-
-
 @jit(do_not_specialize=_ANY)
 def softmax_kernel(
     x, mask, seed, y, statistics, rows, columns, queries, heads, x_row, mask_b, mask_h, mask_q, mask_k,
@@ -113,7 +107,7 @@ def softmax_kernel(
             )  # fmt: skip
             result = tl.exp(value - top[:, None]) * inverse[:, None]
             if seed is not None:
-                result *= kept_scale(seed, row, columns, start, keep_scale, THRESHOLD, BLOCK)
+                result *= dropout_factor(tl.load(seed), row, columns, start, keep_scale, THRESHOLD, BLOCK)
             tl.store(to + start + lanes, result, mask=(row < rows)[:, None] & (start + lanes < columns))
     else:
         value = logits_tile(
@@ -125,7 +119,7 @@ def softmax_kernel(
         inverse = tl.div_rn(1.0, tl.sum(power, 1))
         result = power * inverse[:, None]
         if seed is not None:
-            result *= kept_scale(seed, row, columns, 0, keep_scale, THRESHOLD, BLOCK)
+            result *= dropout_factor(tl.load(seed), row, columns, 0, keep_scale, THRESHOLD, BLOCK)
         tl.store(to + lanes, result, mask=(row < rows)[:, None] & (lanes < columns))
     if statistics is not None:
         tl.store(statistics + row, top, mask=row < rows)
@@ -150,7 +144,7 @@ def pair_tile(
             MASK, CAUSAL, BLOCK,
         )  # fmt: skip
         softmax = tl.exp(value - top[:, None]) * inverse[:, None]
-        gradient *= kept_scale(seed, row, columns, start, keep_scale, THRESHOLD, BLOCK)
+        gradient *= dropout_factor(tl.load(seed), row, columns, start, keep_scale, THRESHOLD, BLOCK)
     return softmax, gradient
 
 
