@@ -1,4 +1,4 @@
-"""What runs on a device: one kernel a file, with its launcher and its eager reference.
+"""What runs on a device: one kernel a file, with its launcher.
 
 By hand: ``fxprec.kernels.cross_entropy(logits, target)`` and the other functions named in ``__all__``, torch ops with
 autograd that run as plain torch where Triton does not.

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.nn import (
     batch_norm,
     cross_entropy,
@@ -101,7 +102,7 @@ def _dropped(p: float) -> dict[str, Any]:
 def _cross_entropy(setup: Setup, rows: int, classes: int, early: bool = False) -> Problem:
     rows, classes = setup.size(rows, 6), setup.size(classes, 37)
     logits, target = setup.activation(rows, classes), setup.labels(rows, classes)
-    moved = cross_entropy.bytes_moved(rows, classes, setup.low, gradient_in_forward=early)
+    moved = kernel_bytes.cross_entropy(rows, classes, setup.low, gradient_in_forward=early)
     return Problem(
         "cross_entropy, gradient in forward" if early else "cross_entropy", _text(rows, classes),
         lambda x, y: cross_entropy.cross_entropy(x, y, gradient_in_forward=early), F.cross_entropy,
@@ -130,8 +131,9 @@ def _layer_norm(setup: Setup, rows: int, columns: int, residual: bool, p: float 
     rows, columns = setup.size(rows, 6), setup.size(columns, 32)
     x, r = setup.activation(rows, columns), setup.activation(rows, columns)
     weight, bias = setup.parameter(columns), setup.parameter(columns)
-    moved = layer_norm.bytes_moved(
-        rows, columns, setup.low, residual=setup.low if residual else None, dropout=p > 0
+    moved = kernel_bytes.norm(
+        rows, columns, setup.low, center=True, residual=setup.low if residual else None,
+        parameters=(weight.dtype, bias.dtype), dropout=p > 0,
     )  # fmt: skip
     if not residual:
         return Problem(
@@ -153,7 +155,9 @@ def _layer_norm(setup: Setup, rows: int, columns: int, residual: bool, p: float 
 def _rms_norm(setup: Setup, rows: int, columns: int, residual: bool) -> Problem:
     rows, columns = setup.size(rows, 6), setup.size(columns, 32)
     x, r, weight = setup.activation(rows, columns), setup.activation(rows, columns), setup.parameter(columns)
-    moved = rms_norm.bytes_moved(rows, columns, setup.low, residual=setup.low if residual else None)
+    moved = kernel_bytes.norm(
+        rows, columns, setup.low, center=False, residual=setup.low if residual else None, parameters=(weight.dtype,)
+    )
 
     def plain(x: Tensor, w: Tensor) -> Tensor:
         """As Llama has it, whose weight is cast by hand."""
@@ -184,7 +188,7 @@ def _group_norm(setup: Setup, samples: int, channels: int, side: int) -> Problem
         "group_norm, silu", _text(*x.shape),
         lambda x, w, b: group_norm.group_norm(x, groups, w, b, silu=True),
         lambda x, w, b: F.silu(F.group_norm(x, groups, w, b)).to(x.dtype),
-        (x.requires_grad_(), *parameters), group_norm.bytes_moved(x.shape, setup.low, (torch.float32,) * 2),
+        (x.requires_grad_(), *parameters), kernel_bytes.group_norm(x.shape, setup.low, (torch.float32,) * 2),
     )  # fmt: skip
 
 
@@ -205,7 +209,7 @@ def _batch_norm(setup: Setup, samples: int, channels: int, side: int, residual: 
         y = y if r is None else y + r
         return F.relu(y) if relu else y
 
-    each = batch_norm.bytes_moved(setup.low, training=True, residual=residual, relu=relu)
+    each = kernel_bytes.batch_norm(setup.low, training=True, residual=residual, relu=relu)
     moved = (each[0] * x.numel(), each[1] * x.numel())
     inputs = (x, weight, bias, mean, var, *((r,) if residual else ()))
     name = "batch_norm" + ", add" * residual + ", relu" * relu
@@ -233,7 +237,7 @@ def _softmax(setup: Setup, batch: int, heads: int, length: int, causal: bool, p:
         z = z.masked_fill(above, -torch.inf) if mask is None else z + mask
         return F.dropout(torch.softmax(z, dim=-1), p).to(x.dtype)
 
-    moved = softmax.bytes_moved(x, mask=mask, causal=causal, dropout_p=p)
+    moved = kernel_bytes.softmax(x, mask=mask, causal=causal, dropout_p=p)
     name = ("causal" if causal else "mask") + ", softmax" + ", dropout" * (p > 0)
     return Problem(
         name, _text(*x.shape), ours, eager, (x,) if mask is None else (x, mask), moved, **_dropped(p)
@@ -246,7 +250,7 @@ def _swiglu(setup: Setup, rows: int, columns: int, packed: bool) -> Problem:
         gate, up = setup.activation(rows, columns), setup.activation(rows, columns)
         return Problem(
             "swiglu", _text(rows, columns), glu.swiglu, lambda g, u: F.silu(g) * u, (gate, up),
-            glu.bytes_moved(gate, up),
+            kernel_bytes.glu(gate, up),
         )  # fmt: skip
 
     def eager(x: Tensor) -> Tensor:
@@ -255,7 +259,7 @@ def _swiglu(setup: Setup, rows: int, columns: int, packed: bool) -> Problem:
 
     x = setup.activation(rows, 2 * columns)
     return Problem(
-        "swiglu, packed", _text(rows, 2 * columns), glu.swiglu_packed, eager, (x,), glu.bytes_moved(*x.chunk(2, -1))
+        "swiglu, packed", _text(rows, 2 * columns), glu.swiglu_packed, eager, (x,), kernel_bytes.glu(*x.chunk(2, -1))
     )
 
 
@@ -263,7 +267,7 @@ def _geglu(setup: Setup, rows: int, columns: int) -> Problem:
     rows, columns = setup.size(rows, 6), setup.size(columns, 24)
     gate, up = setup.activation(rows, columns), setup.activation(rows, columns)
     return Problem(
-        "geglu", _text(rows, columns), glu.geglu, lambda g, u: F.gelu(g) * u, (gate, up), glu.bytes_moved(gate, up)
+        "geglu", _text(rows, columns), glu.geglu, lambda g, u: F.gelu(g) * u, (gate, up), kernel_bytes.glu(gate, up)
     )
 
 
@@ -283,7 +287,7 @@ def _rope(setup: Setup, batch: int, heads: tuple[int, int], length: int, columns
     def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return q * cos + turned(q) * sin, k * cos + turned(k) * sin
 
-    moved = rope.bytes_moved(q, k, cos=cos, sin=sin)
+    moved = kernel_bytes.rope(q, k, cos=cos, sin=sin)
     return Problem(
         "rope of q and k", f"{_text(batch, sum(heads), length, columns)}", rope.rope_qk, eager, (q, k, cos, sin),
         (moved, moved),

@@ -17,6 +17,7 @@ scaled alike, however often the masters' gradients are updated in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from torch.optim import Optimizer
 
 from fxprec.amp.fp16_scaler import DynamicLossScaler, LossScaler
 from fxprec.amp.fp16_state import FP16State
-from fxprec.amp.masters import copy_masters, half_parameters, with_masters
+from fxprec.amp.masters import copy_masters, with_masters
 from fxprec.errors import LossScaleFloorError
+from fxprec.scaling.gradients import parameters_of
 
 #: What a dynamic scale starts with here, unless ``dynamic_loss_args`` says otherwise.
 _DYNAMIC: dict[str, Any] = {
@@ -93,7 +95,7 @@ class FP16_Optimizer(FP16State):
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Zero the gradients of masters and model, or set them to None."""
-        for parameter in (*half_parameters(self.fp16_groups), *self._owned()):
+        for parameter in (*chain.from_iterable(self.fp16_groups), *parameters_of(self.optimizer)):
             if set_grads_to_None:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -131,13 +133,13 @@ class FP16_Optimizer(FP16State):
             for parameter, gradient in self._aside:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._aside, self._scaled = [], False
-        self.overflow = self.loss_scaler.has_overflow(self._owned())
+        self.overflow = self.loss_scaler.has_overflow(parameters_of(self.optimizer))
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | int:
         """Clip the masters' gradients, as ``torch.nn.utils.clip_grad_norm_``; returns their norm, or -1 on overflow."""
         if self.overflow:
             return -1
-        return torch.nn.utils.clip_grad_norm_(self._owned(), max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(parameters_of(self.optimizer), max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters, and the model's parameters from them; nothing after an overflow, but a lower scale.
@@ -198,9 +200,6 @@ class FP16_Optimizer(FP16State):
             return None
         groups = self.optimizer.param_groups
         return [[None if p.grad is None else p.grad.detach() for p in group["params"]] for group in groups]
-
-    def _owned(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _say(self, message: str) -> None:
         if self.verbose:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxprec.errors import LossScaleFloorError
-from fxprec.scaling.floor import SMALLEST_SCALE
+from fxprec.scaling.arguments import SMALLEST_SCALE, checked_count, checked_interval, checked_scale
+from fxprec.scaling.gradients import local_values
 
 
 class LossScaler:
@@ -63,9 +63,7 @@ class LossScaler:
         if not isinstance(state, Mapping) or not wanted <= state.keys():
             raise RuntimeError(f"the state of a {type(self).__name__} holds {sorted(wanted)}, not {state!r}")
         checked_scale("loss_scale", state["loss_scale"])
-        count = state.get("unskipped", 0)
-        if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
-            raise ValueError(f"unskipped must be a whole number of at least 0, not {count!r}")
+        checked_count("unskipped", state.get("unskipped", 0))
         return state
 
 
@@ -92,9 +90,7 @@ class DynamicLossScaler(LossScaler):
         super().__init__(checked_scale("init_scale", init_scale))
         if checked_scale("scale_factor", scale_factor) <= 1:
             raise ValueError(f"scale_factor must be greater than 1, not {scale_factor!r}")
-        if not isinstance(scale_window, Integral) or isinstance(scale_window, bool) or scale_window < 1:
-            raise ValueError(f"scale_window must be a whole number of at least 1, not {scale_window!r}")
-        self.scale_factor, self.scale_window = float(scale_factor), int(scale_window)
+        self.scale_factor, self.scale_window = float(scale_factor), checked_interval("scale_window", scale_window)
         self.min_loss_scale = checked_scale("min_loss_scale", min_loss_scale) if min_loss_scale else SMALLEST_SCALE
         self.max_loss_scale = math.inf if max_loss_scale is None else checked_scale("max_loss_scale", max_loss_scale)
         self.cur_scale = max(self.min_loss_scale, min(self.cur_scale, self.max_loss_scale))
@@ -102,7 +98,7 @@ class DynamicLossScaler(LossScaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient holds inf or nan. Reads the device once."""
-        gradients = [_values(p.grad) for p in params if p.grad is not None]
+        gradients = [local_values(p.grad) for p in params if p.grad is not None]
         if not gradients:
             return False
         first = gradients[0].device
@@ -132,14 +128,3 @@ class DynamicLossScaler(LossScaler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.unskipped = int(state["unskipped"])
-
-
-def checked_scale(name: str, value: Any) -> float:
-    """A finite number above 0; else ValueError."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be finite and greater than 0, not {value!r}")
-    return float(value)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

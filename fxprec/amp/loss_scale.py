@@ -6,15 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
 from fxprec.amp.properties import Properties
 from fxprec.errors import NoGradientsError
-from fxprec.scaling.arguments import checked_bounds
-from fxprec.scaling.floor import SMALLEST_SCALE
+from fxprec.scaling.arguments import SMALLEST_SCALE, TORCH_KEYS, checked_bounds, checked_count, checked_scale
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.scaling.stages import DELAYED, OPEN
 from fxprec.torch_internals import growth_tracker, scaler_states
@@ -182,15 +180,9 @@ class AmpLossScaler:
     def load(self, loss_scale: float, unskipped: int) -> None:
         """Continue from these numbers."""
         state = self.scaler.state_dict()
-        self.scaler.load_state_dict(
-            {
-                "scale": float(loss_scale),
-                "growth_factor": state["growth_factor"],
-                "backoff_factor": state["backoff_factor"],
-                "growth_interval": state["growth_interval"],
-                "_growth_tracker": int(unskipped) if self.dynamic else 0,
-            }
-        )
+        count = int(unskipped) if self.dynamic else 0
+        own = {key: state[key] for key in TORCH_KEYS} | {"scale": float(loss_scale), "_growth_tracker": count}
+        self.scaler.load_state_dict(own)
         self._static_unskipped = int(unskipped)
 
 
@@ -206,9 +198,5 @@ def checked_entry(name: str, entry: Any) -> tuple[float, int]:
     """
     if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= entry.keys():
         raise RuntimeError(f"{name} of the amp state must hold 'loss_scale' and 'unskipped', not {entry!r}")
-    scale, unskipped = entry["loss_scale"], entry["unskipped"]
-    if not isinstance(scale, Real) or isinstance(scale, bool) or not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"{name}: loss_scale must be finite and greater than 0, not {scale!r}")
-    if not isinstance(unskipped, Integral) or isinstance(unskipped, bool) or unskipped < 0:
-        raise ValueError(f"{name}: unskipped must be a whole number of at least 0, not {unskipped!r}")
-    return float(scale), int(unskipped)
+    scale = checked_scale(f"{name}: loss_scale", entry["loss_scale"])
+    return scale, checked_count(f"{name}: unskipped", entry["unskipped"])

@@ -62,11 +62,6 @@ def copy_masters(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
             foreach_copy_(low, masters)
 
 
-def half_parameters(groups: Iterable[Iterable[Tensor]]) -> list[Tensor]:
-    """All of them in one list."""
-    return [parameter for group in groups for parameter in group]
-
-
 def saved_masters(saved: Any, groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The masters of a saved state, one after the other.
 

@@ -28,15 +28,6 @@ from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 from fxprec.passes.policy.policy import Policy
 
-__all__ = [
-    "Registration",
-    "patch_registered",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "with_registered",
-]
-
 _RULES: Final = {"half": Rule.LOW, "float": Rule.FULL, "promote": Rule.PROMOTE}
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fxprec.optim.one_pass import OnePass, Step
-from fxprec.optim.parts import parts_of
+from fxprec.optim.one_pass import OnePass
+from fxprec.optim.parts import Step, parts_of
 from fxprec.optim.rounding import Rounding
 from fxprec.optim.triton_update import adam_launch
 from fxprec.scaling.gradients import parameters_of
@@ -106,18 +106,18 @@ class Adam(OnePass, torch.optim.Adam):
         names = ("step", *_MOMENTS[: 3 if group["amsgrad"] else 2])
         lists = {name: [state[name] for state in states] for name in names}
         lists |= {"params": owners, "grads": gradients}
-        rounding = None if self._rounding is None else replace(self._rounding, seed=group[_SEED])
-        everywhere = self._places(owners)
+        rounding = self._rounding
+        if rounding is not None:
+            places = {id(parameter): i for i, parameter in enumerate(parameters_of(self))}
+            rounding = replace(rounding, seed=group[_SEED], places=places)
         for part in parts_of(lists, self.compiled):
-            places = [everywhere[i] for i in part.places] if everywhere else []
-            scale, flag = step.on(part.device)
+            here = step.on(part.device)
             if part.kernel == "triton":
-                key, shadows = (id(group), *part.key), step.copies.for_kernel(part.owners)
-                adam_launch(self._plans, key, group, part.lists, shadows, scale, flag, rounding, places)
+                adam_launch(self._plans, part, group, here, rounding)
             elif part.kernel == "compiled":
-                self._loops.adam(part, group, scale, flag, step.copies)
+                self._loops.adam(part, group, here)
             else:
-                self._torch.adam(part, group, scale, flag, rounding, places, step.copies)
+                self._torch.adam(part, group, here, rounding)
 
     def _keep_seed(self) -> None:
         """In the groups, which every kind of checkpoint carries (``torch.distributed.checkpoint`` drops other keys)."""
@@ -128,13 +128,6 @@ class Adam(OnePass, torch.optim.Adam):
                 group.pop(_SEED, None)
             else:
                 group.setdefault(_SEED, self._rounding.seed)
-
-    def _places(self, owners: list[Tensor]) -> list[int]:
-        """Positions among all parameters: the rounding of each tensor has bits of its own."""
-        if self._rounding is None:
-            return []
-        places = {id(parameter): i for i, parameter in enumerate(parameters_of(self))}
-        return [places[id(owner)] for owner in owners]
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype:
         return owner.dtype if self._rounding is None else self._rounding.dtype

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from fxprec.capture.locks import CAPTURING
 from fxprec.kernels.launch.observers import unwatched
+from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.optim.lists import is_dense
 from fxprec.kernels.torch_internals import is_traceable_wrapper_subclass
 from fxprec.torch_internals import compiled_standalone, cpp_compiler
@@ -33,8 +34,6 @@ _EXAMPLE: Final = 1 << 22
 
 #: A length that no vector divides, for which each loop runs once before it is used.
 _ODD: Final = 77
-
-_GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ def why_no_loop(param: Tensor, gradient: Tensor) -> str | None:
     """Why torch's kernels update a parameter, local as its gradient is, though loops are asked for; None: one does."""
     if param.device.type != "cpu":
         return f"on {param.device.type}"
-    if param.dtype is not torch.float32 or gradient.dtype not in _GRADIENTS:
+    if param.dtype is not torch.float32 or gradient.dtype not in FLOATS:
         return f"{param.dtype} with a gradient of {gradient.dtype}"
     if gradient.layout is not torch.strided:
         return "sparse gradient"

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from fxprec.optim.compiled_loop import Loop, compiled
 from fxprec.optim.counters import Counters
-from fxprec.optim.parts import Part
-from fxprec.optim.scalars import scalar
+from fxprec.optim.parts import Part, Step, scalar
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import in_one_order
 from fxprec.torch_internals import foreach_add_
@@ -36,44 +35,29 @@ class CompiledUpdates:
     def __init__(self) -> None:
         self._counters = Counters()
 
-    def adam(
-        self,
-        part: Part,
-        group: Mapping[str, Any],
-        divisor: Tensor | None,
-        found_inf: Tensor | None,
-        copies: ShadowCopies,
-    ) -> None:
+    def adam(self, part: Part, group: Mapping[str, Any], step: Step) -> None:
         """Adam or AdamW, in place; arguments as for ``TorchUpdates.adam``.
 
         Raises:
             RuntimeError: as ``_calls``; of this part nothing has changed.
         """
-        if found_inf is not None and found_inf.item():
+        if step.found_inf is not None and step.found_inf.item():
             return
-        scale, decay = _scale(group, divisor), scalar(group["weight_decay"])
+        scale, decay = _scale(group, step.divisor), scalar(group["weight_decay"])
         loop = partial(Loop, "adam", ("decoupled" if group["decoupled_weight_decay"] else "l2") if decay else "", False)
-        with in_one_order(part.lists) as lists, _calls(lists, part.owners, copies, loop) as calls:
+        with in_one_order(part.lists) as lists, _calls(lists, part.owners, step.copies, loop) as calls:
             foreach_add_(self._counters.of((id(group), *part.key), lists["step"]), 1)
             scalars = functools.cache(partial(_adam_scalars, group, scale))
-            for call, step in zip(calls, lists["step"], strict=True):
-                call(scalars(step.item()))
+            for call, count in zip(calls, lists["step"], strict=True):
+                call(scalars(count.item()))
 
-    def sgd(
-        self,
-        part: Part,
-        group: Mapping[str, Any],
-        divisor: Tensor | None,
-        found_inf: Tensor | None,
-        first: bool,
-        copies: ShadowCopies,
-    ) -> None:
+    def sgd(self, part: Part, group: Mapping[str, Any], step: Step, first: bool) -> None:
         """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
-        if found_inf is not None and found_inf.item():
+        if step.found_inf is not None and step.found_inf.item():
             return
-        scalars = _sgd_scalars(group, _scale(group, divisor), first)
+        scalars = _sgd_scalars(group, _scale(group, step.divisor), first)
         loop = partial(Loop, "sgd", "l2" if scalar(group["weight_decay"]) else "", group["nesterov"])
-        with in_one_order(part.lists) as lists, _calls(lists, part.owners, copies, loop) as calls:
+        with in_one_order(part.lists) as lists, _calls(lists, part.owners, step.copies, loop) as calls:
             for call in calls:
                 call(scalars)
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import can_launch
-from fxprec.optim.triton_update import Plans, norm_launch, takes
+from fxprec.kernels.optim import norm as multi_tensor_norm
+from fxprec.optim.parts import why_not
+from fxprec.optim.triton_update import Plans
 from fxprec.scaling.agreement import group_of_parameters, sum_over
 from fxprec.scaling.cuda_graphs import reading_waits
-from fxprec.scaling.gradients import dtensor_type, local, summed
+from fxprec.scaling.gradients import dtensor_type, local, local_values, summed
 from fxprec.torch_internals import flatten_dense_tensors, foreach_norm
 
 #: As in ``torch.nn.utils.clip_grad_norm_``.
@@ -71,7 +73,7 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
             if device not in served:
                 served[device] = can_launch(device)
             share = 1.0 if ranks is None else _share(owner, ranks)
-            key = device, held.dtype, share, served[device] and takes(owner, held)
+            key = device, held.dtype, share, served[device] and why_not(owner, held) is None
             groups.setdefault(key, []).append((owner, held))
     found: dict[torch.device, Tensor] = {}
     squares: list[Tensor] = []
@@ -79,9 +81,11 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
         rate = None if scale is None else scale.to(device, non_blocking=True)
         if triton:
             params, gradients = [local(owner) for owner, _ in pairs], [gradient for _, gradient in pairs]
-            flag, square = norm_launch(plans, (device, dtype, share), params, gradients, rate)
+            plan = plans.plan(("norm", device, dtype, share), params)
+            result = multi_tensor_norm.launch(plan.bind(gradients), grad_scale=rate)
+            flag, square = result.found_inf, result.sum_of_squares
         else:
-            flag, square = _read([_values(gradient) for _, gradient in pairs], norm, rate)
+            flag, square = _read([local_values(gradient) for _, gradient in pairs], norm, rate)
         found[device] = flag if device not in found else torch.maximum(found[device], flag)
         if norm and square is not None:
             squares.append(square if share == 1 else square * share)
@@ -128,14 +132,8 @@ def _squares(tensors: list[Tensor], wide: torch.dtype | None, scale: Tensor | No
     return (norms if scale is None else norms / scale).square().sum().float()
 
 
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
-
-
 def _share(owner: Any, ranks: Any) -> float:
     """The part of a gradient's squares that this rank adds to the sum over ``ranks``: 1 over its replicas."""
-    if ranks is None:
-        return 1.0
     dtensor = dtensor_type()
     if not isinstance(owner, dtensor):
         return 1 / ranks.size()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from numbers import Real
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -27,9 +27,10 @@ from fxprec.optim.compiled_loop import check_compiler, why_no_loop
 from fxprec.optim.compiled_update import CompiledUpdates
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients, end_low_gradients
+from fxprec.optim.parts import Step, why_not
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import TorchUpdates
-from fxprec.optim.triton_update import Plans, why_not
+from fxprec.optim.triton_update import Plans
 from fxprec.scaling.cuda_graphs import reading_waits
 from fxprec.scaling.device_step import makes_state
 from fxprec.scaling.gradients import local, parameters_of, summed
@@ -43,26 +44,6 @@ _is_sparse = attrgetter("is_sparse")
 def _refuse_own_options(group: dict[str, Any]) -> None:
     if found := [name for name in _OF_ALL_GROUPS if name in group]:
         raise ValueError(f"{', '.join(found)} in a parameter group: give it to the optimizer, it holds for all groups")
-
-
-class Step(NamedTuple):
-    """What the updates of one step are told.
-
-    Attributes:
-        divisor: gradients are divided by it; 0-dim FP32, or None.
-        found_inf: above 0: nothing is to change; 0-dim FP32, or None.
-        copies: the shadows to write.
-    """
-
-    divisor: Tensor | None
-    found_inf: Tensor | None
-    copies: ShadowCopies
-
-    def on(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """``divisor`` and ``found_inf`` there; without waiting, but on the host, which would read them too early."""
-        waits = device.type == "cpu"
-        there = [None if each is None else each.to(device, non_blocking=not waits) for each in self[:2]]
-        return there[0], there[1]
 
 
 class OnePass(Optimizer):

@@ -1,18 +1,20 @@
-"""The tensors of one group, split for launches that take one device and one dtype of everything."""
+"""What one step updates: the tensors of a group, split for launches that take one device and dtype of everything."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import can_launch
+from fxprec.kernels.launch.operands import FLOATS
+from fxprec.kernels.launch.triton_support import HAS_TRITON, can_launch, interpreting
+from fxprec.kernels.optim.lists import is_dense
 from fxprec.optim.compiled_loop import why_no_loop
-from fxprec.optim.triton_update import takes
+from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.scaling.gradients import local
 
 Kernel = Literal["triton", "compiled", "torch"]
@@ -29,13 +31,11 @@ class Part:
     Attributes:
         lists: "params", "grads", and the states by their names.
         owners: the parameters themselves (DTensors where they are).
-        places: positions in the lists that were split.
         kernel: what updates it: our Triton kernels, a loop that inductor compiles, or torch's fused kernels.
     """
 
     lists: dict[str, list[Tensor]]
     owners: list[Tensor]
-    places: Sequence[int]
     kernel: Kernel
 
     @property
@@ -45,6 +45,46 @@ class Part:
     @property
     def key(self) -> tuple[torch.device, torch.dtype, torch.dtype]:
         return self.device, self.lists["params"][0].dtype, self.lists["grads"][0].dtype
+
+
+class Step(NamedTuple):
+    """What the updates of one step are told.
+
+    Attributes:
+        divisor: gradients are divided by it; 0-dim FP32, or None.
+        found_inf: above 0: nothing is to change; 0-dim FP32, or None.
+        copies: the shadows to write.
+    """
+
+    divisor: Tensor | None
+    found_inf: Tensor | None
+    copies: ShadowCopies
+
+    def on(self, device: torch.device) -> Step:
+        """With its tensors there; without waiting, but on the host, which would read them too early."""
+        waits = device.type == "cpu"
+        there = [None if each is None else each.to(device, non_blocking=not waits) for each in self[:2]]
+        return self._replace(divisor=there[0], found_inf=there[1])
+
+
+def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None) -> str | None:
+    """Why torch's kernels take a parameter instead of ours; None: ours do."""
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if param.device.type != "cuda" and not interpreting():
+        return f"on {param.device.type}"
+    if param.dtype not in FLOATS or gradient.dtype not in FLOATS:
+        return f"{param.dtype} with a gradient of {gradient.dtype}"
+    if state is torch.float16:
+        return "state in torch.float16"
+    if gradient.layout is not torch.strided:
+        return "sparse gradient"
+    return None if is_dense(param) else "not dense in memory"
+
+
+def scalar(value: Any) -> Any:
+    """The number of a hyper-parameter that may be a tensor of one element."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def parts_of(lists: dict[str, list[Tensor]], compiled: bool = False) -> Iterator[Part]:
@@ -57,7 +97,7 @@ def parts_of(lists: dict[str, list[Tensor]], compiled: bool = False) -> Iterator
         whole = len(split) == 1
         part = held if whole else _taken(held, chosen)
         part_owners = owners if whole else [owners[i] for i in chosen]
-        yield Part(part, part_owners, chosen, kernel)
+        yield Part(part, part_owners, kernel)
 
 
 def _taken(lists: dict[str, list[Tensor]], chosen: Sequence[int]) -> dict[str, list[Tensor]]:
@@ -79,7 +119,7 @@ def _split(
     split: dict[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], list[int]] = {}
     for i, (device, dtype) in enumerate(places):
         kernel: Kernel = "torch"
-        if device in served and takes(params[i], grads[i], state_dtypes[i]):
+        if device in served and why_not(params[i], grads[i], state_dtypes[i]) is None:
             kernel = "triton"
         elif compiled and why_no_loop(params[i], grads[i]) is None:
             kernel = "compiled"

@@ -7,7 +7,7 @@ seed, the step and the tensor, so there is no generator that a skipped step coul
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,10 +17,14 @@ from fxprec.kernels.launch.rounding import rounding_offset, stochastic_round
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The dtype of the states, and the seed of their rounding."""
+    """The dtype of the states, and the seed of their rounding.
+
+    ``places``: id of each parameter -> its number, which gives its rounding bits of its own.
+    """
 
     dtype: torch.dtype
     seed: int
+    places: Mapping[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(dtype: torch.dtype | None, seed: int | None) -> Rounding | None:
@@ -39,17 +43,22 @@ class Rounding:
             raise ValueError(f"state_dtype must be torch.bfloat16, not {dtype!r}")
         return Rounding(dtype, int(torch.randint(2**31, ())) if seed is None else seed)
 
+    def places_of(self, owners: Sequence[Tensor]) -> list[int]:
+        """The numbers of some parameters."""
+        return [self.places[id(owner)] for owner in owners]
+
     def write(
         self,
         targets: Mapping[str, Sequence[Tensor]],
         values: Mapping[str, Sequence[Tensor]],
         steps: Sequence[Tensor],
-        places: Sequence[int],
+        owners: Sequence[Tensor],
     ) -> None:
-        """Round ``values``, FP32 or FP64, into ``targets``.
+        """Round ``values``, FP32 or FP64, into ``targets``, states of ``owners``.
 
         What bfloat16 holds stays, so after a skipped step nothing moves.
         """
+        places = self.places_of(owners)
         for number, name in enumerate(targets):
             for target, value, step, place in zip(targets[name], values[name], steps, places, strict=True):
                 offset = rounding_offset(int(step.item()), place, number)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from fxprec.optim.one_pass import OnePass, Step
-from fxprec.optim.parts import parts_of
+from fxprec.optim.one_pass import OnePass
+from fxprec.optim.parts import Step, parts_of
 from fxprec.optim.triton_update import sgd_launch
 
 
@@ -97,14 +97,13 @@ class SGD(OnePass, torch.optim.SGD):
         first: bool,
     ) -> None:
         for part in parts_of(lists, self.compiled):
-            scale, flag = step.on(part.device)
+            here = step.on(part.device)
             if part.kernel == "triton":
-                key, shadows = (id(group), *part.key), step.copies.for_kernel(part.owners)
-                sgd_launch(self._plans, key, group, part.lists, shadows, scale, flag, first)
+                sgd_launch(self._plans, part, group, here, first)
             elif part.kernel == "compiled":
-                self._loops.sgd(part, group, scale, flag, first, step.copies)
+                self._loops.sgd(part, group, here, first)
             else:
-                self._torch.sgd(part, group, scale, flag, first, step.copies)
+                self._torch.sgd(part, group, here, first)
 
     def _update_sparse(
         self,

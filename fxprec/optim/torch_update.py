@@ -7,7 +7,7 @@ parameters of SGD on CPUs, of which torch's kernel there updates next to none (p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,8 @@ from torch import Tensor
 
 from fxprec.kernels.optim.lists import is_dense
 from fxprec.optim.counters import Counters
-from fxprec.optim.parts import Part
+from fxprec.optim.parts import Part, Step, scalar
 from fxprec.optim.rounding import Rounding
-from fxprec.optim.scalars import rate, scalar
-from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.slices import slices
 from fxprec.torch_internals import foreach_add_, foreach_copy_, foreach_sub_, fused_adam_, fused_adamw_, fused_sgd_
 
@@ -62,89 +60,70 @@ def in_fp32_on_a_cpu(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str,
         foreach_copy_(lists[name], wide[name])
 
 
+@contextlib.contextmanager
+def _before_rounding(
+    lists: Mapping[str, list[Tensor]], rounding: Rounding | None, owners: Sequence[Tensor]
+) -> Iterator[Mapping[str, list[Tensor]]]:
+    """``lists`` in FP32 at least, from which moments are rounded afterwards; as they are without a rounding."""
+    if rounding is None:
+        yield lists
+        return
+    at_least_fp32 = torch.promote_types(lists["params"][0].dtype, torch.float32)
+    wide = {
+        name: tensors if name == "step" else [tensor.to(at_least_fp32) for tensor in tensors]
+        for name, tensors in lists.items()
+    }
+    yield wide
+    for target, param in zip(lists["params"], wide["params"], strict=True):
+        if target is not param:
+            target.copy_(param)
+    moments = {name: lists[name] for name in lists if name not in ("params", "grads", "step")}
+    rounding.write(moments, wide, lists["step"], owners)
+
+
+def _rate(lr: Any) -> Any:
+    """A learning rate as torch's fused kernels take it: on an accelerator they read FP32."""
+    return lr.to(torch.float32) if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
+
+
 class TorchUpdates:
     """The updates of one optimizer, and what they keep from step to step."""
 
     def __init__(self) -> None:
         self._counters = Counters()
 
-    def adam(
-        self,
-        part: Part,
-        group: Mapping[str, Any],
-        divisor: Tensor | None,
-        found_inf: Tensor | None,
-        rounding: Rounding | None,
-        places: Sequence[int],
-        copies: ShadowCopies,
-    ) -> None:
+    def adam(self, part: Part, group: Mapping[str, Any], step: Step, rounding: Rounding | None) -> None:
         """Adam or AdamW, in place.
 
         Args:
             part: "params", "grads", "step" and the moments by their names.
             group: hyper-parameters.
-            divisor: gradients are divided by it; 0-dim FP32, or None.
-            found_inf: above 0: nothing changes; 0-dim FP32, or None.
+            step: what is the same for all parts of a step, on this part's device.
             rounding: how moments of a lower dtype are rounded.
-            places: what tells the tensors apart there.
-            copies: the shadows, of which those are written that can be at once.
         """
         counters = self._counters.of((id(group), *part.key), part.lists["step"])
-        shadows = partial(copies.for_kernel, part.owners) if rounding is None else list
+        shadows = partial(step.copies.for_kernel, part.owners) if rounding is None else list
+        beta1, beta2 = map(scalar, group["betas"])
+        settings: dict[str, Any] = {name: group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")}
+        settings |= {"lr": _rate(group["lr"]), "beta1": beta1, "beta2": beta2}
+        settings |= {"grad_scale": step.divisor, "found_inf": step.found_inf}
+        update = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
         with in_one_order(part.lists) as lists:
             foreach_add_(counters, 1)
-            _adam(lists, group, divisor, found_inf, rounding, places, shadows)
-        if found_inf is not None:  # the kernel did nothing: neither did this step
-            foreach_sub_(counters, [found_inf] * len(counters))
+            with _before_rounding(lists, rounding, part.owners) as wide:
+                for some in slices(wide, shadows):
+                    moments = some["exp_avg"], some["exp_avg_sq"], some.get("max_exp_avg_sq", [])
+                    update(some["params"], some["grads"], *moments, some["step"], **settings)
+        if step.found_inf is not None:  # the kernel did nothing: neither did this step
+            foreach_sub_(counters, [step.found_inf] * len(counters))
 
-    def sgd(
-        self,
-        part: Part,
-        group: Mapping[str, Any],
-        divisor: Tensor | None,
-        found_inf: Tensor | None,
-        first: bool,
-        copies: ShadowCopies,
-    ) -> None:
+    def sgd(self, part: Part, group: Mapping[str, Any], step: Step, first: bool) -> None:
         """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
-        shadows = partial(copies.for_kernel, part.owners)
+        shadows = partial(step.copies.for_kernel, part.owners)
         settings: dict[str, Any] = {name: group[name] for name in ("momentum", "dampening", "nesterov", "maximize")}
-        settings |= {"weight_decay": scalar(group["weight_decay"]), "lr": rate(group["lr"]), "is_first_step": first}
-        settings |= {"grad_scale": divisor, "found_inf": found_inf}
+        settings |= {"weight_decay": scalar(group["weight_decay"]), "lr": _rate(group["lr"]), "is_first_step": first}
+        settings |= {"grad_scale": step.divisor, "found_inf": step.found_inf}
         with in_one_order(part.lists) as lists, in_fp32_on_a_cpu(lists) as wide:
             for some in slices(wide, shadows):
                 buffers = some.get("momentum_buffer", [])
                 fused_sgd_(some["params"], some["grads"], buffers, **settings)
-
-
-def _adam(
-    lists: Mapping[str, list[Tensor]],
-    group: Mapping[str, Any],
-    divisor: Tensor | None,
-    found_inf: Tensor | None,
-    rounding: Rounding | None,
-    places: Sequence[int],
-    shadows: Callable[[], Sequence[Tensor | None]],
-) -> None:
-    steps, dtype = lists["step"], lists["params"][0].dtype
-    moments = {name: lists[name] for name in lists if name not in ("params", "grads", "step")}
-    if rounding is None:
-        wide = lists
-    else:  # moments are rounded from at least FP32, so all is computed in it
-        at_least_fp32 = torch.promote_types(dtype, torch.float32)
-        wide = {
-            name: tensors if name == "step" else [tensor.to(at_least_fp32) for tensor in tensors]
-            for name, tensors in lists.items()
-        }
-    beta1, beta2 = map(scalar, group["betas"])
-    settings: dict[str, Any] = {name: group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")}
-    settings |= {"lr": rate(group["lr"]), "beta1": beta1, "beta2": beta2, "grad_scale": divisor, "found_inf": found_inf}
-    update = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
-    for some in slices(wide, shadows):
-        moments_of = some["exp_avg"], some["exp_avg_sq"], some.get("max_exp_avg_sq", [])
-        update(some["params"], some["grads"], *moments_of, some["step"], **settings)
-    if rounding is not None:
-        for target, param in zip(lists["params"], wide["params"], strict=True):
-            if target is not param:
-                target.copy_(param)
-        rounding.write(moments, wide, steps, places)

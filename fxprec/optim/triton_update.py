@@ -1,45 +1,19 @@
-"""Updates and checks by our Triton kernels: on CUDA, every tensor of a group in one launch, shadows written with it."""
+"""Updates by our Triton kernels: on CUDA, every tensor of a group in one launch, shadows written with it."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import HAS_TRITON, interpreting
 from fxprec.kernels.optim import adam as multi_tensor_adam
-from fxprec.kernels.optim import norm as multi_tensor_norm
 from fxprec.kernels.optim import sgd as multi_tensor_sgd
 from fxprec.kernels.optim.adam import AdamSettings
-from fxprec.kernels.optim.lists import is_dense
 from fxprec.kernels.optim.sgd import SgdSettings
 from fxprec.kernels.optim.tables import MultiTensorPlan
+from fxprec.optim.parts import Part, Step, scalar
 from fxprec.optim.rounding import Rounding
-from fxprec.optim.scalars import scalar
-
-_SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def takes(param: Tensor, gradient: Tensor, state: torch.dtype | None = None) -> bool:
-    """Whether the kernels serve a parameter, its gradient, both local, and a ``state`` of this dtype."""
-    return why_not(param, gradient, state) is None
-
-
-def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None) -> str | None:
-    """Why torch's kernels take a parameter instead of ours; None: ours do."""
-    if not HAS_TRITON:
-        return "Triton is not installed"
-    if param.device.type != "cuda" and not interpreting():
-        return f"on {param.device.type}"
-    if param.dtype not in _SUPPORTED or gradient.dtype not in _SUPPORTED:
-        return f"{param.dtype} with a gradient of {gradient.dtype}"
-    if state is torch.float16:
-        return "state in torch.float16"
-    if gradient.layout is not torch.strided:
-        return "sparse gradient"
-    return None if is_dense(param) else "not dense in memory"
 
 
 class Plans:
@@ -80,29 +54,13 @@ class Plans:
         return plan
 
 
-def norm_launch(
-    plans: Plans, key: Hashable, params: Sequence[Tensor], gradients: Sequence[Tensor], scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(flag for inf and nan, sum of squares after ``scale`` is taken out), both 0-dim FP32."""
-    bound = plans.plan(("norm", key), params).bind(gradients)
-    result = multi_tensor_norm.launch(bound, grad_scale=scale)
-    return result.found_inf, result.sum_of_squares
-
-
-def adam_launch(
-    plans: Plans,
-    key: Hashable,
-    group: Mapping[str, Any],
-    lists: Mapping[str, list[Tensor]],
-    shadows: Sequence[Tensor | None],
-    divisor: Tensor | None,
-    found_inf: Tensor | None,
-    rounding: Rounding | None,
-    places: Sequence[int],
-) -> None:
-    """Adam or AdamW; arguments as for ``TorchUpdates.adam``, of one device and dtype each."""
+def adam_launch(plans: Plans, part: Part, group: Mapping[str, Any], step: Step, rounding: Rounding | None) -> None:
+    """Adam or AdamW; arguments as for ``TorchUpdates.adam``."""
+    lists, shadows = part.lists, step.copies.for_kernel(part.owners)
     moments = [tensors for name, tensors in lists.items() if name not in ("params", "grads", "step")]
-    plan = plans.plan(("adam", key), lists["params"], moments, lists["step"], _some(shadows), places or None)
+    places = None if rounding is None else rounding.places_of(part.owners)
+    key = ("adam", id(group), *part.key)
+    plan = plans.plan(key, lists["params"], moments, lists["step"], _some(shadows), places)
     beta1, beta2 = map(scalar, group["betas"])
     settings = AdamSettings(
         betas=(beta1, beta2),
@@ -113,29 +71,19 @@ def adam_launch(
         maximize=group["maximize"],
         rounding_seed=None if rounding is None else rounding.seed,
     )
-    multi_tensor_adam.launch(
-        plan.bind(lists["grads"]), settings, lr=group["lr"], grad_scale=divisor, found_inf=found_inf
-    )
+    scalars = {"lr": group["lr"], "grad_scale": step.divisor, "found_inf": step.found_inf}
+    multi_tensor_adam.launch(plan.bind(lists["grads"]), settings, **scalars)
 
 
-def sgd_launch(
-    plans: Plans,
-    key: Hashable,
-    group: Mapping[str, Any],
-    lists: Mapping[str, list[Tensor]],
-    shadows: Sequence[Tensor | None],
-    divisor: Tensor | None,
-    found_inf: Tensor | None,
-    first: bool,
-) -> None:
-    """SGD; arguments as for ``TorchUpdates.sgd``, of one device and dtype each."""
+def sgd_launch(plans: Plans, part: Part, group: Mapping[str, Any], step: Step, first: bool) -> None:
+    """SGD; arguments as for ``TorchUpdates.sgd``."""
+    lists, shadows = part.lists, step.copies.for_kernel(part.owners)
     buffers = [lists["momentum_buffer"]] if "momentum_buffer" in lists else []
-    plan = plans.plan(("sgd", first, key), lists["params"], buffers, None, _some(shadows))
+    plan = plans.plan(("sgd", first, id(group), *part.key), lists["params"], buffers, None, _some(shadows))
     names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
     settings = SgdSettings(**{name: scalar(group[name]) for name in names})
-    multi_tensor_sgd.launch(
-        plan.bind(lists["grads"]), settings, lr=group["lr"], first=first, grad_scale=divisor, found_inf=found_inf
-    )
+    scalars = {"lr": group["lr"], "grad_scale": step.divisor, "found_inf": step.found_inf}
+    multi_tensor_sgd.launch(plan.bind(lists["grads"]), settings, first=first, **scalars)
 
 
 def _same(old: Sequence[Any], new: Sequence[Any]) -> bool:

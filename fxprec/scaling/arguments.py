@@ -11,21 +11,6 @@ from torch import Tensor
 
 from fxprec.errors import ClosureError, LossScaleError
 
-__all__ = [
-    "LARGEST_SCALE",
-    "SMALLEST_SCALE",
-    "TORCH_KEYS",
-    "checked_bounds",
-    "checked_choice",
-    "checked_dynamic",
-    "checked_factors",
-    "checked_interval",
-    "checked_new_scale",
-    "checked_scale",
-    "checked_state",
-    "refuse_closure",
-]
-
 #: The scales that FP32 holds as normal numbers. The reciprocal of a smaller one may be inf.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
@@ -66,13 +51,6 @@ def checked_bounds(low: Any, scale: float, high: Any) -> tuple[float | None, flo
     if (low is not None and scale < low) or (high is not None and scale > high):
         raise LossScaleError(f"a scale of {scale:g} is not between min_scale={low} and max_scale={high}")
     return low, high
-
-
-def checked_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """One of a few values."""
-    if value not in choices:
-        raise LossScaleError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
-    return value
 
 
 def checked_interval(name: str, value: Any) -> int:
@@ -119,7 +97,7 @@ def checked_state(state: Any, num_losses: int) -> list[dict[str, Any]]:
             raise RuntimeError(f"the scaler's state lacks {missing} of loss {i}; it has {sorted(map(str, loss))}")
         checked_scale(f"the saved scale of loss {i}", loss["scale"])
         for key in ("growth_tracker", "hysteresis_left"):
-            _checked_count(f"the saved {key} of loss {i}", loss.get(key, 0))
+            checked_count(f"the saved {key} of loss {i}", loss.get(key, 0))
     return losses
 
 
@@ -130,7 +108,7 @@ def _states_of_losses(state: Mapping[str, Any], num_losses: int) -> list[dict[st
         return [first] * num_losses
     if not isinstance(extra, Mapping) or not isinstance(extra.get("losses"), list):
         raise RuntimeError("the scaler's state lacks the list 'losses' under 'fxprec'")
-    _checked_count("the saved skipped_steps", extra.get("skipped_steps", 0))
+    checked_count("the saved skipped_steps", extra.get("skipped_steps", 0))
     losses = extra["losses"]
     if len(losses) != num_losses:
         advice = f": make it with num_losses={len(losses)}" if losses else ""
@@ -162,6 +140,8 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and value < 2**31  # int32 on the device
 
 
-def _checked_count(name: str, value: Any) -> None:
+def checked_count(name: str, value: Any) -> int:
+    """A whole number of at least 0."""
     if not _is_count(value) or value < 0:
         raise LossScaleError(f"{name} must be a whole number of at least 0, not {value!r}")
+    return int(value)

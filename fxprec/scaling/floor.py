@@ -21,8 +21,6 @@ from fxprec.scaling.arguments import SMALLEST_SCALE
 from fxprec.scaling.cuda_graphs import capturing, reading_waits
 from fxprec.scaling.loss_scale import LossScale, UpdateRule
 
-__all__ = ["SMALLEST_SCALE", "FloorWatch"]
-
 
 class _Note(NamedTuple):
     """What an update found: on the host once ``done`` says so."""

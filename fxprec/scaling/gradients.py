@@ -98,6 +98,14 @@ def local(tensor: Tensor) -> Tensor:
     return held.wait() if hasattr(held, "wait") else held
 
 
+def local_values(gradient: Tensor) -> Tensor:
+    """What this rank holds of a gradient; of a sparse one the values, those of one index added up."""
+    held = local(gradient)
+    if held.layout is torch.sparse_coo:
+        return held.coalesce().values()
+    return held if held.layout is torch.strided else held.values()
+
+
 def summed(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The gradient; of a DTensor that is partial, whose true value is the sum over ranks, placed as its parameter is.
 
@@ -116,6 +124,19 @@ def dtensor_type() -> Any:
     """DTensor, where anything imported it: the import costs a third of a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else module.DTensor
+
+
+def leaves_below(outputs: Tensor) -> Iterator[Tensor]:
+    """Leaves that a backward of ``outputs`` would add gradients to."""
+    nodes: list[Any] = [outputs.grad_fn]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                yield leaf
+            nodes.extend(following for following, _ in node.next_functions)
 
 
 class ParameterNames:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from fxprec.errors import GradientsWarning, LossScaleFloorError, NoGradientsError
+from fxprec.errors import GradientsWarning, LossScaleError, LossScaleFloorError, NoGradientsError
 from fxprec.scaling import arguments
 from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.device_step import can_skip_on_device, step_on_device
@@ -112,7 +112,8 @@ class LossScaler(torch.amp.GradScaler):
             consecutive_hysteresis=consecutive_hysteresis,
             num_losses=num_losses,
         )
-        arguments.checked_choice("on_floor", on_floor, ("raise", "warn", None))
+        if on_floor not in ("raise", "warn", None):
+            raise LossScaleError(f"on_floor must be one of 'raise', 'warn', None, not {on_floor!r}")
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
         self._enabled = torch.amp.GradScaler(self._device, enabled=enabled).is_enabled()  # it warns without CUDA
         self._recheck = recheck
@@ -334,8 +335,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def _end_iteration(self) -> None:
         records = self._records
-        records.forget_iteration()
-        records.skips.begin()
+        self._drop_iteration()
         if records.floor.fallen(self._scales.backoff_factor) and records.on_floor is not None:
             message = floor_message(
                 [loss.number() for loss in self._scales.losses], self.skipped_steps, self.overflow_parameters()
@@ -360,10 +360,6 @@ class LossScaler(torch.amp.GradScaler):
         records.floor.note([(losses[0], found)], losses, self._scales.rule(records.floor.near))
         self._end_iteration()
 
-    def _found_by(self, optimizer: Optimizer) -> Tensor:
-        """One flag of what was found in the gradients of this optimizer since the last update; 0-dim FP32."""
-        return self._records.found_by(optimizer)
-
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Iterations in the block leave nothing but the numbers of the scales: a graph is captured."""
@@ -374,7 +370,7 @@ class LossScaler(torch.amp.GradScaler):
             self._records = kept
 
     def _drop_iteration(self) -> None:
-        """It ended in an error, and its gradients are gone."""
+        """The next one begins: after an update, or after an error, whose gradients are gone."""
         self._records.forget_iteration()
         self._records.skips.begin()
 

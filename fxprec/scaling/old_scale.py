@@ -16,9 +16,8 @@ after the second iteration; a graph below a sum of scaled losses, in the second 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from fxprec.scaling.cuda_graphs import capturing
-from fxprec.scaling.gradients import local, parameters_of
+from fxprec.scaling.gradients import leaves_below, local, parameters_of
 from fxprec.torch_internals import sparse_values
 
 
@@ -113,7 +112,7 @@ class OldGradients:
         kept = [p for owner in owners for p in parameters_of(owner) if p.grad is not None]
         if search and outputs is not None:
             owned = {id(p) for reference in self._owners if (owner := reference()) for p in parameters_of(owner)}
-            kept += [p for p in _leaves_below(outputs) if p.grad is not None and id(p) not in owned]
+            kept += [p for p in leaves_below(outputs) if p.grad is not None and id(p) not in owned]
         if not kept or self._scale is None or torch.equal(scale, self._scale):
             return
         for parameter in kept:
@@ -142,16 +141,3 @@ def _numbers(gradient: Tensor) -> Tensor:
 
 def _is(reference: weakref.ref[Tensor] | None, gradient: Tensor | None) -> bool:
     return reference is not None and gradient is not None and reference() is gradient
-
-
-def _leaves_below(outputs: Tensor) -> Iterator[Tensor]:
-    """Leaves that a backward of ``outputs`` would add gradients to."""
-    waiting: list[Any] = [outputs.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            yield cast(Tensor, node.variable)
-        after = {below for below, _ in node.next_functions if below is not None} - seen
-        seen |= after
-        waiting += after

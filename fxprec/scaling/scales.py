@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fxprec.scaling import arguments
-from fxprec.scaling.floor import SMALLEST_SCALE
 from fxprec.scaling.loss_scale import LossScale, UpdateRule
 
 _NUMBERS: Final = ("scale", "growth_tracker", "hysteresis_left")
@@ -82,7 +81,7 @@ class Scales:
         """How they move now. ``near_floor``: the next update may bring one down to the smallest number."""
         low, high = self.bounds
         if low is None and near_floor and self.backoff_factor < 1:
-            low = SMALLEST_SCALE  # or the scale would reach 0
+            low = arguments.SMALLEST_SCALE  # or the scale would reach 0
         factors = self.growth_factor, self.backoff_factor, self.growth_interval
         return UpdateRule(*factors, self.hysteresis, self.consecutive, low, high)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxprec.scaling.gradients import local, parameters_of
+from fxprec.scaling.gradients import local_values, parameters_of
 
 #: That many flags of one device are kept before they are added up there: a kernel in so many steps.
 _FLAGS = 256
@@ -87,10 +87,10 @@ class Skips:
         return [name for name, bad in reversed(overflow) if bad]
 
     def _note_overflow(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        held = [(names[id(p)], _finite(p.grad)) for p in parameters_of(optimizer) if p.grad is not None]
+        held = [(names[id(p)], local_values(p.grad)) for p in parameters_of(optimizer) if p.grad is not None]
         if held:  # not so on a rank that skips because others do
             device = held[0][1].device
-            flags = torch.stack([finite.to(device, non_blocking=True) for _, finite in held])
+            flags = torch.stack([torch.isfinite(g).all().to(device, non_blocking=True) for _, g in held])
             self._overflow.append(([name for name, _ in held], ~flags))
         self._noted_at = self.count
 
@@ -100,13 +100,3 @@ class Skips:
             self._last.clear()
             self._unread.clear()
         self._last.append(flag)
-
-
-def _finite(gradient: Tensor) -> Tensor:
-    """Whether all of it is; a 0-dim tensor on its device."""
-    held = local(gradient)
-    if held.layout is torch.sparse_coo:
-        held = held.coalesce().values()
-    elif held.layout is not torch.strided:
-        held = held.values()
-    return torch.isfinite(held).all()

@@ -41,7 +41,7 @@ _IN_VAIN: Final = 3
 class _Graph:
     """One captured step. ``report``: loss and, if the scaler notes it, its flag; FP32, written by each replay."""
 
-    recording: cuda.Recording
+    recording: torch.cuda.CUDAGraph
     batch: Batch
     report: Tensor
     fixed: Fixed
@@ -111,7 +111,7 @@ class CapturedStep:
             ours._after_replay(optimizer, report[1])
         return report[0]
 
-    def _graph_of(self, batch: Batch, recorder: cuda.Recorder) -> _Graph:
+    def _graph_of(self, batch: Batch, recorder: cuda.CudaRecorder) -> _Graph:
         """The graph that serves a batch as things are now, captured if need be."""
         key = batch.key(), *map(_training, self._modules)
         graph, in_vain = self._graphs.get(key), 0
@@ -146,7 +146,7 @@ class CapturedStep:
         self._graphs[key] = graph
         return graph
 
-    def _captured(self, batch: Batch, recorder: cuda.Recorder) -> _Graph:
+    def _captured(self, batch: Batch, recorder: cuda.CudaRecorder) -> _Graph:
         iteration = self._iteration
         iteration.look()
         refuse_ungraphable(iteration)
@@ -172,7 +172,7 @@ class CapturedStep:
         shadows = ShadowLinks(iteration)
         return _Graph(recording, static, report, Fixed(iteration, rates, shadows, held), rates, shadows)
 
-    def _warm_up(self, batch: Batch, recorder: cuda.Recorder) -> None:
+    def _warm_up(self, batch: Batch, recorder: cuda.CudaRecorder) -> None:
         for number in range(_WARM_UP - 1):
             self._iteration.run(batch, zeroed=number == 0)
         with explained("the step"), recorder.strict():

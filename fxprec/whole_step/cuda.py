@@ -1,4 +1,4 @@
-"""CUDA graphs of PyTorch: the one place that captures and replays. Everything else knows ``Recorder`` only."""
+"""CUDA graphs of PyTorch: the one place that captures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,39 +17,7 @@ from fxprec.torch_internals import end_allocation
 _T = TypeVar("_T")
 
 
-class Recording(Protocol):
-    """Work that runs again on the same memory, without Python."""
-
-    def replay(self) -> None: ...
-
-
-class Recorder(Protocol):
-    """Makes recordings that share memory: no two may run at the same time.
-
-    Attributes:
-        device: where the work runs.
-        stream: on which it is recorded; None: there are none.
-        generators: names of the random number generators that a replay draws from anew.
-    """
-
-    device: torch.device
-    stream: torch.cuda.Stream | None
-    generators: frozenset[str]
-
-    def aside(self) -> Any:
-        """A context: work goes to ``stream``, after what was queued before; what comes later waits for it."""
-        ...
-
-    def strict(self) -> Any:
-        """A context in which waiting for the device raises a RuntimeError where it happens."""
-        ...
-
-    def record(self, body: Callable[[], _T]) -> tuple[Recording, _T]:
-        """Record what ``body`` launches. Nothing runs on the device."""
-        ...
-
-
-def recorder_of(device: torch.device) -> Recorder | None:
+def recorder_of(device: torch.device) -> CudaRecorder | None:
     """The recorder of a device; None: it has no graphs, and steps run as they are."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
@@ -61,7 +29,12 @@ def _stream(index: int) -> torch.cuda.Stream:
 
 
 class CudaRecorder:
-    """Graphs of one device, out of one memory pool.
+    """Graphs of one device, out of one memory pool: no two may run at the same time.
+
+    Attributes:
+        device: where the work runs.
+        stream: on which it is captured.
+        generators: names of the random number generators that a replay draws from anew.
 
     Sources: PyTorch, "CUDA semantics", CUDA graphs; NVIDIA, CUDA C++ Programming Guide, 3.2.8.7.
     """
@@ -71,13 +44,13 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self.stream: torch.cuda.Stream | None = _stream(index)
+        self.stream = _stream(index)
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
+        """Work goes to ``stream``, after what was queued before; what comes later waits for it."""
         outside = torch.cuda.current_stream(self.device)
-        assert self.stream is not None
         self.stream.wait_stream(outside)
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
@@ -87,6 +60,7 @@ class CudaRecorder:
 
     @contextmanager
     def strict(self) -> Iterator[None]:
+        """Waiting for the device raises a RuntimeError where it happens."""
         before = torch.cuda.get_sync_debug_mode()
         _debug_syncs("error")
         try:
@@ -94,7 +68,8 @@ class CudaRecorder:
         finally:
             _debug_syncs(before)
 
-    def record(self, body: Callable[[], _T]) -> tuple[Recording, _T]:
+    def record(self, body: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+        """Capture what ``body`` launches. Nothing runs on the device."""
         graph, made, failed = torch.cuda.CUDAGraph(), list[_T](), list[BaseException]()
         # A collection in the middle might free what belongs to another stream or graph.
         gc.collect()

@@ -148,4 +148,4 @@ class Iteration:
     def _found_inf(self) -> Tensor | None:
         if not isinstance(self.scaler, LossScaler) or not self.scaler.is_enabled():
             return None
-        return self.scaler._found_by(self.optimizer)
+        return self.scaler._records.found_by(self.optimizer)

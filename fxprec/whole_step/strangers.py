@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
 from fxprec.errors import CaptureError
+from fxprec.scaling.gradients import leaves_below
 
 
 def refuse_strangers(loss: Tensor, known: Iterable[Tensor]) -> None:
@@ -20,7 +20,7 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor]) -> None:
         CaptureError: it reaches a parameter, or a tensor with a gradient, that is not ``known``.
     """
     ours = {*map(id, known)}
-    for leaf in _leaves(loss):
+    for leaf in leaves_below(loss):
         if id(leaf) not in ours and (isinstance(leaf, nn.Parameter) or leaf.grad is not None):
             raise CaptureError(
                 f"the backward reaches a parameter of shape {tuple(leaf.shape)} and {leaf.dtype} that belongs neither "
@@ -28,15 +28,3 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor]) -> None:
                 "function?): requires_grad_(False) if it is not to be trained, else give loss_fn as a module that "
                 "holds it"
             )
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    nodes: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            if isinstance(leaf := getattr(node, "variable", None), Tensor):
-                yield leaf
-            nodes.extend(following for following, _ in node.next_functions)

@@ -27,21 +27,6 @@ from fxprec.kernels.torch_internals import (
     set_jit_tracing_state,
 )
 
-__all__ = [
-    "ANY_MODE",
-    "COMPILER",
-    "DUAL",
-    "FX",
-    "PROXY",
-    "SCRIPT",
-    "TRACING",
-    "TRANSFORM",
-    "Watcher",
-    "tracing_mode",
-    "unwatched",
-    "watcher",
-]
-
 #: Modes of torch's own whose tensors are no tensors to run on.
 _TRACING: Final = (DispatchModeKey.FAKE, DispatchModeKey.PROXY, DispatchModeKey.FUNCTIONAL)
 

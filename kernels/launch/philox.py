@@ -55,6 +55,20 @@ def keep_tile(seed, rows, columns, start, THRESHOLD: constexpr, BLOCK: constexpr
     return words >= THRESHOLD
 
 
+@jit()
+def dropout_factor(seed, row, columns, start, scale, THRESHOLD: constexpr, BLOCK: constexpr):
+    """What dropout multiplies elements by: ``scale`` or 0. A product, so that NaN and inf stay visible as in eager.
+
+    seed: int64 scalar. row: int32 or int64 [R]. Returns fp32 [R, BLOCK]; the rest as ``keep_tile``.
+    """
+    return tl.where(keep_tile(seed, row, columns, start, THRESHOLD, BLOCK), scale, 0.0)
+
+
+def keep_factor(seed: Tensor, x: Tensor, columns: int, p: float) -> Tensor:
+    """What dropout multiplies x by in plain torch; ``columns``: of its rows, the last dimensions of x."""
+    return keep_mask(seed, x.numel() // max(columns, 1), columns, p).view(x.shape) * dropout_scale(p)
+
+
 def keep_mask(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
     """The same in plain torch: bool [rows, columns].
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
@@ -18,20 +19,6 @@ try:
     from triton import knobs
 except ImportError:
     triton = knobs = None
-
-__all__ = [
-    "HAS_TRITON",
-    "can_launch",
-    "constant",
-    "constexpr",
-    "int64",
-    "interpreting",
-    "jit",
-    "require_triton",
-    "tl",
-    "triton_dtype",
-    "why_not",
-]
 
 HAS_TRITON: Final = triton is not None
 
@@ -69,6 +56,13 @@ def interpreting() -> bool:
     return knobs is not None and bool(knobs.runtime.interpret)
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which a launch goes to this device; entering torch's costs time, so only where it is another."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 def can_launch(device: torch.device) -> bool:
     """Whether kernels run on tensors of this device: on CUDA with Triton, in Triton's interpreter anywhere."""
     return HAS_TRITON and (device.type == "cuda" or interpreting())
@@ -96,17 +90,3 @@ def why_not(kind: str) -> str:
 def _one_kernel(x):
     """x: fp32 [1], becomes 1. Grid: one program."""
     tl.store(x, 1.0)
-
-
-def require_triton(device: torch.device, kernel: str) -> None:
-    """Raise RuntimeError unless the kernel can run on tensors of this device."""
-    if triton is None:
-        raise RuntimeError(
-            f"{kernel} needs Triton, which is not installed. Install it (pip install triton), or call the reference "
-            "of the same file, which is plain torch."
-        )
-    if device.type != "cuda" and not interpreting():
-        raise RuntimeError(
-            f"{kernel} runs on CUDA devices, but the tensors are on '{device}'. Call the reference of the same file, "
-            "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter."
-        )

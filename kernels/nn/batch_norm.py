@@ -6,7 +6,7 @@ is one kernel after those of the statistics (batch_norm_statistics.py, two), rou
 is one kernel in all. The backward (batch_norm_backward.py) is two: sums over the batch, then dx. Convolutions come
 before and after, so channels_last, their own format, is what these kernels are for; contiguous tensors work as well.
 
-Of each element, at batch statistics and in bfloat16, these move (``bytes_moved``)::
+Of each element, at batch statistics and in bfloat16, these move::
 
                                     forward    backward    eager, forward     eager, backward
     batch norm                      6          10          6                  10
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.operands import check_operands, packed
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
 from fxprec.kernels.nn.batch_norm_backward import BACKWARD
 from fxprec.kernels.nn.batch_norm_statistics import STATISTICS, channel_statistics
 from fxprec.kernels.nn.batch_norm_tiles import (
@@ -34,13 +35,9 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     dense,
     like,
     normalized,
-    on_device,
-    packed,
     program_place,
     tiles,
 )
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def batch_norm(
@@ -80,23 +77,37 @@ def batch_norm(
         TypeError: an operand that is no tensor of those dtypes; float64 is declined. A momentum that is no number.
         ValueError: shapes or devices that do not fit; training with a single value a channel; eps not positive.
     """
-    _check(x, running_mean, running_var, weight, bias, residual, training, momentum, eps)
+    named = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    check_operands("batch_norm", x=x, **named, residual=residual)
+    if x.dim() < 2:
+        raise ValueError(f"batch_norm takes x as [N, C, *], got the shape {tuple(x.shape)}")
+    for name, tensor in named.items():
+        if tensor is not None and tensor.shape != (x.shape[1],):
+            raise ValueError(
+                f"batch_norm: {name} must have one value a channel, [{x.shape[1]}] for x of shape {tuple(x.shape)}, "
+                f"got {tuple(tensor.shape)}"
+            )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"batch_norm: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}. Expand it before."
+        )
+    if not training and (running_mean is None or running_var is None):
+        raise ValueError("batch_norm needs running_mean and running_var when training=False; pass them or train")
+    if not isinstance(momentum, int | float):
+        raise TypeError(
+            f"batch_norm takes momentum as a number, got {momentum!r}. For the cumulative average, which None is to "
+            "torch.nn.BatchNorm2d, pass 1 / num_batches_tracked."
+        )
+    if eps < 0.0 or (training and eps == 0.0):
+        raise ValueError(f"batch_norm takes a positive eps, or with running statistics 0, got {eps}")
+    if training and x.shape[1] > 0 and x.numel() == x.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     if training:
         mean, spread = STATISTICS(x.detach(), running_mean, running_var, float(momentum), float(eps))
     else:
         assert running_mean is not None and running_var is not None  # checked
         mean, spread = running_mean, running_var
     return APPLY(x, mean, spread, weight, bias, residual, float(eps), bool(relu), bool(training))
-
-
-def bytes_moved(dtype: torch.dtype, *, training: bool, residual: bool = False, relu: bool = False) -> tuple[int, int]:
-    """Bytes read and written for each element in the forward and in the backward, of tensors all of one dtype.
-
-    In the backward every input wants a gradient. Values per channel do not count.
-    """
-    forward = 2 + int(training) + int(residual)
-    backward = 5 + 2 * int(residual and relu)  # y is read, and dresidual written; without relu it is dy itself
-    return forward * dtype.itemsize, backward * dtype.itemsize
 
 
 def reference(
@@ -183,7 +194,7 @@ def launch(
         rstd = spread.float() if training else (spread.float() + eps).rsqrt()
         return y.copy_(_eager(x, mean.float(), rstd, weight, bias, residual, relu))
     cut = tiles(x, FORWARD_BYTES, residual)
-    with on_device(x):
+    with on_device(x.device):
         apply_kernel[cut.grid](
             x, None if residual is None else like(residual, x), packed(mean), packed(spread), packed(weight),
             packed(bias), y, eps=eps, RELU=relu, TRAINING=training, **cut.arguments(),
@@ -191,17 +202,7 @@ def launch(
     return y
 
 
-def fake(
-    x: Tensor,
-    mean: Tensor,
-    spread: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    relu: bool,
-    training: bool,
-) -> Tensor:
+def fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(dense(x))
 
 
@@ -252,51 +253,3 @@ def _differentiable(ctx: Any, grad: Tensor, wants_residual: bool) -> tuple[Tenso
 #: (x, mean, spread, weight, bias, residual, eps, relu, training) -> y. In training mean and spread = rstd are those of
 #: x, and x's gradient is also that through them; otherwise they are constants, and spread is the variance.
 APPLY = KernelOp("batch_norm", launch, fake, backward=_backward, setup_context=_setup)
-
-
-def _check(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> None:
-    named = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    for name, tensor in {"x": x, **named, "residual": residual}.items():
-        if tensor is None and name != "x":
-            continue
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(
-                f"batch_norm takes {name} in float32, float16 or bfloat16, got {got}. float64 and others are declined: "
-                "use torch.nn.functional.batch_norm for them."
-            )
-        if tensor.device != x.device:
-            raise ValueError(f"batch_norm: {name} is on '{tensor.device}', x on '{x.device}'. Move one of them.")
-    if x.dim() < 2:
-        raise ValueError(f"batch_norm takes x as [N, C, *], got the shape {tuple(x.shape)}")
-    for name, tensor in named.items():
-        if tensor is not None and tensor.shape != (x.shape[1],):
-            raise ValueError(
-                f"batch_norm: {name} must have one value a channel, [{x.shape[1]}] for x of shape {tuple(x.shape)}, "
-                f"got {tuple(tensor.shape)}"
-            )
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            f"batch_norm: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}. Expand it before."
-        )
-    if not training and (running_mean is None or running_var is None):
-        raise ValueError("batch_norm needs running_mean and running_var when training=False; pass them or train")
-    if not isinstance(momentum, int | float):
-        raise TypeError(
-            f"batch_norm takes momentum as a number, got {momentum!r}. For the cumulative average, which None is to "
-            "torch.nn.BatchNorm2d, pass 1 / num_batches_tracked."
-        )
-    if eps < 0.0 or (training and eps == 0.0):
-        raise ValueError(f"batch_norm takes a positive eps, or with running statistics 0, got {eps}")
-    if training and x.shape[1] > 0 and x.numel() == x.shape[1]:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")

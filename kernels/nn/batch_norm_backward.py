@@ -12,16 +12,19 @@ order), writes dweight and dbias in one of the programs, and dx: there is no thi
 
 Where y > 0 is computed again from x, to the bits of the forward, unless there is a residual: then y is read, which
 costs what reading the residual would, and is alive anyway as the input of what comes next. In that case kernel one
-writes dresidual, and kernel two reads that instead of dy and y. Bytes moved: ``bytes_moved`` in batch_norm.py.
+writes dresidual, and kernel two reads that instead of dy and y. Bytes moved: see batch_norm.py.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.operands import packed
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
 from fxprec.kernels.nn.batch_norm_tiles import (
     BACKWARD_BYTES,
     STAGES,
@@ -29,9 +32,7 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     dense,
     like,
     normalized,
-    on_device,
     over_tile,
-    packed,
     program_place,
     tiles,
 )
@@ -164,9 +165,7 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``BACKWARD``. Without Triton, or on a CPU, plain torch."""
     x = dense(x)
-    dx, dweight, dbias, dresidual = fake(
-        dy, x, y, mean, spread, weight, bias, eps, relu, training, input, affine, residual
-    )
+    dx, dweight, dbias, dresidual = fake(dy, x, y, mean, spread, weight, bias, input, affine, residual)
     if x.numel() == 0:
         return dx, dweight.zero_(), dbias.zero_(), dresidual
     if not can_launch(x.device):
@@ -181,7 +180,7 @@ def launch(
     scalars = {"eps": eps, "TRAINING": training}
     source, partials = {"dy": dy, "y": y, "RELU": relu}, None
     target = dresidual if residual else None
-    with on_device(x):
+    with on_device(x.device):
         if affine or (training and input):
             partials = x.new_empty((2, cut.parts, cut.channels), dtype=torch.float32)
             sums_kernel[cut.grid](
@@ -231,20 +230,9 @@ def _plain(
 
 
 def fake(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    mean: Tensor,
-    spread: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    relu: bool,
-    training: bool,
-    input: bool,
-    affine: bool,
-    residual: bool,
+    dy: Tensor, x: Tensor, y: Any, mean: Any, spread: Any, weight: Tensor | None, bias: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    input, affine, residual = settings[-3:]
     own = dense(x)
     channels = x.shape[1] if affine else 0
     return (

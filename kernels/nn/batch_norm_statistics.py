@@ -13,19 +13,20 @@ Bytes moved: x once; 12 bytes a channel and part (a few hundred parts at most) w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.operands import packed
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
 from fxprec.kernels.nn.batch_norm_tiles import (
     FORWARD_BYTES,
     STAGES,
     channel_mean,
     dense,
-    on_device,
     over_tile,
-    packed,
     program_place,
     tiles,
 )
@@ -138,7 +139,7 @@ def launch(
     mean = x.new_empty(cut.channels, dtype=torch.float32)
     rstd = torch.empty_like(mean)
     targets = [packed(running_mean), packed(running_var)]
-    with on_device(x):
+    with on_device(x.device):
         statistics_kernel[cut.grid](x, partials, **cut.arguments())
         finish_kernel[(-(-cut.channels // _FINISH_CHANNELS),)](
             partials, *targets, mean, rstd, cut.parts, cut.channels, momentum, eps,
@@ -157,9 +158,7 @@ def channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
-def fake(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
-) -> tuple[Tensor, Tensor]:
+def fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[1], dtype=torch.float32), x.new_empty(x.shape[1], dtype=torch.float32)
 
 

@@ -13,7 +13,6 @@ kernel can add them up itself. [N, C] is channels_last. Ranges depend on shape a
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -127,16 +126,6 @@ def like(tensor: Tensor, x: Tensor) -> Tensor:
     if tensor.stride() == x.stride():
         return tensor
     return torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)
-
-
-def packed(tensor: Tensor | None) -> Tensor | None:
-    """Values per channel one after another, as kernels read them."""
-    return None if tensor is None else tensor.contiguous()
-
-
-def on_device(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which a launch goes to x's device."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 def _power_of_two(number: int) -> int:

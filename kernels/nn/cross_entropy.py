@@ -22,30 +22,6 @@ from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
 
-__all__ = ["bytes_moved", "cross_entropy", "reference"]
-
-
-def bytes_moved(
-    rows: int, columns: int, dtype: torch.dtype, *, target: torch.dtype = torch.int64, gradient_in_forward: bool = False
-) -> tuple[int, int]:
-    """Bytes that forward and backward move for logits [rows, columns] without class weights, a mean included.
-
-    Args:
-        target: int64 or uint8 labels, or the dtype of probabilities.
-        gradient_in_forward: counted for a gradient of the loss of 1. A row of more than 4096 columns is read a
-            second time there, at once after the first: from the L2 cache as a rule, which this does not count (it does
-            with probabilities, of which forward and backward are launches of their own).
-    """
-    logits = rows * columns * dtype.itemsize
-    targets = rows * target.itemsize * (columns if target.is_floating_point else 1)
-    row = 4 + 12  # the loss, which the reduction reads again, and the statistics
-    shares = 0 if target.is_floating_point else 4 * rows
-    if gradient_in_forward and target.is_floating_point:
-        return 3 * logits + 2 * targets + rows * (row + 4 + 12), 0
-    if gradient_in_forward:
-        return 2 * logits + 2 * targets + rows * (row + 4), 0
-    return logits + targets + rows * (row + 4) + 2 * shares, 2 * logits + targets + 12 * rows
-
 
 def _forward(
     logits: Tensor,
@@ -59,9 +35,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the loss, the statistics, a mean's denominator (if any) and the gradient (if asked for)."""
     soft, mean = target.is_floating_point(), reduction == "mean"
-    loss, stats, denominator, result = _fake(
-        logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, gradient
-    )
+    loss, stats, denominator, result = _fake(logits, target, weight, ignore_index, reduction, gradient)
     rows = logits.new_empty((2, len(logits)), dtype=torch.float32)
     losses = loss if reduction == "none" else rows[1]
     if gradient and mean and not soft:
@@ -86,15 +60,10 @@ def _forward(
 
 
 def _fake(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    gradient: bool,
+    logits: Tensor, target: Tensor, weight: Any, ignore_index: Any, reduction: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradient = rest[-1]
+
     def empty(*shape: Any) -> Tensor:
         return logits.new_empty(shape, dtype=torch.float32)
 
@@ -129,10 +98,7 @@ def _backward(
     z_loss: float,
     target_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    gradients = _backward_fake(
-        grad_output, logits, target, weight, stats, denominator, ignore_index, reduction, label_smoothing, z_loss,
-        target_gradient,
-    )  # fmt: skip
+    gradients = _backward_fake(grad_output, logits, target, target_gradient)
     mean, soft = reduction == "mean", target.is_floating_point()
     launch(
         logits, target, weight, ignore_index, label_smoothing, z_loss, stats, grad_output=grad_output,
@@ -143,20 +109,8 @@ def _backward(
     return gradients
 
 
-def _backward_fake(
-    grad_output: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    stats: Tensor,
-    denominator: Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    target_gradient: bool,
-) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(logits.shape), target.new_empty(target.shape if target_gradient else (0,))
+def _backward_fake(grad_output: Any, logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(logits.shape), target.new_empty(target.shape if rest[-1] else (0,))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -7,7 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+from fxprec.kernels.launch.operands import check_operands
+
 _REDUCTIONS: Final = ("none", "mean", "sum")
 
 
@@ -16,7 +17,6 @@ def check_arguments(
 ) -> bool:
     """Refuse what ``cross_entropy`` cannot take. Returns whether the target is probabilities."""
     _check_settings("cross_entropy", reduction, label_smoothing)
-    _check_dtype("logits", logits.dtype)
     if logits.dim() == 0:
         raise ValueError("cross_entropy: logits must be [C], [N, C] or [N, C, d1, ...], got a 0-dim tensor.")
     columns = logits.shape[min(1, logits.dim() - 1)]
@@ -27,19 +27,18 @@ def check_arguments(
                 f"cross_entropy: a target of the logits' shape {tuple(logits.shape)} is probabilities, which are "
                 f"floating point, got {target.dtype}. Class indices have no dimension of classes."
             )
-        _check_dtype("probabilities", target.dtype)
         if ignore_index >= 0:
             raise ValueError(f"cross_entropy: ignore_index ({ignore_index}) has no meaning for probabilities.")
     else:
-        _check_labels("cross_entropy", target)
+        _check_labels("cross_entropy", target, logits.device)
         wanted = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else logits.shape[:0]
         if target.shape != wanted and not (logits.dim() == 1 and target.shape == (1,)):
             raise ValueError(
                 f"cross_entropy: logits {tuple(logits.shape)} take class indices {tuple(wanted)} or probabilities of "
                 f"their own shape, got a target {tuple(target.shape)}."
             )
+    check_operands("cross_entropy", logits=logits, target=target if soft else None, weight=weight)
     if weight is not None:
-        _check_dtype("weight", weight.dtype)
         if weight.shape != (columns,):
             raise ValueError(
                 f"cross_entropy: weight must be one for each of {columns} classes, got {tuple(weight.shape)}."
@@ -48,9 +47,6 @@ def check_arguments(
             raise RuntimeError(
                 "cross_entropy: with class indices torch has no gradient for class weights; detach the weight."
             )
-    for name, tensor in (("target", target), ("weight", weight)):
-        if tensor is not None and tensor.device != logits.device:
-            raise ValueError(f"cross_entropy: logits are on '{logits.device}', but {name} on '{tensor.device}'.")
     return soft
 
 
@@ -61,10 +57,8 @@ def check_linear_arguments(
     """Refuse what ``linear_cross_entropy`` cannot take."""
     name = "linear_cross_entropy"
     _check_settings(name, reduction, label_smoothing)
-    _check_labels(name, target)
-    if hidden.dtype not in DTYPES:
-        why = ": float64 is declined" if hidden.dtype == torch.float64 else ""
-        raise TypeError(f"{name}: hidden must be float32, float16 or bfloat16, got {hidden.dtype}{why}.")
+    _check_labels(name, target, hidden.device)
+    check_operands(name, hidden=hidden, weight=weight, bias=bias)
     for which, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype not in (hidden.dtype, torch.float32):
             raise TypeError(f"{name}: {which} must be {hidden.dtype}, as hidden, or float32, got {tensor.dtype}.")
@@ -81,9 +75,6 @@ def check_linear_arguments(
         raise ValueError(f"{name}: bias must be [{len(weight)}], got {tuple(bias.shape)}.")
     if chunk is not None and chunk < 1:
         raise ValueError(f"{name}: chunk must be at least one row, got {chunk}.")
-    for which, tensor in (("weight", weight), ("target", target), ("bias", bias)):
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{name}: hidden is on '{hidden.device}', but {which} on '{tensor.device}'.")
 
 
 def _check_settings(name: str, reduction: str, label_smoothing: float) -> None:
@@ -94,13 +85,9 @@ def _check_settings(name: str, reduction: str, label_smoothing: float) -> None:
         raise ValueError(f"{name}: label_smoothing must be between 0.0 and 1.0, got {label_smoothing}.")
 
 
-def _check_labels(name: str, target: Tensor) -> None:
-    """Refuse class indices of a dtype that torch does not take."""
+def _check_labels(name: str, target: Tensor, device: torch.device) -> None:
+    """Refuse class indices of a dtype that torch does not take, or on another device than the logits."""
     if target.dtype not in (torch.int64, torch.uint8):
         raise TypeError(f"{name}: class indices must be int64 or uint8, got {target.dtype}.")
-
-
-def _check_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in DTYPES:
-        why = ": float64 is declined, use torch.nn.functional.cross_entropy" if dtype == torch.float64 else ""
-        raise TypeError(f"cross_entropy: {name} must be float32, float16 or bfloat16, got {dtype}{why}.")
+    if target.device != device:
+        raise ValueError(f"{name} takes tensors of one device, got a target on '{target.device}', not '{device}'.")

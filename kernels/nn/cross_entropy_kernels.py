@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, int64, jit, tl
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, int64, jit, on_device, tl
 from fxprec.kernels.nn.cross_entropy_reference import launch_in_torch
 from fxprec.kernels.nn.cross_entropy_tiles import edge_places, row_middle, sum_tile, write_tile
 
@@ -250,7 +250,7 @@ def launch(
             *settings, grad_output=grad_output, denominator=denominator, scale=scale, gradient=gradient
         )  # fmt: skip
     edges, whole, rows, block, warps = plan(logits, soft or smoothed, losses is not None and gradient is not None)
-    with torch.cuda.device_of(logits):
+    with on_device(logits.device):
         cross_entropy_kernel[(-(-count // rows),)](
             logits, logits.stride(0), target, target.stride(0), weight, count, columns, ignore_index,
             1.0 - label_smoothing, label_smoothing / columns, z_loss, losses, shares, stats, grad_output,

@@ -14,7 +14,6 @@ Bytes an element of a low result: 6 forward, 10 backward (eager, of two ops: 10 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -22,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.operands import check_operands
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
 
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 #: What kernels know an activation by.
 _KINDS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 #: Elements of a program, 16 a thread.
@@ -149,13 +148,6 @@ def geglu_packed(x: Tensor, approximate: str = "none") -> Tensor:
     return _packed("geglu_packed", x, _gelu(approximate))
 
 
-def bytes_moved(gate: Tensor, up: Tensor) -> tuple[int, int]:
-    """Bytes that the forward and the backward move: gate and up in, the result out; those and dy in, two out."""
-    both = gate.numel() * gate.itemsize + up.numel() * up.itemsize
-    out = gate.numel() * torch.promote_types(gate.dtype, up.dtype).itemsize
-    return both + out, 2 * both + out
-
-
 def reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """The same in plain torch, on any device, differentiable. activation: "silu", "gelu" or "gelu_tanh"."""
     g = gate.float()
@@ -172,26 +164,17 @@ def reference_packed(x: Tensor, activation: str) -> Tensor:
 
 
 def _glu(name: str, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    _check_dtypes(name, gate, up)
-    if gate.shape != up.shape or gate.device != up.device:
-        raise ValueError(
-            f"{name} takes gate and up of one shape on one device, got {tuple(gate.shape)} on {gate.device} and "
-            f"{tuple(up.shape)} on {up.device}."
-        )
+    check_operands(name, gate=gate, up=up)
+    if gate.shape != up.shape:
+        raise ValueError(f"{name} takes gate and up of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}.")
     return _GLU(gate, up, activation)
 
 
 def _packed(name: str, x: Tensor, activation: str) -> Tensor:
-    _check_dtypes(name, x)
+    check_operands(name, x=x)
     if x.dim() < 1 or x.shape[-1] % 2:
         raise ValueError(f"{name} takes x whose last dimension holds gate and up of one size, got {tuple(x.shape)}.")
     return _GLU_PACKED(x, activation)
-
-
-def _check_dtypes(name: str, *tensors: Tensor) -> None:
-    for x in tensors:
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{name} takes float32, float16 and bfloat16, got {x.dtype}: it computes in float32.")
 
 
 def _gelu(approximate: str) -> str:
@@ -220,22 +203,22 @@ def _shape(rows: int, columns: int) -> tuple[tuple[int], int, dict[str, int]]:
     return ((rows + count - 1) // count * blocks,), blocks, {"ROWS": count, "BLOCK": block, "num_warps": _WARPS}
 
 
-def _launch(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    gate, up, flat = _matrices(gate, up, out)
-    rows, columns = gate.shape
-    grid, blocks, shape = _shape(rows, columns)
-    with torch.cuda.device(gate.device) if gate.is_cuda else nullcontext():
-        glu_kernel[grid](
-            gate, up, flat, rows, columns, blocks, gate.stride(0), up.stride(0),
-            KIND=_KINDS[activation], enable_fp_fusion=False, **shape,
-        )  # fmt: skip
-
-
-def _launch_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
+@torch.no_grad()
+def _write_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
+    """The backward kernel, or the same in plain torch, into dgate and dup."""
+    if not can_launch(gate.device) or gate.numel() == 0:
+        d, g, u = dy.float(), gate.float(), up.float()
+        if activation == "silu":
+            dgate.copy_(torch.ops.aten.silu_backward(d * u, g))
+        else:
+            approximate = "tanh" if activation == "gelu_tanh" else "none"
+            dgate.copy_(torch.ops.aten.gelu_backward(d * u, g, approximate=approximate))
+        dup.copy_(d * reference(g, torch.ones_like(g), activation))
+        return
     dy, gate, up, dgate, dup = _matrices(dy, gate, up, dgate, dup)
     rows, columns = gate.shape
     grid, blocks, shape = _shape(rows, columns)
-    with torch.cuda.device(gate.device) if gate.is_cuda else nullcontext():
+    with on_device(gate.device):
         backward_kernel[grid](
             dy, gate, up, dgate, dup, rows, columns, blocks, dy.stride(0), gate.stride(0), up.stride(0),
             dgate.stride(0), KIND=_KINDS[activation], enable_fp_fusion=False, **shape,
@@ -247,7 +230,14 @@ def _forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         with torch.no_grad():
             return reference(gate, up, activation).contiguous()
     out = _fake(gate, up, activation)
-    _launch(gate, up, out, activation)
+    gate, up, flat = _matrices(gate, up, out)
+    rows, columns = gate.shape
+    grid, blocks, shape = _shape(rows, columns)
+    with on_device(gate.device):
+        glu_kernel[grid](
+            gate, up, flat, rows, columns, blocks, gate.stride(0), up.stride(0),
+            KIND=_KINDS[activation], enable_fp_fusion=False, **shape,
+        )  # fmt: skip
     return out
 
 
@@ -257,10 +247,7 @@ def _fake(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def _backward_forward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     dgate, dup = _backward_fake(dy, gate, up, activation)
-    if can_launch(gate.device) and gate.numel():
-        _launch_backward(dy, gate, up, dgate, dup, activation)
-    else:
-        _eager_backward(dy, gate, up, dgate, dup, activation)
+    _write_gradients(dy, gate, up, dgate, dup, activation)
     return dgate, dup
 
 
@@ -278,28 +265,12 @@ def _packed_fake(x: Tensor, activation: str) -> Tensor:
 
 def _packed_backward_forward(dy: Tensor, x: Tensor, activation: str) -> Tensor:
     dx = x.new_empty(x.shape)
-    halves = (*_halves(x), *_halves(dx))
-    if can_launch(x.device) and x.numel():
-        _launch_backward(dy, *halves, activation)
-    else:
-        _eager_backward(dy, *halves, activation)
+    _write_gradients(dy, *_halves(x), *_halves(dx), activation)
     return dx
 
 
 def _packed_backward_fake(dy: Tensor, x: Tensor, activation: str) -> Tensor:
     return x.new_empty(x.shape)
-
-
-@torch.no_grad()
-def _eager_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
-    """The backward kernel in plain torch, into dgate and dup."""
-    d, g, u = dy.float(), gate.float(), up.float()
-    if activation == "silu":
-        dgate.copy_(torch.ops.aten.silu_backward(d * u, g))
-    else:
-        approximate = "tanh" if activation == "gelu_tanh" else "none"
-        dgate.copy_(torch.ops.aten.gelu_backward(d * u, g, approximate=approximate))
-    dup.copy_(d * reference(g, torch.ones_like(g), activation))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

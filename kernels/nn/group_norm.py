@@ -14,7 +14,6 @@ not saved: the backward reads dy and x, once or twice likewise, and computes it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any, Final
@@ -24,15 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.triton_support import can_launch
+from fxprec.kernels.launch.operands import check_operands, packed
+from fxprec.kernels.launch.triton_support import can_launch, on_device
 from fxprec.kernels.nn.group_norm_kernels import group_backward_kernel, group_forward_kernel
-from fxprec.kernels.nn.norm_launch import add_parts, on_device, processors
+from fxprec.kernels.nn.norm_launch import add_parts, processors
 
 #: Elements up to which a group is one tile, in powers of two of channels and pixels.
 FORWARD_ELEMENTS: Final = 16384
 BACKWARD_ELEMENTS: Final = 8192
 _TILE: Final = 4096
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def group_norm(
@@ -64,17 +63,9 @@ def group_norm(
         raise ValueError(f"group_norm takes x of shape [N, C, *], got {tuple(x.shape)}.")
     if num_groups < 1 or x.shape[1] % num_groups:
         raise ValueError(f"group_norm divides channels into equal groups, got {x.shape[1]} channels, {num_groups=}.")
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is None:
-            continue
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"group_norm takes float32, float16 and bfloat16, got {name} of {tensor.dtype}. It computes in "
-                "float32: for float64 use torch's own."
-            )
-        if tensor.device != x.device:
-            raise ValueError(f"group_norm takes tensors of one device, got {name} on {tensor.device}, x on {x.device}.")
-        if name != "x" and tensor.shape != x.shape[1:2]:
+    check_operands("group_norm", x=x, weight=weight, bias=bias)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != x.shape[1:2]:
             raise ValueError(f"group_norm takes {name} of shape ({x.shape[1]},), got {tuple(tensor.shape)}.")
     return _group_norm(x, weight, bias, num_groups, eps, silu)[0]
 
@@ -88,42 +79,22 @@ def reference(
     return (F.silu(z) if silu else z).to(x.dtype)
 
 
-def bytes_moved(shape: Sequence[int], x: torch.dtype, parameters: Sequence[torch.dtype] = ()) -> tuple[int, int]:
-    """Bytes that forward and backward move: what a first read or write of a tensor costs.
-
-    A group of more than ``FORWARD_ELEMENTS`` (``BACKWARD_ELEMENTS``) is read twice. Not counted: that second read, of
-    which a cache has most while a group is smaller than it, statistics, and parts of the parameters' gradients.
-
-    Args:
-        parameters: dtypes of weight and bias, as many as there are.
-    """
-    small = shape[1] * sum(dtype.itemsize for dtype in parameters)
-    return 2 * prod(shape) * x.itemsize + small, 3 * prod(shape) * x.itemsize + 2 * small
-
-
 def _launch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor]:
     memory_format = _memory_format(x)
     x = x.contiguous(memory_format=memory_format)
-    samples, channels, pixels = x.shape[0], x.shape[1], prod(x.shape[2:])
+    samples, pixels = x.shape[0], prod(x.shape[2:])
     if not can_launch(x.device) or not x.numel():
         return _eager_forward(x, weight, bias, num_groups, eps, silu, memory_format)
     y = torch.empty_like(x)
     statistics = torch.empty((2, samples * num_groups), dtype=torch.float32, device=x.device)
-    last = memory_format != torch.contiguous_format
-    whole, ct, pt, warps = _tile(channels // num_groups, pixels, last, FORWARD_ELEMENTS)
-    shares = 1 if whole else _shares(samples * num_groups, pixels, pt, x.device)
-    parts = None
-    if shares > 1:
-        parts = torch.empty((samples * num_groups, shares, 3), dtype=torch.float32, device=x.device)
-    weight, bias = _contiguous(weight), _contiguous(bias)
+    shares, parts, constants = _cut(x, num_groups, memory_format, FORWARD_ELEMENTS, 3)
+    weight, bias = packed(weight), packed(bias)
     with on_device(x.device):
         for phase in (1, 2) if shares > 1 else (0,):
             group_forward_kernel[(samples * num_groups, shares)](
-                x, weight, bias, y, statistics, parts, num_groups, pixels, eps,
-                CPG=channels // num_groups, LAST=last, SILU=silu, WHOLE=whole, PHASE=phase,
-                PARTS=1 << (shares - 1).bit_length(), CT=ct, PT=pt, num_warps=warps,
+                x, weight, bias, y, statistics, parts, num_groups, pixels, eps, SILU=silu, PHASE=phase, **constants
             )  # fmt: skip
     return y, statistics
 
@@ -148,23 +119,17 @@ def _launch_backward(
     if not can_launch(x.device):
         return _eager_backward(dy, x, weight, bias, statistics, num_groups, silu, empty)
     dx, dweight, dbias = empty
-    last = memory_format != torch.contiguous_format
-    whole, ct, pt, warps = _tile(channels // num_groups, pixels, last, BACKWARD_ELEMENTS)
-    shares = 1 if whole else _shares(samples * num_groups, pixels, pt, x.device)
-    parts = None
-    if shares > 1:
-        parts = torch.empty((samples * num_groups, shares, 2), dtype=torch.float32, device=x.device)
+    shares, parts, constants = _cut(x, num_groups, memory_format, BACKWARD_ELEMENTS, 2)
     sums = [gradient for gradient in (dweight, dbias) if gradient is not None]
     columns = torch.empty((len(sums), samples * shares, channels), dtype=torch.float32, device=x.device)
     dweights = None if dweight is None else columns[0]
     dbiases = None if dbias is None else columns[-1]
-    weight, bias = _contiguous(weight), _contiguous(bias)
+    weight, bias = packed(weight), packed(bias)
     with on_device(x.device):
         for phase in (1, 2) if shares > 1 else (0,):
             group_backward_kernel[(samples * num_groups, shares)](
                 dy, x, weight, bias, statistics, dx, dweights, dbiases, parts, num_groups, pixels,
-                CPG=channels // num_groups, LAST=last, SILU=silu, WHOLE=whole, PHASE=phase,
-                PARTS=1 << (shares - 1).bit_length(), CT=ct, PT=pt, num_warps=warps,
+                SILU=silu, PHASE=phase, **constants,
             )  # fmt: skip
         if sums:
             add_parts(columns, sums)
@@ -247,6 +212,21 @@ def _memory_format(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
+def _cut(
+    x: Tensor, num_groups: int, memory_format: torch.memory_format, elements: int, numbers: int
+) -> tuple[int, Tensor | None, dict[str, Any]]:
+    """Programs a group, room for as many numbers of each where there are several, and the constants of a launch."""
+    groups, channels, pixels = x.shape[0] * num_groups, x.shape[1] // num_groups, prod(x.shape[2:])
+    last = memory_format != torch.contiguous_format
+    whole, ct, pt, warps = _tile(channels, pixels, last, elements)
+    shares = 1 if whole else _shares(groups, pixels, pt, x.device)
+    parts = x.new_empty((groups, shares, numbers), dtype=torch.float32) if shares > 1 else None
+    return shares, parts, {
+        "CPG": channels, "LAST": last, "WHOLE": whole, "PARTS": 1 << (shares - 1).bit_length(), "CT": ct, "PT": pt,
+        "num_warps": warps,
+    }  # fmt: skip
+
+
 def _tile(channels: int, pixels: int, last: bool, elements: int) -> tuple[bool, int, int, int]:
     """Whether a group is one tile, channels and pixels of a tile (powers of two), and warps for it."""
     ct, pt = (1 << (n - 1).bit_length() for n in (channels, pixels))
@@ -263,10 +243,6 @@ def _tile(channels: int, pixels: int, last: bool, elements: int) -> tuple[bool, 
 def _shares(groups: int, pixels: int, pt: int, device: torch.device) -> int:
     """Programs a group: enough for the device, each of which has four tiles of pixels or more; at most 64."""
     return max(1, min(-(-4 * processors(device) // groups), pixels // (4 * pt), 64))
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def _float(x: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ cast of their own. s is rounded to the dtype it is stored in and normalised as s
 it, sees what the forward saw. The backward reads dy, ds and s once, and computes the mask again.
 
 Bytes an element, all in bfloat16: forward 4, with residual 8; backward 6, with residual 8, and 10 where dropout (or an
-FP32 stream) makes dx another tensor than the residual's gradient. ``bytes_moved`` counts them.
+FP32 stream) makes dx another tensor than the residual's gradient.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Final, overload
 import torch
 from torch import Tensor
 
-from fxprec.kernels.nn.norm_launch import dropped, normalised
-from fxprec.kernels.nn.norm_ops import NormOps, check_arguments, norm_bytes
+from fxprec.kernels.nn.norm_ops import NormOps, check_arguments
 
 _OPS: Final = NormOps("layer_norm", center=True)
 
@@ -90,44 +89,3 @@ def layer_norm(
     columns = check_arguments("layer_norm", x, normalized_shape, parameters, residual, dropout_p, output_dtype)
     p = dropout_p if training else 0.0
     return _OPS(x, residual, weight, bias, columns, eps, p, 0.0, output_dtype or x.dtype)
-
-
-def reference(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    columns: int,
-    eps: float = 1e-5,
-    p: float = 0.0,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(y, s) in plain torch, which can be differentiated.
-
-    Args:
-        seed: int64 [1] of the dropout, None for p = 0.
-    """
-    s = x
-    if residual is not None:
-        s = (residual.float() + dropped(x, seed, columns, p)).to(torch.promote_types(x.dtype, residual.dtype))
-    return normalised(s, weight, bias, columns, eps, 0.0, True).to(dtype or x.dtype), s
-
-
-def bytes_moved(
-    rows: int,
-    columns: int,
-    x: torch.dtype,
-    *,
-    residual: torch.dtype | None = None,
-    y: torch.dtype | None = None,
-    parameters: Sequence[torch.dtype] = (torch.float32, torch.float32),
-    dropout: bool = False,
-) -> tuple[int, int]:
-    """Bytes that forward and backward (of all gradients) move between memory and device; see ``norm_bytes``.
-
-    Args:
-        x: dtype of x; likewise residual and y (x's without it).
-        parameters: dtypes of weight and bias, as many as there are.
-    """
-    return norm_bytes(rows, columns, True, x, residual, y, parameters, dropout)

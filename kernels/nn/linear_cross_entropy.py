@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.nn import cross_entropy_reference
-from fxprec.kernels.nn.cross_entropy_arguments import DTYPES, check_linear_arguments
+from fxprec.kernels.nn.cross_entropy_arguments import check_linear_arguments
 from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
 
@@ -34,12 +35,6 @@ def default_chunk(rows: int, features: int, classes: int) -> int:
     """Rows of a chunk: a power of two, such that its logits are about twice the hidden states; at least 128."""
     wanted = max(_SMALLEST, 2 * rows * features // max(classes, 1))
     return 1 << (wanted.bit_length() - 1)
-
-
-def buffer_bytes(rows: int, features: int, classes: int, dtype: torch.dtype, chunk: int | None = None) -> int:
-    """Bytes of the logits that are in memory at once, and of their gradient, which lies in the same place."""
-    chunk = min(rows, chunk or default_chunk(rows, features, classes))
-    return chunk * -(-classes // _PITCH) * _PITCH * dtype.itemsize
 
 
 def reference(
@@ -136,12 +131,10 @@ def _forward(
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the loss, a mean's denominator (if any) and the gradients of the sum that are asked for."""
-    loss, denominator, *made = _fake(
-        hidden, weight, target, bias, ignore_index, reduction, label_smoothing, z_loss, chunk, of_hidden, of_weight,
-        of_bias,
-    )  # fmt: skip
+    wanted = (of_hidden, of_weight, of_bias)
+    loss, denominator, *made = _fake(hidden, weight, target, bias, ignore_index, reduction, *wanted)
     losses = loss if reduction == "none" else hidden.new_empty(len(hidden), dtype=torch.float32)
-    gradients = tuple(g if wanted else None for g, wanted in zip(made, (of_hidden, of_weight, of_bias), strict=True))
+    gradients = tuple(g if w else None for g, w in zip(made, wanted, strict=True))
     _run_chunks(
         hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk, losses, None, gradients
     )  # fmt: skip
@@ -154,28 +147,21 @@ def _forward(
 
 
 def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    chunk: int,
-    of_hidden: bool,
-    of_weight: bool,
-    of_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def sums(*shape: Any) -> Tensor:
-        return hidden.new_empty(shape, dtype=torch.float32)
+    hidden: Tensor, weight: Tensor, target: Any, bias: Any, ignore_index: Any, reduction: str, *rest: Any
+) -> tuple[Tensor, ...]:
+    loss = hidden.new_empty(len(hidden) if reduction == "none" else (), dtype=torch.float32)
+    denominator = hidden.new_empty(() if reduction == "mean" else 0, dtype=torch.float32)
+    return loss, denominator, *_empty_gradients(hidden, weight, *rest[-3:])
 
+
+def _empty_gradients(
+    hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of hidden, weight and bias; without elements where none is asked for."""
     return (
-        sums(len(hidden)) if reduction == "none" else sums(),
-        sums() if reduction == "mean" else sums(0),
         hidden.new_empty(hidden.shape if of_hidden else (0,)),
-        sums(*weight.shape) if of_weight else sums(0),
-        sums(len(weight)) if of_bias else sums(0),
+        hidden.new_empty(weight.shape if of_weight else (0,), dtype=torch.float32),
+        hidden.new_empty(len(weight) if of_bias else 0, dtype=torch.float32),
     )
 
 
@@ -195,9 +181,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients for a gradient of each row's loss, [N], from logits that are made again."""
     wanted = (of_hidden, of_weight, of_bias)
-    made = _backward_fake(
-        grad_output, hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk, *wanted
-    )  # fmt: skip
+    made = _empty_gradients(hidden, weight, *wanted)
     losses = torch.empty_like(hidden[:, :1].reshape(-1), dtype=torch.float32)
     gradients = tuple(g if w else None for g, w in zip(made, wanted, strict=True))
     _run_chunks(
@@ -206,24 +190,8 @@ def _backward(
     return made
 
 
-def _backward_fake(
-    grad_output: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    chunk: int,
-    of_hidden: bool,
-    of_weight: bool,
-    of_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, *made = _fake(
-        hidden, weight, target, bias, ignore_index, "sum", label_smoothing, z_loss, chunk, of_hidden, of_weight, of_bias
-    )
-    return made[0], made[1], made[2]
+def _backward_fake(grad_output: Any, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_gradients(hidden, weight, *rest[-3:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -243,12 +211,10 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         inputs = (hidden, weight, target, bias, *ctx.settings[:4])
         return *eager_gradients(reference, inputs, (grad,)), *rest[:4]
     wanted = tuple(ctx.needs_input_grad[i] for i in (0, 1, 3))
-    places = [(x, g) for x, g in zip((hidden, weight, bias), made, strict=True)]
     if all(k or not w for k, w in zip(kept, wanted, strict=True)):
         over = denominator if reduction == "mean" else None
-        found = [
-            scaled_gradient(g, grad, over, x.dtype) if w else None for (x, g), w in zip(places, wanted, strict=True)
-        ]
+        places = zip((hidden, weight, bias), made, wanted, strict=True)
+        found = [scaled_gradient(g, grad, over, x.dtype) if w else None for x, g, w in places]
     else:
         if reduction == "mean":
             grad = grad / torch.where(denominator == 0, 1.0, denominator)
@@ -256,10 +222,8 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
             grad.expand(len(hidden)), hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, chunk,
             *wanted,
         )  # fmt: skip
-        found = [
-            g if g is None or g.dtype == x.dtype else g.to(x.dtype)
-            for (x, _), g in zip(places, (g if w else None for g, w in zip(again, wanted, strict=True)), strict=True)
-        ]
+        places = zip((hidden, weight, bias), again, wanted, strict=True)
+        found = [g.to(x.dtype) if w else None for x, g, w in places]
     return found[0], found[1], None, found[2], *rest
 
 
@@ -281,7 +245,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``cross_entropy(linear(hidden, weight, bias), target)`` without ever holding all logits.
 
-    Peak memory beside the inputs is ``buffer_bytes`` and the gradients, that of the weight in FP32. Labels that are no
+    Peak memory beside the inputs is a chunk's logits and the gradients, that of the weight in FP32. Labels that are no
     class, rows of ``ignore_index``, ``label_smoothing`` and ``z_loss`` are as in ``cross_entropy``. Under
     ``torch.autocast`` hidden is cast to its dtype first, as by ``torch.nn.functional.linear``. Differentiating twice
     works, in plain torch with all logits in memory.
@@ -301,7 +265,7 @@ def linear_cross_entropy(
         ValueError: shapes that do not match, an unknown reduction, label_smoothing outside of [0, 1], chunk < 1.
     """
     device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype in DTYPES:
+    if torch.is_autocast_enabled(device) and hidden.dtype in FLOATS:
         hidden = hidden.to(torch.get_autocast_dtype(device))
         weight, bias = _in_dtype(weight, hidden.dtype), None if bias is None else _in_dtype(bias, hidden.dtype)
     check_linear_arguments(hidden, weight, target, bias, reduction, label_smoothing, chunk)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.philox import drop_threshold, dropout_scale, keep_mask
-from fxprec.kernels.launch.triton_support import can_launch
+from fxprec.kernels.launch.operands import packed
+from fxprec.kernels.launch.philox import drop_threshold, dropout_scale, keep_factor
+from fxprec.kernels.launch.triton_support import can_launch, on_device
 from fxprec.kernels.nn.norm_long_rows import columns_kernel, long_backward_kernel, long_forward_kernel
 from fxprec.kernels.nn.norm_rows import backward_kernel, finish_kernel, forward_kernel
 
@@ -59,7 +59,7 @@ def launch_forward(
         return y, s, statistics
     x, x_stride = _rows(x, columns)
     residual, residual_stride = (None, 0) if residual is None else _rows(residual, columns)
-    weight, bias = _contiguous(weight), _contiguous(bias)
+    weight, bias = packed(weight), packed(bias)
     threshold, scale = (drop_threshold(p), dropout_scale(p)) if p else (0, 1.0)
     with on_device(x.device):
         if columns <= FORWARD_COLUMNS:
@@ -118,7 +118,7 @@ def launch_backward(
     s, s_stride = _rows(s, columns)
     dy, dy_stride = (None, 0) if dy is None else _rows(dy, columns)
     ds, ds_stride = (None, 0) if ds is None else _rows(ds, columns)
-    weight = _contiguous(weight)
+    weight = packed(weight)
     threshold, scale = (drop_threshold(p), dropout_scale(p)) if p else (0, 1.0)
     long = columns > BACKWARD_COLUMNS
     height, block, warps = _COLUMNS_TILE if long else _tile(columns)
@@ -186,8 +186,7 @@ def dropped(x: Tensor, seed: Tensor | None, columns: int, p: float) -> Tensor:
     if not p:
         return x.float()
     assert seed is not None
-    keep = keep_mask(seed, x.numel() // max(columns, 1), columns, p).view(x.shape)
-    return x.float() * (keep * dropout_scale(p))
+    return x.float() * keep_factor(seed, x, columns, p)
 
 
 @torch.no_grad()
@@ -257,10 +256,6 @@ def _rows(x: Tensor, columns: int) -> tuple[Tensor, int]:
     return (x, x.stride(0)) if columns == 1 or x.stride(1) == 1 else (x.contiguous(), columns)
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
 def _tile(columns: int) -> tuple[int, int, int]:
     """Rows of a tile, its columns (a power of two), and warps for it: 16 elements a thread, 32 of the largest."""
     block = max(4, 1 << (columns - 1).bit_length())
@@ -271,10 +266,3 @@ def _tile(columns: int) -> tuple[int, int, int]:
 @cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def on_device(device: torch.device) -> Any:
-    """A context in which a launch goes to this device; entering torch's costs time, so only where it is another."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)

@@ -8,8 +8,9 @@ Column sums, which no longer fit beside a row, are a kernel of their own: dy and
 
 from __future__ import annotations
 
+from fxprec.kernels.launch.philox import dropout_factor
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
-from fxprec.kernels.nn.norm_rows import dropout_factor, weight_row
+from fxprec.kernels.nn.norm_rows import weight_row
 
 
 @jit(do_not_specialize=["rows"])

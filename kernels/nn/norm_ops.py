@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.operands import FLOATS, check_operands
 from fxprec.kernels.launch.philox import draw_seeds, drop_threshold
 from fxprec.kernels.nn.norm_launch import (
-    BACKWARD_COLUMNS,
     dropped,
     launch_backward,
     launch_forward,
     normalised,
 )
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class NormOps:
@@ -156,57 +154,17 @@ def check_arguments(
             f"{name} over normalized_shape {shape} takes x of shape [*, {', '.join(map(str, shape))}], "
             f"got {tuple(x.shape)}."
         )
-    tensors = {"x": x, "residual": residual, **parameters}
-    for key, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"{name} takes float32, float16 and bfloat16, got {key} of {tensor.dtype}. It computes in float32: "
-                "for float64 use torch's own."
-            )
-        if tensor.device != x.device:
-            raise ValueError(f"{name} takes tensors of one device, got {key} on {tensor.device} and x on {x.device}.")
-        expected = x.shape if key in ("x", "residual") else shape
-        if tuple(tensor.shape) != tuple(expected):
-            raise ValueError(f"{name} takes {key} of shape {tuple(expected)}, got {tuple(tensor.shape)}.")
-    if output_dtype is not None and output_dtype not in _DTYPES:
+    check_operands(name, x=x, residual=residual, **parameters)
+    for key, tensor in {"residual": residual, **parameters}.items():
+        expected = tuple(x.shape) if key == "residual" else shape
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise ValueError(f"{name} takes {key} of shape {expected}, got {tuple(tensor.shape)}.")
+    if output_dtype is not None and output_dtype not in FLOATS:
         raise TypeError(f"{name} gives float32, float16 or bfloat16, got output_dtype={output_dtype}.")
     drop_threshold(dropout_p)
     if dropout_p and residual is None:
         raise ValueError(f"{name} drops what is added to a residual: give residual, or dropout_p=0.")
     return prod(shape)
-
-
-def norm_bytes(
-    rows: int,
-    columns: int,
-    center: bool,
-    x: torch.dtype,
-    residual: torch.dtype | None,
-    y: torch.dtype | None,
-    parameters: Sequence[torch.dtype],
-    dropout: bool,
-) -> tuple[int, int]:
-    """Bytes that forward and backward move, with every gradient wanted: what a tensor's first read or write costs.
-
-    Not counted: parameters read again by another program, parts of column sums (8 columns a program), second reads of
-    a long row, which a cache has.
-    """
-    y = y or x
-    s = x if residual is None else torch.promote_types(x, residual)
-    small = 4 * rows * (1 + center) + columns * sum(dtype.itemsize for dtype in parameters)
-    forward = x.itemsize + y.itemsize + (0 if residual is None else residual.itemsize + s.itemsize)
-    backward = y.itemsize + s.itemsize
-    if residual is None:
-        backward += x.itemsize
-    else:
-        one = residual == x and not dropout
-        backward += s.itemsize + residual.itemsize + (0 if one else x.itemsize)
-    if columns > BACKWARD_COLUMNS and parameters:
-        backward += y.itemsize + s.itemsize
-    gradients = columns * sum(dtype.itemsize for dtype in parameters)
-    return rows * columns * forward + small, rows * columns * backward + small + gradients
 
 
 def _norm(center: bool, ctx: Any, s: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -14,17 +14,8 @@ that are too long.
 
 from __future__ import annotations
 
-from fxprec.kernels.launch.philox import keep_tile
+from fxprec.kernels.launch.philox import dropout_factor
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
-
-
-@jit()
-def dropout_factor(seed, row, columns, start, scale, THRESHOLD: constexpr, BLOCK: constexpr):
-    """What dropout multiplies elements by: ``scale`` or 0. A product, so that NaN and inf stay visible as in eager.
-
-    seed: int64 scalar. row: int64 [R]. Returns fp32 [R, BLOCK]; the rest as ``keep_tile``.
-    """
-    return tl.where(keep_tile(seed, row, columns, start, THRESHOLD, BLOCK), scale, 0.0)
 
 
 @jit()

@@ -9,7 +9,7 @@ once. s is rounded to the dtype it is stored in and normalised as stored. The ba
 computes the mask again. ``offset=1`` is Gemma's ``1 + weight``.
 
 Bytes an element, all in bfloat16: forward 4, with residual 8; backward 6, with residual 8, and 10 where dropout (or an
-FP32 stream) makes dx another tensor than the residual's gradient. ``bytes_moved`` counts them.
+FP32 stream) makes dx another tensor than the residual's gradient.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Final, overload
 import torch
 from torch import Tensor
 
-from fxprec.kernels.nn.norm_launch import dropped, normalised
-from fxprec.kernels.nn.norm_ops import NormOps, check_arguments, norm_bytes
+from fxprec.kernels.nn.norm_ops import NormOps, check_arguments
 
 _OPS: Final = NormOps("rms_norm", center=False)
 #: torch computes low precision in FP32 and takes FP32's machine epsilon for it, too.
@@ -71,16 +70,8 @@ def rms_norm(
     Computes in FP32 and rounds at the store. On a CPU, and where Triton is missing, it runs as plain torch.
 
     Args:
-        x: float32, float16 or bfloat16 [*, *normalized_shape]. Rows at one distance from each other, contiguous in
-            themselves, are read in place; else x is copied. Likewise the residual.
-        normalized_shape: of the last dimensions, the norm is over.
-        weight: float32, float16 or bfloat16 [*normalized_shape], or None.
+        x, normalized_shape, weight, residual, dropout_p, training, output_dtype: as of ``layer_norm``.
         eps: float32's machine epsilon if None, as torch has it for every one of these dtypes.
-        residual: float32, float16 or bfloat16 of x's shape: the stream that x is added to. s has the dtype that
-            torch promotes the two to.
-        dropout_p: part of x that is dropped, [0, 1), by a seed from torch's generator of the device.
-        training: drop; else dropout_p is of no effect.
-        output_dtype: of y; x's without it.
         offset: added to the weight.
 
     Returns:
@@ -98,43 +89,3 @@ def rms_norm(
     p = dropout_p if training else 0.0
     eps = _EPS if eps is None else eps
     return _OPS(x, residual, weight, None, columns, eps, p, float(offset), output_dtype or x.dtype)
-
-
-def reference(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    seed: Tensor | None,
-    columns: int,
-    eps: float = _EPS,
-    p: float = 0.0,
-    offset: float = 0.0,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(y, s) in plain torch, which can be differentiated.
-
-    Args:
-        seed: int64 [1] of the dropout, None for p = 0.
-    """
-    s = x
-    if residual is not None:
-        s = (residual.float() + dropped(x, seed, columns, p)).to(torch.promote_types(x.dtype, residual.dtype))
-    return normalised(s, weight, None, columns, eps, offset, False).to(dtype or x.dtype), s
-
-
-def bytes_moved(
-    rows: int,
-    columns: int,
-    x: torch.dtype,
-    *,
-    residual: torch.dtype | None = None,
-    y: torch.dtype | None = None,
-    weight: torch.dtype | None = torch.float32,
-    dropout: bool = False,
-) -> tuple[int, int]:
-    """Bytes that forward and backward (of all gradients) move between memory and device; see ``norm_bytes``.
-
-    Args:
-        x: dtype of x; likewise residual, y (x's without it) and weight.
-    """
-    return norm_bytes(rows, columns, False, x, residual, y, () if weight is None else (weight,), dropout)

@@ -14,16 +14,15 @@ forward and backward (eager, rotate-half of low cos and sin: 20 forward).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.operands import check_operands
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
 
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 #: Pairs of a tile, 8 a thread.
 _TILE: Final = 1024
 _WARPS: Final = 4
@@ -148,7 +147,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rota
         TypeError: another dtype.
         ValueError: shapes that do not fit; cos or sin wants a gradient, which this op does not compute.
     """
-    rotary = _check("rope", (x,), cos, sin, rotary_dim)
+    rotary = _check("rope", {"x": x}, cos, sin, rotary_dim)
     return _ROPE(x, cos, sin, rotary, interleaved, False)
 
 
@@ -156,13 +155,8 @@ def rope_qk(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rotary_dim: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """``(rope(q, ...), rope(k, ...))`` in one launch. q and k may differ in heads, strides and dtype."""
-    rotary = _check("rope_qk", (q, k), cos, sin, rotary_dim)
+    rotary = _check("rope_qk", {"q": q, "k": k}, cos, sin, rotary_dim)
     return _ROPE_QK(q, k, cos, sin, rotary, interleaved, False)
-
-
-def bytes_moved(*tensors: Tensor, cos: Tensor, sin: Tensor) -> int:
-    """Bytes of a launch, forward or backward: every tensor in and out, cos and sin once."""
-    return sum(2 * x.numel() * x.itemsize for x in tensors) + cos.numel() * cos.itemsize + sin.numel() * sin.itemsize
 
 
 def reference(
@@ -185,19 +179,15 @@ def reference(
     return torch.cat((result.to(x.dtype), rest), dim=-1)
 
 
-def _check(name: str, tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor, rotary_dim: int | None) -> int:
-    for x in (*tensors, cos, sin):
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{name} takes float32, float16 and bfloat16, got {x.dtype}: it computes in float32.")
-        if x.device != cos.device:
-            raise ValueError(f"{name} got tensors on {x.device} and {cos.device}: move them to one device.")
+def _check(name: str, tensors: dict[str, Tensor], cos: Tensor, sin: Tensor, rotary_dim: int | None) -> int:
+    check_operands(name, cos=cos, sin=sin, **tensors)
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError(f"{name} computes no gradient of cos and sin: detach them, or rotate in plain torch.")
-    first = tensors[0]
+    first, *others = tensors.values()
     if not 2 <= first.dim() <= 4:
         raise ValueError(f"{name} takes [B, H, T, D], [B, T, D] or [T, D], got {tuple(first.shape)}.")
     dim = first.shape[-1]
-    for x in tensors[1:]:
+    for x in others:
         if x.dim() != first.dim() or x.shape[-2:] != first.shape[-2:] or (x.dim() > 2 and x.shape[0] != first.shape[0]):
             raise ValueError(
                 f"{name} takes q and k that differ in heads only, got {tuple(first.shape)} and {tuple(x.shape)}."
@@ -234,7 +224,7 @@ def _launch(
     q, q_out, k, k_out = four[0], to[0], *((four[1], to[1]) if len(four) > 1 else (None, None))
     strides = [s for x in (q, q_out, k, k_out) for s in (x.stride()[:3] if x is not None else (0, 0, 0))]
     tables = [s for t in (cos, sin) for s in (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))]
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+    with on_device(q.device):
         rope_kernel[(batch * blocks, sum(chunks))](
             q, q_out, k, k_out, cos, sin, positions, blocks, heads[0], heads[1], chunk, chunks[0], *strides, *tables,
             HALF=rotary // 2, DIM=dim, WIDE=cos.shape[-1] == rotary, INTERLEAVED=interleaved, INVERSE=inverse,
@@ -273,7 +263,7 @@ def _forward(x: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool
     return _run([x], cos, sin, rotary, interleaved, inverse)[0]
 
 
-def _fake(x: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool) -> Tensor:
+def _fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -284,9 +274,7 @@ def _qk_forward(
     return q_out, k_out
 
 
-def _qk_fake(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
+def _qk_fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watcher
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
 from fxprec.kernels.torch_internals import keeps_graph, storage_owners
 
 _BLOCK: Final = 4096
@@ -47,7 +47,7 @@ def _launch(values: Tensor, factor: Tensor, denominator: Tensor | None, results:
         results.copy_(values.float() * by)
     elif values.numel():
         count = values.numel()
-        with torch.cuda.device_of(values):
+        with on_device(values.device):
             scale_kernel[(-(-count // _BLOCK),)](
                 values, factor, denominator, results, count, IN_PLACE=results is values, BLOCK=_BLOCK, num_warps=8
             )  # fmt: skip

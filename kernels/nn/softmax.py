@@ -12,17 +12,16 @@ Bytes an element of a low x: 4 forward, 6 backward (eager scale, mask and softma
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.philox import draw_seeds, drop_threshold, dropout_scale, keep_mask
+from fxprec.kernels.launch.operands import FLOATS
+from fxprec.kernels.launch.philox import draw_seeds, drop_threshold, keep_factor
 from fxprec.kernels.launch.triton_support import can_launch
 from fxprec.kernels.nn.softmax_kernels import launch_backward, launch_forward
-
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def softmax(
@@ -72,27 +71,6 @@ def softmax(
     return _SOFTMAX(x, mask, float(scale), causal, dtype)
 
 
-def bytes_moved(
-    x: Tensor,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    dropout_p: float = 0.0,
-    output_dtype: torch.dtype | None = None,
-) -> tuple[int, int]:
-    """Bytes that the forward and the backward move: every element once, a broadcast mask once for all who read it.
-
-    A causal mask halves what is read. Rows beyond 16384 columns are read a second time, for the most part from L2.
-    """
-    n, columns = x.numel(), x.shape[-1]
-    queries = x.shape[-2] if x.dim() > 1 else 1
-    seen = sum(min(i + 1, columns) for i in range(queries)) * (n // max(1, queries * columns)) if causal else n
-    entries = 0 if mask is None else mask.numel() * mask.itemsize
-    out = (output_dtype or x.dtype).itemsize
-    again = seen * x.itemsize + entries if dropout_p > 0 else seen * out
-    return seen * x.itemsize + entries + n * out, again + seen * out + n * x.itemsize
-
-
 def reference(
     x: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, causal: bool, p: float, dtype: torch.dtype
 ) -> Tensor:
@@ -103,7 +81,7 @@ def reference(
     """
     y = torch.softmax(_logits(x, mask, scale, causal), dim=-1)
     if seed is not None:
-        y = y * _kept(seed, x, p)
+        y = y * keep_factor(seed, x, x.shape[-1], p)
     return y.to(dtype)
 
 
@@ -116,14 +94,8 @@ def _logits(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tenso
     return z
 
 
-def _kept(seed: Tensor, x: Tensor, p: float) -> Tensor:
-    columns = x.shape[-1]
-    keep = keep_mask(seed, x.numel() // max(1, columns), columns, p)
-    return keep.view(x.shape) * dropout_scale(p)
-
-
 def _check(x: Tensor, mask: Tensor | None, causal: bool, dtype: torch.dtype) -> None:
-    if x.dtype not in _DTYPES or dtype not in _DTYPES:
+    if x.dtype not in FLOATS or dtype not in FLOATS:
         raise TypeError(
             f"softmax takes and gives float32, float16 and bfloat16, got x {x.dtype} and output_dtype {dtype}: it "
             "computes in float32. Use torch.softmax for other dtypes."
@@ -134,7 +106,7 @@ def _check(x: Tensor, mask: Tensor | None, causal: bool, dtype: torch.dtype) -> 
         )
     if mask is None:
         return
-    if mask.dtype not in (*_DTYPES, torch.bool):
+    if mask.dtype not in (*FLOATS, torch.bool):
         raise TypeError(
             f"softmax takes a mask of bool (True: attend), float32, float16 or bfloat16 (added), got {mask.dtype}."
         )
@@ -160,8 +132,9 @@ def _forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: 
     return launch_forward(x, mask, None, scale, causal, 0.0, dtype)[0]
 
 
-def _fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: torch.dtype) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
+def _fake(x: Tensor, *rest: Any) -> Tensor:
+    """What all ops give but the forward with dropout: of the first argument's shape, in the dtype that comes last."""
+    return torch.empty(x.shape, dtype=rest[-1], device=x.device)
 
 
 def _backward_launch(y: Tensor, dy: Tensor, scale: float, causal: bool, dtype: torch.dtype) -> Tensor:
@@ -169,10 +142,6 @@ def _backward_launch(y: Tensor, dy: Tensor, scale: float, causal: bool, dtype: t
         with torch.no_grad():
             return (_derivative(y, dy) * scale).to(dtype).contiguous()
     return launch_backward(y, dy, None, None, None, None, 1.0, causal, 0.0, scale, dtype)
-
-
-def _backward_fake(y: Tensor, dy: Tensor, scale: float, causal: bool, dtype: torch.dtype) -> Tensor:
-    return torch.empty(y.shape, dtype=dtype, device=y.device)
 
 
 def _derivative(y: Tensor, dy: Tensor) -> Tensor:
@@ -206,7 +175,7 @@ def _split(ctx: Any, dz: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return dx, dmask
 
 
-_SOFTMAX_BACKWARD = KernelOp("softmax_backward", _backward_launch, _backward_fake)
+_SOFTMAX_BACKWARD = KernelOp("softmax_backward", _backward_launch, _fake)
 _SOFTMAX = KernelOp("softmax", _forward, _fake, backward=_backward, setup_context=_setup)
 
 
@@ -227,11 +196,8 @@ def _dropout_forward(
     return y, statistics
 
 
-def _dropout_fake(
-    x: Tensor, mask: Tensor | None, seed: Tensor, scale: float, causal: bool, p: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return y, x.new_empty((2, x.shape[:-1].numel()), dtype=torch.float32)
+def _dropout_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _fake(x, *rest), x.new_empty((2, x.shape[:-1].numel()), dtype=torch.float32)
 
 
 def _dropout_backward_launch(
@@ -241,15 +207,8 @@ def _dropout_backward_launch(
     if not can_launch(x.device) or x.numel() == 0:
         with torch.no_grad():
             y = reference(x, mask, None, scale, causal, p, torch.float32)
-            return (_derivative(y, dy * _kept(seed, x, p)) * out_scale).to(dtype).contiguous()
+            return (_derivative(y, dy * keep_factor(seed, x, x.shape[-1], p)) * out_scale).to(dtype).contiguous()
     return launch_backward(None, dy, x, mask, seed, statistics, scale, causal, p, out_scale, dtype)
-
-
-def _dropout_backward_fake(
-    dy: Tensor, x: Tensor, mask: Tensor | None, seed: Tensor, statistics: Tensor,
-    scale: float, causal: bool, p: float, out_scale: float, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
 def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -273,7 +232,7 @@ def _dropout_backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Te
     return (*((dz, None) if alone else _split(ctx, dz)), None, None, None, None, None)
 
 
-_SOFTMAX_DROPOUT_BACKWARD = KernelOp("softmax_dropout_backward", _dropout_backward_launch, _dropout_backward_fake)
+_SOFTMAX_DROPOUT_BACKWARD = KernelOp("softmax_dropout_backward", _dropout_backward_launch, _fake)
 _SOFTMAX_DROPOUT = KernelOp(
     "softmax_dropout", _dropout_forward, _dropout_fake, backward=_dropout_backward, setup_context=_dropout_setup
 )

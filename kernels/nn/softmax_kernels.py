@@ -7,14 +7,13 @@ twice, the second time mostly from the L2 cache.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.philox import drop_threshold, dropout_scale, keep_tile
-from fxprec.kernels.launch.triton_support import constexpr, jit, tl
+from fxprec.kernels.launch.philox import drop_threshold, dropout_factor, dropout_scale
+from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl
 
 #: Columns that a program holds at once.
 _WHOLE: Final = 16384
@@ -68,12 +67,6 @@ def logits_tile(
     return tl.where(inside, value, float("-inf"))
 
 
-@jit()
-def kept_scale(seed, row, columns, start, keep_scale, THRESHOLD: constexpr, BLOCK: constexpr):
-    """What dropout multiplies a tile by, 0 or ``keep_scale``: fp32 [R, BLOCK]. seed: int64 [1], a pointer."""
-    return tl.where(keep_tile(tl.load(seed), row, columns, start, THRESHOLD, BLOCK), keep_scale, 0.0)
-
-
 @jit(do_not_specialize=_ANY)
 def softmax_kernel(
     x, mask, seed, y, statistics, rows, columns, queries, heads, x_row, mask_b, mask_h, mask_q, mask_k,
@@ -114,7 +107,7 @@ def softmax_kernel(
             )  # fmt: skip
             result = tl.exp(value - top[:, None]) * inverse[:, None]
             if seed is not None:
-                result *= kept_scale(seed, row, columns, start, keep_scale, THRESHOLD, BLOCK)
+                result *= dropout_factor(tl.load(seed), row, columns, start, keep_scale, THRESHOLD, BLOCK)
             tl.store(to + start + lanes, result, mask=(row < rows)[:, None] & (start + lanes < columns))
     else:
         value = logits_tile(
@@ -126,7 +119,7 @@ def softmax_kernel(
         inverse = tl.div_rn(1.0, tl.sum(power, 1))
         result = power * inverse[:, None]
         if seed is not None:
-            result *= kept_scale(seed, row, columns, 0, keep_scale, THRESHOLD, BLOCK)
+            result *= dropout_factor(tl.load(seed), row, columns, 0, keep_scale, THRESHOLD, BLOCK)
         tl.store(to + lanes, result, mask=(row < rows)[:, None] & (lanes < columns))
     if statistics is not None:
         tl.store(statistics + row, top, mask=row < rows)
@@ -151,7 +144,7 @@ def pair_tile(
             MASK, CAUSAL, BLOCK,
         )  # fmt: skip
         softmax = tl.exp(value - top[:, None]) * inverse[:, None]
-        gradient *= kept_scale(seed, row, columns, start, keep_scale, THRESHOLD, BLOCK)
+        gradient *= dropout_factor(tl.load(seed), row, columns, start, keep_scale, THRESHOLD, BLOCK)
     return softmax, gradient
 
 
@@ -213,7 +206,7 @@ def launch_forward(
     statistics = None if seed is None else torch.empty((2, rows), dtype=torch.float32, device=x.device)
     grid, shape = _shape(rows, columns)
     given, kind, heads, strides = _mask(mask, x.shape)
-    with _on(x.device):
+    with on_device(x.device):
         softmax_kernel[grid](
             flat, given, seed, y, statistics, rows, columns, _queries(x), heads, flat.stride(0), *strides,
             scale, dropout_scale(p), MASK=kind, CAUSAL=causal, THRESHOLD=drop_threshold(p), **shape,
@@ -231,7 +224,7 @@ def launch_backward(
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
     grid, shape = _shape(rows, columns)
     given, kind, heads, strides = _mask(mask, dy.shape)
-    with _on(dy.device):
+    with on_device(dy.device):
         backward_kernel[grid](
             None if y is None else y.contiguous(), flat, source, given, seed, statistics, dx,
             rows, columns, _queries(dy), heads, 0 if source is None else source.stride(0), flat.stride(0), *strides,
@@ -269,7 +262,3 @@ def _mask(mask: Tensor | None, shape: torch.Size) -> tuple[Tensor | None, int, i
     if mask.dtype == torch.bool:
         return mask.view(torch.uint8), _BOOL, four[1], (b, h, q, k)
     return mask, _ADDITIVE, four[1], (b, h, q, k)
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,7 +1,7 @@
 """Adam and AdamW for all parameters in one launch: unscale, clip, update, and the low-precision copy, in one pass.
 
-``reference`` is what it computes. In FP32 that is what torch's ``_fused_adam_`` and ``_fused_adamw_`` compute on a CPU
-with FMA, bit for bit: opmath FP32, hyper-parameters rounded to FP32 once, and per step
+In FP32 it computes what torch's ``_fused_adam_`` and ``_fused_adamw_`` compute on a CPU with FMA, bit for bit: opmath
+FP32, hyper-parameters rounded to FP32 once, and per step
 
     g  = fma(p, weight_decay, ±g * (1 / grad_scale))      p = p * (1 - lr * weight_decay) if decoupled
     m  = fma(1 - beta1, g - m, m)                                     v = fma(v, beta2, (1 - beta2) * g * g)
@@ -18,15 +18,14 @@ parameter, state, step and shadow keep their bits.
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.arithmetic import float32, fma, split, sqrt
-from fxprec.kernels.launch.rounding import random_words, round_block, rounding_offset, stochastic_round
-from fxprec.kernels.launch.triton_support import constexpr, int64, jit, require_triton, tl
+from fxprec.kernels.launch.rounding import random_words, round_block
+from fxprec.kernels.launch.triton_support import constexpr, int64, jit, on_device, tl
 from fxprec.kernels.optim.lists import check_scalar, device_rate
 from fxprec.kernels.optim.tables import (
     CHUNKS,
@@ -70,22 +69,6 @@ class AdamSettings:
                 raise ValueError(f"{name} must be finite and not negative, got {value}.")
         if self.rounding_seed is not None and not 0 <= self.rounding_seed < 1 << 63:
             raise ValueError(f"rounding_seed must be in [0, 2**63), got {self.rounding_seed}.")
-
-
-def bytes_per_element(
-    gradient: torch.dtype,
-    param: torch.dtype = torch.float32,
-    state: torch.dtype = torch.float32,
-    shadow: torch.dtype | None = None,
-    amsgrad: bool = False,
-) -> int:
-    """Bytes that the update moves for each element: the gradient is read, the shadow written, all else both.
-
-    Low gradient, FP32 parameter and states, low shadow: read 2 + 4 + 4 + 4, write 4 + 4 + 4 + 2, 28 in all. Beside that
-    a program reads some 100 bytes of tables, for 8192 elements or more.
-    """
-    written = param.itemsize + (3 if amsgrad else 2) * state.itemsize
-    return gradient.itemsize + 2 * written + (0 if shadow is None else shadow.itemsize)
 
 
 @jit()
@@ -220,7 +203,7 @@ def launch(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Step in one launch, on the current stream, without host sync. ``reference`` says what it does.
+    """Step in one launch, on the current stream, without host sync.
 
     Args:
         gradients: ``bind`` of a plan with states (exp_avg, exp_avg_sq[, max_exp_avg_sq]) and steps.
@@ -229,19 +212,18 @@ def launch(
         found_inf: one float32 on the plan's device: unless it is 0 nothing is written.
 
     Raises:
-        RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
-        ValueError: the plan's lists do not fit the settings, or a scalar is not one float32 on its device.
+        ValueError: a scalar is not one float32 on the plan's device.
     """
     plan, tables = gradients.plan, gradients.tables
-    require_triton(plan.device, "multi_tensor_adam")
-    _check(gradients, settings, grad_scale, found_inf)
+    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+        check_scalar(name, scalar, plan.device)
     if gradients.dtype is None:
         return
     pointer, rate = device_rate(lr, plan.device)
     beta1, beta2 = settings.betas
     pairs = [split(value) for value in (rate, settings.weight_decay, _log(beta1), _log(beta2))]
     lerp_weight, from_gradient = _lerp_weight(beta1)
-    with plan.on_device():
+    with on_device(plan.device):
         adam_kernel[(len(tables.chunks),)](
             tables.chunks, tables.entries, gradients.row, tables.arrivals, pointer, grad_scale, found_inf,
             lr_high=pairs[0][0], lr_low=pairs[0][1], decay_high=pairs[1][0], decay_low=pairs[1][1],
@@ -253,79 +235,21 @@ def launch(
         )  # fmt: skip
 
 
-@torch.no_grad()
-def reference(
-    gradients: Gradients,
-    settings: AdamSettings,
-    *,
-    lr: float | Tensor,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """The same in plain torch, on any device, tensor by tensor; reads found_inf, lr and the step counts back.
+def split(value: float) -> tuple[float, float]:
+    """A double as the sum of two FP32 values, 48 bits of it: kernels take scalars as FP32, and add these up in FP64.
 
-    Stochastic rounding draws other bits than the kernel.
+    What FP32 cannot hold is (inf, 0).
     """
-    plan = gradients.plan
-    _check(gradients, settings, grad_scale, found_inf)
-    if found_inf is not None and found_inf.item() != 0:
-        return
-    rate = float(lr)
-    beta1, beta2 = settings.betas
-    lerp_weight, from_gradient = _lerp_weight(beta1)
-    assert plan.steps is not None
-    for position, (grad, param, step) in enumerate(zip(gradients.tensors, plan.params, plan.steps, strict=True)):
-        if grad is None:
-            continue
-        t = step.item() + 1
-        correction = param.new_tensor(math.sqrt(1 - beta2**t), dtype=torch.float32)
-        states = [state[position] for state in plan.states]
-        g, p, m, v, *largest = (tensor.float() for tensor in (grad, param, *states))
-        if grad_scale is not None:
-            g = g * grad_scale.reciprocal()
-        if settings.maximize:
-            g = -g
-        if settings.weight_decay != 0 and settings.decoupled:
-            p = p * float32(1 - rate * settings.weight_decay)
-        elif settings.weight_decay != 0:
-            g = fma(p, settings.weight_decay, g)
-        m = fma(g - m, lerp_weight, g if from_gradient else m)
-        v = fma(g * float32(1 - beta2), g, v * float32(beta2))
-        if settings.rounding_seed is not None:
-            offsets = [rounding_offset(int(t), plan.indices[position], state) for state in (0, 1)]
-            stored = [stochastic_round(x, settings.rounding_seed, o) for x, o in zip((m, v), offsets, strict=True)]
-        else:
-            stored = [x.to(plan.state_dtype) for x in (m, v)]
-        if settings.amsgrad:
-            stored.append(torch.maximum(largest[0], stored[1].float()))
-            v = torch.maximum(largest[0], v)
-        denominator = sqrt(v) / correction + float32(settings.eps)
-        param.copy_(p - m * float32(rate / (1 - beta1**t)) / denominator)
-        for state, value in zip(states, stored, strict=True):
-            state.copy_(value)
-        shadow = plan.shadows[position] if plan.shadows is not None else None
-        if shadow is not None:
-            shadow.copy_(param)
-        step.fill_(t)
+    high = float32(value)
+    return high, float32(value - high) if math.isfinite(high) else 0.0
 
 
-def _check(
-    gradients: Gradients,
-    settings: AdamSettings,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    plan = gradients.plan
-    expected = 3 if settings.amsgrad else 2
-    if len(plan.states) != expected or plan.steps is None:
-        raise ValueError(
-            f"Adam with amsgrad={settings.amsgrad} needs a plan with {expected} lists of states and with steps, got "
-            f"{len(plan.states)} lists and {'no ' if plan.steps is None else ''}steps."
-        )
-    if settings.rounding_seed is not None and plan.state_dtype != torch.bfloat16:
-        raise ValueError(f"rounding_seed is for bfloat16 states; these are {plan.state_dtype}.")
-    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
-        check_scalar(name, scalar, plan.device)
+def float32(value: float) -> float:
+    """The FP32 value nearest to a double; infinite beyond FP32's range."""
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def _lerp_weight(beta1: float) -> tuple[float, bool]:

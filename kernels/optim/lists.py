@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fxprec.kernels.launch import operands
 from fxprec.kernels.torch_internals import is_traceable_wrapper_subclass
-
-#: What the kernels read and write. Float64 and complex tensors stay with torch's own optimizers.
-SUPPORTED: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_operand(name: str, position: int, tensor: Tensor, param: Tensor | None = None) -> None:
@@ -27,7 +24,7 @@ def check_operand(name: str, position: int, tensor: Tensor, param: Tensor | None
         raise TypeError(f"{where} is a {type(tensor).__name__}, which has no memory of its own: pass its local tensor.")
     if tensor.layout != torch.strided:
         raise TypeError(f"{where} has layout {tensor.layout}; the kernels take strided tensors: densify it first.")
-    if tensor.dtype not in SUPPORTED:
+    if tensor.dtype not in operands.FLOATS:
         raise TypeError(f"{where} is {tensor.dtype}; the kernels take float32, bfloat16 and float16.")
     if param is None:
         if not is_dense(tensor):
@@ -99,12 +96,4 @@ def _same_layout(tensor: Tensor, param: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill a stretch of memory without gaps, in any order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return tensor.is_contiguous() or operands.is_dense(tensor.shape, tensor.stride())

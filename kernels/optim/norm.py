@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.triton_support import constexpr, jit, require_triton, tl, triton_dtype
+from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl, triton_dtype
 from fxprec.kernels.optim.lists import check_scalar
 from fxprec.kernels.optim.tables import Gradients, chunk_place, elements_at
 
@@ -30,14 +30,6 @@ class NormResult:
 
     sum_of_squares: Tensor
     found_inf: Tensor  # 0 or 1
-
-
-def bytes_per_element(gradient: torch.dtype) -> int:
-    """Bytes that the pass moves for each element of a gradient: it is read once, and nothing is written.
-
-    Beside that a program reads some 100 bytes of tables and writes 8, for 8192 elements or more.
-    """
-    return gradient.itemsize
 
 
 @jit()
@@ -105,17 +97,15 @@ def launch(gradients: Gradients, *, grad_scale: Tensor | None = None) -> NormRes
         grad_scale: one float32 on the plan's device, the loss scale, which the gradients are divided by.
 
     Raises:
-        RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
         ValueError: a scalar that is not one float32 on the plan's device.
     """
     plan, tables = gradients.plan, gradients.tables
-    require_triton(plan.device, "multi_tensor_norm")
     check_scalar("grad_scale", grad_scale, plan.device)
     count = len(tables.chunks)
     sums = torch.empty(count, dtype=torch.float32, device=plan.device)
     flags = torch.empty(count, dtype=torch.int32, device=plan.device)
     results = torch.empty(2, dtype=torch.float32, device=plan.device)
-    with plan.on_device():
+    with on_device(plan.device):
         norm_kernel[(count,)](
             tables.chunks, tables.entries, gradients.row, grad_scale, sums, flags,
             GRADIENT=triton_dtype(gradients.dtype or torch.float32), ALIGNED=gradients.aligned, CHUNK=plan.chunk,
@@ -123,18 +113,3 @@ def launch(gradients: Gradients, *, grad_scale: Tensor | None = None) -> NormRes
         )  # fmt: skip
         finish_kernel[(1,)](sums, flags, count, results, BLOCK=_FINISH_BLOCK, num_warps=_WARPS, enable_fp_fusion=False)
     return NormResult(*results.unbind())
-
-
-@torch.no_grad()
-def reference(gradients: Gradients, *, grad_scale: Tensor | None = None) -> NormResult:
-    """The same in plain torch, on any device; only the order of the sum differs."""
-    plan = gradients.plan
-    check_scalar("grad_scale", grad_scale, plan.device)
-    factor = 1.0 if grad_scale is None else grad_scale.reciprocal()
-    total = found = torch.zeros((), device=plan.device)
-    for tensor in gradients.tensors:
-        if tensor is not None:
-            values = tensor.float() * factor
-            total = total + values.square().sum()
-            found = torch.maximum(found, (~values.isfinite()).any().float())
-    return NormResult(total, found)

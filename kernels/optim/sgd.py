@@ -1,7 +1,7 @@
 """SGD for all parameters in one launch: unscale, clip, update, and the low-precision copy, in one pass.
 
-``reference`` is what it computes. In FP32 that is what torch's ``_fused_sgd_`` computes on a CPU with FMA, bit for bit:
-hyper-parameters rounded to FP32 once, and
+In FP32 it computes what torch's ``_fused_sgd_`` computes on a CPU with FMA, bit for bit: hyper-parameters rounded to
+FP32 once, and
 
     g   = fma(p, weight_decay, ±g * (1 / grad_scale))
     buf = fma(1 - dampening, g, buf * momentum), at the first step g
@@ -18,11 +18,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.arithmetic import float32, fma
-from fxprec.kernels.launch.triton_support import constexpr, jit, require_triton, tl
+from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl
 from fxprec.kernels.optim.lists import check_scalar, device_rate
 from fxprec.kernels.optim.tables import PARAM, SHADOW, STATE, Gradients, chunk_place, elements_at
 
@@ -53,23 +51,6 @@ class SgdSettings:
             raise ValueError(
                 f"nesterov needs momentum and no dampening, got momentum {self.momentum}, dampening {self.dampening}."
             )
-
-
-def bytes_per_element(
-    gradient: torch.dtype,
-    param: torch.dtype = torch.float32,
-    state: torch.dtype | None = torch.float32,
-    shadow: torch.dtype | None = None,
-    first: bool = False,
-) -> int:
-    """Bytes that the update moves for each element: the gradient is read, the shadow written, all else both.
-
-    ``state`` None: no momentum. ``first``: the caller says that this is the first step; the buffer is only written.
-    Low gradient, FP32 parameter and buffer, low shadow: read 2 + 4 + 4, write 4 + 4 + 2, 20 in all. Beside that a
-    program reads some 100 bytes of tables, for 8192 elements or more.
-    """
-    buffer = 0 if state is None else state.itemsize * (1 if first else 2)
-    return gradient.itemsize + 2 * param.itemsize + buffer + (0 if shadow is None else shadow.itemsize)
 
 
 @jit()
@@ -164,7 +145,7 @@ def launch(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Step in one launch, on the current stream, without host sync. ``reference`` says what it does.
+    """Step in one launch, on the current stream, without host sync.
 
     Args:
         gradients: ``bind`` of a plan with states (momentum_buffer,), or none without momentum.
@@ -174,69 +155,18 @@ def launch(
         found_inf: one float32 on the plan's device: unless it is 0 nothing is written.
 
     Raises:
-        RuntimeError: no Triton, or not on CUDA (and not in Triton's interpreter).
-        ValueError: plan and settings do not fit, or a scalar is not one float32 on its device.
+        ValueError: a scalar is not one float32 on the plan's device.
     """
     plan, tables = gradients.plan, gradients.tables
-    require_triton(plan.device, "multi_tensor_sgd")
-    _check(gradients, settings, grad_scale, found_inf)
+    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+        check_scalar(name, scalar, plan.device)
     if gradients.dtype is None:
         return
     pointer, rate = device_rate(lr, plan.device)
-    with plan.on_device():
+    with on_device(plan.device):
         sgd_kernel[(len(tables.chunks),)](
             tables.chunks, tables.entries, gradients.row, pointer, grad_scale, found_inf,
             lr_value=rate, momentum=float(settings.momentum), one_minus_dampening=1.0 - settings.dampening,
             weight_decay=float(settings.weight_decay), DECAY=settings.weight_decay != 0, NESTEROV=settings.nesterov,
             MAXIMIZE=settings.maximize, FIRST=first, **gradients.of_update(_BLOCK),
         )  # fmt: skip
-
-
-@torch.no_grad()
-def reference(
-    gradients: Gradients,
-    settings: SgdSettings,
-    *,
-    lr: float | Tensor,
-    first: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """The same in plain torch, on any device, tensor by tensor; reads found_inf and lr back."""
-    plan = gradients.plan
-    _check(gradients, settings, grad_scale, found_inf)
-    if found_inf is not None and found_inf.item() != 0:
-        return
-    for position, (grad, param) in enumerate(zip(gradients.tensors, plan.params, strict=True)):
-        if grad is None:
-            continue
-        g, p = grad.float(), param.float()
-        if grad_scale is not None:
-            g = g * grad_scale.reciprocal()
-        if settings.maximize:
-            g = -g
-        if settings.weight_decay != 0:
-            g = fma(p, settings.weight_decay, g)
-        if plan.states:
-            buffer = plan.states[0][position]
-            kept = g if first else fma(g, 1 - settings.dampening, buffer.float() * float32(settings.momentum))
-            buffer.copy_(kept)
-            g = fma(kept, settings.momentum, g) if settings.nesterov else kept
-        param.copy_(fma(g, -float(lr), p))
-        shadow = None if plan.shadows is None else plan.shadows[position]
-        if shadow is not None:
-            shadow.copy_(param)
-
-
-def _check(gradients: Gradients, settings: SgdSettings, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    plan = gradients.plan
-    expected = 0 if settings.momentum == 0 else 1
-    if len(plan.states) != expected:
-        raise ValueError(
-            f"SGD with momentum {settings.momentum} needs a plan with {expected} lists of states, got "
-            f"{len(plan.states)}."
-        )
-    if plan.steps is not None:
-        raise ValueError("SGD counts no steps: make the plan without any.")
-    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
-        check_scalar(name, scalar, plan.device)

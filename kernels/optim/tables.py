@@ -15,15 +15,15 @@ one copy from pinned memory, no host sync. An empty tensor has one chunk of no e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl, triton_dtype
-from fxprec.kernels.optim.lists import SUPPORTED, check_operand, check_scalar, dense_like, only_dtype
+from fxprec.kernels.optim.lists import check_operand, check_scalar, dense_like, only_dtype
 
 #: A chunk is a multiple of this, and this of every kernel's block.
 _SMALLEST_CHUNK: Final = 8192
@@ -88,7 +88,6 @@ class MultiTensorPlan:
         steps: one-element float32 tensors on the same device, which the kernel counts up.
         shadows: low-precision copies that the kernel writes; None where a parameter has none.
         indices: what tells tensors apart in stochastic rounding, in [0, 2**31); default: their positions.
-        chunk: elements that a program takes, a multiple of 8192; default: ``chunk_size`` of the parameters.
 
     Raises:
         TypeError: a tensor that the kernels cannot read.
@@ -109,7 +108,6 @@ class MultiTensorPlan:
         steps: Sequence[Tensor] | None = None,
         shadows: Sequence[Tensor | None] | None = None,
         indices: Sequence[int] | None = None,
-        chunk: int | None = None,
     ) -> None:
         if not params:
             raise ValueError("A plan needs at least one parameter.")
@@ -118,7 +116,7 @@ class MultiTensorPlan:
         self.steps = None if steps is None else tuple(steps)
         self.shadows = None if shadows is None else tuple(shadows)
         self.indices = tuple(range(len(params))) if indices is None else tuple(indices)
-        self.chunk = chunk_size([param.numel() for param in self.params]) if chunk is None else chunk
+        self.chunk = chunk_size([param.numel() for param in self.params])
         self.device = self.params[0].device
         self._check()
         self.param_dtype = self.params[0].dtype
@@ -147,7 +145,7 @@ class MultiTensorPlan:
             raise ValueError(f"Got {len(gradients)} gradients for {len(self.params)} parameters.")
         tables = self._current_tables()
         dtype = next((gradient.dtype for gradient in gradients if gradient is not None), None)
-        usual = dtype if dtype in SUPPORTED else None
+        usual = dtype if dtype in FLOATS else None
         # There are hundreds at every step: what is as expected passes by a few comparisons.
         tensors = tuple(
             [
@@ -178,10 +176,6 @@ class MultiTensorPlan:
                 f"{tuple(param.shape)} now: make a new plan."
             )
         return dense_like(position, gradient, param)
-
-    def on_device(self) -> AbstractContextManager[object]:
-        """A context in which a launch goes to the plan's device."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _row(self, addresses: list[int], tables: Tables) -> Tensor:
         known = None if self._last_row is None or self._last_row[0] != addresses else self._last_row[1]
@@ -215,10 +209,6 @@ class MultiTensorPlan:
         return self._tables
 
     def _check(self) -> None:
-        if self.chunk <= 0 or self.chunk % _SMALLEST_CHUNK:
-            raise ValueError(f"chunk must be a positive multiple of {_SMALLEST_CHUNK}, got {self.chunk}.")
-        if len(self.states) > _MOST_STATES:
-            raise ValueError(f"A plan holds at most {_MOST_STATES} lists of states, got {len(self.states)}.")
         lists = {f"states[{number}]": state for number, state in enumerate(self.states)}
         lists |= {"shadows": self.shadows} if self.shadows is not None else {}
         for name, values in {**lists, "steps": self.steps, "indices": self.indices}.items():

@@ -85,6 +85,18 @@ def solve(problem: CutProblem) -> list[bool]:
     return [variable in full for variable in range(problem.variables)]
 
 
+def cost_of(problem: CutProblem, full: list[bool]) -> float:
+    """What an assignment costs; closures that it breaks are not counted."""
+    total = sum(abs(cost) for variable, cost in problem.unary.items() if full[variable] is (cost > 0))
+    for tensor in problem.tensors:
+        if full[tensor.producer]:
+            casts = any(not full[user] for user in tensor.users)
+        else:
+            casts = any(full[user] for user in tensor.users if user not in tensor.promoters)
+        total += tensor.cost if casts else 0
+    return total
+
+
 def _close(problem: CutProblem, pins: dict[int, bool]) -> list[tuple[int, int]]:
     """Pin what FP32 pins force; hand back the closures that still bind, all between free variables."""
     after: dict[int, list[int]] = {}

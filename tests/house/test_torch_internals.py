@@ -242,7 +242,7 @@ def test_a_backward_knows_who_else_reads_what_it_saved() -> None:
 
 
 def _watching() -> set[str]:
-    asked = (getattr(watchers, name) for name in watchers.__all__ if name.isupper())
+    asked = (each for each in vars(watchers).values() if isinstance(each, watchers.Watcher))
     return {each.name for each in asked if watchers.watcher(each) is each}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxprec
 from fxprec.optim import SGD, Adam, AdamW, compiled_loop, compiled_update
 from fxprec.optim.compiled_update import CompiledUpdates
-from fxprec.optim.parts import parts_of
+from fxprec.optim.parts import Step, parts_of
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.testing import count_casts
 
@@ -164,7 +164,7 @@ def test_a_flag_that_was_not_read_before_is_read(name: str):
     update = getattr(CompiledUpdates(), name)
     for flag in (1.0, 0.0):
         with ShadowCopies(params) as copies:
-            update(part, optimizer.param_groups[0], None, torch.tensor(flag), *rest, copies)
+            update(part, optimizer.param_groups[0], Step(None, torch.tensor(flag), copies), *rest)
         assert flag == all(map(torch.equal, before, tensors(params, optimizer)))
 
 

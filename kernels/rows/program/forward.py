@@ -10,9 +10,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.kernels.rows.program.lowering import ROW_REDUCTIONS, Declined, Term, lower
+from fxprec.kernels.rows.program.lowering import lower
+from fxprec.kernels.rows.program.reductions import ROW_REDUCTIONS
 from fxprec.kernels.rows.program.region_node import is_inserted, op_name
 from fxprec.kernels.rows.program.row_program import Forward, Port, Program, Store
+from fxprec.kernels.rows.program.terms import Declined, Term
 from fxprec.kernels.rows.program.values import Builder, Value
 
 #: What nodes may give. Integers would wrap where they are computed, and FP32 has 24 bits.

@@ -153,16 +153,6 @@ def dense_strides(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether no two elements share memory and none is between them."""
-    step = 1
-    for stride, size in sorted((t, s) for s, t in zip(shape, strides, strict=True) if s != 1):
-        if stride != step:
-            return False
-        step *= size
-    return True
-
-
 def _broadcast(own: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     missing = len(shape) - len(own)
     return (0,) * missing + tuple(stride if size != 1 else 0 for size, stride in zip(own, strides, strict=True))

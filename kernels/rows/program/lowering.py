@@ -12,11 +12,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from fxprec.kernels.rows.program.clamp import clamp
-from fxprec.kernels.rows.program.reductions import REDUCING, ROW_REDUCTIONS
+from fxprec.kernels.rows.program.reductions import REDUCING
 from fxprec.kernels.rows.program.terms import Call, Declined, Term
 from fxprec.kernels.rows.program.values import Builder
-
-__all__ = ["LOWERINGS", "ROW_REDUCTIONS", "Declined", "Term", "lower"]
 
 
 def lower(b: Builder, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], reduced: int) -> Term:

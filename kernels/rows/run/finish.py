@@ -47,11 +47,6 @@ class Finish:
         return x.reshape(self.spec.shape)
 
 
-def partial_widths(bw: Backward) -> tuple[int, ...]:
-    """How many columns each column sum has."""
-    return tuple(bw.program.columns if store.columns else 1 for store in bw.program.stores if store.partial)
-
-
 def finishes(
     bw: Backward, inputs: Sequence[Spec], gradients: Sequence[Spec | None], layout: Layout
 ) -> tuple[Finish, ...]:

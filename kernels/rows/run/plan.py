@@ -18,7 +18,7 @@ from fxprec.kernels.rows.program.layout import Layout, place
 from fxprec.kernels.rows.program.row_program import Backward, Program
 from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.run import ops
-from fxprec.kernels.rows.run.finish import Finish, finishes, partial_widths
+from fxprec.kernels.rows.run.finish import Finish, finishes
 from fxprec.kernels.rows.run.kernel import Launch, prepare
 
 
@@ -52,11 +52,6 @@ class Plan:
     output_names: tuple[str, ...]
 
     @property
-    def draws(self) -> int:
-        """How many seeds it reads."""
-        return self.derived.forward.seeds
-
-    @property
     def backward_program(self) -> Backward:
         """Of inputs that want gradients."""
         assert self.derived.backward is not None
@@ -82,19 +77,15 @@ class Plan:
     @functools.cached_property
     def partial_widths(self) -> tuple[int, ...]:
         """Columns of each of the column sums."""
-        return partial_widths(self.backward_program)
+        program = self.backward_program.program
+        return tuple(program.columns if store.columns else 1 for store in program.stores if store.partial)
 
     # -- running -----------------------------------------------------------------------------------------------------
-
-    @property
-    def number(self) -> int:
-        """What names it in a call of the ops."""
-        return ops.number(self)
 
     def launch_forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:
         """``forward``, as an op where a dispatch mode is to see it."""
         if watcher(ANY_MODE) is not None:
-            return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, keep, self.number)
+            return torch.ops.fxprec.region_forward(list(inputs), seeds, seed, keep, ops.number(self))
         return self.forward(inputs, seeds, seed, keep)
 
     def launch_backward(
@@ -102,7 +93,7 @@ class Plan:
     ) -> list[Tensor]:
         """``backward``, likewise."""
         if watcher(ANY_MODE) is not None:
-            return torch.ops.fxprec.region_backward(list(saved), list(cotangents), seeds, seed, self.number)
+            return torch.ops.fxprec.region_backward(list(saved), list(cotangents), seeds, seed, ops.number(self))
         return self.backward(saved, cotangents, seeds, seed)
 
     def forward(self, inputs: Sequence[Tensor], seeds: Tensor | None, seed: int, keep: bool) -> list[Tensor]:

@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kernel_tools
-from fxprec.kernels.nn.batch_norm import apply_kernel, bytes_moved
+from benchmarks.workloads import kernel_bytes
+from fxprec.kernels.nn.batch_norm import apply_kernel
 from fxprec.kernels.nn.batch_norm_backward import _BLOCK_PARTS, inputs_kernel, sums_kernel
 from fxprec.kernels.nn.batch_norm_statistics import finish_kernel, statistics_kernel
 from fxprec.kernels.nn.batch_norm_tiles import BACKWARD_BYTES, FORWARD_BYTES, WARPS, Tiles, cut, dense, like, tiles
@@ -242,7 +243,7 @@ def test_the_bytes_moved_are_those_of_the_kernels(shape: str, residual: bool, dt
     forward = [built(form, shape, dtype, parts=256) for form in ("statistics", f"apply{suffix}")]
     backward = [built(form, shape, dtype, parts=256) for form in (f"sums{suffix}", f"inputs{suffix}")]
     found = tuple(sum(kernel.moved(c) for kernel, c in kernels) for kernels in (forward, backward))
-    assert found == bytes_moved(dtype, training=True, residual=residual, relu=True)
+    assert found == kernel_bytes.batch_norm(dtype, training=True, residual=residual, relu=True)
 
 
 @kernel_tools.compiles

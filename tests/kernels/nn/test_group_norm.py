@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
 import norm_tools
+from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.nn import group_norm as module
 from fxprec.kernels.nn import group_norm_kernels
-from fxprec.kernels.nn.group_norm import bytes_moved, group_norm, reference
+from fxprec.kernels.nn.group_norm import group_norm, reference
 
 error, gradients, near = norm_tools.error, norm_tools.gradients, norm_tools.near
 
@@ -284,14 +285,14 @@ X = torch.zeros(4, 8, 3)
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ((X.double(), 2), TypeError, r"got x of torch.float64.*torch's own"),
-        ((X, 2, X[0, :, 0].double()), TypeError, r"got weight of torch.float64"),
+        ((X.double(), 2), TypeError, r"takes x in .*got torch.float64.*torch's own"),
+        ((X, 2, X[0, :, 0].double()), TypeError, r"takes weight in .*got torch.float64"),
         ((X, 3), ValueError, r"equal groups, got 8 channels, num_groups=3"),
         ((X, 0), ValueError, r"equal groups.*num_groups=0"),
         ((X[0, 0], 1), ValueError, r"shape \[N, C, \*\], got \(3,\)"),
         ((X, 2, X), ValueError, r"weight of shape \(8,\), got \(4, 8, 3\)"),
         ((X, 2, None, X[0, 1:, 0]), ValueError, r"bias of shape \(8,\), got \(7,\)"),
-        ((X, 2, torch.zeros(8, device="meta")), ValueError, r"one device, got weight on meta"),
+        ((X, 2, torch.zeros(8, device="meta")), ValueError, r"one device, got x on 'cpu' and weight on 'meta'"),
     ],
 )
 def test_bad_arguments(arguments: Any, kind: type[Exception], message: str) -> None:
@@ -351,7 +352,7 @@ def test_nothing_spills_and_tiles_move_16_bytes_at_a_time(
 @kernel_tools.compiles
 def test_the_bytes_that_are_promised_are_those_of_the_kernels() -> None:
     shape = (4, 64, 16, 16)
-    for number, backward in zip(bytes_moved(shape, BF16), (False, True), strict=True):
+    for number, backward in zip(kernel_bytes.group_norm(shape, BF16), (False, True), strict=True):
         kernel, whole, tile = compiled(backward, 90, BF16, 16, 256, False, 0)
         assert whole and number == sum(kernel.moved(*tile)) * math.prod(shape)
-    assert bytes_moved(shape, F32, (F32, F16)) == (8 * 65536 + 6 * 64, 12 * 65536 + 12 * 64)
+    assert kernel_bytes.group_norm(shape, F32, (F32, F16)) == (8 * 65536 + 6 * 64, 12 * 65536 + 12 * 64)

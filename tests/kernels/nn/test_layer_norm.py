@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any
@@ -14,12 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
 import norm_tools
+from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.launch.philox import draw_seeds, drop_threshold, keep_mask
 from fxprec.kernels.nn import layer_norm as module
 from fxprec.kernels.nn import norm_launch, norm_long_rows, norm_rows
-from fxprec.kernels.nn.layer_norm import bytes_moved, layer_norm, reference
+from fxprec.kernels.nn.layer_norm import layer_norm
 
 error, gradients, near = norm_tools.error, norm_tools.gradients, norm_tools.near
+reference = functools.partial(norm_tools.reference, center=True)
+bytes_moved = functools.partial(kernel_bytes.norm, center=True)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, BF16]
@@ -409,16 +413,16 @@ X = torch.zeros(4, 8)
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "message"),
     [
-        ((X.double(), 8), {}, TypeError, r"got x of torch.float64.*torch's own"),
-        ((X, 8, X[0].double()), {}, TypeError, r"got weight of torch.float64"),
-        ((X.int(), 8), {}, TypeError, r"got x of torch.int32"),
+        ((X.double(), 8), {}, TypeError, r"takes x in .*got torch.float64.*torch's own"),
+        ((X, 8, X[0].double()), {}, TypeError, r"takes weight in .*got torch.float64"),
+        ((X.int(), 8), {}, TypeError, r"takes x in .*got torch.int32"),
         ((X, 8), {"output_dtype": torch.float64}, TypeError, r"output_dtype=torch.float64"),
         ((X, 7), {}, ValueError, r"normalized_shape \(7,\).*got \(4, 8\)"),
         ((X, ()), {}, ValueError, r"normalized_shape \(\)"),
         ((X, 8, X), {}, ValueError, r"weight of shape \(8,\), got \(4, 8\)"),
         ((X, 8, None, X[0, 1:]), {}, ValueError, r"bias of shape \(8,\), got \(7,\)"),
         ((X, 8), {"residual": X[0]}, ValueError, r"residual of shape \(4, 8\), got \(8,\)"),
-        ((X, 8), {"residual": X.to("meta")}, ValueError, r"one device, got residual on meta"),
+        ((X, 8), {"residual": X.to("meta")}, ValueError, r"one device, got x on 'cpu' and residual on 'meta'"),
         ((X, 8), {"dropout_p": 0.5}, ValueError, r"give residual"),
         ((X, 8), {"residual": X, "dropout_p": 1.0}, ValueError, r"p in \[0, 1\)"),
         ((X, 8), {"residual": X, "dropout_p": -0.1}, ValueError, r"p in \[0, 1\)"),
@@ -510,16 +514,16 @@ def test_no_alignment_is_claimed_where_there_is_none(form: str) -> None:
 @kernel_tools.compiles
 @pytest.mark.parametrize(("x", "stream", "p"), [(BF16, BF16, 0.0), (BF16, F32, 0.0), (F16, F16, 0.1), (F16, F32, 0.1)])
 def test_the_bytes_that_are_promised_are_those_of_the_kernels(x: torch.dtype, stream: torch.dtype, p: float) -> None:
-    promised = bytes_moved(10_000, 1024, x, residual=stream, parameters=(), dropout=p > 0)
+    promised = bytes_moved(10_000, 1024, x, residual=stream, dropout=p > 0)
     for form, number in (("forward", promised[0]), ("backward", promised[1])):
         loads, stores = compiled(form, 90, x, stream, 1024, p).moved(*norm_launch._tile(1024)[:2])
         assert number == (loads + stores) * 10_000 * 1024 + 10_000 * 8
-    with_parameters = bytes_moved(10_000, 1024, x, residual=stream, dropout=p > 0)
+    with_parameters = bytes_moved(10_000, 1024, x, residual=stream, parameters=(F32, F32), dropout=p > 0)
     assert (with_parameters[0] - promised[0], with_parameters[1] - promised[1]) == (8 * 1024, 16 * 1024)
 
 
 def test_bytes_of_a_plain_norm_and_of_long_rows() -> None:
-    assert bytes_moved(10, 64, BF16, parameters=()) == (4 * 640 + 80, 6 * 640 + 80)
-    assert bytes_moved(10, 64, BF16, y=F32, parameters=()) == (6 * 640 + 80, 8 * 640 + 80)
-    long = bytes_moved(1, 16384, BF16, parameters=(F32,))[1] - bytes_moved(1, 16384, BF16, parameters=())[1]
+    assert bytes_moved(10, 64, BF16) == (4 * 640 + 80, 6 * 640 + 80)
+    assert bytes_moved(10, 64, BF16, y=F32) == (6 * 640 + 80, 8 * 640 + 80)
+    long = bytes_moved(1, 16384, BF16, parameters=(F32,))[1] - bytes_moved(1, 16384, BF16)[1]
     assert long == 4 * 16384 + 8 * 16384, "dy and s once more"

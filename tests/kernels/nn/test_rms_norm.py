@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any
@@ -14,12 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
 import norm_tools
+from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.launch.philox import draw_seeds, drop_threshold, keep_mask
 from fxprec.kernels.nn import norm_launch, norm_long_rows, norm_rows
 from fxprec.kernels.nn import rms_norm as module
-from fxprec.kernels.nn.rms_norm import bytes_moved, reference, rms_norm
+from fxprec.kernels.nn.rms_norm import rms_norm
 
 error, gradients, near = norm_tools.error, norm_tools.gradients, norm_tools.near
+bytes_moved = functools.partial(kernel_bytes.norm, center=False)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, BF16]
@@ -34,6 +37,11 @@ def inputs(shape: tuple[int, ...], device: str, x: torch.dtype, residual: torch.
     """x, residual, weight; the weight is FP32 with values that x's dtype holds."""
     made = [torch.randn(shape).to(x), (torch.randn(shape) * 2).to(residual or x), torch.randn(shape[-1]).to(x).float()]
     return [t.to(device).requires_grad_() for t in made]
+
+
+def reference(x: Tensor, residual: Tensor | None, weight: Tensor | None, *args: Any, **options: Any) -> Any:
+    options = {"eps": torch.finfo(F32).eps, **options}
+    return norm_tools.reference(x, residual, weight, None, *args, center=False, **options)
 
 
 def test_the_kernel_in_the_interpreter() -> None:
@@ -95,7 +103,7 @@ def test_stream_dropout_and_offset(
     assert s.dtype == torch.promote_types(low, stream) and y.dtype == (output or low)
     torch.manual_seed(11)
     seed = draw_seeds(1, torch.device(device))
-    expected = reference(x, residual, weight, seed, 37, 1e-6, 0.4, 1.0, output)
+    expected = reference(x, residual, weight, seed, 37, eps=1e-6, p=0.4, offset=1.0, dtype=output)
     near((y, s), expected, low)
     again = rms_norm(s.detach(), 37, weight, 1e-6, output_dtype=output or low, offset=1.0)
     assert kernel_tools.same_bits(y, again), "y is of the s that was stored"
@@ -237,7 +245,7 @@ X = torch.zeros(4, 8)
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "message"),
     [
-        ((X.double(), 8), {}, TypeError, r"got x of torch.float64.*torch's own"),
+        ((X.double(), 8), {}, TypeError, r"takes x in .*got torch.float64.*torch's own"),
         ((X, 7), {}, ValueError, r"normalized_shape \(7,\).*got \(4, 8\)"),
         ((X, 8, X), {}, ValueError, r"weight of shape \(8,\), got \(4, 8\)"),
         ((X, 8), {"residual": X[0]}, ValueError, r"residual of shape \(4, 8\), got \(8,\)"),
@@ -293,10 +301,10 @@ def test_nothing_spills_and_tiles_move_16_bytes_at_a_time(
     assert not re.search(r"\b(atom|red)\.", kernel.ptx)
     if form in ("forward", "backward"):
         assert len(kernel.narrow()) <= (1 if form == "forward" else 4) + (p > 0)
-        promised = bytes_moved(100, columns, x, residual=stream, weight=None, dropout=p > 0)[form == "backward"]
+        promised = bytes_moved(100, columns, x, residual=stream, dropout=p > 0)[form == "backward"]
         assert promised == 100 * columns * sum(kernel.moved(*norm_launch._tile(columns)[:2])) + 400
 
 
 def test_bytes_of_a_plain_norm() -> None:
-    assert bytes_moved(10, 64, BF16, weight=None) == (4 * 640 + 40, 6 * 640 + 40)
-    assert bytes_moved(10, 64, BF16)[1] == 6 * 640 + 40 + 8 * 64
+    assert bytes_moved(10, 64, BF16) == (4 * 640 + 40, 6 * 640 + 40)
+    assert bytes_moved(10, 64, BF16, parameters=(F32,))[1] == 6 * 640 + 40 + 8 * 64

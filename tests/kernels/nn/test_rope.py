@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
+from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.nn import rope as rope_file
-from fxprec.kernels.nn.rope import bytes_moved, reference, rope, rope_qk
+from fxprec.kernels.nn.rope import reference, rope, rope_qk
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 #: The kernel in Triton's interpreter and on a device, and what runs without Triton.
@@ -287,7 +288,7 @@ def test_bad_inputs_are_refused() -> None:
         rope(x.double(), cos, sin)
     with pytest.raises(TypeError, match=r"got torch.float64"):
         rope(x, cos.double(), sin)
-    with pytest.raises(ValueError, match="move them to one device"):
+    with pytest.raises(ValueError, match="takes tensors of one device"):
         rope(x, cos.to("meta"), sin)
     for c, s in ((cos.clone().requires_grad_(), sin), (cos, sin.clone().requires_grad_())):
         with pytest.raises(ValueError, match="no gradient of cos and sin: detach them"):
@@ -314,8 +315,8 @@ def test_bad_inputs_are_refused() -> None:
 def test_the_bytes_that_move() -> None:
     cos = torch.empty(5, 4)
     q, k = torch.empty(2, 3, 5, 8, dtype=torch.bfloat16), torch.empty(2, 1, 5, 8)
-    assert bytes_moved(q, cos=cos, sin=cos) == 4 * 240 + 160
-    assert bytes_moved(q, k, cos=cos, sin=cos) == 4 * 240 + 8 * 80 + 160
+    assert kernel_bytes.rope(q, cos=cos, sin=cos) == 4 * 240 + 160
+    assert kernel_bytes.rope(q, k, cos=cos, sin=cos) == 4 * 240 + 8 * 80 + 160
 
 
 def test_the_reference_is_the_rotation() -> None:

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
+from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.launch.philox import draw_seeds, keep_mask
 from fxprec.kernels.nn import softmax as softmax_file
 from fxprec.kernels.nn import softmax_kernels as kernels
-from fxprec.kernels.nn.softmax import bytes_moved, reference, softmax
+from fxprec.kernels.nn.softmax import reference, softmax
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 #: The kernels in Triton's interpreter and on a device, and what runs without Triton.
@@ -405,12 +406,12 @@ def test_bad_inputs_are_refused() -> None:
 def test_the_bytes_that_move() -> None:
     x = torch.empty(2, 3, 8, 16, dtype=torch.bfloat16)
     n = x.numel()
-    assert bytes_moved(x) == (4 * n, 6 * n)
-    assert bytes_moved(x, output_dtype=torch.float32) == (6 * n, 10 * n)
+    assert kernel_bytes.softmax(x) == (4 * n, 6 * n)
+    assert kernel_bytes.softmax(x, output_dtype=torch.float32) == (6 * n, 10 * n)
     mask = torch.empty(8, 16, dtype=torch.bool)
-    assert bytes_moved(x, mask=mask, dropout_p=0.1) == (4 * n + 128, 6 * n + 128)
+    assert kernel_bytes.softmax(x, mask=mask, dropout_p=0.1) == (4 * n + 128, 6 * n + 128)
     seen = 6 * (8 * 9 // 2)
-    assert bytes_moved(x, causal=True) == (2 * seen + 2 * n, 4 * seen + 2 * n)
+    assert kernel_bytes.softmax(x, causal=True) == (2 * seen + 2 * n, 4 * seen + 2 * n)
 
 
 # What the compiler makes of it

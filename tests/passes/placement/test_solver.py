@@ -9,19 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec.passes.placement.solver import CutProblem, Tensor, solve
-
-
-def cost_of(problem: CutProblem, full: list[bool]) -> float:
-    """What an assignment costs; closures that it breaks are not counted."""
-    total = sum(abs(cost) for variable, cost in problem.unary.items() if full[variable] is (cost > 0))
-    for tensor in problem.tensors:
-        if full[tensor.producer]:
-            casts = any(not full[user] for user in tensor.users)
-        else:
-            casts = any(full[user] for user in tensor.users if user not in tensor.promoters)
-        total += tensor.cost if casts else 0
-    return total
+from fxprec.passes.placement.solver import CutProblem, Tensor, cost_of, solve
 
 
 @st.composite

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from fxprec.kernels.rows.program.layout import Layout, dense_strides, find_layout, is_dense, merged, place
+from fxprec.kernels.launch.operands import is_dense
+from fxprec.kernels.rows.program.layout import Layout, dense_strides, find_layout, merged, place
 from fxprec.kernels.rows.program.terms import Declined
 
 

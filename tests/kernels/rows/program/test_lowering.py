@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 import region_tools as tools
 from fxprec.kernels.rows.program import clamp
-from fxprec.kernels.rows.program.lowering import LOWERINGS, Declined
+from fxprec.kernels.rows.program.lowering import LOWERINGS
+from fxprec.kernels.rows.program.terms import Declined
 from fxprec.kernels.rows.run.evaluate import evaluate
 from fxprec.kernels.rows.run.gradients import eager_backward
 

@@ -1,0 +1,45 @@
+"""What the hand-written kernels take: floating-point tensors, which they compute with in FP32, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_operands(kernel: str, **tensors: Any) -> None:
+    """Refuse another dtype (TypeError), and another device than the first one's (ValueError). Others may be None."""
+    (first, x), *_ = tensors.items()
+    for name, tensor in tensors.items():
+        if tensor is None and name != first:
+            continue
+        dtype = getattr(tensor, "dtype", type(tensor).__name__)
+        if tensor is None or dtype not in FLOATS:
+            raise TypeError(
+                f"{kernel} takes {name} in float32, float16 or bfloat16, got {dtype}: it computes in float32. For "
+                "float64 use torch's own."
+            )
+        if tensor.device != x.device:
+            raise ValueError(
+                f"{kernel} takes tensors of one device, got {first} on '{x.device}' and {name} on '{tensor.device}': "
+                "move one of them."
+            )
+
+
+def packed(tensor: Tensor | None) -> Tensor | None:
+    """A tensor as kernels read it that take no strides of it: one value after another."""
+    return None if tensor is None else tensor.contiguous()
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements share memory and none is between them, in any order of dimensions."""
+    step = 1
+    for stride, size in sorted((t, s) for s, t in zip(shape, strides, strict=True) if s != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
