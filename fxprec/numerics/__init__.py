@@ -4,5 +4,8 @@ from fxprec.numerics.audit import audit
 from fxprec.numerics.finding import Finding
 from fxprec.numerics.ledger import Ledger, Row
 from fxprec.numerics.locate import locate
+from fxprec.numerics.magnitudes import Magnitudes
+from fxprec.numerics.range_table import Range, Ranges
+from fxprec.numerics.ranges import ranges
 
-__all__ = ["Finding", "Ledger", "Row", "audit", "locate"]
+__all__ = ["Finding", "Ledger", "Magnitudes", "Range", "Ranges", "Row", "audit", "locate", "ranges"]
