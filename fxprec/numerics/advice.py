@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from fxprec.numerics.range_table import Range, flushed_of, percent
+from fxprec.numerics.range_table import Range, flushed_of, percent, power
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.arguments import LARGEST_SCALE, SMALLEST_SCALE
 
@@ -64,7 +64,7 @@ def advise(rows: Sequence[Range], low: torch.dtype, ran_at: float) -> Advice:
     reasons = [_fits(forward)] if forward else []
     if scale is not None:
         lost = percent(flushed_of(backward, torch.float16, scale / ran_at))
-        reasons.append(f"{lost} of the gradients become 0 at a loss scale of {scale:g}")
+        reasons.append(f"{lost} of the gradients become 0 at a loss scale of {power(scale)}")
     reasons.append("float16 has three bits of precision more than bfloat16")
     return Advice(torch.float16, tuple(reasons), scale, useful)
 
@@ -122,14 +122,16 @@ def _lost_gradients(backward: Sequence[Range], weights: Sequence[Range], scale: 
     found = []
     lost = [row for row in weights if row.flushed_in(torch.float16, larger) > _LOST]
     if lost:
-        found.append(f"the gradient of {lost[0].node} would be 0 in float16 at a loss scale of {scale:g}" + _more(lost))
+        found.append(
+            f"the gradient of {lost[0].node} would be 0 in float16 at a loss scale of {power(scale)}" + _more(lost)
+        )
     share = flushed_of(backward, torch.float16, larger)
     if share > _FLUSHED:
         seen = [row.values for row in backward if row.values.some]
         smallest, largest = min(each.smallest for each in seen), max(each.largest for each in seen)
         found.append(
             f"gradients span {math.log2(largest / smallest):.0f} binades, and float16 has 40: {percent(share)} of them "
-            f"become 0 at the largest safe loss scale, {scale:g}"
+            f"become 0 at the largest safe loss scale, {power(scale)}"
         )
     return found
 

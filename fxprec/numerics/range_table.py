@@ -249,6 +249,11 @@ def percent(share: float) -> str:
     return f"{share:.1%}" if share == 0 or share >= 0.0005 else "<0.1%"
 
 
+def power(scale: float) -> str:
+    """A power of two as code: ``4096``, ``2.0**41``."""
+    return f"{scale:g}" if float(f"{scale:g}") == scale else f"2.0**{round(math.log2(scale))}"
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 

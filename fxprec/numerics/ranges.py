@@ -19,7 +19,7 @@ from fxprec.numerics.counting import Counting
 from fxprec.numerics.kept import kept
 from fxprec.numerics.magnitudes import Magnitudes, Tally
 from fxprec.numerics.problem import Batch, Loss, Problem
-from fxprec.numerics.range_table import Range, Ranges, flushed_of, percent, tightest_first
+from fxprec.numerics.range_table import Range, Ranges, flushed_of, percent, power, tightest_first
 from fxprec.numerics.trial import under
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
@@ -132,7 +132,7 @@ def _counted(problem: Problem, batch: Batch, scale: float) -> Counting:
                 ((values, gradients),) = observed
                 for name, gradient in gradients.items():
                     counting.gradient(name, gradient)
-                if len(values) == 1 and values[0].numel() == 1:
+                if gradients and len(values) == 1 and values[0].numel() == 1:
                     counting.count(Origin("outside", "scaled loss", backward=True), values[0] * scale)
                 return counting
 
@@ -175,6 +175,8 @@ def _warnings(rows: list[Range], low: torch.dtype, scale: float | None) -> tuple
     share = flushed_of(backward, torch.float16, 1.0)
     if not share:
         return ()
-    cure = f"scaler = fxprec.LossScaler(init_scale={scale:g})" if scale is not None else "a loss scaler, or bfloat16"
+    cure = (
+        f"scaler = fxprec.LossScaler(init_scale={power(scale)})" if scale is not None else "a loss scaler, or bfloat16"
+    )
     flushed = f"{percent(share)} of the gradients are flushed to 0"
     return (f"float16 trains unscaled (no scaler was given, or it is disabled): {flushed}; {cure}",)
