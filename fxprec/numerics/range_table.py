@@ -199,10 +199,8 @@ class Ranges:
             return f"neither float16 nor bfloat16: {self.reasons[0]}"
         if self.scale is None or self.smallest_scale is None:
             return f"{dtype_name(self.dtype)} fits; there is no loss scale for float16"
-        least = (
-            f", the smallest useful one {self.smallest_scale:g}" if self.smallest_scale > 1 else ", and none is needed"
-        )
-        return f"{dtype_name(self.dtype)} fits; largest safe loss scale for float16: {self.scale:g}{least}"
+        least = f"the smallest useful one {power(self.smallest_scale)}" if self.smallest_scale > 1 else "none is needed"
+        return f"{dtype_name(self.dtype)} fits; largest safe loss scale for float16: {power(self.scale)}, {least}"
 
     def __str__(self) -> str:
         return plain(self.__rich__())
