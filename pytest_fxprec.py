@@ -9,8 +9,8 @@
 
 Each test has a file, ``precision/<test file>/<test>.lock`` beside the test's. A test fails where its model has other
 precisions, with what changed and why, and where there is no file. ``--precision-lock-update`` writes the files of the
-tests that run, says what changed in them, and removes those of tests that are gone. ``--precision-lock`` is for CI: files
-of tests that are gone fail the run, where otherwise they are reported.
+tests that run, says what changed in them, and removes those of tests that are gone. ``--precision-lock`` is for CI:
+files of tests that are gone fail the run, where otherwise they are reported.
 
 A module of its own, as pytest imports it at each start: fxprec, and with it torch, is imported by the fixture alone.
 """
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def precision_lock(request: pytest.FixtureRequest) -> PrecisionLock:
     """``precision_lock(model)``: the model computes in the dtypes that the test's lock file says."""
     item: pytest.Item = request.node
-    lock = PrecisionLock(item.nodeid, _lock_file(item), request.config.getoption(_UPDATE), item.config.rootpath)
+    lock = PrecisionLock(item.nodeid, _lock_file(item), bool(request.config.getoption(_UPDATE)), item.config.rootpath)
     item.stash[_LOCK] = lock
     return lock
 

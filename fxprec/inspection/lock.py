@@ -3,7 +3,7 @@
 A line a node, with the dtype that it computes in and the one that it puts out; equal ones of repeated layers are one::
 
     [Net] O1, bfloat16, mincut
-    forward(x), training
+    forward(x)
       float32 -> bfloat16   -  cast of x
       bfloat16 -> bfloat16  blocks.0-11.fc  linear
       float32 -> bfloat16   blocks.0-11.norm  layer_norm
@@ -36,12 +36,12 @@ _LINE_NUMBER: Final = re.compile(r"(?<=\.py):\d+")
 _ROOT: Final = "-"
 _OUTSIDE: Final = "outside of the graphs"
 _HEADING: Final = re.compile(rf"\w.*\(.*\).*|{_OUTSIDE}")
-_SECTION: Final = re.compile(r"\[(.+)\] (.*)")
+_SECTION: Final = re.compile(r"\[([^\[\]]+)\] ?(.*)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Name:
-    """What a line is of: a heading, such as ``forward(x), training``, the path of a module, and the node there."""
+    """What a line is of: a heading, such as ``forward(x)``, the path of a module, and the node there."""
 
     heading: str
     module: str
@@ -76,17 +76,19 @@ class Locked:
         found = report(model)
         dtypes: dict[Name, str] = {}
         why: dict[Name, str] = {}
-        seen: list[dict[Name, str]] = []
-        headings = Counter[str]()
+        seen: dict[str, list[dict[Name, str]]] = {}
+        modes: dict[str, str] = {}
         for graph in found.graphs:
             own = {name: (dtype, reason) for name, dtype, reason in _nodes(graph)}
-            plain = {Name(_heading(graph), name.module, name.node): dtype for name, (dtype, _) in own.items()}
-            if plain in seen:  # for other shapes, say
+            plain = {name: dtype for name, (dtype, _) in own.items()}
+            heading = f"{graph.method or 'graph'}({', '.join(graph.inputs)})"
+            others = seen.setdefault(heading, [])
+            modes.setdefault(heading, graph.mode)
+            if plain in others:  # for other shapes, or in the other mode: dynamo need not tell them apart
                 continue
-            seen.append(plain)
-            headings[_heading(graph)] += 1
-            number = headings[_heading(graph)]
-            heading = _heading(graph) + (f", graph {number}" if number > 1 else "")
+            others.append(plain)
+            if len(others) > 1:
+                heading += f", graph {len(others)}" + (f" ({graph.mode})" if graph.mode != modes[heading] else "")
             for name, (dtype, reason) in own.items():
                 name = Name(heading, name.module, name.node)
                 dtypes[name], why[name] = dtype, reason
@@ -118,20 +120,14 @@ class Locked:
                     yield f"  {dtype:20}  {Name(heading, path, group[0].node)}"
 
 
-def _heading(graph: GraphReport) -> str:
-    inputs = ", ".join(graph.inputs)
-    return f"{graph.method or 'graph'}({inputs})" + (f", {graph.mode}" if graph.mode else "")
-
-
 def _nodes(graph: GraphReport) -> Iterator[tuple[Name, str, str]]:
     """Name, dtypes and reason of what has a line."""
     called: dict[str, str] = {}
     times: Counter[tuple[str, str]] = Counter()
     puts_out = {row.node: row.output for row in graph.rows}
     for row in graph.rows:
-        module = row.module or _ROOT
+        module, source = row.module or _ROOT, _source(row, puts_out)
         if row.kind == "cast":
-            source = _source(row, puts_out)
             op, dtype = f"cast of {called.get(source, source)}", f"{puts_out.get(source, '-')} -> {row.output}"
             reason = row.why
         else:
@@ -140,7 +136,9 @@ def _nodes(graph: GraphReport) -> Iterator[tuple[Name, str, str]]:
         number = times[module, op]
         name = Name("", module, op + (f"_{number}" if number > 1 else ""))
         called[row.node] = row.node if row.kind == "input" else name.node
-        if row.kind == "cast" or (row.kind == "op" and row.rule != "-" and not moves_data(row.op)):
+        computes = row.kind == "op" and row.rule != "-" and not moves_data(row.op)
+        # A cast from a dtype to itself is there for inputs that come in another one: nobody knows yet.
+        if computes or (row.kind == "cast" and puts_out.get(source) != row.output):
             yield name, dtype, reason
 
 
@@ -175,7 +173,7 @@ def _folded(names: Iterable[tuple[_Texts, Name]]) -> list[tuple[_Texts, list[Nam
 def file_text(models: Mapping[str, Locked], torch_version: str) -> str:
     """The file of several models, by name."""
     parts = [f"# What computes in which dtype: written by pytest --precision-lock-update, with torch {torch_version}."]
-    parts += ["\n".join([f"[{name}] {locked.settings}", *locked.lines()]) for name, locked in models.items()]
+    parts += ["\n".join([f"[{name}] {locked.settings}".rstrip(), *locked.lines()]) for name, locked in models.items()]
     return "\n\n".join(parts) + "\n"
 
 
