@@ -80,7 +80,9 @@ class Problem:
         """
         value = self.run(batch)
         values = value if isinstance(value, list) else [value]
-        total = sum(each.sum() if each.is_floating_point() else each.abs().sum() for each in values)
+        total = value
+        if isinstance(value, list) or not value.is_floating_point():
+            total = sum(each.sum() if each.is_floating_point() else each.abs().sum() for each in values)
         if isinstance(total, Tensor) and total.requires_grad:
             (total * scale if scale != 1.0 else total).backward()
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}

@@ -97,7 +97,23 @@ def test_values_of_nodes(dtype: torch.dtype) -> None:
     shadow = only(found, "first.weight")
     assert (shadow.op, shadow.module, shadow.kind) == ("shadow", "first", "weight")
     assert shadow.values.exponents == by_hand(model.get_parameter("first.weight").to(dtype))
+    outside = {row.node for row in found.rows if row.kind == "outside" and row.phase == "forward"}
+    assert outside <= {"_to_copy", "_log_softmax", "nll_loss_forward", "ones_like"}, "the loss, and its gradient"
     assert only(found, "linear").module == "first" and "test_ranges.py:" in only(found, "linear").source
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_low_copies_of_weights_count_once(called: bool) -> None:
+    """Whether they are made in the run, written again, or there already; and those of weights that have none."""
+    model = made()
+    if called:
+        model(batch()[0])
+        with torch.no_grad():
+            model.get_parameter("first.weight").mul_(2)
+    rows = {row.node: row for row in ranged(model, [batch()], F.cross_entropy).rows if row.op == "shadow"}
+    assert {*rows} == {"first.weight", "first.bias", "last.weight", "last.bias"}
+    for path, row in rows.items():
+        assert row.values.exponents == by_hand(model.get_parameter(path).to(BF16))
 
 
 def test_several_batches_add_up_and_every_nth_is_run() -> None:
@@ -314,6 +330,14 @@ def test_a_scale_that_is_too_large_is_seen() -> None:
     found = ranged(made(torch.relu, F16), [batch()], F.cross_entropy, scaler)
     assert any(row.overflowed for row in found.rows if row.phase == "backward")
     assert found.scale is not None and found.scale < 2.0**20 and found.dtype is F16
+
+
+def test_a_loss_in_float16_bounds_the_scale() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return out.half().mean() * 1e-3 + 2000
+
+    found = ranged(made(torch.relu, F16), [batch()], loss)
+    assert found.scale == 8.0, "2000 * 8 keeps two bits to 65504"
 
 
 def test_gradients_that_are_not_finite_have_no_scale() -> None:
