@@ -208,7 +208,8 @@ def test_a_checkpoint_counts_once() -> None:
     found = ranged(model, [batch()], F.cross_entropy)
     inside = [row for row in found.rows if row.op in ("tanh", "mul") and row.phase == "forward"]
     assert [row.values.count for row in inside] == [40, 40]
-    assert any(row.op == "tanh" and row.phase == "backward" for row in found.rows)
+    [backward] = [row for row in found.rows if row.op == "tanh" and row.phase == "backward"]
+    assert backward.values.count == 40, "its gradient, without what is computed again"
 
 
 @pytest.mark.slow
@@ -232,9 +233,17 @@ def test_fused_regions_are_opened() -> None:
     assert {"gelu", "mul", "add"} <= inside
 
 
-def test_masks_are_no_overflow() -> None:
-    mask = lambda h: (h[:, :5] @ h[:, :5].T + torch.full((5, 5), -torch.inf).triu(1)).softmax(-1) @ h  # noqa: E731
-    found = ranged(made(mask, F16), [batch()], F.cross_entropy)
+@pytest.mark.parametrize("adds", [True, False])
+def test_masks_are_no_overflow(adds: bool) -> None:
+    def function(h: Tensor) -> Tensor:
+        scores = h[:, :5] @ h[:, :5].T
+        if adds:
+            scores = scores + torch.full((5, 5), -torch.inf).triu(1)
+        else:
+            scores = scores.masked_fill(torch.ones(5, 5).triu(1) > 0, -torch.inf)
+        return scores.softmax(-1) @ h
+
+    found = ranged(made(function, F16), [batch()], F.cross_entropy)
     infinite = [row for row in found.rows if row.values.infinite]
     assert infinite and not any(row.overflowed for row in found.rows)
     assert found.dtype is F16
@@ -313,6 +322,8 @@ def test_float16_that_trains_unscaled(scaler: str | None) -> None:
     assert found.scale is not None
     if scaler == "enabled":
         assert not found.warnings and found.ran_at == 2.0**20
+        small = fxprec.LossScaler("cpu", init_scale=2.0)
+        assert not ranged(made(torch.tanh, F16), [batch()], loss, small).warnings, "it is scaled, if too little"
         return
     [warning] = found.warnings
     assert (
