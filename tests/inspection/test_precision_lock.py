@@ -262,6 +262,7 @@ def test_files_of_tests_that_are_gone(pytester: pytest.Pytester) -> None:
 
     part = ("-k", "test_b or test_other")
     assert told(*part) == (gone, 0)
+    assert told("-k", "test_other") == (gone, 0), "what is left out this time is not gone"
     assert told(*part, "--precision-lock") == (gone, 1)
     assert told("test_it.py::test_other") == ({"precision/test_gone/test_net.lock"}, 0), "not collected whole"
     assert told("--collect-only", "-q")[0] == gone
