@@ -19,7 +19,7 @@ import contextlib
 import difflib
 import textwrap
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -27,13 +27,21 @@ from torch.fx import GraphModule
 
 from fxprec.inspection.annotations import assert_annotations_hold
 from fxprec.inspection.cast_count import CastCount, count_casts
-from fxprec.inspection.nodes import Place, is_inserted, op_name, places, rewritten_graphs, select, source_line
+from fxprec.inspection.nodes import (
+    Place,
+    is_inserted,
+    moves_data,
+    op_name,
+    places,
+    rewritten_graphs,
+    select,
+    source_line,
+)
 from fxprec.inspection.rule_check import assert_rule_holds
 from fxprec.model.module import conversion_of
 from fxprec.passes.graph import text
 from fxprec.passes.graph.annotations import Precision, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.ops.table import facts_of
 
 __all__ = [
     "CastCount",
@@ -45,10 +53,6 @@ __all__ = [
     "count_casts",
     "format_graph",
 ]
-
-#: Besides views, and ops that take what arrives: moves data and computes nothing, so that it is left out where a whole
-#: module is asserted to compute in a dtype.
-_MOVES: Final = frozenset({"setitem", "cast"})
 
 
 def assert_precision(
@@ -105,9 +109,8 @@ def _computing(place: Place, pattern: str) -> Precision | None:
         return None
     if node.op not in ("call_function", "call_method"):
         return None
-    row = facts_of(op_name(node))
-    moves = op_name(node) in _MOVES or row.arrives or row.view
-    return None if moves and not pattern.startswith(("op:", "node:")) and pattern != place.name else precision
+    named = pattern.startswith(("op:", "node:")) or pattern == place.name
+    return precision if named or not moves_data(op_name(node)) else None
 
 
 @contextlib.contextmanager

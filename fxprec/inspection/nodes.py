@@ -22,11 +22,14 @@ from fxprec.model.module import conversion_of, graphs, is_converted
 from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.ops.table import facts_of
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.program import is_weight_cast
 
 _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
 _PATH: Final = re.compile(r"(?:[A-Za-z]:)?[/\\][^\s:\"'(),]*\.pyw?\b")
+#: Besides views, and ops that take what arrives.
+_MOVES: Final = frozenset({"setitem", "cast"})
 _LIBRARIES: Final = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 
 
@@ -135,6 +138,12 @@ def op_name(node: Node) -> str:
     if op is not NO_OP:
         return op.name
     return str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else node.op
+
+
+def moves_data(op: str) -> bool:
+    """Whether a canonical op computes nothing: views, copies, casts."""
+    row = facts_of(op)
+    return op in _MOVES or row.arrives or row.view
 
 
 def reason(node: Node) -> tuple[str, str]:

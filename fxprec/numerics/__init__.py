@@ -4,7 +4,12 @@ from fxprec.numerics.audit import audit
 from fxprec.numerics.finding import Finding
 from fxprec.numerics.ledger import Ledger, Row
 from fxprec.numerics.locate import locate
+from fxprec.numerics.magnitudes import Magnitudes
+from fxprec.numerics.range_table import Range, Ranges
+from fxprec.numerics.ranges import ranges
 from fxprec.numerics.tune import tune
 from fxprec.numerics.tuned import Tuned
 
-__all__ = ["Finding", "Ledger", "Row", "Tuned", "audit", "locate", "tune"]
+__all__ = [
+    "Finding", "Ledger", "Magnitudes", "Range", "Ranges", "Row", "Tuned", "audit", "locate", "ranges", "tune",
+]  # fmt: skip

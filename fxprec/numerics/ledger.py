@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from fxprec.inspection.layers import fold
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.numerics.alternatives import Alternative
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 #: Rows that are printed.
 _SHOWN: Final = 10
-_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +171,8 @@ class Ledger:
         """The same with repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``."""
         groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
-            name = _fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
-            groups.setdefault((name, row.kind, row.backward, _fold(row.module), row.op, row.compute), []).append(row)
+            name = fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
+            groups.setdefault((name, row.kind, row.backward, fold(row.module), row.op, row.compute), []).append(row)
         rows = [_together(key[0], key[3], group) for key, group in groups.items()]
         return Ledger(self.target, ordered(rows, len(self.samples)), self.samples, self.parameters, self.remarks)
 
@@ -255,10 +254,6 @@ class Ledger:
 def ordered(rows: Iterable[Row], batches: int) -> tuple[Row, ...]:
     """Largest first."""
     return tuple(sorted(rows, key=lambda row: -(abs(row.contribution) if batches == 1 else row.squares)))
-
-
-def _fold(path: str) -> str:
-    return _NUMBER.sub("*", path)
 
 
 def _together(name: str, module: str, rows: list[Row]) -> Row:

@@ -106,7 +106,7 @@ class _Step:
         while True:
             births = Births(self._sources(), dict(model.named_parameters(remove_duplicate=False)), flushed)
             with kept(model):
-                observed = observe(model, births, self._run, opened=True)
+                observed = observe(model, births, lambda: self.problem.step(self.batch, self.scale), opened=True)
                 if observed is not None:
                     return self._judged(births, *observed)
 
@@ -114,20 +114,10 @@ class _Step:
         """As the original model runs it, unscaled; None: it does not run without being converted."""
         with kept(self.problem.model), original(self.problem.model):
             try:
-                values, gradients = _Step(self.problem, self.batch, 1.0)._run()
+                values, gradients = self.problem.step(self.batch, 1.0)
             except RuntimeError:  # dtypes that it mixes
                 return None
         return _Run(None, gradients, None, all(_is_finite(each) for each in (*values, *gradients.values())))
-
-    def _run(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        value = self.problem.run(self.batch)
-        values = value if isinstance(value, list) else [value]
-        total = sum(each.sum() if each.is_floating_point() else each.abs().sum() for each in values)
-        if isinstance(total, Tensor) and total.requires_grad:
-            (total * self.scale if self.scale != 1.0 else total).backward()
-        parameters = self.problem.model.named_parameters()
-        gradients = {name: p.grad for name, p in parameters if p.grad is not None}
-        return [each.detach() for each in values], gradients
 
     def _judged(self, births: Births, result: tuple[list[Tensor], dict[str, Tensor]]) -> _Run:
         values, gradients = result

@@ -73,6 +73,21 @@ class Problem:
             raise ValueError(f"{type(self.model).__name__} gives no tensor of floats: give a loss(output, target)")
         return values[0] if len(values) == 1 and values[0].numel() == 1 else values
 
+    def step(self, batch: Batch, scale: float) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Forward and backward, at a loss scale: the loss or else the outputs, and path -> gradient of the parameter.
+
+        Of outputs that are no loss the backward is that of their sum.
+        """
+        value = self.run(batch)
+        values = value if isinstance(value, list) else [value]
+        total = value
+        if isinstance(value, list) or not value.is_floating_point():
+            total = sum(each.sum() if each.is_floating_point() else each.abs().sum() for each in values)
+        if isinstance(total, Tensor) and total.requires_grad:
+            (total * scale if scale != 1.0 else total).backward()
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return [each.detach() for each in values], gradients
+
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Each batch, checked.
 

@@ -75,8 +75,8 @@ class Attribution(TorchDispatchMode):
         else:
             file, line = user_line()
             origin = Origin("outside", function.name().partition("::")[2].partition(".")[0], source=f"{file}:{line}")
-        if torch.is_grad_enabled():  # the function of its backward was made just before
-            self._by_sequence[sequence_number() - 1] = origin
+        if torch.is_grad_enabled():  # the function of its backward was made just before, if it has one
+            self._by_sequence.setdefault(sequence_number() - 1, origin)
         return origin
 
 

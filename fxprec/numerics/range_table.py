@@ -1,0 +1,263 @@
+"""The result of ``ranges``: a row for each value of a run, and what follows for dtype and loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+from fxprec.inspection.layers import fold
+from fxprec.inspection.text import columns, plain, stacked, titled
+from fxprec.numerics.magnitudes import Magnitudes
+from fxprec.passes.graph.text import dtype_name
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+#: Rows that are printed.
+_SHOWN: Final = 10
+#: The smallest values of a row may be so many of it, before ``Range.margin`` counts from them.
+_FEW: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """How large the values of one place are.
+
+    Attributes:
+        node: name of the node; path of the weight; name of an op that runs outside of the graphs.
+        kind: "node", "weight" (forward: its low copy, backward: its gradient as the optimizer gets it) or "outside".
+        graph: position of its graph among ``fxprec.graphs(model)``; -1 outside of them.
+        phase: "forward": what the node gives. "backward": all that its backward computes, gradients of its inputs in
+            the main; scaled, as they are.
+        module: path of the module.
+        op: canonical op; "shadow" or "gradient" of a weight.
+        dtype: of the values, "float16".
+        source: ``model.py:12``.
+        region: the fused region whose kernel computes it otherwise, if not "": here its nodes ran op by op.
+        values: the histogram.
+        wide: that of the same place where the model runs in bfloat16, which has FP32's exponents: known of a float16
+            model where the place has the same name there.
+    """
+
+    node: str
+    kind: Literal["node", "weight", "outside"]
+    graph: int
+    phase: Literal["forward", "backward"]
+    module: str
+    op: str
+    dtype: str
+    source: str
+    region: str
+    values: Magnitudes
+    wide: Magnitudes | None = None
+
+    @property
+    def zeros(self) -> float:
+        """The share of exact zeros."""
+        return self.values.zeros / self.values.count
+
+    @property
+    def subnormal(self) -> float:
+        """The share of subnormal numbers, which have fewer bits the smaller they are."""
+        return self.values.below(math.log2(self._info.smallest_normal)) / self.values.count
+
+    @property
+    def saturated(self) -> float:
+        """The share at the dtype's largest number, or infinite. Masks are, and are meant to be."""
+        return self.values.saturated / self.values.count
+
+    @property
+    def overflowed(self) -> float:
+        """The share that is infinite although nothing infinite came into the op."""
+        return self.values.overflowed / self.values.count
+
+    @property
+    def flushed(self) -> float | None:
+        """The share that is 0 in this run and is none in bfloat16, of what is none there; None where nobody knows.
+
+        It counts zeros here and there: a value that came out as 0 in bfloat16 alone hides one that did so here.
+        """
+        if self.wide is None or not (some := self.wide.count - self.wide.zeros):
+            return None
+        return max(0, self.values.zeros - self.wide.zeros) / some
+
+    @property
+    def headroom(self) -> float:
+        """Bits between the largest value and the dtype's largest number; 0 where something overflowed, inf of zeros."""
+        if self.values.overflowed:
+            return 0.0
+        return math.log2(self._info.max) - math.log2(self.values.largest) if self.values.largest else math.inf
+
+    @property
+    def footroom(self) -> float:
+        """Bits between the smallest value that is not 0 and the dtype's smallest number; inf of zeros."""
+        smallest = self._info.smallest_normal * self._info.eps
+        return math.log2(self.values.smallest) - math.log2(smallest) if self.values.some else math.inf
+
+    @property
+    def span(self) -> float:
+        """Bits between the smallest and the largest value; 0 of zeros. float16 has 40 of them."""
+        return math.log2(self.values.largest) - math.log2(self.values.smallest) if self.values.largest else 0.0
+
+    @property
+    def margin(self) -> float:
+        """What is tight: the smaller one of the headroom, and of the footroom without the smallest hundredth."""
+        if not self.values.some:
+            return self.headroom
+        left = _FEW * self.values.some
+        lowest = next(each for each in sorted(self.values.exponents) if self.values.below(each + 1) > left)
+        return min(self.headroom, lowest - math.log2(self._info.smallest_normal * self._info.eps))
+
+    def flushed_in(self, dtype: torch.dtype, scale: float = 1.0) -> float:
+        """The share that would be 0 in a dtype, of what is none, if all were ``scale`` times as large.
+
+        Of a value that is in this dtype already and has no ``wide`` it is a lower bound: what became 0 is not seen.
+        """
+        seen = self.wide or self.values
+        return seen.below(_flushes_below(dtype, scale)) / seen.some if seen.some else 0.0
+
+    @property
+    def _info(self) -> torch.finfo:
+        return torch.finfo(getattr(torch, self.dtype))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: what is infinite or unknown is None."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        own |= {"values": self.values.to_dict(), "wide": self.wide and self.wide.to_dict()}
+        shares = {name: getattr(self, name) for name in ("zeros", "subnormal", "saturated", "overflowed", "flushed")}
+        bits = {name: getattr(self, name) for name in ("headroom", "footroom", "span", "margin")}
+        would = {"flushed_in_float16": self.flushed_in(torch.float16)}
+        return own | shares | {name: _finite(value) for name, value in bits.items()} | would
+
+
+def _flushes_below(dtype: torch.dtype, scale: float) -> float:
+    """Log2 of what rounds to 0, before it is multiplied by the scale: half of the smallest number."""
+    info = torch.finfo(dtype)
+    return math.log2(info.smallest_normal * info.eps) - 1 - math.log2(scale)
+
+
+def flushed_of(rows: Iterable[Range], dtype: torch.dtype, scale: float) -> float:
+    """``Range.flushed_in`` of all values of some rows, in one share."""
+    seen = [row.wide or row.values for row in rows]
+    some = sum(each.some for each in seen)
+    return sum(each.below(_flushes_below(dtype, scale)) for each in seen) / some if some else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """How large values and gradients are, and what follows. ``print(ranges)``: a verdict and the ten tightest rows.
+
+    Attributes:
+        rows: tightest first.
+        batches: how many were run.
+        ran_in: the dtype that the model is converted to.
+        ran_at: the loss scale of the run; 1.0 without a scaler.
+        dtype: the one that fits the model, ``torch.float16`` or ``torch.bfloat16``; None: nothing of it is low.
+        reasons: the figures that decide so.
+        scale: the largest safe loss scale for float16, a power of two: the largest gradient keeps two bits to the
+            largest number. None: there are no gradients in low precision, or no scale would make them finite.
+        smallest_scale: the smallest useful one: below it more gradients become 0. 1.0: the loss needs no scale.
+        warnings: what goes wrong in the training as it is.
+        remarks: what could not be looked at.
+    """
+
+    rows: tuple[Range, ...]
+    batches: int
+    ran_in: torch.dtype
+    ran_at: float
+    dtype: torch.dtype | None
+    reasons: tuple[str, ...]
+    scale: float | None
+    smallest_scale: float | None
+    warnings: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    def folded(self) -> Ranges:
+        """The same with repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``."""
+        groups: dict[tuple[Any, ...], list[Range]] = {}
+        for row in self.rows:
+            name = fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
+            groups.setdefault((name, row.kind, row.phase, fold(row.module), row.op, row.dtype), []).append(row)
+        rows = [_together(key[0], key[3], group) for key, group in groups.items()]
+        return replace(self, rows=tightest_first(rows))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        own |= {name: list(own[name]) for name in ("reasons", "warnings", "remarks")}
+        dtypes = {"ran_in": dtype_name(self.ran_in), "dtype": dtype_name(self.dtype) if self.dtype else None}
+        return own | dtypes | {"rows": [row.to_dict() for row in self.rows]}
+
+    @property
+    def headline(self) -> str:
+        """The verdict, in one line."""
+        if self.dtype is None:
+            return f"neither float16 nor bfloat16: {self.reasons[0]}"
+        if self.scale is None or self.smallest_scale is None:
+            return f"{dtype_name(self.dtype)} fits; there is no loss scale for float16"
+        least = f"the smallest useful one {power(self.smallest_scale)}" if self.smallest_scale > 1 else "none is needed"
+        return f"{dtype_name(self.dtype)} fits; largest safe loss scale for float16: {power(self.scale)}, {least}"
+
+    def __str__(self) -> str:
+        return plain(self.__rich__())
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [f"  {reason}" for reason in self.reasons]
+        parts += [f"Warning: {warning}" for warning in self.warnings]
+        names = (
+            "margin", "headroom", "footroom", "largest", "zeros", "flushed", "subnormal", "saturated", "computes",
+            "node", "module", "source",
+        )  # fmt: skip
+        rows = self.rows[:_SHOWN]
+        parts.append(columns(names, map(_cells, rows)))
+        if len(self.rows) > len(rows):
+            parts.append(f"and {len(self.rows) - len(rows)} more rows: ranges.rows, ranges.folded()")
+        parts += [f"Note: {remark}" for remark in self.remarks]
+        return titled(self.headline, stacked(parts))
+
+
+def tightest_first(rows: Iterable[Range]) -> tuple[Range, ...]:
+    """By ``Range.margin``."""
+    return tuple(sorted(rows, key=lambda row: row.margin))
+
+
+def _cells(row: Range) -> tuple[str, ...]:
+    return (
+        f"{row.margin:.1f}",
+        f"{row.headroom:.1f}",
+        f"{row.footroom:.1f}",
+        f"{row.values.largest:.2e}",
+        percent(row.zeros),
+        "-" if row.flushed is None else percent(row.flushed),
+        percent(row.subnormal),
+        percent(row.saturated),
+        row.dtype,
+        row.node + {"forward": "", "backward": " (gradient)" if row.kind == "weight" else " (backward)"}[row.phase],
+        row.module,
+        row.source,
+    )
+
+
+def percent(share: float) -> str:
+    """A share for people: what is little is not 0."""
+    return f"{share:.1%}" if share == 0 or share >= 0.0005 else "<0.1%"
+
+
+def power(scale: float) -> str:
+    """A power of two as code: ``4096``, ``2.0**41``."""
+    return f"{scale:g}" if float(f"{scale:g}") == scale else f"2.0**{round(math.log2(scale))}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _together(name: str, module: str, rows: list[Range]) -> Range:
+    count = f" ({len(rows)} of them)" if len(rows) > 1 else ""
+    wide = None if any(row.wide is None for row in rows) else sum((row.wide for row in rows if row.wide), Magnitudes())
+    values = sum((row.values for row in rows), Magnitudes())
+    return replace(rows[0], node=name + count, module=module, values=values, wide=wide)

@@ -1,0 +1,182 @@
+"""How large values and gradients are: what is flushed, what is saturated, which loss scale and which dtype fit."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fxprec.errors import FxprecError
+from fxprec.inspection.nodes import op_name, short_paths, source_line
+from fxprec.model.module import conversion_of
+from fxprec.numerics.advice import advise
+from fxprec.numerics.counting import Counting
+from fxprec.numerics.kept import kept
+from fxprec.numerics.magnitudes import Magnitudes, Tally
+from fxprec.numerics.problem import Batch, Loss, Problem
+from fxprec.numerics.range_table import Range, Ranges, flushed_of, percent, power, tightest_first
+from fxprec.numerics.trial import under
+from fxprec.passes.graph.annotations import module_path, notes
+from fxprec.passes.graph.text import dtype_name
+from fxprec.scaling.loss_scaler import LossScaler
+from fxprec.tape.attribution import observe
+from fxprec.tape.origin import Origin
+
+
+def ranges(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss: Loss | None = None,
+    scaler: LossScaler | None = None,
+    *,
+    every: int = 1,
+) -> Ranges:
+    """Run training steps and count how large all values and gradients are: by node, dtype and exponent.
+
+    Forward, loss and backward run op by op as they do in training; the optimizer does not, and the model is left as it
+    was. Counts stay on the device until the end. Of fused regions the nodes are counted, which here run one by one:
+    what a kernel keeps in registers may be wider there.
+
+    Zeros are counted as they are: which of them are none in FP32 one run cannot know. So a float16 model is run a
+    second time, as a copy in bfloat16, whose exponents are FP32's: that gives ``Range.flushed`` and the advice. Of a
+    bfloat16 model the run itself says what float16 would flush (``Range.flushed_in``).
+
+    The largest safe loss scale of these batches, ready for ``fxprec.LossScaler(init_scale=ranges.scale)``, leaves
+    the largest gradient two bits. float16 is advised where nothing in the forward comes within a bit of its largest
+    number, and at that scale at most a hundredth of the gradients becomes 0; a weight's gradient that is lost by half,
+    or a value, is one reason more for bfloat16.
+
+    Args:
+        model: converted.
+        batches: of ``(*inputs, target)``, without a loss ``inputs``; or dicts of named inputs.
+        loss: ``loss(output, target)``, a scalar; as ``fxprec.numerics.audit`` takes it. Of outputs that are no loss the
+            gradients are those of their sum.
+        scaler: the loss is scaled by its scale, which stays. None: it is not scaled.
+        every: look at every n-th batch, beginning with the first. The others are not run at all.
+
+    Raises:
+        ConversionError: the model is not converted, or frozen.
+        TypeError: arguments of other types.
+        ValueError: no batch, a loss that is no scalar, ``every`` below 1.
+    """
+    problem = Problem.of(model, loss, "ranges")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a LossScaler or None, not {type(scaler).__name__}")
+    if not isinstance(every, int) or isinstance(every, bool):
+        raise TypeError(f"every must be a whole number, not {type(every).__name__}: 10 looks at every tenth batch")
+    if every < 1:
+        raise ValueError(f"every must be at least 1, not {every}: 10 looks at every tenth batch")
+    scaled = scaler is not None and scaler.is_enabled()
+    scale = float(scaler.get_scale()) if scaler is not None and scaled else 1.0
+    low = conversion_of(model).settings.dtype
+    own, wide, remarks = Counting(model), Counting(model), []
+    twin, why_none = _in_bfloat16(problem) if low is torch.float16 else (None, "")
+    number = 0
+    for batch in itertools.islice(problem.batches(batches), 0, None, every):
+        number += 1
+        own.merge(_counted(problem, batch, scale))
+        if twin is not None:
+            try:
+                wide.merge(_counted(twin, batch, scale))
+            except (FxprecError, RuntimeError) as error:
+                twin, why_none = None, _first_line(error)
+    rows = _rows(own)
+    seen, seen_in = rows, low
+    if twin is not None:
+        seen, seen_in = _rows(wide), torch.bfloat16
+        rows = _with_wide(rows, seen)
+    elif why_none:
+        remarks.append(f"what float16 flushed is not known: the model does not run in bfloat16 ({why_none})")
+    if own.skipped:
+        remarks.append(f"not counted, for their layout or dtype: results of {', '.join(sorted(own.skipped))}")
+    advice = advise(seen, seen_in, scale)
+    warnings = _warnings(seen, seen_in, advice.scale) if low is torch.float16 and not scaled else ()
+    return Ranges(
+        rows=tightest_first(rows),
+        batches=number,
+        ran_in=low,
+        ran_at=scale,
+        dtype=advice.dtype,
+        reasons=advice.reasons,
+        scale=advice.scale,
+        smallest_scale=advice.smallest_scale,
+        warnings=warnings,
+        remarks=tuple(remarks),
+    )
+
+
+def _in_bfloat16(problem: Problem) -> tuple[Problem | None, str]:
+    """The same model with FP32's exponents; or why there is none."""
+    try:
+        return Problem(under(problem.model, dtype=torch.bfloat16), problem.loss), ""
+    except (FxprecError, ValueError) as error:
+        return None, _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return short_paths((str(error).splitlines() or [type(error).__name__])[0])
+
+
+def _counted(problem: Problem, batch: Batch, scale: float) -> Counting:
+    """One training step."""
+    while True:
+        counting = Counting(problem.model)
+        with kept(problem.model):
+            observed = observe(problem.model, counting, lambda: problem.step(batch, scale), opened=True)
+            if observed is not None:
+                ((values, gradients),) = observed
+                for name, gradient in gradients.items():
+                    counting.gradient(name, gradient)
+                if gradients and len(values) == 1 and values[0].numel() == 1:
+                    counting.count(Origin("outside", "scaled loss", backward=True), values[0] * scale)
+                return counting
+
+
+def _rows(counting: Counting) -> list[Range]:
+    found = Tally.read([*counting.tallies.values()])
+    return [_row(origin, dtype, values) for (origin, dtype), values in zip(counting.tallies, found, strict=True)]
+
+
+def _row(origin: Origin, dtype: torch.dtype, values: Magnitudes) -> Range:
+    node = origin.node
+    module, op, source, region = "", origin.name, short_paths(origin.source), ""
+    if origin.kind == "weight":
+        module, op = origin.name.rpartition(".")[0], "gradient" if origin.backward else "shadow"
+    elif node is not None:
+        module, op, source, region = module_path(node), op_name(node), source_line(node), notes(node).region
+    phase: Literal["forward", "backward"] = "backward" if origin.backward else "forward"
+    return Range(origin.name, origin.kind, origin.graph, phase, module, op, dtype_name(dtype), source, region, values)
+
+
+def _with_wide(rows: list[Range], seen: list[Range]) -> list[Range]:
+    """Rows with what the same place has in bfloat16, where one place alone has the name."""
+    places = Counter(map(_place, seen))
+    by_place = {_place(row): row.values for row in seen}
+    times = Counter(map(_place, rows))
+    return [
+        replace(row, wide=by_place[place]) if places[place := _place(row)] == times[place] == 1 else row for row in rows
+    ]
+
+
+def _place(row: Range) -> tuple[str, ...]:
+    """What names a place in both dtypes: casts are named for theirs."""
+    dtype = row.dtype.replace("bfloat16", "low").replace("float16", "low")
+    name = row.node.replace("_bf16", "_low").replace("_f16", "_low") if row.op == "cast" else row.node
+    return name, row.kind, row.phase, row.module, row.op, dtype
+
+
+def _warnings(rows: list[Range], low: torch.dtype, scale: float | None) -> tuple[str, ...]:
+    backward = [row for row in rows if row.phase == "backward" and row.dtype == dtype_name(low)]
+    share = flushed_of(backward, torch.float16, 1.0)
+    if not share:
+        return ()
+    cure = (
+        f"scaler = fxprec.LossScaler(init_scale={power(scale)})" if scale is not None else "a loss scaler, or bfloat16"
+    )
+    flushed = f"{percent(share)} of the gradients are flushed to 0"
+    return (f"float16 trains unscaled (no scaler was given, or it is disabled): {flushed}; {cure}",)
