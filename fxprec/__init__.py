@@ -21,6 +21,8 @@ from fxprec.errors import (
     LossScaleError,
     LossScaleFloorError,
     NoGradientsError,
+    NonFiniteError,
+    NonFiniteWarning,
     NotCapturedError,
     NotLoweredWarning,
     OtherCallError,
@@ -44,7 +46,7 @@ from fxprec.tested_torch import warn_if_untested
 from fxprec.whole_step import CapturedStep, capture_step
 
 if TYPE_CHECKING:
-    from fxprec import amp, fp16_utils, optim, parallel, testing
+    from fxprec import amp, fp16_utils, numerics, optim, parallel, testing
 
 __version__ = "0.1.0"
 
@@ -62,6 +64,8 @@ __all__ = [
     "LossScaleFloorError",
     "LossScaler",
     "NoGradientsError",
+    "NonFiniteError",
+    "NonFiniteWarning",
     "NotCapturedError",
     "NotLoweredWarning",
     "OtherCallError",
@@ -83,6 +87,7 @@ __all__ = [
     "freeze",
     "graph_module",
     "graphs",
+    "numerics",
     "optim",
     "original",
     "parallel",
@@ -93,7 +98,7 @@ __all__ = [
 ]
 
 
-_ON_USE = ("amp", "fp16_utils", "optim", "parallel", "testing")
+_ON_USE = ("amp", "fp16_utils", "numerics", "optim", "parallel", "testing")
 
 
 warn_if_untested(torch.__version__, MISSING)

@@ -44,7 +44,6 @@ __all__ = [
     "compiled_standalone",
     "cpp_compiler",
     "current_autograd_node",
-    "ddp_runs",
     "decomposition_of",
     "disabled_for_dynamo",
     "dispatch_mode_stack",
@@ -89,6 +88,7 @@ __all__ = [
     "root_mesh",
     "run_before",
     "run_call",
+    "running_ddp",
     "runs_code_of",
     "scale_names",
     "scaler_states",
@@ -638,10 +638,10 @@ def end_allocation(device: int, pool: Any) -> None:
         _end_allocation(device, pool)
 
 
-def ddp_runs() -> bool:
-    """Whether the forward of a DistributedDataParallel runs."""
+def running_ddp() -> Any:
+    """The DistributedDataParallel whose forward runs, or None."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
-    return parallel is not None and parallel.DistributedDataParallel._active_ddp_module is not None
+    return None if parallel is None else parallel.DistributedDataParallel._active_ddp_module
 
 
 def root_mesh(mesh: Any) -> Any:

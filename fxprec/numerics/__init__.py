@@ -4,5 +4,7 @@ from fxprec.numerics.audit import audit
 from fxprec.numerics.finding import Finding
 from fxprec.numerics.ledger import Ledger, Row
 from fxprec.numerics.locate import locate
+from fxprec.numerics.trip import Trip
+from fxprec.numerics.watch import Watcher, watch
 
-__all__ = ["Finding", "Ledger", "Row", "audit", "locate"]
+__all__ = ["Finding", "Ledger", "Row", "Trip", "Watcher", "audit", "locate", "watch"]
