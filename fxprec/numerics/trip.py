@@ -9,7 +9,7 @@ from fxprec.numerics.finding import Finding
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """A step that was skipped since an output or a gradient was not finite. ``print(trip)`` tells it in sentences.
+    """A step of which an output or a gradient was not finite. ``print(trip)`` tells it in sentences.
 
     Attributes:
         step: its number: that of the steps before it that were watched.
@@ -19,6 +19,7 @@ class Trip:
         rank: of this process among those that train together; None: there are no others.
         finding: where it began; None: see ``why``.
         why: why there is no finding.
+        skipped: an optimizer would have taken the gradients, and did not.
         remarks: what else is known.
     """
 
@@ -28,6 +29,7 @@ class Trip:
     rank: int | None
     finding: Finding | None
     why: str = ""
+    skipped: bool = False
     remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -36,5 +38,6 @@ class Trip:
             where += f", call {self.call} of {self.calls}"
         if self.rank is not None:
             where += f", rank {self.rank}"
+        skipped = ", and was skipped" if self.skipped else ""
         what = self.why if self.finding is None else str(self.finding)
-        return "\n".join([f"{where} was not finite, and was skipped: {what}", *(f"  {each}" for each in self.remarks)])
+        return "\n".join([f"{where} was not finite{skipped}: {what}", *(f"  {each}" for each in self.remarks)])

@@ -6,11 +6,10 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -22,9 +21,10 @@ from fxprec.model.entry_point import EntryPoint
 from fxprec.model.module import conversion_of
 from fxprec.numerics.finding import Finding
 from fxprec.numerics.hold import Hold, skips_on_device
-from fxprec.numerics.kept_call import KeptCall, KeptStep
-from fxprec.numerics.locate import fault_of
+from fxprec.numerics.kept_call import KeptCall
 from fxprec.numerics.problem import Problem
+from fxprec.numerics.replay import Taken, is_finite_unscaled, outputs_alone, trip_of
+from fxprec.numerics.step_numbers import Numbers, Verdicts
 from fxprec.numerics.trip import Trip
 from fxprec.numerics.written_buffers import WrittenBuffers
 from fxprec.optim.gradient_check import GradientCheck, check
@@ -35,7 +35,7 @@ from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.scaling.on_host import OnHost
 from fxprec.shadows.entry import is_traced
-from fxprec.torch_internals import running_ddp, scaler_states
+from fxprec.torch_internals import running_ddp
 
 #: Steps whose numbers are on their way to the host: with more, the host waits for the oldest, which is one step old.
 _MOST_UNREAD: Final = 1
@@ -95,24 +95,18 @@ def watch(
     return Watcher(model, optimizer, scaler, on_finding, wait)
 
 
-@dataclass(slots=True)
-class _Taken:
-    """A step: the calls that its gradients came from."""
-
-    number: int
-    calls: list[KeptCall]
-    tripped: bool = False
-
-
 class _Report(NamedTuple):
-    """What was found before a step: the largest of each output, flags of gradients, then two numbers more."""
+    """What was found before a step. ``ranks``: the last numbers are what all found; ``scaled``: it is the scale."""
 
-    step: _Taken
+    step: Taken
     found: OnHost
     outputs: list[KeptCall]
     gradients: int
-    scaled: bool
     ranks: bool
+    scaled: bool
+
+    def numbers(self) -> Numbers:
+        return Numbers(self.found.values, len(self.outputs), self.gradients)
 
 
 class Watcher:
@@ -136,33 +130,31 @@ class Watcher:
             raise TypeError(f"scaler must be a fxprec.LossScaler or None, not a {type(scaler).__name__}")
         if on_finding not in ("warn", "raise") and not callable(on_finding):
             raise TypeError(f"on_finding is {on_finding!r}: give 'warn', 'raise' or a function of a Trip")
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, not a {type(optimizer).__name__}")
         _refuse_shards(model)
         self.trips: list[Trip] = []
         self.steps = 0
         self._model, self._optimizer, self._on_finding, self._wait = model, optimizer, on_finding, wait
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._home = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._verdicts, self._hold, self._plans = Verdicts(self._home), Hold(), Plans()
         self._buffers = WrittenBuffers(model)
-        self._plans, self._hold, self._stack = Plans(), Hold(), contextlib.ExitStack()
         self._known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._alive: weakref.WeakSet[KeptCall] = weakref.WeakSet()
-        self._limits: dict[tuple[int, int], Tensor] = {}
-        self._group: Any = None
-        self._busy = self._active = False
+        self._stack = contextlib.ExitStack()
+        self._busy = self._armed = False
         self._outputs_count = True
         self._in_a_row = 0
         self._new: list[KeptCall] = []
-        self._step: _Taken | None = None
+        self._step: Taken | None = None
         self._unread: list[_Report] = []
-        self._held: Tensor | None = None  # on CUDA: 1 from a fault on until the host has seen it
-        if optimizer is not None:
-            if not isinstance(optimizer, Optimizer):
-                raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, not a {type(optimizer).__name__}")
-            if not self._concerns(optimizer):
-                raise ValueError(
-                    f"none of the parameters of this {type(optimizer).__name__} belongs to the model: was it made for "
-                    "another copy, or before model.to(), which may replace them?"
-                )
+        self._held: Tensor | None = None  # on CUDA: 1 from a fault on until the host has heard of it
+        if optimizer is not None and not self._concerns(optimizer):
+            raise ValueError(
+                f"none of the parameters of this {type(optimizer).__name__} belongs to the model: was it made for "
+                "another copy, or before model.to(), which may replace them?"
+            )
 
     # -- the context ---------------------------------------------------------------------------------------------------
 
@@ -170,9 +162,9 @@ class Watcher:
         conversion = conversion_of(self._model)
         if conversion.watcher is not None:
             raise RuntimeError(
-                f"{conversion.name} is watched already: leave that context first (it tells of all steps in it)"
+                f"{conversion.name} is watched already: one watch(...) around the loop sees all its steps"
             )
-        with self._stack as stack:
+        with contextlib.ExitStack() as stack:
             conversion.watcher = self._call
             stack.callback(self._disarm, conversion)
             if self._optimizer is None:
@@ -183,20 +175,16 @@ class Watcher:
                 stack.callback(register(hook).remove)
             if self._scaler is not None:
                 stack.enter_context(self._scaler._observed_by(self))
-            self._stack = stack.pop_all()
-        self._active = True
+            self._stack, self._armed = stack.pop_all(), True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._stack:
-            if kind is None:
-                self.check()
-            else:  # which must not hide behind another error
-                self._look_at_rest()
-                self._settle(wait=True, quiet=self._on_finding == "raise")
+            self._look_at_rest()
+            self._settle(wait=True, quiet=kind is not None)  # another error must not hide behind this
 
     def _disarm(self, conversion: Conversion) -> None:
-        self._active = False
+        self._armed = False
         conversion.watcher = None
         self._hold.release()
         for call in self._alive:
@@ -207,7 +195,7 @@ class Watcher:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Of the trips, those that are known."""
+        """Of the trips, those that were found."""
         return tuple(trip.finding for trip in self.trips if trip.finding is not None)
 
     def check(self) -> tuple[Trip, ...]:
@@ -230,48 +218,45 @@ class Watcher:
         if self._busy or is_traced():
             return run()
         if capturing(self._home):
-            raise CaptureError(
-                "a CUDA graph of a model that is watched: its replays would run unseen. Leave watch first"
-            )
+            raise CaptureError("a CUDA graph of a model that is watched: its replays run unseen. Leave watch before")
         self._settle()
         if not self._unread:
             self._step = None  # whose gradients of outputs take memory
         if (ddp := running_ddp()) is not None and ddp.process_group.size() > 1:
-            self._group = ddp.process_group
+            self._verdicts.group = ddp.process_group
         conversion = conversion_of(self._model)
-        graphs_only = entry.static.allowed and bool(conversion.captured)
-        call = KeptCall(entry.name, args, kwargs, self._buffers.now(conversion), graphs_only)
+        draws_from_torch = entry.static.allowed and bool(conversion.captured)
+        call = KeptCall(entry.name, args, kwargs, self._buffers.now(conversion), draws_from_torch)
         self._busy = True
         try:
             output = run()
         finally:
             self._busy = False
-        if self._active:
-            call.look(output, self._came)
-            self._alive.add(call)
+        call.look(output, self._came)
+        self._alive.add(call)
         return output
 
     def _came(self, call: KeptCall) -> None:
         """A backward has come to a call."""
-        if self._active and call not in self._new:
+        if self._armed and not self._busy and call not in self._new:
             self._new.append(call)
             del self._new[:-_MOST_CALLS]
 
-    def _taken(self) -> _Taken:
+    def _taken(self) -> Taken:
         """The step that the calls since the last one make; without any, the last one: another optimizer steps in it."""
         if self._new or self._step is None:
-            self._step = _Taken(self.steps, self._new)
-            self._new = []
+            self._step, self._new = Taken(self.steps, self._new), []
             self.steps += 1
         return self._step
 
-    # -- steps of the optimizer ----------------------------------------------------------------------------------------
+    # -- steps of optimizers -------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook of optimizers: look at the gradients, and hold the step if need be."""
+        """Hook of optimizers: look at the gradients, and hold the step if need be. ``args`` begin with `self`."""
         if not self._concerns(optimizer):
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        given = [*args]
+        closure = given[1] if len(given) > 1 else kwargs.get("closure")
         if closure is None:
             self._look(optimizer)
             return None
@@ -281,8 +266,8 @@ class Watcher:
             self._look(optimizer)
             return result
 
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], watched, *args[2:]), rest
+        given[1:2] = [watched]
+        return tuple(given), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook of optimizers: all is as before."""
@@ -291,32 +276,30 @@ class Watcher:
             self._settle()
 
     def _look(self, optimizer: Optimizer) -> None:
-        self._hold.release()  # of a step that raised
+        self._hold.release()  # after a step that raised
         if self._scaler is None and hasattr(optimizer, "found_inf"):
             raise RuntimeError(
                 f"a loss scaler steps this {type(optimizer).__name__}, and watch knows of none: give it, "
                 "watch(model, optimizer, scaler)"
             )
         step = self._taken()
-        checked = None if self._scaler is not None else self._checked(optimizer)
-        numbers, outputs, gradients = self._numbers(step, [] if checked is None else [*checked.found_inf.values()])
-        on_host = not reading_waits(self._home)
-        found = self._found(numbers, len(outputs), gradients, on_host)
-        agreed = self._agreed(found, numbers, len(outputs))
+        step.skipped = True
+        checked = self._checked(optimizer) if self._scaler is None else None
+        numbers, outputs = self._numbers(step, [] if checked is None else [*checked.found_inf.values()])
+        found = self._verdicts.found(numbers)
+        agreed = self._verdicts.agreed(numbers, found)
         if self._scaler is None:
-            extra = [] if agreed is None else [agreed]
-            self._report(step, torch.cat([numbers, *extra]) if extra else numbers, outputs, gradients, bool(extra))
-        if agreed is not None:
-            found = agreed[0]
-        if on_host or not skips_on_device(optimizer) or makes_state(optimizer):
-            if bool(found > 0) or (self._held is not None and bool(self._held)):
-                self._hold.hide_gradients(optimizer)
-            return
-        if self._scaler is None:
-            self._held = found = found if self._held is None else torch.maximum(self._held, found)
-        told = getattr(optimizer, "found_inf", None)
-        own = checked if getattr(optimizer, "max_norm", None) is not None else None
-        self._hold.tell(optimizer, found if told is None else torch.maximum(told.view(()), found), own)
+            self._report(step, numbers, outputs, ranks=agreed)
+        found = found if agreed is None else agreed[0]
+        if self._scaler is None and self._held is not None:
+            found = torch.maximum(self._held, found)
+        if reading_waits(self._home) and skips_on_device(optimizer) and not makes_state(optimizer):
+            self._held = found if self._scaler is None else None
+            told = getattr(optimizer, "found_inf", None)
+            own = checked if getattr(optimizer, "max_norm", None) is not None else None
+            self._hold.tell(optimizer, found if told is None else torch.maximum(told.view(()), found), own)
+        elif bool(found):
+            self._hold.hide_gradients(optimizer)
 
     def _checked(self, optimizer: Any) -> GradientCheck:
         """Read all gradients once; an optimizer that needs their norm need not read them again."""
@@ -324,84 +307,54 @@ class Watcher:
             return optimizer.check_gradients(None)
         return check(parameters_of(optimizer), None, False, self._plans)
 
-    def _numbers(self, step: _Taken, flags: Iterable[Tensor]) -> tuple[Tensor, list[KeptCall], int]:
-        """The largest of each output, then flags of gradients, on one device; and whose the outputs are."""
+    def _numbers(self, step: Taken, flags: Iterable[Tensor]) -> tuple[Numbers, list[KeptCall]]:
+        """What there is to see of a step, and whose the outputs are."""
         outputs = [(call, largest) for call in step.calls for largest in call.largest.values()]
-        found = [flag.view(()) for flag in flags]
-        here = [each.to(self._home, non_blocking=True) for each in (*(largest for _, largest in outputs), *found)]
-        numbers = torch.stack(here) if here else torch.zeros(0, device=self._home)
-        return (
-            numbers.float() if numbers.dtype in (torch.float16, torch.bfloat16) else numbers,
-            [call for call, _ in outputs],
-            len(found),
-        )
-
-    def _found(self, numbers: Tensor, outputs: int, gradients: int, on_host: bool) -> Tensor:
-        """1 where one of them says that the step is not finite; 0-dim FP32."""
         if not self._outputs_count:
-            numbers, outputs = numbers[outputs:], 0
-        if on_host:
-            values = numbers.tolist()
-            return torch.tensor(float(any(map(_is_bad, values[:outputs])) or any(values[outputs:])))
-        key = outputs, gradients
-        if key not in self._limits:
-            self._limits[key] = torch.tensor([torch.inf] * outputs + [0.5] * gradients, device=self._home)
-        return (numbers < self._limits[key]).logical_not().any().float()
-
-    def _agreed(self, found: Tensor, numbers: Tensor, outputs: int) -> Tensor | None:
-        """What all ranks found: 0 or 1; of an output that is not finite the rank, counted from 1. None: no ranks."""
-        if self._group is None:
-            return None
-        bad = (numbers[:outputs] < torch.inf).logical_not().any() if outputs else torch.zeros((), device=self._home)
-        mine = bad * (dist.get_rank(self._group) + 1.0)
-        both = torch.stack([found, mine.to(found)])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        return both
+            outputs = []
+        return Numbers.of([largest for _, largest in outputs], flags, self._home), [call for call, _ in outputs]
 
     def _report(
-        self, step: _Taken, numbers: Tensor, outputs: list[KeptCall], gradients: int, ranks: bool = False
+        self,
+        step: Taken,
+        numbers: Numbers,
+        outputs: list[KeptCall],
+        *,
+        ranks: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> None:
-        scaled = self._scaler is not None
-        self._unread.append(_Report(step, OnHost.of(numbers), outputs, gradients, scaled, ranks))
+        more = ranks if ranks is not None else scale
+        found = OnHost.of(numbers.values if more is None else numbers.and_more(more))
+        self._unread.append(_Report(step, found, outputs, numbers.gradients, ranks is not None, scale is not None))
 
     def _look_at_rest(self) -> None:
         """At calls whose gradients no optimizer has taken."""
-        if not self._new:
-            return
-        flags: list[Tensor] = []
-        if self._scaler is None:
-            flags = [*check(self._model.parameters(), None, False, self._plans).found_inf.values()]
-        step = self._taken()
-        numbers, outputs, gradients = self._numbers(step, flags)
-        if self._scaler is not None:
-            numbers = torch.cat([numbers, torch.ones(1, device=self._home)])
-        self._report(step, numbers, outputs, gradients)
+        if self._new:
+            checked = check(self._model.parameters(), None, False, self._plans) if self._scaler is None else None
+            step = self._taken()
+            self._report(step, *self._numbers(step, [] if checked is None else [*checked.found_inf.values()]))
 
     # -- the scaler ----------------------------------------------------------------------------------------------------
 
     def before_update(self) -> None:
         """For the scaler: take what it found in this iteration."""
         assert self._scaler is not None
-        states = scaler_states(self._scaler)
-        chosen = states.values() if self._optimizer is None else [states[id(self._optimizer)]]
-        flags = [flag for state in [*chosen] for flag in state["found_inf_per_device"].values()]
-        if not flags:
-            return
-        step = self._taken()
-        numbers, outputs, gradients = self._numbers(step, flags)
-        scale = self._scaler._scales.first.view(1).to(numbers)
-        self._report(step, torch.cat([numbers, scale]), outputs, gradients)
+        flags = [flag for optimizer, found in self._scaler._found_in() if self._concerns(optimizer) for flag in found]
+        if flags:
+            step = self._taken()
+            step.skipped = True
+            self._report(step, *self._numbers(step, flags), scale=self._scaler._scales.first)
 
     def after_update(self, fallen: bool) -> str:
-        """For the scaler: read what has come; at the floor all, of which it tells."""
+        """For the scaler: read what has come; where the scale came to its floor all, and tell of it."""
         known = len(self.trips)
-        self._settle(wait=fallen, quiet=fallen and self._on_finding == "raise", at_floor=fallen)
-        return str(self.trips[-1]) if fallen and len(self.trips) > known else ""
+        self._settle(wait=fallen, quiet=fallen, at_floor=fallen)
+        return str(self.trips[-1]) if len(self.trips) > known else ""
 
     # -- what was found ------------------------------------------------------------------------------------------------
 
     def _settle(self, wait: bool = False, quiet: bool = False, at_floor: bool = False) -> None:
-        """Read what has come to the host; ``wait``: all. ``quiet``: warn in the place of an error."""
+        """Read what has come to the host; ``wait``: all of it. ``quiet``: warn where an error is asked for."""
         while self._unread and not self._busy:
             report = self._unread[0]
             if not report.found.done():
@@ -409,80 +362,47 @@ class Watcher:
                     return
                 report.found.wait()
             del self._unread[0]
-            self._judge(report, quiet, at_floor and not self._unread)
+            self._busy = True
+            try:
+                trip = self._judged(report, at_floor and not self._unread)
+            finally:
+                self._busy = False
+            if trip is not None:
+                self._tell(trip, quiet)
 
-    def _judge(self, report: _Report, quiet: bool, at_floor: bool) -> None:
-        values = report.found.values.tolist()
-        count = len(report.outputs)
-        flagged = [call for call, value in zip(report.outputs, values[:count], strict=True) if _is_bad(value)]
-        flagged = [*dict.fromkeys(flagged)] if self._outputs_count else []
-        by_gradients = any(values[count : count + report.gradients])
-        agreed, of_rank = values[-2:] if report.ranks else (0.0, 0.0)
-        if not (flagged or by_gradients or agreed):
+    def _judged(self, report: _Report, at_floor: bool) -> Trip | None:
+        step, numbers = report.step, report.numbers()
+        bad = zip(report.outputs, numbers.bad_outputs(), strict=True)
+        flagged = [*dict.fromkeys(call for call, is_bad in bad if is_bad)]
+        *_, last_but_one, last = [0.0, 0.0, *report.found.values.tolist()]
+        somewhere, of_rank = (last_but_one, int(last)) if report.ranks else (0.0, 0)
+        if not (flagged or numbers.bad_gradients() or somewhere):
             self._in_a_row = 0
-            return
-        step = report.step
-        if step.tripped:  # another optimizer of the same step
-            return
-        scale = values[-1] if report.scaled else 1.0
-        self._busy = True
-        try:
-            searches = report.scaled and not flagged and not at_floor
-            if searches and self._scaler_goes_on(step, scale):
-                return
-            step.tripped = True
-            trip = self._trip(step, flagged, scale, int(of_rank))
-        finally:
-            self._busy = False
-            self._held = None if self._held is None else torch.zeros_like(self._held)
+            return None
+        if self._held is not None:
+            self._held = torch.zeros_like(self._held)
+        if step.tripped:  # told of, by another optimizer of the same step
+            return None
+        scale = last if report.scaled else 1.0
+        if self._scaler is not None and self._scaler.get_backoff_factor() < 1 and not (flagged or at_floor):
+            if is_finite_unscaled(self._model, step, scale):
+                return None
+        step.tripped = True
         self._in_a_row += 1
-        self.trips.append(trip)
-        self._tell(trip, quiet)
-
-    def _scaler_goes_on(self, step: _Taken, scale: float) -> bool:
-        """Whether it is a scale that is too large for a while: the same step is finite without one."""
-        assert self._scaler is not None
-        if self._scaler.get_backoff_factor() >= 1 or not step.calls:
-            return False
-        return all(_runs_finite(KeptStep(self._model, 1.0, call, scale)) for call in step.calls)
-
-    def _trip(self, step: _Taken, flagged: list[KeptCall], scale: float, of_rank: int) -> Trip:
-        calls, rank = step.calls, None
-        if self._group is not None:
-            rank = dist.get_rank(self._group)
-        finding, call, why = None, None, ""
-        suspects = [*flagged, *(each for each in calls if each not in flagged)]
-        changed = next((name for each in suspects if (name := each.changed()) is not None), None)
-        if not suspects:
-            why = "the gradients are not of calls that were seen: their graphs were made before, or elsewhere"
-        elif of_rank and not flagged:
-            why = f"it began on rank {of_rank - 1}"
-        elif self._in_a_row >= _MOST_REPLAYS:
-            why = f"as the {_MOST_REPLAYS} before it; not looked into"
+        rank = self._verdicts.rank
+        if of_rank and not flagged:
+            trip = Trip(step.number, None, len(step.calls), rank, None, f"it began on rank {of_rank - 1}", step.skipped)
+        elif self._in_a_row > _MOST_REPLAYS and not at_floor:
+            why = f"as were the {_MOST_REPLAYS} before it; not run again"
+            trip = Trip(step.number, None, len(step.calls), rank, None, why, step.skipped)
         else:
-            for each in suspects:
-                try:
-                    kept = KeptStep(self._model, scale, each, scale)
-                    finding = fault_of(kept, kept.watched(flushed=False))
-                except RuntimeError as error:
-                    why = f"the replay failed: {error}"
-                if finding is not None:
-                    call = calls.index(each)
-                    break
-        if finding is None and not why:
-            why = "run again, it is finite" + (f": {changed} was written to meanwhile" if changed else "")
-            if flagged and self._only_outputs(flagged):
+            trip = trip_of(self._model, step, flagged, scale, rank)
+            if flagged and trip.finding is None and outputs_alone(self._model, flagged):
                 self._outputs_count = False
                 why = "an output holds inf that is meant to be there: outputs are not looked at any more"
-        remarks = [f"{changed} was written to since: the replay ran on other values"] if changed and finding else []
-        if calls and (mended := calls[0].mend_buffers()):
-            remarks.append(f"buffers have their values of before the step again: {', '.join(mended)}")
-        return Trip(step.number, call, len(calls), rank, finding, why, tuple(remarks))
-
-    def _only_outputs(self, flagged: list[KeptCall]) -> bool:
-        """Whether nothing but the outputs is not finite, in another run."""
-        steps = (KeptStep(self._model, 1.0, call, 1.0) for call in flagged)
-        return all(all(bool(g.isfinite().all()) for g in step.as_it_is().gradients.values()) for step in steps)
+                trip = replace(trip, why=why)
+        self.trips.append(trip)
+        return trip
 
     def _tell(self, trip: Trip, quiet: bool) -> None:
         if callable(self._on_finding):
@@ -516,17 +436,6 @@ class Watcher:
                 "one of torch's (AdamW(..., fused=True)); or watch(..., wait=True), by which the host waits for the "
                 "gradients before each step"
             )
-
-
-def _is_bad(largest: float) -> bool:
-    return not largest < torch.inf
-
-
-def _runs_finite(step: KeptStep) -> bool:
-    try:
-        return step.as_it_is().is_finite
-    except RuntimeError:
-        return False
 
 
 def _refuse_shards(model: nn.Module) -> None:

@@ -377,6 +377,12 @@ class LossScaler(torch.amp.GradScaler):
         """One flag of what was found in the gradients of this optimizer since the last update; 0-dim FP32."""
         return self._records.found_by(optimizer)
 
+    def _found_in(self) -> Iterator[tuple[Optimizer, list[Tensor]]]:
+        """Each optimizer whose gradients were checked since the last update, with its flags."""
+        for key, state in self._records.states.items():
+            if key in self._known:
+                yield self._known[key], [*state["found_inf_per_device"].values()]
+
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Iterations in the block leave nothing but the numbers of the scales: a graph is captured."""
