@@ -19,7 +19,7 @@ from fxprec.capture.pytrees import leaves_of
 from fxprec.capture.untouched import RandomState
 from fxprec.model.method_names import MethodName
 from fxprec.numerics.births import Source
-from fxprec.numerics.step import Results, Step, gradients_of
+from fxprec.numerics.step import Results, Step, gradients_of, is_finite
 from fxprec.torch_internals import foreach_copy_, tree_flatten, tree_unflatten
 
 
@@ -54,6 +54,7 @@ class KeptCall:
     """One call, from before it runs.
 
     Args:
+        number: how many there were before.
         method: that was called.
         args, kwargs: with which.
         buffers: path -> buffer, of those that the call may write.
@@ -62,18 +63,18 @@ class KeptCall:
     Attributes:
         largest: output -> its largest element, on its device; of those that a gradient came to.
         gradients: output -> the gradients that came.
-        step: the number of the step that it counts for, once a gradient came.
     """
 
     def __init__(
         self,
+        number: int,
         method: MethodName,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         buffers: dict[str, Tensor],
         only_torch: bool,
     ) -> None:
-        self.method = method
+        self.number, self.method = number, method
         self._args = [_Argument.of(f"inputs[{position}]", value) for position, value in enumerate(args)]
         self._kwargs = {name: _Argument.of(f"inputs[{name!r}]", value) for name, value in kwargs.items()}
         self._versions = [(each.name, t, _version(t)) for each in self._arguments() for t in each.tensors()]
@@ -100,6 +101,11 @@ class KeptCall:
         self.largest[number] = largest
         self.gradients.setdefault(number, []).append(gradient.detach())
         came(self)
+
+    @property
+    def had_bad_outputs(self) -> bool:
+        """Whether one was nan or inf."""
+        return not all(float(largest) < torch.inf for largest in self.largest.values())
 
     def let_go(self) -> None:
         """Of the outputs."""
@@ -147,7 +153,10 @@ class KeptCall:
 
 @dataclass(frozen=True, slots=True)
 class KeptStep(Step):
-    """A call that is run again with its backward. ``made_at``: the loss scale that its gradients have."""
+    """A call that is run again with its backward. ``made_at``: the loss scale that its gradients have.
+
+    Gradients that came of outputs which were not finite say nothing of a run where these are: that has those of a mean.
+    """
 
     call: KeptCall
     made_at: float
@@ -174,6 +183,8 @@ class KeptStep(Step):
 
     def _gradient(self, gradients: list[Tensor], output: Tensor) -> Tensor:
         total = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+        if self.call.had_bad_outputs and not is_finite(total):
+            total = torch.full_like(total, self.made_at / total.numel())
         if self.scale != self.made_at:
             total = total * (self.scale / self.made_at)
         return total.to(output.dtype)

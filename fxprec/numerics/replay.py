@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from fxprec.numerics.kept_call import KeptCall, KeptStep
 from fxprec.numerics.locate import fault_of
+from fxprec.numerics.step import is_finite
 from fxprec.numerics.trip import Trip
 
 
@@ -39,9 +41,11 @@ def is_finite_unscaled(model: nn.Module, step: Taken, scale: float) -> bool:
 
 
 def outputs_alone(model: nn.Module, flagged: Sequence[KeptCall]) -> bool:
-    """Whether the gradients of these calls are finite, and nothing but their outputs is not."""
-    runs = (KeptStep(model, 1.0, call, 1.0).as_it_is() for call in flagged)
-    return all(all(bool(gradient.isfinite().all()) for gradient in run.gradients.values()) for run in runs)
+    """Whether outputs of these calls are not finite, also when they run again, and no gradient is touched by that."""
+    if not all(is_finite(each) for call in flagged for gradients in call.gradients.values() for each in gradients):
+        return False
+    runs = [KeptStep(model, 1.0, call, 1.0).as_it_is() for call in flagged]
+    return all(not run.is_finite and all(map(is_finite, run.gradients.values())) for run in runs)
 
 
 def trip_of(model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: float, rank: int | None) -> Trip:
@@ -59,8 +63,9 @@ def trip_of(model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: f
     suspects = [*flagged, *(call for call in step.calls if call not in flagged)]
     changed = next((name for call in suspects if (name := call.changed()) is not None), None)
     finding, began, why = None, None, ""
-    for call in suspects:
-        kept = KeptStep(model, scale, call, scale)
+    # What fails without a loss scale is no question of the scale.
+    for call, at in itertools.product(suspects, dict.fromkeys((1.0, scale))):
+        kept = KeptStep(model, at, call, scale)
         try:
             finding = fault_of(kept, kept.watched(flushed=False))
         except Exception as error:  # of the user's code, which is not to end a training

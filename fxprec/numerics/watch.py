@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -35,7 +36,7 @@ from fxprec.scaling.gradients import dtensor_type, parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.scaling.on_host import OnHost
 from fxprec.shadows.entry import is_traced
-from fxprec.torch_internals import running_ddp
+from fxprec.torch_internals import current_autograd_node, running_ddp
 
 #: Steps whose numbers are on their way to the host: with more, the host waits for the oldest, which is one step old.
 _MOST_UNREAD: Final = 1
@@ -146,6 +147,7 @@ class Watcher:
         self._busy = self._armed = False
         self._outputs_count = True
         self._in_a_row = 0
+        self._numbers_of_calls = itertools.count()
         self._new: list[KeptCall] = []
         self._step: Taken | None = None
         self._unread: list[_Report] = []
@@ -226,7 +228,9 @@ class Watcher:
             self._verdicts.group = ddp.process_group
         conversion = conversion_of(self._model)
         draws_from_torch = entry.static.allowed and bool(conversion.captured)
-        call = KeptCall(entry.name, args, kwargs, self._buffers.now(conversion), draws_from_torch)
+        call = KeptCall(
+            next(self._numbers_of_calls), entry.name, args, kwargs, self._buffers.now(conversion), draws_from_torch
+        )
         self._busy = True
         try:
             output = run()
@@ -245,7 +249,8 @@ class Watcher:
     def _taken(self) -> Taken:
         """The step that the calls since the last one make; without any, the last one: another optimizer steps in it."""
         if self._new or self._step is None:
-            self._step, self._new = Taken(self.steps, self._new), []
+            # A backward comes to the last of several calls first.
+            self._step, self._new = Taken(self.steps, sorted(self._new, key=lambda call: call.number)), []
             self.steps += 1
         return self._step
 
@@ -293,8 +298,9 @@ class Watcher:
         found = found if agreed is None else agreed[0]
         if self._scaler is None and self._held is not None:
             found = torch.maximum(self._held, found)
+        if reading_waits(self._home) and self._scaler is None:
+            self._held = found
         if reading_waits(self._home) and skips_on_device(optimizer) and not makes_state(optimizer):
-            self._held = found if self._scaler is None else None
             told = getattr(optimizer, "found_inf", None)
             own = checked if getattr(optimizer, "max_norm", None) is not None else None
             self._hold.tell(optimizer, found if told is None else torch.maximum(told.view(()), found), own)
@@ -354,8 +360,11 @@ class Watcher:
     # -- what was found ------------------------------------------------------------------------------------------------
 
     def _settle(self, wait: bool = False, quiet: bool = False, at_floor: bool = False) -> None:
-        """Read what has come to the host; ``wait``: all of it. ``quiet``: warn where an error is asked for."""
-        while self._unread and not self._busy:
+        """Read what has come to the host; ``wait``: all of it. ``quiet``: warn where an error is asked for.
+
+        Not within a backward (where a hook steps an optimizer): a replay writes buffers, which that may still read.
+        """
+        while self._unread and not self._busy and current_autograd_node() is None:
             report = self._unread[0]
             if not report.found.done():
                 if not wait and len(self._unread) <= _MOST_UNREAD:
