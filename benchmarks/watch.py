@@ -3,10 +3,11 @@
     python -m benchmarks watch [--size cpu|gpu|launch|tiny] [--only gpt cnn] [--level O1] [--seconds 60]
 
 Three steps of each model run in turns: without a watch, without one again (for the noise), and within one. They are the
-usual loop with fxprec's AdamW. Columns: medians of all timed steps; "watched / plain", by rounds (see
-``measure.interleaved``), "=" where it lies within the noise; ops that torch's dispatcher sees in a step beyond those of
-the plain one, and those of them that read more than single numbers. ``--level O0`` is for a CPU that has no units for
-the low dtype, where a lowered step takes so long that nothing else shows.
+usual loop with fxprec's AdamW; on a CPU on one thread, by the clock of the process, which other processes do not
+disturb. Columns: medians of all timed steps; "watched / plain", by rounds (see ``measure.interleaved``), "=" where it
+lies within the noise; ops that torch's dispatcher sees in a step beyond those of the plain one, and those of them that
+read more than single numbers. ``--level O0`` is for a CPU that has no units for the low dtype, where a lowered step
+takes so long that nothing else shows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +34,6 @@ from benchmarks.measure.interleaved import (
     Samples,
     Schedule,
     device_times,
-    host_times,
     keep_memory,
     measure,
     noise,
@@ -85,7 +86,7 @@ class Cost:
 
 def cost(workload: Workload, setup: Setup, level: Any, seconds: float) -> Cost:
     """Measure a workload: about so many seconds of timing."""
-    clock = device_times if setup.device.type == "cuda" else host_times
+    clock = device_times if setup.device.type == "cuda" else _process_times
     with contextlib.ExitStack() as stack:
         names = "plain", "again", "watched"
         steps = {name: _step(workload, setup, level, stack, watched=name == "watched") for name in names}
@@ -104,6 +105,15 @@ def cost(workload: Workload, setup: Setup, level: Any, seconds: float) -> Cost:
         ops["watched"].all - ops["plain"].all,
         ops["watched"].reads - ops["plain"].reads,
     )
+
+
+def _process_times(step: Callable[[], object], count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        started = time.process_time()
+        step()
+        times.append(1e3 * (time.process_time() - started))
+    return times
 
 
 def _step(workload: Workload, setup: Setup, level: Any, stack: contextlib.ExitStack, watched: bool) -> Step:
@@ -159,6 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     keep_memory()
+    torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxprec.FxprecWarning)
         costs = [cost(workload, setup, options.level, options.seconds) for workload in chosen]

@@ -167,7 +167,7 @@ def test_what_it_costs() -> None:
                 step(model, opt, batch(3), scaler=scaler)
         return mode.counts
 
-    assert counted(True, BF16) - counted(False, BF16) == {"amax": 1, "cat": 1, "aminmax": 1}  # small ones side by side
+    assert counted(True, BF16) - counted(False, BF16) == {"amax": 1, "cat": 1, "sum": 1}  # small ones side by side
     assert counted(True, F16) - counted(False, F16) == {"amax": 1}
 
 
