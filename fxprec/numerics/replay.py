@@ -36,7 +36,7 @@ def is_finite_unscaled(model: nn.Module, step: Taken, scale: float) -> bool:
     steps = [KeptStep(model, 1.0, call, scale) for call in step.calls]
     try:
         return bool(steps) and all(each.as_it_is().is_finite for each in steps)
-    except Exception:  # of code outside of the graphs, which then meets other values
+    except Exception:  # of the user's code, which is not to end a training
         return False
 
 
@@ -44,7 +44,10 @@ def outputs_alone(model: nn.Module, flagged: Sequence[KeptCall]) -> bool:
     """Whether outputs of these calls are not finite, also when they run again, and no gradient is touched by that."""
     if not all(is_finite(each) for call in flagged for gradients in call.gradients.values() for each in gradients):
         return False
-    runs = [KeptStep(model, 1.0, call, 1.0).as_it_is() for call in flagged]
+    try:
+        runs = [KeptStep(model, 1.0, call, 1.0).as_it_is() for call in flagged]
+    except Exception:
+        return False
     return all(not run.is_finite and all(map(is_finite, run.gradients.values())) for run in runs)
 
 
@@ -68,7 +71,7 @@ def trip_of(model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: f
         kept = KeptStep(model, at, call, scale)
         try:
             finding = fault_of(kept, kept.watched(flushed=False))
-        except Exception as error:  # of the user's code, which is not to end a training
+        except Exception as error:
             why = f"the replay failed: {error}"
         if finding is not None:
             began, why = step.calls.index(call), ""

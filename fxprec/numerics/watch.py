@@ -38,8 +38,6 @@ from fxprec.scaling.on_host import OnHost
 from fxprec.shadows.entry import is_traced
 from fxprec.torch_internals import current_autograd_node, running_ddp
 
-#: Steps whose numbers are on their way to the host: with more, the host waits for the oldest, which is one step old.
-_MOST_UNREAD: Final = 1
 #: Of steps that are not finite one after another, so many are run again: each takes as long as many steps.
 _MOST_REPLAYS: Final = 3
 #: Calls of a step that are kept; of more (nobody steps an optimizer?) the oldest go.
@@ -182,8 +180,9 @@ class Watcher:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._stack:
-            self._look_at_rest()
-            self._settle(wait=True, quiet=kind is not None)  # another error must not hide behind this
+            if kind is None or issubclass(kind, Exception):
+                self._look_at_rest()
+                self._settle(wait=True, quiet=kind is not None)  # another error must not hide behind this
 
     def _disarm(self, conversion: Conversion) -> None:
         self._armed = False
@@ -367,9 +366,9 @@ class Watcher:
         while self._unread and not self._busy and current_autograd_node() is None:
             report = self._unread[0]
             if not report.found.done():
-                if not wait and len(self._unread) <= _MOST_UNREAD:
+                if not wait and report.step is self._unread[-1].step:
                     return
-                report.found.wait()
+                report.found.wait()  # for a step that is over, while the next one runs
             del self._unread[0]
             self._busy = True
             try:

@@ -742,6 +742,22 @@ def test_a_device_skips_by_itself(monkeypatch: pytest.MonkeyPatch, optimizer: st
     assert slow.waits == (6 if down else 0)
 
 
+def test_two_optimizers_on_a_device_wait_for_no_step_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    model, _ = small()
+    first, *rest = model.parameters()
+    opts = [OPTIMIZERS["ours"]([first]), OPTIMIZERS["our SGD"](rest)]
+    slow.down = True
+    with watch(model) as watcher:
+        for number in range(3):
+            F.cross_entropy(model(batch(number)[0]), batch(number)[1]).backward()
+            for opt in opts:
+                opt.step()
+            assert slow.waits == 2 * number
+        slow.down = False
+    assert watcher.trips == [] and watcher.steps == 3
+
+
 def test_an_optimizer_that_cannot_skip_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     Slow(monkeypatch)
     model, scaler = small(F16)
