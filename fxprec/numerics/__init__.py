@@ -5,6 +5,8 @@ from fxprec.numerics.finding import Finding
 from fxprec.numerics.ledger import Ledger, Row
 from fxprec.numerics.locate import locate
 from fxprec.numerics.trip import Trip
+from fxprec.numerics.tune import tune
+from fxprec.numerics.tuned import Tuned
 from fxprec.numerics.watch import Watcher, watch
 
-__all__ = ["Finding", "Ledger", "Row", "Trip", "Watcher", "audit", "locate", "watch"]
+__all__ = ["Finding", "Ledger", "Row", "Trip", "Tuned", "Watcher", "audit", "locate", "tune", "watch"]

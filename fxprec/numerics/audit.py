@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.inspection.nodes import op_name, short_paths, source_line
+from fxprec.model.module import conversion_of
+from fxprec.numerics.alternatives import Alternatives
 from fxprec.numerics.kept import kept
 from fxprec.numerics.ledger import GradientError, Ledger, Part, Row, Sample, ordered
 from fxprec.numerics.problem import Batch, Loss, Problem
@@ -20,6 +22,10 @@ from fxprec.tape.adjoint import Term, measured, terms
 from fxprec.tape.memory import Place
 from fxprec.tape.origin import Origin
 from fxprec.tape.recorder import Recorder, record
+
+
+class NotFiniteError(ValueError):
+    """An error that cannot be explained op by op: inf or nan."""
 
 
 def audit(
@@ -62,16 +68,30 @@ def audit(
         raise ValueError(f"reference must be torch.float64 or torch.float32, not {reference}")
     if gradients and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("gradients=True, and no parameter of the model wants a gradient")
-    books = _Books()
-    for batch in problem.batches(batches):
+    return ledger_of(problem, problem.batches(batches), gradients, reference)
+
+
+def ledger_of(
+    problem: Problem,
+    batches: Iterable[Batch],
+    gradients: bool = False,
+    reference: torch.dtype = torch.float64,
+    opened: bool = False,
+) -> Ledger:
+    """As ``audit``, of batches that were checked; ``opened``: fused regions run op by op, with a row an op."""
+    wants = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in problem.model.parameters())
+    books = _Books(Alternatives(conversion_of(problem.model).settings, wants))
+    for batch in batches:
         done = False
         while not done:
-            with kept(model):
-                done = _audit_batch(problem, batch, gradients, reference, books)
+            with kept(problem.model):
+                done = _audit_batch(problem, batch, gradients, reference, books, opened)
     return books.ledger("gradients" if gradients else books.target)
 
 
-def _audit_batch(problem: Problem, batch: Batch, gradients: bool, reference: torch.dtype, books: _Books) -> bool:
+def _audit_batch(
+    problem: Problem, batch: Batch, gradients: bool, reference: torch.dtype, books: _Books, opened: bool
+) -> bool:
     """False: the batch is to be run once more, since its run captured graphs."""
     model = problem.model
 
@@ -82,7 +102,7 @@ def _audit_batch(problem: Problem, batch: Batch, gradients: bool, reference: tor
             total.sum().backward()  # type: ignore[union-attr]
         return value
 
-    recorded = record(model, run, reference)
+    recorded = record(model, run, reference, opened)
     if recorded is None:
         return False
     recorder, value = recorded
@@ -102,7 +122,7 @@ def _audit_batch(problem: Problem, batch: Batch, gradients: bool, reference: tor
         targets = _along_error(recorder, places)
     error = measured(recorder, targets)
     if not math.isfinite(error):
-        raise ValueError(
+        raise NotFiniteError(
             f"the error is {error}: a value is inf or nan, in the run or in the reference. "
             "fxprec.numerics.locate(model, batch, loss) says where that begins"
         )
@@ -135,7 +155,8 @@ class _Entry:
 class _Books:
     """The rows while batches come in."""
 
-    def __init__(self) -> None:
+    def __init__(self, alternatives: Alternatives) -> None:
+        self._alternatives = alternatives
         self.target: Literal["loss", "outputs"] = "loss"
         self._entries: dict[Origin, _Entry] = {}
         self._samples: list[Sample] = []
@@ -183,7 +204,7 @@ class _Books:
     def ledger(self, target: Literal["loss", "outputs", "gradients"]) -> Ledger:
         """All of it."""
         total = sum(entry.squares for entry in self._entries.values())
-        rows = [_row(entry, total) for entry in self._entries.values()]
+        rows = [_row(entry, total, self._alternatives) for entry in self._entries.values()]
         samples = tuple(self._samples)
         parameters = {
             name: GradientError(*(math.sqrt(total / len(samples)) for total in sums))
@@ -192,7 +213,7 @@ class _Books:
         return Ledger(target, ordered(rows, len(samples)), samples, parameters, tuple(self._remarks))
 
 
-def _row(entry: _Entry, total: float) -> Row:
+def _row(entry: _Entry, total: float, alternatives: Alternatives) -> Row:
     origin, node = entry.origin, entry.origin.node
     module, op, compute, why = "", origin.name, "", "outside of the graphs, under torch.autocast"
     source = short_paths(origin.source)
@@ -207,4 +228,5 @@ def _row(entry: _Entry, total: float) -> Row:
         origin.name, origin.kind, origin.graph, origin.backward, module, op, compute, source, why, entry.rounding,
         entry.bend, entry.squares, entry.lost, entry.size, entry.squares / total if total else 0.0,
         tuple(parts) if len(parts) > 1 else (),
+        None if node is None or origin.kind != "node" else alternatives.of(node),
     )  # fmt: skip

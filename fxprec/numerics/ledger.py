@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from fxprec.inspection.text import columns, plain, stacked, titled
+from fxprec.numerics.alternatives import Alternative
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -52,6 +53,7 @@ class Row:
         lost: the error that it made itself, and ``size`` of its exact result: sums of squares, over batches.
         share: of the sum of ``squares`` of all rows: the part of the mean square error that it would take along.
         parts: its ops of torch, where there are several.
+        other: what the other dtype would cost; None where there is none to choose.
     """
 
     node: str
@@ -70,6 +72,7 @@ class Row:
     size: float
     share: float
     parts: tuple[Part, ...] = ()
+    other: Alternative | None = None
 
     @property
     def contribution(self) -> float:
@@ -83,10 +86,13 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        names = [each.name for each in fields(self) if each.name not in ("parts", "lost", "size")]
+        names = [each.name for each in fields(self) if each.name not in ("parts", "lost", "size", "other")]
         own = {name: getattr(self, name) for name in names}
         parts = [{"op": part.op, "rounding": part.rounding, "bend": part.bend} for part in self.parts]
-        return own | {"contribution": self.contribution, "local_error": self.local_error, "parts": parts}
+        other = None if self.other is None else asdict(self.other)
+        return own | {
+            "contribution": self.contribution, "local_error": self.local_error, "parts": parts, "other": other,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +197,19 @@ class Ledger:
         rows = self.rows[:_SHOWN]
         scale = math.sqrt(sum(row.squares for row in self.rows)) if len(self.samples) > 1 else abs(self.measured)
         table = columns(
-            ("part", "contribution", "rounding", "bend", "share", "computes", "node", "module", "source", "why"),
+            (
+                "part",
+                "contribution",
+                "rounding",
+                "bend",
+                "share",
+                "computes",
+                "node",
+                "module",
+                "source",
+                "why",
+                "otherwise",
+            ),
             [
                 (
                     f"{row.contribution / scale:+.1%}" if scale else "-",
@@ -204,6 +222,7 @@ class Ledger:
                     row.module,
                     row.source,
                     row.why,
+                    "" if row.other is None else str(row.other),
                 )
                 for row in rows
             ],

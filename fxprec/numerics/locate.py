@@ -234,9 +234,28 @@ def _cure(step: Step, birth: Birth, kind: str, smaller: float | None, fails_in_f
 
 def _policy(step: Step, birth: Birth) -> tuple[str, bool]:
     """A policy that keeps nodes in FP32 until a copy of the model is finite, in Python; and whether it came so far."""
+    own = conversion_of(step.model).settings.policy
+    shown = f'fxprec.Policy.preset("{own.level}")' if own == Policy.preset(own.level) else "policy"
+    names, works = _kept_finite(step, birth)
+    chosen = ", ".join(f'"{name}": torch.float32' for name in names)
+    return f"{shown}.override(nodes={{{chosen}}})", works
+
+
+def keep_finite(model: nn.Module, loss: Loss | None, batches: Iterable[Batch]) -> list[str]:
+    """Nodes that are to be in FP32 for steps on these batches to be finite; none where they are, or nothing helps."""
+    found: dict[str, None] = {}
+    for batch in batches:
+        step = _BatchStep(model, 1.0, Problem(model, loss), batch)
+        fault = step.watched(flushed=False).fault
+        names, works = ([], False) if fault is None else _kept_finite(step, fault[0])
+        found |= dict.fromkeys(names if works else ())
+    return [*found]
+
+
+def _kept_finite(step: Step, birth: Birth) -> tuple[list[str], bool]:
+    """Nodes to keep in FP32, one fault after another; and whether a copy of the model is finite then."""
     model = step.model
     own = conversion_of(model).settings.policy
-    shown = f'fxprec.Policy.preset("{own.level}")' if own == Policy.preset(own.level) else "policy"
     names: dict[str, torch.dtype] = {}
     fault: tuple[Birth, str] | None = (birth, "")
     while fault is not None and len(names) < _MOST_NODES:
@@ -245,9 +264,8 @@ def _policy(step: Step, birth: Birth) -> tuple[str, bool]:
         if more.keys() <= names.keys():
             break
         names |= more
-        fault = step.on(under(model, own.override(nodes=names))).watched(flushed=False).fault
-    chosen = ", ".join(f'"{name}": torch.float32' for name in names)
-    return f"{shown}.override(nodes={{{chosen}}})", fault is None
+        fault = step.on(under(model, policy=own.override(nodes=names))).watched(flushed=False).fault
+    return [*names], fault is None
 
 
 def _computing(birth: Birth | None) -> list[str]:

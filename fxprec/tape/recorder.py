@@ -165,14 +165,17 @@ def _is_place(leaf: Any) -> bool:
     return isinstance(leaf, Place)
 
 
-def record(model: nn.Module, run: Callable[[], Any], reference: torch.dtype) -> tuple[Recorder, Any] | None:
+def record(
+    model: nn.Module, run: Callable[[], Any], reference: torch.dtype, opened: bool = False
+) -> tuple[Recorder, Any] | None:
     """Run something on a converted model and write it down; and what it gives. None: it is to be run once more.
 
     Args:
         model: converted.
         run: calls the model.
         reference: the dtype of the reference.
+        opened: fused regions run op by op, and not as kernels.
     """
     recorder = Recorder(reference, model)
-    result = observe(model, recorder, run)
+    result = observe(model, recorder, run, opened)
     return None if result is None else (recorder, *result)

@@ -249,13 +249,17 @@ class CutWalk(GraphWalk):
         else:
             variable = variables.new(node)
         variables.read_data(site, variable)
-        if commutes_with_rounding(site) and node not in self.classes:
-            self.commuting[node] = variables.promoting(site)
-        else:
-            variables.widen_with(variables.promoting(site), variable)
+        self.promote(site, variable)
         if floats:
             variables.value[node] = variable
         self.decide(node, site.rule, unsafe or site.why, variable, site=site)
+
+    def promote(self, site: Site, variable: int) -> None:
+        """Let the op that follows be FP32 where an input is."""
+        if commutes_with_rounding(site) and site.node not in self.classes:
+            self.commuting[site.node] = self.variables.promoting(site)
+        else:
+            self.variables.widen_with(self.variables.promoting(site), variable)
 
     def unsafe(self, site: Site) -> str | None:
         if site.node in self.chains:

@@ -84,6 +84,10 @@ class OpCosts:
         self._differentiable: set[Node] = set()
         self._inside = False
 
+    def start(self) -> None:
+        """Another graph comes next, no body of the last one."""
+        self._inside = False
+
     def enter(self, graph: Graph) -> None:
         """Find out which values gradients flow through; of the whole graph first, then of bodies that it calls."""
         inside, self._inside = self._inside, True
@@ -126,11 +130,14 @@ class OpCosts:
 
     def traffic(self, node: Node) -> float:
         """What it costs more to have an op other than LOW ones write FP32 and not low; negative: less."""
+        return self.stream(node, torch.float32) - self.stream(node, self.low)
+
+    def stream(self, node: Node, dtype: torch.dtype) -> float:
+        """What it takes to have an op other than LOW ones write this dtype; 0 for views, and for unknown sizes."""
         count = _elements(node)
         if count is None or facts_of(_name(node)).view:
             return 0.0
-        full, low = (self._seconds(Work.POINTWISE, dtype, count) for dtype in (torch.float32, self.low))
-        return (full - low) * (1 + self._flows(node))
+        return self._seconds(Work.POINTWISE, dtype, count) * (1 + self._flows(node))
 
     def _flows(self, node: Node) -> bool:
         return node in self._differentiable

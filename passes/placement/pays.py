@@ -38,7 +38,7 @@ def ops_kept_in_fp32(gm: GraphModule, context: Context) -> Verdict:
     if context.costs is None:
         return Verdict()
     costs = OpCosts(context.costs, context.low, context.gradients, context.casts_fuse)
-    walk = _PricedWalk(context, costs)
+    walk = PricedWalk(context, costs)
     walk.run(gm)
     walk.widen_unless_read_low()
     full = solve(walk.variables.problem())
@@ -51,7 +51,7 @@ def ops_kept_in_fp32(gm: GraphModule, context: Context) -> Verdict:
     return Verdict(stays, walk.unpriced, costs if stays else None)
 
 
-class _PricedWalk(CutWalk):
+class PricedWalk(CutWalk):
     """The cut problem with LOW ops that may stay FP32."""
 
     def __init__(self, context: Context, costs: OpCosts) -> None:

@@ -6,7 +6,7 @@ of a tuple and the placeholder of a called body have the variable of what they c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import torch
@@ -117,7 +117,7 @@ class Variables:
             promotes: its kernel widens a low value at no cost where the variable is FP32.
         """
         if source in self.value:
-            known = self._users.setdefault(self._same(source), {})
+            known = self._users.setdefault(self.same(source), {})
             known[variable] = known.get(variable, True) and promotes
 
     def read_original(self, sources: Iterable[Node]) -> None:
@@ -156,6 +156,11 @@ class Variables:
     def _is_scalar(self, source: Node) -> bool:
         return is_zero_dim(self._origin.get(source, source))
 
+    def around(self) -> Iterator[tuple[Node, tuple[int, ...]]]:
+        """Each value, with the variables of what makes it and of those that read it."""
+        for node, variable in self.value.items():
+            yield node, (variable, *self._users.get(self.same(node), ()))
+
     def problem(self) -> CutProblem:
         costs = self._costs or ByteCosts(self._users, self.absorbs)
         tensors = [
@@ -184,7 +189,7 @@ class Variables:
             low = self._cast(costs, node) * (wide_others > 0)
             for source in dict.fromkeys(source for source in sources if source in self.value):
                 arrives_full = full[self.value[source]]
-                if others(self._same(source), own)[arrives_full]:
+                if others(self.same(source), own)[arrives_full]:
                     continue  # somebody else pays for that cast
                 if arrives_full:
                     low += self._cast(costs, source)
@@ -207,7 +212,7 @@ class Variables:
     def _cast(self, costs: Costs, node: Node) -> float:
         return costs.cast(self._origin.get(node, node))
 
-    def _same(self, source: Node) -> Node:
+    def same(self, source: Node) -> Node:
         """The node whose readers count as the value's: a weight has one shadow, whatever nodes and names fetch it."""
         fetched = self._origin.get(source, source)
         if self._costs is None or fetched.op != "get_attr" or notes(fetched).kind != "parameter":

@@ -25,14 +25,24 @@ class Case:
     fault: str
     place: str
     dtype: torch.dtype
+    settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def id(self) -> str:
-        return f"{self.fault}-{self.place}-{self.dtype}".replace("torch.", "")
+        settings = "-".join(value for _, value in self.settings)
+        return f"{self.fault}-{self.place}-{self.dtype}-{settings}".replace("torch.", "").removesuffix("-")
 
 
 CASES = [Case(fault, place, dtype) for fault in FAULTS for place in PLACES for dtype in (BF16, F16)]
 CASES += [Case(fault, place, F16) for fault in NARROW for place in PLACES if (fault, place) != ("a cube", "masked")]
+#: Within fused regions, and on a low stream.
+CASES += [
+    Case(fault, place, dtype, settings)
+    for faults, dtype in ((FAULTS, BF16), (NARROW, F16))
+    for fault in faults
+    for place in ("plain", "residual", "looped")
+    for settings in ((("fuse", "aten"),), (("level", "O2"),))
+]
 
 
 def located(model: nn.Module, *args: Any, **kwargs: Any) -> Finding:
@@ -48,7 +58,8 @@ def located(model: nn.Module, *args: Any, **kwargs: Any) -> Finding:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_injected_faults(case: Case) -> None:
     function, kind, backward = (FAULTS | NARROW)[case.fault]
-    found = located(made(function, case.place, case.dtype), batch(), F.cross_entropy)
+    model = made(function, case.place, case.dtype, **dict(case.settings))
+    found = located(model, batch(), F.cross_entropy)
     assert (found.kind, found.phase) == (kind, "backward" if backward else "forward")
     assert found.module == "fault" or (kind == "overflow" and found.op == "cast")
     assert re.search(r"faults\.py:\d+$", found.source) or found.module == "fault"

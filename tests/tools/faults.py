@@ -106,9 +106,9 @@ NARROW: dict[str, tuple[Function, str, bool]] = {
 }
 
 
-def made(function: Function, place: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+def made(function: Function, place: str, dtype: torch.dtype, seed: int = 0, **settings: Any) -> nn.Module:
     torch.manual_seed(seed)
-    return fxprec.convert(Net(function, place), dtype=dtype)[0]
+    return fxprec.convert(Net(function, place), dtype=dtype, **settings)[0]
 
 
 def batch(seed: int = 1) -> tuple[Tensor, Tensor]:

@@ -14,32 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from fxprec.costs.files import path_of, write
-from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
+from fxprec.passes.costs.device_costs import Curve, DeviceCosts
 from fxprec.testing import assert_precision, format_graph
+from made_costs import device
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def always(microseconds: float) -> Curve:
-    """So much, whatever the size."""
-    return Curve(((1e-3, microseconds * 1e-6), (1e18, microseconds * 1e-6)))
-
-
 def rate(per_microsecond: float) -> Curve:
     return Curve(((1e-3, 1e-9 / per_microsecond),))
-
-
-def device(full: float | Curve, low: float | Curve, cast: float = 1e-3, **kinds: tuple[float, float]) -> DeviceCosts:
-    """Microseconds (or curves) of a product in FP32 and low, of a cast; all else takes no time to speak of."""
-    curves: dict[torch.dtype, dict[Work, Curve]] = {}
-    for position, dtype in enumerate((FP32, BF16)):
-        product = (full, low)[position]
-        curves[dtype] = {work: always(1e-6) for work in Work}
-        curves[dtype][Work.MATMUL] = product if isinstance(product, Curve) else always(product)
-        curves[dtype][Work.CAST] = always(cast)
-        for name, both in kinds.items():
-            curves[dtype][Work[name.upper()]] = always(both[position])
-    return DeviceCosts("cpu", "a machine", 2, "made by hand", curves)
 
 
 PAYS = device(100.0, 1.0, attention=(100, 1), attention_backward=(100, 1))

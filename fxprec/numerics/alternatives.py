@@ -1,0 +1,162 @@
+"""What another rule would cost a place of a rewritten graph: casts, bytes, and time by the device's costs.
+
+Told from the graph as it stands, all other places staying as they are. An op that is low reads casts of what is FP32::
+
+    %x_bf16 = cast(%x)                     %linear: float32 = linear(%x, %w)
+    %linear: bfloat16 = linear(%x_bf16)    %linear_bf16 = cast(%linear)
+    %gelu: bfloat16 = gelu(%linear)        %gelu: bfloat16 = gelu(%linear_bf16)
+
+In FP32 (to the right) it spares the cast of x if nobody else reads that, and takes one of its result, if somebody reads
+that low.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.costs.files import costs_of
+from fxprec.inspection.nodes import is_inserted, is_shadow
+from fxprec.passes.context import Context
+from fxprec.passes.costs.byte_costs import elements
+from fxprec.passes.costs.device_costs import DeviceCosts
+from fxprec.passes.graph.annotations import Arrival, Rule, notes
+from fxprec.passes.graph.text import dtype_name
+from fxprec.passes.ops.table import facts_of
+from fxprec.passes.placement.op_costs import OpCosts, Price
+from fxprec.passes.placement.sites import site_of
+from fxprec.settings import Settings
+
+#: A cast reads four bytes an element and writes two, or the reverse.
+_CAST_BYTES: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The other dtype for one op, all others staying as they are. Negative numbers are what it spares.
+
+    Attributes:
+        precision: "float32", or the low dtype.
+        casts: more in a forward, those of weights apart, which are made when the weights change.
+        bytes: more that a forward moves, for these casts, what the op reads, its result and those who read that;
+            None where sizes are unknown.
+        seconds: more that a step takes, by the costs of the device; None where they, or sizes, are unknown.
+    """
+
+    precision: str
+    casts: int
+    bytes: int | None
+    seconds: float | None
+
+    def __str__(self) -> str:
+        moved = "" if self.bytes is None else f", {self.bytes:+,} bytes"
+        taken = "" if self.seconds is None else f", {self.seconds * 1e6:+.3g} us"
+        return f"{self.precision}: {self.casts:+d} casts{moved}{taken}"
+
+
+class Alternatives:
+    """Those of the ops of rewritten graphs.
+
+    Args:
+        settings: of the conversion.
+        gradients: whether a backward is counted.
+    """
+
+    def __init__(self, settings: Settings, gradients: bool) -> None:
+        self._context = settings.context(gradients)
+        self._costs = _costs(settings)
+        self._priced: dict[Graph, OpCosts] = {}
+
+    def of(self, node: Node) -> Alternative | None:
+        """None: it has no other, as it computes nothing in a dtype that is ours to choose."""
+        precision, low = notes(node).precision, self._context.low
+        current = precision.reads if isinstance(precision.reads, torch.dtype) else precision.output
+        is_op = node.op.startswith("call") and not is_inserted(node) and not isinstance(notes(node).dtype, tuple)
+        if not is_op or precision.rule is Rule.KEEP or precision.output is None or current not in (torch.float32, low):
+            return None
+        if node.op == "call_module" and notes(node).fused:
+            return None
+        other = low if current is torch.float32 else torch.float32
+        more, fewer = _casts(node, current, other)
+        moved = [source for source in dict.fromkeys(node.all_input_nodes) if notes(source).precision.output is current]
+        takers = [user for user in node.users if not is_inserted(user) and not _wants_other(user, other)]
+        moved += [node] * (
+            1 + len([user for user in takers if user.op != "output" and not facts_of(notes(user).op.name).view])
+        )
+        return Alternative(
+            dtype_name(other),
+            len([each for each in more if not _is_weight(each)]) - len([each for each in fewer if not is_shadow(each)]),
+            _bytes(more, fewer, moved, grows=other is torch.float32),
+            self._seconds(node, other, more, fewer),
+        )
+
+    def _seconds(self, node: Node, other: torch.dtype, more: list[Node], fewer: list[Node]) -> float | None:
+        if self._costs is None or elements(node) is None:
+            return None
+        costs = self._of_graph(node.graph, self._costs)
+        price = costs.price(site_of(node, self._context)) if notes(node).precision.rule is Rule.LOW else None
+        if isinstance(price, str):
+            return None
+        full = price.full - price.low if isinstance(price, Price) else costs.traffic(node)
+        cast = sum(map(costs.cast, more)) - sum(costs.cast(_uncast(each)) for each in fewer)
+        return ((full if other is torch.float32 else -full) + cast) * 1e-12
+
+    def _of_graph(self, graph: Graph, costs: DeviceCosts) -> OpCosts:
+        if graph not in self._priced:
+            context: Context = self._context
+            self._priced[graph] = OpCosts(costs, context.low, context.gradients, context.casts_fuse)
+            self._priced[graph].enter(graph)
+        return self._priced[graph]
+
+
+def _costs(settings: Settings) -> DeviceCosts | None:
+    costs = settings.lower if isinstance(settings.lower, DeviceCosts) else costs_of(settings.device, settings.dtype)
+    return costs if settings.dtype in costs.curves else None
+
+
+def _casts(node: Node, current: torch.dtype, other: torch.dtype) -> tuple[list[Node], list[Node]]:
+    """The values that would have to be cast, and the casts that would not be needed."""
+    more, fewer = [], []
+    for source in dict.fromkeys(node.all_input_nodes):
+        value = _uncast(source)
+        made, read = notes(value).precision.output, notes(source).precision.output
+        if read is not current:  # a port that takes another dtype
+            continue
+        if source is not value and made is other:
+            fewer += [source] if len(source.users) == 1 else []
+        elif not any(is_inserted(user) and notes(user).precision.output is other for user in value.users):
+            more.append(value)
+    back = [user for user in node.users if is_inserted(user) and notes(user).precision.output is other]
+    fewer += back
+    if any(user not in back and _wants_other(user, other) for user in node.users):
+        more.append(node)
+    return more, fewer
+
+
+def _wants_other(user: Node, made: torch.dtype) -> bool:
+    """Whether a reader wants another dtype than is made: some take what arrives."""
+    reads = notes(user).precision.reads
+    if isinstance(reads, torch.dtype):
+        return reads is not made
+    return reads is Arrival.ORIGINAL and made is not torch.float32
+
+
+def _uncast(node: Node) -> Node:
+    return node.all_input_nodes[0] if is_inserted(node) and node.all_input_nodes else node
+
+
+def _is_weight(node: Node) -> bool:
+    return node.op == "get_attr" and notes(node).kind == "parameter"
+
+
+def _bytes(more: list[Node], fewer: list[Node], widened: list[Node], grows: bool) -> int | None:
+    casts = [(each, _CAST_BYTES) for each in more if not _is_weight(each)]
+    casts += [(each, -_CAST_BYTES) for each in fewer if not is_shadow(each)]
+    moved = [*casts, *((each, 2 if grows else -2) for each in widened)]
+    counts = [elements(node) for node, _ in moved]
+    if any(count is None for count in counts):
+        return None
+    return sum(count * size for count, (_, size) in zip(counts, moved, strict=True) if count is not None)

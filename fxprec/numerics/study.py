@@ -1,0 +1,201 @@
+"""What is known of a model before its policy is tuned: its graphs, what their roundings cost, what a policy gives."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxprec.costs.files import costs_of
+from fxprec.errors import ConversionError
+from fxprec.inspection.nodes import op_name, places
+from fxprec.model.module import conversion_of
+from fxprec.numerics.audit import NotFiniteError, ledger_of
+from fxprec.numerics.kept import kept as unchanged
+from fxprec.numerics.ledger import Ledger
+from fxprec.numerics.locate import keep_finite
+from fxprec.numerics.problem import Batch, Problem
+from fxprec.numerics.trial import under
+from fxprec.numerics.tuned import Line
+from fxprec.passes.context import Context
+from fxprec.passes.costs.device_costs import DeviceCosts
+from fxprec.passes.decide import decide
+from fxprec.passes.graph.annotations import Rule, module_path, notes, weight_path
+from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.text import dtype_name
+from fxprec.passes.ops.table import facts_of
+from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, computes_full
+from fxprec.passes.policy.policy import Policy
+from fxprec.settings import Lower, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What is known of a model: its graphs before any decision, and what their roundings cost.
+
+    Attributes:
+        graphs: of the original program, annotated with ops, dtypes and sizes.
+        context: of the model's settings, with costs.
+        squares: value -> the mean square error that its rounding adds.
+        constant: what ops outside of the graphs add.
+        kept: nodes that are no choice: their values overflow where they are low.
+    """
+
+    graphs: tuple[GraphModule, ...]
+    context: Context
+    lower: Lower
+    trade: TradeOff
+    constant: float
+    kept: tuple[str, ...]
+
+    @classmethod
+    def of(cls, problem: Problem, settings: Settings, batches: Sequence[Batch]) -> Study:
+        """Capture the original program, and audit all that may be low at once."""
+        costs = settings.lower if isinstance(settings.lower, DeviceCosts) else costs_of(settings.device, settings.dtype)
+        if settings.dtype not in costs.curves:
+            raise ConversionError(
+                f"there are no costs of {dtype_name(settings.dtype)} ({costs}): python -m fxprec calibrate"
+            )
+        gradients = torch.is_grad_enabled() and any(p.requires_grad for p in problem.model.parameters())
+        context = replace(settings.context(gradients), costs=costs)
+        graphs = _original_graphs(problem, batches)
+        kept: list[str] = []
+        while True:
+            policy = settings.policy.override(nodes=dict.fromkeys(kept, torch.float32))
+            trade = TradeOff(graphs, replace(context, policy=policy), {})
+            low = {node.name: settings.dtype for node in trade.choices if not _is_served(node, context)}
+            trial = under(problem.model, policy=policy.override(nodes=low), lower="always")
+            try:
+                ledger = ledger_of(Problem(trial, problem.loss), batches, opened=True)
+            except NotFiniteError:
+                more = [name for name in keep_finite(trial, problem.loss, batches) if name not in kept]
+                if not more:
+                    raise
+                kept += more
+                continue
+            low_graphs = [captured.gm for captured in conversion_of(trial).captured]
+            squares, constant = _squares(ledger, low_graphs, graphs, trade)
+            trade = TradeOff(graphs, replace(context, policy=policy), squares)
+            return cls(graphs, context, settings.lower, trade, constant, tuple(kept))
+
+    @property
+    def all_low(self) -> list[bool]:
+        """The assignment in which no choice is FP32."""
+        full = [*self.trade.cut(0.0).full]
+        for variable in self.trade.choices.values():
+            full[variable] = False
+        return full
+
+    def decided(self, policy: Policy) -> Outcome:
+        """What a policy gives."""
+        costs = self.context.costs if self.lower != "always" else None
+        for gm in self.graphs:
+            decide(gm, replace(self.context, policy=policy, costs=costs))
+        return self.trade.decided()
+
+    def policy_for(self, wanted: Outcome, start: Outcome) -> tuple[Policy, tuple[Line, ...], Outcome]:
+        """Overrides of the ops that the policy decides otherwise: first of those that set others' dtypes."""
+        nodes: dict[str, torch.dtype] = {}
+        known = {node: wanted.full[variable] for node, variable in self.trade.choices.items()}
+        known |= {node: True for gm in self.graphs for node in gm.graph.nodes if node.name in self.kept}
+        for leads in (True, False, False):
+            self.decided(self.context.policy.override(nodes=nodes))
+            for node, full in known.items():
+                follows = not _leads(node) and (leads or facts_of(notes(node).op.name).view)
+                if computes_full(node) is full or follows or (not full and _is_served(node, self.context)):
+                    continue
+                nodes[node.name] = torch.float32 if full else self.context.low
+        policy = self.context.policy.override(nodes=nodes)
+        reached = self.decided(policy)
+        return policy, self._lines(nodes, start, reached), reached
+
+    def _lines(self, nodes: Mapping[str, torch.dtype], start: Outcome, reached: Outcome) -> tuple[Line, ...]:
+        """Each override, with what taking it back alone would change."""
+        found: dict[str, Line] = {}
+        for node in (node for gm in self.graphs for node in gm.graph.nodes if node.name in nodes):
+            share, seconds, why = 0.0, 0.0, "overflows where it is low"
+            variable = self.trade.choices.get(node)
+            if variable is not None:
+                without = [*reached.full]
+                without[variable] = not without[variable]
+                other = self.trade.outcome(without)
+                share = (other.square - reached.square) / (start.square + self.constant) if start.square else 0.0
+                seconds = reached.seconds - other.seconds
+                why = f"{abs(share):.2g} of the start's mean square error {'less' if share >= 0 else 'more'}"
+            precision = dtype_name(nodes[node.name])
+            found[node.name] = Line(node.name, precision, module_path(node), op_name(node), share, seconds, why)
+        return tuple(sorted(found.values(), key=lambda line: -abs(line.share)))
+
+    def why_not(self, error: float | None, time: float | None, start: Outcome) -> str:
+        """A budget cannot be met: which can."""
+        if error is not None:
+            least = self.trade.cut(EXACT)
+            left, fraction = math.sqrt(least.square + self.constant), least.seconds / start.seconds
+            return (
+                f"error={error:g} cannot be met: with all in FP32 that may be, {left:.3g} is left, "
+                f"at {fraction:.3g} of the time"
+            )
+        fraction = self.trade.cut(0.0).seconds / start.seconds
+        return f"time={time:g} cannot be met: the fastest policy takes {fraction:.3g} of the time"
+
+    def remarks(self, wanted: Outcome, reached: Outcome) -> Iterator[str]:
+        """What else is to be known."""
+        yield f"times by the costs of {self.context.costs}"
+        if reached.full != wanted.full:
+            others = sum(reached.full[v] is not wanted.full[v] for v in set(self.trade.choices.values()))
+            if others:
+                yield f"{others} ops that only move values, or read low and compute in FP32, were left to convert"
+        if self.kept:
+            yield f"in FP32, as they overflow where they are low: {', '.join(self.kept)}"
+        for node, why in self.trade.unpriced.items():
+            yield f"{node.name} stays low, its time is unknown: {why}"
+
+
+def _original_graphs(problem: Problem, batches: Sequence[Batch]) -> tuple[GraphModule, ...]:
+    """Of the program as it is without a conversion, with sizes."""
+    rules = conversion_of(problem.model).settings.policy.rules
+    trial = under(problem.model, policy=Policy("O0", (), rules), lower="always")
+    with unchanged(trial):
+        for batch in batches:
+            Problem(trial, problem.loss).run(batch)
+    return tuple(captured.gm for captured in conversion_of(trial).captured)
+
+
+def _squares(
+    ledger: Ledger, low: Sequence[GraphModule], graphs: Sequence[GraphModule], trade: TradeOff
+) -> tuple[dict[Node, float], float]:
+    """Value of the original graphs -> the mean square error of its rounding; and what belongs to none."""
+    names = [{place.name: place.node for place in places(0, gm)} for gm in graphs]
+    made = [{place.name: place.node for place in places(0, gm)} for gm in low]
+    weights = {weight_path(node): node for known in names for node in known.values() if node.op == "get_attr"}
+    squares: dict[Node, float] = defaultdict(float)
+    constant = 0.0
+    for row in ledger.rows:
+        node = weights.get(row.node) if row.kind == "weight" else None
+        if row.kind == "node" and row.graph < len(graphs):
+            prefix, _, _ = row.node.rpartition(".")
+            inner = made[row.graph][row.node]
+            while inner.target in CASTS:
+                inner = inner.all_input_nodes[0]
+            node = names[row.graph].get(f"{prefix}.{inner.name}" if prefix else inner.name)
+        square = row.squares / len(ledger.samples)
+        roots = () if node is None else trade.roots(node)
+        for root in roots:
+            squares[root] += square / len(roots)
+        constant += 0.0 if roots else square
+    return squares, constant
+
+
+def _is_served(node: Node, context: Context) -> bool:
+    """Whether a kernel reads and writes low, and computes in FP32 inside: which of them it is follows from others."""
+    row = facts_of(notes(node).op.name)
+    return context.native_mixed and (context.device in row.mixed or row.dtype_keyword)
+
+
+def _leads(node: Node) -> bool:
+    """Whether the dtypes of others follow from the op's, and not its from theirs."""
+    return facts_of(notes(node).op.name).rule in (Rule.LOW, Rule.FULL)

@@ -1,0 +1,156 @@
+"""A policy that is measured: the fastest within an error of the loss, or the most exact within a time."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import statistics
+import time as clock
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from fxprec.errors import ConversionError
+from fxprec.model.module import conversion_of
+from fxprec.numerics.audit import ledger_of
+from fxprec.numerics.kept import kept
+from fxprec.numerics.ledger import Ledger
+from fxprec.numerics.problem import Batch, Loss, Problem
+from fxprec.numerics.study import Study
+from fxprec.numerics.trial import under
+from fxprec.numerics.tuned import Figures, Tuned
+from fxprec.passes.placement.tradeoff import cheapest_within, most_exact_within
+from fxprec.settings import Settings
+
+#: Of the batches, one in so many is held out, to measure on.
+_HELD_OUT: Final = 4
+#: Steps that are timed, of each of the two models in turns: at least so many, and for so many seconds.
+_STEPS, _SECONDS = 5, 0.5
+
+
+def tune(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss: Loss | None = None,
+    *,
+    error: float | None = None,
+    time: float | None = None,
+) -> Tuned:
+    """Find the policy that keeps the loss's error within a budget in the least time, or the time with the least error.
+
+    A copy of the model in which all is low that may be is audited: so the squared error is known that each value adds
+    where it is rounded. With the costs of the device that gives a minimum cut of time + weight * squared error, for any
+    weight; the weight is found by bisection on the curve of the best that can be had (``passes.placement.tradeoff``).
+    Ops become FP32 where that is worth its time, and low where the policy keeps them in FP32 for little. What overrides
+    of the model's policy say stays, and pins of safety do.
+
+    Of the batches every fourth is held out: they tell what is measured. Errors are per batch; those of few batches are
+    noise: a hundred are a good start, of the size that is trained on. The model is left as it was.
+
+    Args:
+        model: converted.
+        batches: at least two, each ``(*inputs, target)``, without a loss ``inputs``; or dicts of named inputs.
+        loss: as ``fxprec.numerics.audit`` takes it; without any, the error is that of the outputs along its direction.
+        error: the most that the root mean square of the loss's error over batches may be, in units of the loss.
+        time: the most that a step may take, as a fraction of what it takes now.
+
+    Returns:
+        The policy, as ``convert`` takes it with the other settings unchanged; with predicted and measured figures.
+
+    Raises:
+        ConversionError: the model is not converted, or frozen; at level O0 or O3; placed as autocast does.
+        TypeError: arguments of other types.
+        ValueError: both budgets or none, one that is not positive, or that cannot be met: says what can; fewer than two
+            batches; an error that is inf or nan.
+
+    Sources: Eisner and Severance, JACM 1976 (the curve); DESIGN 11.
+    """
+    problem = Problem.of(model, loss, "tune")
+    settings = _settings_of(model)
+    _check_budget(error, time)
+    calibration, held_out = _split([*problem.batches(batches)])
+    study = Study.of(problem, settings, calibration)
+    start = study.decided(settings.policy)
+    if error is not None:
+        found, asked = cheapest_within(study.trade, error**2 - study.constant), f"an error of at most {error:g}"
+    else:
+        assert time is not None
+        found, asked = most_exact_within(study.trade, time * start.seconds), f"at most {time:g} of the time"
+    if found is None:
+        raise ValueError(study.why_not(error, time, start))
+    if start.square <= found.square and start.seconds <= found.seconds:
+        found = start
+    policy, lines, reached = study.policy_for(found, start)
+    models = [under(model, policy=each) for each in (settings.policy, policy)]
+    errors = [_root_mean_square(ledger_of(Problem(each, loss), held_out)) for each in models]
+    seconds = _times(models, loss, held_out)
+    before, after = (
+        Figures(math.sqrt(each.square + study.constant), own, each.seconds, taken)
+        for each, own, taken in zip((start, reached), errors, seconds, strict=True)
+    )
+    return Tuned(policy, lines, before, after, asked, tuple(study.remarks(found, reached)))
+
+
+def _settings_of(model: nn.Module) -> Settings:
+    settings = conversion_of(model).settings
+    level = settings.policy.level
+    if level in ("O0", "O3"):
+        why = "nothing is lowered" if level == "O0" else "the parameters themselves are low"
+        raise ConversionError(f"tune starts from level O1 or O2; this model is at {level}, where {why}")
+    if settings.placement != "mincut":
+        raise ConversionError('tune places casts by a minimum cut: convert with placement="mincut", the default')
+    return settings
+
+
+def _check_budget(error: float | None, time: float | None) -> None:
+    if (error is None) == (time is None):
+        raise ValueError("give one budget: error=, in units of the loss, or time=, a fraction of what a step takes now")
+    name, value = ("error", error) if time is None else ("time", time)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value} must be positive and finite")
+
+
+def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Those to audit, and those to measure on."""
+    if len(batches) < 2:
+        raise ValueError(f"tune wants at least two batches, one of them to measure on; there is {len(batches)}")
+    step = min(_HELD_OUT, len(batches))
+    held_out = batches[step - 1 :: step]
+    return [batch for number, batch in enumerate(batches) if (number + 1) % step], [*held_out]
+
+
+def _root_mean_square(ledger: Ledger) -> float:
+    return math.sqrt(sum(sample.measured**2 for sample in ledger.samples) / len(ledger.samples))
+
+
+def _times(models: Sequence[nn.Module], loss: Loss | None, batches: Sequence[Batch]) -> list[float]:
+    """Seconds of a step of each model, measured in turns: the median of the steps."""
+    taken: list[list[float]] = [[] for _ in models]
+    with contextlib.ExitStack() as stack:
+        for each in models:
+            stack.enter_context(kept(each))
+        until = clock.perf_counter() + _SECONDS
+        batches = [*itertools.islice(itertools.cycle(batches), max(_STEPS, len(batches)))]
+        while True:
+            for batch in batches:
+                for model, own in zip(models, taken, strict=True):
+                    own.append(_seconds_of_step(Problem(model, loss), batch))
+            if clock.perf_counter() > until:
+                return [statistics.median(own) for own in taken]
+
+
+def _seconds_of_step(problem: Problem, batch: Batch) -> float:
+    """Of forward and, where weights want gradients, backward."""
+    began = clock.perf_counter()
+    value = problem.run(batch)
+    total = value if isinstance(value, Tensor) else sum(each.sum() for each in value)
+    if isinstance(total, Tensor) and total.requires_grad:
+        total.sum().backward()
+    if isinstance(total, Tensor) and total.is_cuda:
+        torch.cuda.synchronize(total.device)
+    return clock.perf_counter() - began

@@ -1,0 +1,329 @@
+"""Time against error: the cut in which every op may be either, for ``fxprec.numerics.tune``.
+
+``pays`` weighs LOW ops against their casts, in time. Here the ops that follow, promote or are FULL are free as well,
+and what a value loses by being rounded has a price, too: with a weight w (time a unit of squared error) the cut is the
+least of::
+
+    seconds(ops) + seconds(casts) + w * (sum of the squared errors of all values that are rounded)
+
+A value is rounded where the op that makes it is low, or where one that reads it is: once, however many there are. So a
+value v with readers u has one variable r more, which is low if any of them is (closures r -> v, r -> u), and then costs
+w * (v's squared error). A view, or an op that only moves or selects values, rounds nothing that is rounded already: it
+shares the r of what it reads.
+
+Roundings count as independent, so their squares add up. What the policy's overrides say stays, and so do pins of
+safety, ops whose cost is unknown, and in float16 the ops that are FULL: an error measured on some data says nothing of
+the range of others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxprec.passes.context import Context
+from fxprec.passes.graph.annotations import Rule, notes
+from fxprec.passes.ops.names import dtype_argument
+from fxprec.passes.placement.op_costs import OpCosts
+from fxprec.passes.placement.pays import PricedWalk
+from fxprec.passes.placement.pins import commutes_with_rounding
+from fxprec.passes.placement.sites import Site, dtype_reference
+from fxprec.passes.placement.solver import CutProblem, cost_of, solve
+
+#: Units of the cut in a picosecond: costs are whole numbers, so that sums are exact.
+_UNITS: Final = 1024
+#: A weight beside which no time counts.
+EXACT: Final = 2.0**200
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """An assignment.
+
+    Attributes:
+        full: variable -> whether it is FP32.
+        seconds: of a step, of what differs between dtypes, and the ops between.
+        square: the squared error that it predicts.
+    """
+
+    full: tuple[bool, ...]
+    seconds: float
+    square: float
+
+
+class TradeOff:
+    """The cut problem of graphs that belong together.
+
+    Args:
+        graphs: after ``canonicalize`` and ``propagate`` with sizes, and unchanged otherwise.
+        context: with costs.
+        squares: node of the graphs -> the squared error of its value where that is rounded.
+
+    Attributes:
+        choices: op that may be either -> its variable. Ops of one name share the decision, as overrides name them.
+        squares: as they were given.
+        unpriced: op that stays low, as nobody knows what it costs -> why.
+    """
+
+    def __init__(self, graphs: Sequence[GraphModule], context: Context, squares: Mapping[Node, float]) -> None:
+        assert context.costs is not None
+        costs = OpCosts(context.costs, context.low, context.gradients, context.casts_fuse)
+        walk = _FreeWalk(context, costs)
+        for gm in graphs:
+            costs.start()
+            walk.run(gm)
+        self._walk = walk
+        self.squares = squares
+        self.choices: dict[Node, int] = {
+            node: variable for node, variable in walk.free.items() if not walk.variables.is_pinned(variable)
+        }
+        self.unpriced = walk.unpriced
+        walk.tie(self.choices)
+        self._time = walk.variables.problem()
+        self._base = walk.base()
+        members = walk.rounded_with()
+        self._roundings = [
+            (squares[root], tuple(variables)) for root, variables in members.items() if squares.get(root, 0.0) > 0
+        ]
+
+    def cut(self, weight: float) -> Outcome:
+        """The least of picoseconds + weight * squared error."""
+        problem = self._time
+        first, unary, closures = problem.variables, dict(problem.unary), list(problem.closures)
+        for variable, cost in unary.items():
+            unary[variable] = cost * _UNITS
+        for number, (square, members) in enumerate(self._roundings, first):
+            if any(problem.pins.get(member) is False for member in members):
+                continue  # it is rounded whatever is decided
+            unary[number] = -round(square * weight * _UNITS)
+            closures += [(number, member) for member in members]
+        tensors = tuple(replace(tensor, cost=tensor.cost * _UNITS) for tensor in problem.tensors)
+        count = first + len(self._roundings)
+        return self.outcome(solve(CutProblem(count, problem.pins, tensors, tuple(closures), unary))[:first])
+
+    def outcome(self, full: Sequence[bool]) -> Outcome:
+        """What an assignment takes and loses."""
+        square = sum(own for own, members in self._roundings if not all(full[member] for member in members))
+        return Outcome(tuple(full), (self._base + cost_of(self._time, [*full])) * 1e-12, square)
+
+    def is_possible(self, full: Sequence[bool]) -> bool:
+        """Whether an assignment honours pins and closures."""
+        pins = all(full[variable] is pin for variable, pin in self._time.pins.items())
+        return pins and all(full[y] for x, y in self._time.closures if full[x])
+
+    def decided(self) -> Outcome:
+        """What the graphs' annotations say, as ``decide`` wrote them last."""
+        pins = dict(self._time.pins)
+        for node, variable in self.choices.items():
+            pins[variable] = computes_full(node)
+        return self.outcome(solve(replace(self._time, pins=pins, closures=())))
+
+    def price(self, node: Node) -> tuple[float, float] | None:
+        """Seconds of an op without its casts, in FP32 and low; None: it moves nothing."""
+        if node in self._walk.priced:
+            _, price, _ = self._walk.priced[node]
+            return price.full * 1e-12, price.low * 1e-12
+        full, low = self._walk.streams(node)
+        return (full * 1e-12, low * 1e-12) if full or low else None
+
+    def roots(self, node: Node) -> tuple[Node, ...]:
+        """The values whose rounding a rounding of this node's value is."""
+        return self._walk.digits_of(node)
+
+
+def computes_full(node: Node) -> bool:
+    """Whether the op is annotated to read (or, where it reads nothing of its own, to compute in) FP32."""
+    precision = notes(node).precision
+    reads = precision.reads if isinstance(precision.reads, torch.dtype) else precision.compute
+    return reads is torch.float32
+
+
+def cheapest_within(trade: TradeOff, square: float) -> Outcome | None:
+    """The fastest assignment that was found of at most this squared error; None: even the most exact has more."""
+    return _least(trade, square, lambda each: each.square, lambda each: each.seconds, trade.cut(EXACT), trade.cut(0.0))
+
+
+def most_exact_within(trade: TradeOff, seconds: float) -> Outcome | None:
+    """The assignment of the least error that was found to take at most this long; None: even the fastest takes more."""
+    return _least(trade, seconds, lambda each: each.seconds, lambda each: each.square, trade.cut(0.0), trade.cut(EXACT))
+
+
+def _least(
+    trade: TradeOff,
+    limit: float,
+    bounded: Callable[[Outcome], float],
+    wanted: Callable[[Outcome], float],
+    good: Outcome,
+    bad: Outcome,
+) -> Outcome | None:
+    """Follow the lower convex hull of (time, error) to its last point within the limit, then fill what is left.
+
+    The chord between two points of the hull gives the weight of the next: the cut lies below the chord, or on it where
+    there is no further point between (Eisner and Severance, JACM 1976).
+    """
+    if bounded(good) > limit:
+        return None
+    if bounded(bad) <= limit:
+        return bad
+    while bad.square != good.square:
+        weight = (bad.seconds - good.seconds) / (good.square - bad.square) * 1e12
+        found = trade.cut(weight)
+        if not 0 < weight < EXACT or found.full in (good.full, bad.full) or not _below(found, good, bad):
+            break
+        good, bad = (found, bad) if bounded(found) <= limit else (good, found)
+    return _filled(trade, limit, bounded, wanted, good, bad)
+
+
+def _below(found: Outcome, one: Outcome, other: Outcome) -> bool:
+    """Whether a point is below the line through two others."""
+    run, rise = other.square - one.square, other.seconds - one.seconds
+    line = one.seconds + rise * (found.square - one.square) / run
+    return found.seconds < line - 1e-9 * abs(line)
+
+
+def _filled(
+    trade: TradeOff,
+    limit: float,
+    bounded: Callable[[Outcome], float],
+    wanted: Callable[[Outcome], float],
+    good: Outcome,
+    bad: Outcome,
+) -> Outcome:
+    """Change single ops towards the point beyond the limit as long as there is room for it, best ones first."""
+    moves = [
+        variable for variable in dict.fromkeys(trade.choices.values()) if good.full[variable] != bad.full[variable]
+    ]
+    while moves:
+        found: list[tuple[float, int, Outcome]] = []
+        for variable in moves:
+            full = [*good.full]
+            full[variable] = bad.full[variable]
+            if not trade.is_possible(full):
+                continue
+            after = trade.outcome(full)
+            gain, price = wanted(good) - wanted(after), bounded(after) - bounded(good)
+            if bounded(after) <= limit and gain > 0:
+                found.append((gain / price if price > 0 else float("inf"), variable, after))
+        if not found:
+            break
+        _, variable, good = max(found, key=lambda each: each[0])
+        moves.remove(variable)
+    return good
+
+
+class _FreeWalk(PricedWalk):
+    """The cut problem in which ops that follow, promote or are FULL are free as LOW ones are."""
+
+    def __init__(self, context: Context, costs: OpCosts) -> None:
+        super().__init__(context, costs)
+        self.free: dict[Node, int] = {}
+        self._parts: dict[Node, tuple[Node, ...]] = {}  # value -> those that it is made of without a rounding
+
+    def share_dtype(self, node: Node, whole: Node) -> None:
+        super().share_dtype(node, whole)
+        self._parts[node] = (whole,)
+
+    def bind_operand(self, placeholder: Node, operand: Node) -> None:
+        super().bind_operand(placeholder, operand)
+        self._parts[placeholder] = (operand,)
+
+    def view_of_written(self, site: Site, floats: bool) -> None:
+        super().view_of_written(site, floats)
+        self._parts[site.node] = (site.base,)
+
+    def low(self, site: Site, floats: bool) -> None:
+        super().low(site, floats)
+        if site.node in self.priced:
+            self.free[site.node] = self.priced[site.node][2]
+
+    def full(self, site: Site, floats: bool) -> None:
+        node, variables = site.node, self.variables
+        if self._overridden(site) or not floats or notes(node).dtype is not torch.float32:
+            return super().full(site, floats)
+        if not self._may_be_low(site):
+            super().full(site, floats)  # a norm's data may still be low, and the values of a sum
+            read = self.decided[node].read
+            if read is not None and self.has(node):
+                self.free[node] = read
+            return None
+        variable = variables.value[node] = variables.new(node)
+        variables.read_data(site, variable)
+        self.free[node] = variable
+        return self.decide(node, site.rule, site.why, variable, site=site)
+
+    def _may_be_low(self, site: Site) -> bool:
+        node, asked = site.node, dtype_argument(site.node)
+        own = site.has_mixed_kernel(self.context) or site.accumulates_wide(self.context, asked)
+        safe = self.context.low is torch.bfloat16 and site.facts.low_kernel and node not in self.squares
+        return safe and not own and asked is None and dtype_reference(node) is None and node not in self.classes
+
+    def follow(self, site: Site, floats: bool) -> None:
+        super().follow(site, floats)
+        decided = self.decided[site.node]
+        if site.facts.exact or commutes_with_rounding(site):
+            self._parts[site.node] = site.data
+        if floats and decided.read is not None and notes(site.node).dtype is torch.float32:
+            self.free[site.node] = decided.read
+
+    def promote(self, site: Site, variable: int) -> None:
+        """FP32 inputs make nobody FP32: that, too, is weighed. But of memory that is written there is one dtype."""
+        if site.node in self.classes:
+            super().promote(site, variable)
+
+    def tie(self, choices: Mapping[Node, int]) -> None:
+        """One decision for all ops of a name."""
+        names: dict[str, list[int]] = defaultdict(list)
+        for node, variable in choices.items():
+            names[node.name].append(variable)
+        for first, *others in names.values():
+            for other in others:
+                self.variables.widen_with((first,), other)
+                self.variables.widen_with((other,), first)
+
+    def digits_of(self, node: Node) -> tuple[Node, ...]:
+        """Where the digits of a value were made; itself unless the op only moves values."""
+        found: dict[Node, None] = {}
+        waiting, seen = [node], {node}
+        while waiting:
+            each = waiting.pop()
+            parts = [part for part in self._parts.get(each, ()) if self.has(part)]
+            if not parts:
+                found[self.variables.same(each)] = None
+            waiting += [part for part in parts if part not in seen]
+            seen.update(parts)
+        return tuple(found)
+
+    def rounded_with(self) -> dict[Node, dict[int, None]]:
+        """Value -> the variables of which one that is low says that it is rounded."""
+        found: dict[Node, dict[int, None]] = defaultdict(dict)
+        for node, variables in self.variables.around():
+            for root in self.digits_of(node):
+                found[root] |= dict.fromkeys(variables)
+        return found
+
+    def streams(self, node: Node) -> tuple[float, float]:
+        """Picoseconds of an op that is no LOW one, in FP32 and low."""
+        assert isinstance(self.verdict.costs, OpCosts)
+        costs = self.verdict.costs
+        return costs.stream(node, torch.float32), costs.stream(node, costs.low)
+
+    def base(self) -> float:
+        """Picoseconds of all ops where the free ones are low."""
+        total = 0.0
+        for node, decided in self.decided.items():
+            if node in self.priced:
+                total += self.priced[node][1].low
+            elif node.op.startswith("call") and decided.rule is not Rule.KEEP:
+                out = decided.out
+                wide = (
+                    out is not None
+                    and self.variables.is_pinned(out)
+                    and self.variables.dtype_of(out) is not self.context.low
+                )
+                total += self.streams(node)[0 if wide else 1]
+        return total

@@ -1,0 +1,221 @@
+"""The measured policy: budgets are kept, the policy that comes out does what was decided, figures are what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxprec
+from as_it_was import unchanged
+from fxprec.numerics import Tuned, audit, tune
+from made_costs import device
+
+F16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+#: Products are three times as fast low, all else is twice as fast, and casts cost a little.
+FASTER = device(30, 10, cast=1, pointwise=(2, 1), attention=(30, 10), attention_backward=(60, 20))
+
+
+class Net(nn.Module):
+    """A stream with two branches, the second of which counts a hundred times as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
+        self.factor = nn.Parameter(torch.tensor(100.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = x + F.gelu(self.first(x))
+        stream = stream + self.second(self.norm(x)) * self.factor
+        return self.head(stream) * 0.01
+
+
+def converted(model: nn.Module, dtype: torch.dtype = BF16, **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return fxprec.convert(model, dtype=dtype, **{"lower": FASTER} | settings)[0]
+
+
+def batches(count: int = 8, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)) for _ in range(count)
+    ]
+
+
+def computes(model: nn.Module) -> dict[str, str]:
+    return {row.node: row.compute for graph in fxprec.report(model).graphs for row in graph.rows if row.kind == "op"}
+
+
+def under(tuned: Tuned, model: nn.Module, **settings: Any) -> nn.Module:
+    return converted(model, policy=tuned.policy, **settings)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_an_error_is_kept_to_in_less_time_than_all_in_fp32_takes(level: str, capture: Any) -> None:
+    torch.manual_seed(0)
+    model = converted(Net(), level=level, capture=capture)
+    data = batches()
+    for x, _ in data:
+        model(x)
+    start = tune(model, data, F.cross_entropy, error=1.0).start
+    found = []
+    for share in (1e-3, 0.1, 0.5, 2.0):
+        with unchanged(model):
+            tuned = tune(model, data, F.cross_entropy, error=start.predicted_error * share)
+        assert tuned.tuned.predicted_error <= start.predicted_error * share * (1 + 1e-9)
+        assert tuned.start.predicted_error == start.predicted_error
+        found.append(tuned)
+        torch.manual_seed(0)
+        again = under(tuned, Net(), capture=capture)
+        again(data[0][0])
+        own = computes(again)
+        assert all(own[line.node] == line.precision for line in tuned.lines)
+        assert f"{len(tuned.lines)} lines" in str(tuned) and tuned.to_dict()["asked"] == tuned.asked
+    assert [each.predicted_time for each in found] == sorted((each.predicted_time for each in found), reverse=True)
+    assert found[0].predicted_time > 1 >= found[-1].predicted_time
+    assert found[0].tuned.measured_error < found[0].start.measured_error / 50
+    tighter = {line.node for line in found[1].lines if line.precision == "float32"}
+    assert {"mul"} <= tighter or {"linear_1"} <= tighter, "the branch that counts"
+
+
+def test_a_time_is_kept_to(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, data = converted(Net()), batches()
+    errors = []
+    for time in (0.95, 1.0, 1.3, 5.0):
+        tuned = tune(model, data, F.cross_entropy, time=time)
+        assert tuned.predicted_time <= time * (1 + 1e-9)
+        errors.append(tuned.tuned.predicted_error)
+    assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 50
+    file = tmp_path / "tuned.toml"
+    file.write_text(tuned.to_toml())
+    assert fxprec.Policy.from_toml(file).to_toml() == tuned.policy.to_toml()
+    for line in tuned.lines:
+        assert f'"{line.precision}"  # {line}' in tuned.to_toml()
+
+
+def test_figures_are_what_they_say() -> None:
+    torch.manual_seed(0)
+    model, data = converted(Net()), batches(16)
+    tuned = tune(model, data, F.cross_entropy, error=1e-5)
+    held_out = data[3::4]
+    torch.manual_seed(0)
+    for figures, each in ((tuned.start, model), (tuned.tuned, under(tuned, Net()))):
+        samples = audit(each, held_out, F.cross_entropy).samples
+        measured = math.sqrt(sum(sample.measured**2 for sample in samples) / len(samples))
+        assert figures.measured_error == pytest.approx(measured, rel=1e-6)
+    calibration = [batch for number, batch in enumerate(data) if number % 4 != 3]
+    rows = audit(model, calibration, F.cross_entropy).rows
+    audited = math.sqrt(sum(row.squares for row in rows) / len(calibration))
+    assert tuned.start.predicted_error == pytest.approx(audited, rel=0.5)
+    assert tuned.start.measured_seconds > 0 and tuned.measured_time > 0
+
+
+def test_two_calibrations_agree() -> None:
+    torch.manual_seed(0)
+    model = converted(Net())
+    decided = []
+    for seed in (1, 2):
+        tuned = tune(model, batches(40, seed), F.cross_entropy, error=3e-5)
+        decided.append({line.node: line.precision for line in tuned.lines})
+    model(batches(1)[0][0])
+    nodes = computes(model)
+    same = sum(decided[0].get(node) == decided[1].get(node) for node in nodes)
+    assert same >= 0.9 * len(nodes)
+
+
+def test_what_overflows_stays_in_fp32() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x).float().abs() * 300  # of what is FP32 it makes no overflow
+            return self.last((h * 3000).sqrt())
+
+    torch.manual_seed(0)
+    costs = device(30, 10, cast=1, dtype=F16, pointwise=(2, 1))
+    model = converted(Large(), F16, lower=costs)
+    tuned = tune(model, batches(4), F.cross_entropy, time=1.0)
+    assert any("overflow" in remark and "mul" in remark for remark in tuned.remarks)
+    again = converted(Large(), F16, lower=costs, policy=tuned.policy)
+    again(batches(1)[0][0])
+    assert {computes(again)[name] for name in ("mul", "mul_1")} == {"float32"}
+
+
+def test_outputs_dicts_and_forwards_without_gradients() -> None:
+    torch.manual_seed(0)
+    model = converted(Net()).eval()
+    with torch.no_grad():
+        tuned = tune(model, [(x,) for x, _ in batches(4)], time=2.0)
+    assert tuned.tuned.measured_error < tuned.start.measured_error
+    assert tune(model, [{"x": x} for x, _ in batches(4)], lambda out, named: out.mean(), time=1.0).predicted_time <= 1
+
+
+@pytest.mark.slow
+def test_pieces_between_graph_breaks_share_their_names() -> None:
+    class Broken(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.gelu(self.first(x))
+            torch._dynamo.graph_break()
+            return self.head(F.gelu(self.second(h)) * 100)
+
+    torch.manual_seed(0)
+    model, data = converted(Broken()), batches()
+    tuned = tune(model, data, F.cross_entropy, time=1.2)
+    assert tuned.predicted_time <= 1.2 + 1e-9
+    torch.manual_seed(0)
+    again = under(tuned, Broken())
+    again(data[0][0])
+    for graph in fxprec.report(again).graphs:
+        assert all(row.compute == line.precision for row in graph.rows for line in tuned.lines if row.node == line.node)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda m: tune(nn.Linear(2, 2), batches(), error=1.0), fxprec.ConversionError, "not converted"),
+        (lambda m: tune(fxprec.freeze(m.eval()), batches(), error=1.0), fxprec.ConversionError, "frozen"),
+        (lambda m: tune(m, batches(), F.cross_entropy), ValueError, "give one budget"),
+        (lambda m: tune(m, batches(), F.cross_entropy, error=1.0, time=1.0), ValueError, "give one budget"),
+        (lambda m: tune(m, batches(), F.cross_entropy, error=0.0), ValueError, "must be positive"),
+        (lambda m: tune(m, batches(), F.cross_entropy, time=math.inf), ValueError, "must be positive and finite"),
+        (lambda m: tune(m, batches(), F.cross_entropy, time="1"), TypeError, "time must be a number, not str"),
+        (lambda m: tune(m, batches(1), F.cross_entropy, time=1.0), ValueError, "at least two batches"),
+        (lambda m: tune(m, [], F.cross_entropy, time=1.0), ValueError, "there is no batch"),
+        (lambda m: tune(m, iter(()), F.cross_entropy, time=1.0), ValueError, "there is no batch"),
+        (lambda m: tune(m, torch.zeros(2), F.cross_entropy, time=1.0), TypeError, "batches must be a list"),
+        (lambda m: tune(m, batches(), lambda out, y: out, time=1.0), ValueError, "must be a scalar"),
+        (lambda m: tune(m, batches(), 3, time=1.0), TypeError, "loss must be a function"),
+        (lambda m: tune(m, batches(), F.cross_entropy, error=1e-30), ValueError, "error=1e-30 cannot be met: with all"),
+        (lambda m: tune(m, batches(), F.cross_entropy, time=0.01), ValueError, "time=0.01 cannot be met: the fastest"),
+        (lambda m: tune(m, [(x * math.nan, y) for x, y in batches()], F.cross_entropy, time=1.0), ValueError, "locate"),
+    ],
+)
+def test_errors(call: Callable[[nn.Module], Any], error: type[Exception], text: str) -> None:
+    model = converted(Net())
+    model(batches(1)[0][0])
+    with pytest.raises(error, match=text), unchanged(model) if text != "frozen" else contextlib.nullcontext():
+        call(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"level": "O0", "lower": "always"}, "nothing is lowered"),
+        ({"level": "O3", "lower": "always"}, "parameters themselves are low"),
+        ({"placement": "autocast", "lower": "always"}, "minimum cut"),
+    ],
+)
+def test_conversions_that_cannot_be_tuned(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(fxprec.ConversionError, match=text):
+        tune(converted(Net(), **settings), batches(), F.cross_entropy, time=1.0)

@@ -1,0 +1,203 @@
+"""Time against error: every cut is the best of all assignments, by trying them; what is free and what is not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxprec
+from fxprec.passes.placement.solver import cost_of, solve
+from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, cheapest_within, most_exact_within
+from made_costs import device
+
+BF16 = torch.bfloat16
+
+
+class Random(nn.Module):
+    """A few ops on values that came before, drawn by a seed."""
+
+    def __init__(self, seed: int, size: int = 7) -> None:
+        super().__init__()
+        self.draw, self.size = random.Random(seed), size
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(size))
+        self.plan = [(self.draw.randrange(9), self.draw.random(), self.draw.random()) for _ in range(size)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [x]
+        for (kind, first, second), weight in zip(self.plan, self.weights, strict=True):
+            a, b = values[int(first * len(values))], values[int(second * len(values))]
+            made = {
+                0: lambda a=a, w=weight: F.linear(a, w),
+                1: lambda a=a, w=weight: F.linear(a, w),
+                2: lambda a=a, b=b: a + b,
+                3: lambda a=a: a.relu(),
+                4: lambda a=a: a.softmax(-1),
+                5: lambda a=a: a.transpose(0, 1),
+                6: lambda a=a, b=b: a * b,
+                7: lambda a=a, b=b: torch.cat([a, b])[:4],
+                8: lambda a=a: F.layer_norm(a, (4,)),
+            }[kind]()
+            values.append(made)
+        return values[-1] + values[-2]
+
+
+@pytest.fixture
+def made(tools):
+    def make(model, *inputs, squares=None, level="O1", seed=0, **settings):
+        """The problem, with random squared errors of all its values."""
+        draw = random.Random(seed)
+        kinds = ("pointwise", "attention", "attention_backward", "stream")
+        low = settings.get("low", torch.bfloat16)
+        costs = device(draw.uniform(5, 50), draw.uniform(1, 30), draw.uniform(0, 9), low,
+                       **{kind: (draw.uniform(1, 20), draw.uniform(1, 20)) for kind in kinds})  # fmt: skip
+        context = tools.context(level, costs=costs, **settings)
+        gm = tools.rewritten(tools.traced(model, *inputs), context, until="propagate")
+        drawn = {node: 10 ** draw.uniform(-10, -6) for node in gm.graph.nodes} if squares is None else squares(gm)
+        return TradeOff([gm], context, drawn), gm
+
+    return make
+
+
+def all_of(trade: TradeOff) -> Iterator[Outcome]:
+    """Every assignment of the choices that is possible; what else is free is at its cheapest."""
+    variables = list(dict.fromkeys(trade.choices.values()))
+    assert len(variables) <= 12
+    problem = trade._time
+    for values in itertools.product((True, False), repeat=len(variables)):
+        pins = {**problem.pins, **dict(zip(variables, values, strict=True))}
+        full = solve(replace(problem, pins=pins))
+        if trade.is_possible(full):
+            yield trade.outcome(full)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cut_is_the_least_of_all_assignments(made, seed):
+    trade, _ = made(Random(seed), torch.randn(4, 4), seed=seed)
+    outcomes = list(all_of(trade))
+    assert len(outcomes) > 1
+    for weight in (0.0, 1.0, 1e2, 1e4, 1e6, EXACT):
+        found = trade.cut(weight)
+        value = lambda each, weight=weight: each.seconds * 1e12 + weight * each.square  # noqa: E731
+        assert value(found) == pytest.approx(min(map(value, outcomes)), rel=1e-12)
+
+
+def dominated(found: Outcome, others: Sequence[Outcome]) -> bool:
+    return any(
+        each.seconds < found.seconds * (1 - 1e-12) and each.square < found.square * (1 - 1e-12) for each in others
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_budgets_are_kept_and_used(made, seed):
+    trade, _ = made(Random(seed), torch.randn(4, 4), seed=seed)
+    outcomes = list(all_of(trade))
+    exact, fast = trade.cut(EXACT), trade.cut(0.0)
+    lost = []
+    for share in (0.0, 0.1, 0.3, 0.6, 0.9, 1.0):
+        square = exact.square + share * (fast.square - exact.square)
+        found = cheapest_within(trade, square)
+        assert found is not None and found.square <= square
+        best = min(each.seconds for each in outcomes if each.square <= square)
+        lost.append(found.seconds / best - 1)
+        seconds = fast.seconds + share * (exact.seconds - fast.seconds)
+        found = most_exact_within(trade, seconds)
+        assert found is not None and found.seconds <= seconds
+    assert all(each >= -1e-12 for each in lost) and max(lost) < 0.05
+    assert cheapest_within(trade, exact.square / 2 - 1e-30) is None or exact.square == 0
+    assert most_exact_within(trade, fast.seconds * 0.99) is None
+
+
+class Residual(nn.Module):
+    """A stream that starts in FP32, a branch to it, and a reader of a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = x + F.linear(F.gelu(F.linear(x, self.up)), self.down)
+        return F.linear(stream.transpose(0, 1).contiguous(), self.head).softmax(-1)
+
+
+def named(trade: TradeOff, found: Outcome) -> dict[str, bool]:
+    return {node.name: found.full[variable] for node, variable in trade.choices.items()}
+
+
+def test_what_is_free(made):
+    trade, _ = made(Residual(), torch.randn(4, 4))
+    full, low = named(trade, trade.cut(EXACT)), named(trade, trade.cut(0.0))
+    assert full.keys() == {"linear", "gelu", "linear_1", "add", "transpose", "contiguous", "linear_2", "softmax"}
+    assert all(full.values())
+    low = [node for node, wide in low.items() if not wide]
+    assert {"linear", "linear_1", "linear_2"} <= set(low)
+
+
+def test_the_stream_and_a_softmax_are_low_where_that_is_faster(made):
+    trade, _ = made(Residual(), torch.randn(4, 4), squares=lambda gm: {})
+    costs = device(50, 1, cast=20, pointwise=(9, 1))
+    context = replace(trade._walk.context, costs=costs)
+    trade = TradeOff([next(iter(trade.choices)).graph.owning_module], context, {})
+    assert not any(named(trade, trade.cut(0.0)).values())
+
+
+def test_what_is_not_free(made):
+    def unsafe(x: Tensor, weight: Tensor) -> Tensor:
+        h = F.linear(x, weight)
+        h = h.masked_fill(h > 0, torch.finfo(torch.float32).min)
+        return (h.exp() + 1e-12).log()
+
+    trade, _ = made(unsafe, torch.randn(4, 4), torch.randn(4, 4), low=torch.float16)
+    assert set(named(trade, trade.cut(0.0))) == {"linear"}, "FULL ops of float16 and unsafe numbers stay"
+    policy = fxprec.Policy.preset("O1").override(nodes={"linear": torch.float32}, ops={"add": torch.float32})
+    trade, _ = made(Residual(), torch.randn(4, 4), policy=policy)
+    assert {"linear", "add"}.isdisjoint(named(trade, trade.cut(0.0))), "what the user says stays"
+
+
+def test_a_value_is_rounded_once_for_all_its_readers(made):
+    def two(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        stream = x.cos()
+        return F.linear(stream, a).sum() + F.linear(stream.transpose(0, 1).contiguous(), b).sum()
+
+    def square_of_cos(gm):
+        return {node: 1e-3 for node in gm.graph.nodes if node.name == "cos"}
+
+    trade, _ = made(two, *torch.randn(3, 4, 4), squares=square_of_cos)
+    assert trade.cut(0.0).square == pytest.approx(1e-3), "the readers' is that of the value, also through a view"
+    both = {node.name: variable for node, variable in trade.choices.items()}
+    for low, expected in ((("linear",), 1e-3), (("linear_1",), 1e-3), (("linear", "linear_1"), 1e-3), ((), 0.0)):
+        full = [*trade.cut(EXACT).full]
+        for name in low:
+            full[both[name]] = False
+        assert trade.outcome(full).square == pytest.approx(expected)
+
+
+def test_ops_of_one_name_are_decided_together(tools):
+    graphs = []
+    for width in (4, 64):  # of which the first gains nothing
+        graphs.append(
+            tools.rewritten(
+                tools.traced(lambda x, w: F.linear(x, w), *torch.randn(2, width, width)),
+                tools.context("O1", costs=device(10, 1)),
+                until="propagate",
+            )
+        )
+    first, second = ([node for node in gm.graph.nodes if node.name == "linear"] for gm in graphs)
+    trade = TradeOff(graphs, tools.context("O1", costs=device(10, 1)), {first[0]: 1e-6, second[0]: 1.0})
+    for weight in (0.0, 1.0, 1e3, 1e9):
+        found = trade.cut(weight).full
+        assert found[trade.choices[first[0]]] == found[trade.choices[second[0]]]
+
+
+def test_predictions_are_those_of_the_costs(made):
+    trade, _ = made(Residual(), torch.randn(4, 4), squares=lambda gm: {})
+    fast, exact = trade.cut(0.0), trade.cut(EXACT)
+    assert 0 < fast.seconds <= exact.seconds and fast.square == exact.square == 0
+    assert math.isclose(fast.seconds, (trade._base + cost_of(trade._time, [*fast.full])) * 1e-12)
