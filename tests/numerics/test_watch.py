@@ -7,6 +7,7 @@ import gc
 import importlib
 import itertools
 import pickle
+import random
 import warnings
 import weakref
 from collections import Counter
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -171,34 +173,38 @@ def test_what_it_costs() -> None:
     assert counted(True, F16) - counted(False, F16) == {"amax": 1}
 
 
-def test_evaluation_is_not_watched() -> None:
+def test_evaluation_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = small()
     opt = OPTIMIZERS["AdamW"](model.parameters())
     with watch(model, opt) as watcher:
-        with torch.no_grad():
-            model(bad()[0])
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "KeptCall", None)  # nothing is kept
+            with torch.no_grad():
+                model(bad()[0])
+            with torch.inference_mode():
+                model(bad()[0])
         model(bad()[0])  # gradients are recorded, and nobody asks for them
         step(model, opt, batch())
-        with torch.inference_mode():
-            model(bad()[0])
     assert watcher.trips == [] and watcher.steps == 1
 
 
 def test_calls_are_let_go() -> None:
+    """Before the next call runs; at once where no gradient is asked for."""
     model, _ = small()
     opt = OPTIMIZERS["AdamW"](model.parameters())
+    arrays = [numpy.ones((4, 6), dtype=numpy.float32) for _ in range(2)]
+    kept = [*map(weakref.ref, arrays)]
     with watch(model, opt):
-        x, y = batch()
-        kept = weakref.ref(x.untyped_storage())
-        step(model, opt, (x, y))
-        del x, y
-        step(model, opt, batch())
-        x, _ = batch()
-        dropped = weakref.ref(x)
-        model(x)
+        x = torch.from_numpy(arrays.pop(0))
+        step(model, opt, (x, batch()[1]))
         del x
+        assert kept[0]() is not None
+        output = model(torch.from_numpy(arrays.pop()))
         gc.collect()
-        assert kept() is None and dropped() is None
+        assert kept[0]() is None and kept[1]() is not None
+        del output
+        gc.collect()
+        assert kept[1]() is None
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -340,6 +346,25 @@ def test_random_numbers_and_buffers_are_those_of_the_step() -> None:
         if trips == 2:
             break
     assert trips == 2
+
+
+@pytest.mark.slow
+def test_random_numbers_of_python() -> None:
+    class Rare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) / (0.0 if random.random() < 0.45 else 1.0)
+
+    random.seed(0)
+    model, _ = fxprec.convert(Rare())
+    opt = OPTIMIZERS["SGD"](model.parameters())
+    with watch(model, opt) as watcher, quiet():
+        for number in range(8):
+            step(model, opt, batch(number))
+    assert [trip.step for trip in watcher.trips] == [2, 3, 5, 7] and len(watcher.findings) == 4
 
 
 def test_buffers_are_mended() -> None:
@@ -845,6 +870,7 @@ def test_leaving_undoes_everything() -> None:
         with pytest.raises(KeyError) if fails else nullcontext():
             with watch(model, optimizer, scaler), quiet():
                 step(model, opt, batch(), scaler=scaler)
+                copy.deepcopy(scaler), copy.deepcopy(model), pickle.dumps(opt)  # take nothing of the watch along
                 output = model(batch()[0])
                 assert len(backward_hooks_of(output)) == 1
                 F.cross_entropy(output, batch()[1]).backward()
@@ -854,7 +880,6 @@ def test_leaving_undoes_everything() -> None:
         assert [*map(len, step_hooks(opt))] == [0, 0] and len(backward_hooks_of(output)) == 0
         assert not importlib.import_module("torch.optim.optimizer")._global_optimizer_pre_hooks
         assert ({*vars(opt)}, {*vars(scaler)}, {*vars(model)}) == attributes
-    pickle.loads(pickle.dumps(scaler))
 
 
 def test_an_error_of_the_loop_comes_through() -> None:
