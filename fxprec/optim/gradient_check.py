@@ -98,11 +98,13 @@ def check(parameters: Iterable[Tensor], scale: Tensor | None, norm: bool, plans:
 
 
 def _on_cpu(owners: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients, if all are plain tensors on a CPU, of one dtype; else none."""
+    """The gradients, if all are plain tensors of one dtype on a CPU, where reading waits for nothing; else none."""
     gradients = [gradient for owner in owners if (gradient := owner.grad) is not None]
     kinds = {(type(gradient), gradient.dtype, gradient.layout, gradient.device.type) for gradient in gradients}
     (kind, _, *where), *others = kinds or {(None, None)}
-    return gradients if kind is Tensor and where == [torch.strided, "cpu"] and not others else []
+    if kind is not Tensor or where != [torch.strided, "cpu"] or others or reading_waits(gradients[0].device):
+        return []
+    return gradients
 
 
 def _flag_on_cpu(tensors: list[Tensor]) -> Tensor:
