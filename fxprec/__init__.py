@@ -25,7 +25,7 @@ from fxprec.tested_torch import warn_if_untested
 from fxprec.whole_step import CapturedStep, capture_step
 
 if TYPE_CHECKING:
-    from fxprec import amp, fp16_utils, optim, parallel, testing
+    from fxprec import amp, fp16_utils, numerics, optim, parallel, testing
 
 __version__ = "0.1.0"
 
@@ -44,6 +44,7 @@ __all__ = [
     "freeze",
     "graph_module",
     "graphs",
+    "numerics",
     "optim",
     "original",
     "parallel",
@@ -54,7 +55,7 @@ __all__ = [
 ]
 __all__ += errors.__all__
 
-_ON_USE = ("amp", "fp16_utils", "optim", "parallel", "testing")
+_ON_USE = ("amp", "fp16_utils", "numerics", "optim", "parallel", "testing")
 
 
 warn_if_untested(torch.__version__, MISSING)

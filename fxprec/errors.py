@@ -16,6 +16,8 @@ __all__ = [
     "LossScaleError",
     "LossScaleFloorError",
     "NoGradientsError",
+    "NonFiniteError",
+    "NonFiniteWarning",
     "NotCapturedError",
     "NotLoweredWarning",
     "OtherCallError",
@@ -73,6 +75,10 @@ class NoGradientsError(FxprecError, AssertionError):
     """An optimizer is to step and none of its parameters has a gradient. (torch raises ``AssertionError``.)"""
 
 
+class NonFiniteError(FxprecError, FloatingPointError):
+    """A training step that is watched came upon inf or nan; it was skipped."""
+
+
 class ClosureError(FxprecError, TypeError, RuntimeError):
     """A closure was given to a scaled step. (torch raises ``RuntimeError``.)"""
 
@@ -95,6 +101,10 @@ class SlowDtypeWarning(FxprecWarning):
 
 class GradientsWarning(FxprecWarning):
     """Gradients are not what they seem: float16 without a loss scale, low ones widened, a scale at its floor."""
+
+
+class NonFiniteWarning(FxprecWarning):
+    """A training step that is watched came upon inf or nan; it was skipped."""
 
 
 class ServiceWarning(FxprecWarning):

@@ -488,10 +488,10 @@ def end_allocation(device: int, pool: Any) -> None:
         _end_allocation(device, pool)
 
 
-def ddp_runs() -> bool:
-    """Whether the forward of a DistributedDataParallel runs."""
+def running_ddp() -> Any:
+    """The DistributedDataParallel whose forward runs, or None."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
-    return parallel is not None and parallel.DistributedDataParallel._active_ddp_module is not None
+    return None if parallel is None else parallel.DistributedDataParallel._active_ddp_module
 
 
 def sharded_modules() -> list[nn.Module]:

@@ -52,6 +52,8 @@ from fxprec.shadows import ShadowStore
 
 #: The attribute of a converted module that holds its conversion.
 STATE: Final = "_fxprec"
+#: See ``Conversion``.
+Watcher = Callable[[EntryPoint, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
 #: Why a function that was just set on the instance runs in the net.
 _NEW: Final = "it was set on the instance, and is captured from its second call on"
 
@@ -72,6 +74,8 @@ class Conversion:
         settled: a call has gone through: what is refused from now on does not undo the conversion.
         converting: ``convert`` is still at it, and will undo what is refused.
         undo: puts back what the conversion changed besides class and forward, until then.
+        watcher: runs the calls that record gradients, in the place of this; given the entry point, the arguments, and
+            what runs the call.
     """
 
     def __init__(self, settings: Settings, module: nn.Module, frozen: frozenset[str] | None = None) -> None:
@@ -94,6 +98,7 @@ class Conversion:
         self.settled = False
         self.converting = False
         self.undo: Callable[[], None] | None = None
+        self.watcher: Watcher | None = None
         self._forget()
         self._warned_autocast = False
         self._policy_checked = not settings.policy.overrides and not settings.policy.rules and not settings.chooses
@@ -148,6 +153,14 @@ class Conversion:
         if entry.code_changed:
             entry.start_over()
             self._drop(self._captured_of(entry))
+        if self.watcher is not None and torch.is_grad_enabled():
+            return self.watcher(entry, args, kwargs, lambda: self._run_call(entry, model, module, args, kwargs))
+        return self._run_call(entry, model, module, args, kwargs)
+
+    def _run_call(
+        self, entry: EntryPoint, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of the model, or of a module in it, that graphs are for."""
         self.store.begin(model)
         self.calls += 1
         output = self._run(entry, model, module, args, kwargs)

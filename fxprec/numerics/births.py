@@ -31,12 +31,12 @@ class Source:
     """What was there before the run: an input, a weight, a constant.
 
     Attributes:
-        phase: "input", "weight" or "buffer".
+        phase: "input", "weight" or "buffer"; "loss": the gradients that the backward began with.
         name: ``inputs[0]``, or a path in the model.
         master: of a low copy of a weight, the weight.
     """
 
-    phase: Literal["input", "weight", "buffer"]
+    phase: Literal["input", "weight", "buffer", "loss"]
     name: str
     master: Tensor | None = None
 

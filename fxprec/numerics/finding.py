@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Phase = Literal["forward", "backward", "input", "weight", "buffer"]
+Phase = Literal["forward", "backward", "input", "weight", "buffer", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,8 @@ class Finding:
     """Where the first value came to be that is not as it should be. ``print(finding)`` tells it in sentences.
 
     Attributes:
-        phase: "forward" or "backward"; "input", "weight" or "buffer" where it came in with one.
+        phase: "forward" or "backward"; "input", "weight" or "buffer" where it came in with one; "loss" where it came in
+            with the gradients that a loss outside of the model gave (``watch``).
         kind: "overflow": a wider dtype has a finite value. "invalid": that has none either (0/0, inf - inf, the log of
             a negative number). "underflow": it is 0 and should not be. "scale too large": an overflow of gradients that
             a smaller loss scale does not have. "came in": no op of the run made it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -13,18 +13,17 @@ from torch.fx import Node
 
 from fxprec.capture.pytrees import leaves_of
 from fxprec.inspection.nodes import op_name, short_paths, source_line
-from fxprec.model.module import conversion_of, original
-from fxprec.numerics.births import Birth, Births, Source
+from fxprec.model.module import conversion_of
+from fxprec.numerics.births import Birth, Source
 from fxprec.numerics.finding import Finding
-from fxprec.numerics.kept import kept
 from fxprec.numerics.problem import Batch, Loss, Problem
+from fxprec.numerics.step import Results, Run, Step, dense, is_finite
 from fxprec.numerics.trial import under
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.tape.attribution import observe
 from fxprec.tape.origin import Origin
 
 #: A parameter's gradient is lost where this share of its elements is 0, of those that are none in FP32.
@@ -63,10 +62,16 @@ def locate(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a LossScaler or None, not {type(scaler).__name__}")
     [batch] = problem.batches([batch])
-    step = _Step(problem, batch, float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0)
+    scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+    step = _BatchStep(model, scale, problem, batch)
     found = step.watched(flushed=False)
+    return fault_of(step, found) if found.fault is not None else _bad_weight(step) or _lost_gradient(step, found)
+
+
+def fault_of(step: Step, found: Run) -> Finding | None:
+    """What is to be said of the fault that a watched run of the step found; None: it found none."""
     if found.fault is None:
-        return _bad_weight(step) or _lost_gradient(step, found)
+        return None
     birth, reached = found.fault
     wide = step.in_fp32()
     if birth.kind == "invalid" and wide is not None and wide.is_finite:  # FP32 is not handed what became 0 before
@@ -76,65 +81,24 @@ def locate(
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """A step that ran.
-
-    Attributes:
-        fault: the birth of the first value that is not finite and counts, and what it reached.
-        gradients: path -> gradient of the parameter.
-        births: what watched.
-        is_finite: neither loss, outputs nor gradients have other values.
-    """
-
-    fault: tuple[Birth, str] | None
-    gradients: Mapping[str, Tensor]
-    births: Births | None
-    is_finite: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Forward, loss and backward of a batch, at a loss scale."""
+class _BatchStep(Step):
+    """Forward, loss and backward of a batch."""
 
     problem: Problem
     batch: Batch
-    scale: float
 
-    def watched(self, flushed: bool) -> _Run:
-        """As the model runs it."""
-        model = self.problem.model
-        while True:
-            births = Births(self._sources(), dict(model.named_parameters(remove_duplicate=False)), flushed)
-            with kept(model):
-                observed = observe(model, births, lambda: self.problem.step(self.batch, self.scale), opened=True)
-                if observed is not None:
-                    return self._judged(births, *observed)
+    def at(self, scale: float) -> Step:
+        return replace(self, scale=scale)
 
-    def in_fp32(self) -> _Run | None:
-        """As the original model runs it, unscaled; None: it does not run without being converted."""
-        with kept(self.problem.model), original(self.problem.model):
-            try:
-                values, gradients = self.problem.step(self.batch, 1.0)
-            except RuntimeError:  # dtypes that it mixes
-                return None
-        return _Run(None, gradients, None, all(_is_finite(each) for each in (*values, *gradients.values())))
+    def on(self, model: nn.Module) -> Step:
+        return replace(self, model=model, problem=Problem(model, self.problem.loss))
 
-    def _judged(self, births: Births, result: tuple[list[Tensor], dict[str, Tensor]]) -> _Run:
-        values, gradients = result
+    def run(self) -> Results:
+        values, gradients = self.problem.step(self.batch, self.scale)
         what = "outputs" if self.problem.loss is None and (len(values) > 1 or values[0].numel() > 1) else "loss"
-        faults = [(birth, what) for birth in map(births.birth, values) if birth is not None]
-        if not faults:
-            found = ((births.birth(_dense(gradient)), name) for name, gradient in gradients.items())
-            faults = [(birth, f"the gradient of {name}") for birth, name in found if birth is not None]
-        first = min(faults, key=lambda fault: fault[0].number) if faults else None
-        return _Run(first, gradients, births, first is None)
+        return Results(what, values, gradients)
 
-    def _sources(self) -> Iterator[tuple[Tensor, Source]]:
-        model = self.problem.model
-        for path, parameter in model.named_parameters(remove_duplicate=False):
-            yield parameter.detach(), Source("weight", path)
-        for path, buffer in model.named_buffers(remove_duplicate=False):
-            yield buffer, Source("buffer", path)
+    def brought(self) -> Iterator[tuple[Tensor, Source]]:
         parts = self.batch.items() if isinstance(self.batch, Mapping) else enumerate(self.batch)
         for name, part in parts:
             for leaf in leaves_of(part):
@@ -142,26 +106,18 @@ class _Step:
                     yield leaf.detach(), Source("input", f"batch[{name!r}]")
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(_dense(tensor).isfinite().all())
-
-
-def _bad_weight(step: _Step) -> Finding | None:
+def _bad_weight(step: Step) -> Finding | None:
     """A parameter that is not finite, although nothing of that reached the loss."""
-    for name, parameter in step.problem.model.named_parameters():
-        if not _is_finite(parameter.detach()):
-            bad = ~_dense(parameter.detach()).isfinite()
+    for name, parameter in step.model.named_parameters():
+        if not is_finite(parameter.detach()):
+            bad = ~dense(parameter.detach()).isfinite()
             share, source = float(bad.sum() / bad.numel()), Source("weight", name)
             birth = Birth(0, Origin("weight", name), "", "came in", parameter.dtype, math.nan, "", share, source)
             return _finding(step, birth, "", fails_in_fp32=False)
     return None
 
 
-def _lost_gradient(step: _Step, found: _Run) -> Finding | None:
+def _lost_gradient(step: Step, found: Run) -> Finding | None:
     """The op that made most of a parameter's gradient 0, where FP32 has one."""
     wide = step.in_fp32()
     if wide is None or not wide.is_finite:
@@ -187,7 +143,7 @@ def _lost_gradient(step: _Step, found: _Run) -> Finding | None:
     return _finding(step, birth, reached, fails_in_fp32=False)
 
 
-def _finding(step: _Step, birth: Birth, reached: str, fails_in_fp32: bool) -> Finding:
+def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool) -> Finding:
     origin, source = birth.origin, birth.source
     node = origin.node
     module, op = ("", "") if node is None else (module_path(node), op_name(node))
@@ -208,7 +164,8 @@ def _finding(step: _Step, birth: Birth, reached: str, fails_in_fp32: bool) -> Fi
         phase=phase,
         kind=kind,
         node=origin.name,
-        module=module or (origin.name.rpartition(".")[0] if source is not None and phase != "input" else ""),
+        module=module
+        or (origin.name.rpartition(".")[0] if source is not None and phase not in ("input", "loss") else ""),
         op="shadow" if origin.kind == "weight" and birth.op else op or birth.op.partition("::")[2],
         dtype=dtype_name(birth.dtype),
         source=source_line(node) if node is not None else short_paths(origin.source),
@@ -224,21 +181,21 @@ def _finding(step: _Step, birth: Birth, reached: str, fails_in_fp32: bool) -> Fi
     )
 
 
-def _smaller_scale(step: _Step, birth: Birth) -> float | None:
+def _smaller_scale(step: Step, birth: Birth) -> float | None:
     """A loss scale at which the step's gradients are finite; None: there is none that helps."""
     if step.scale <= 1.0 or not math.isfinite(birth.magnitude):
         return None
     limit = torch.finfo(birth.dtype).max
     scale = 2.0 ** math.floor(math.log2(step.scale * limit / max(birth.magnitude, limit)) - _HEADROOM)
     while scale >= 1.0:
-        run = _Step(step.problem, step.batch, scale).watched(flushed=False)
+        run = step.at(scale).watched(flushed=False)
         if run.is_finite:
             return scale
         scale /= 16
     return None
 
 
-def _cure(step: _Step, birth: Birth, kind: str, smaller: float | None, fails_in_fp32: bool) -> str:
+def _cure(step: Step, birth: Birth, kind: str, smaller: float | None, fails_in_fp32: bool) -> str:
     origin = birth.origin
     if kind == "came in":
         assert birth.source is not None
@@ -246,6 +203,8 @@ def _cure(step: _Step, birth: Birth, kind: str, smaller: float | None, fails_in_
             "input": "leave such samples out, or mend what makes them: torch.nan_to_num, or a check in the data loader",
             "weight": "load a checkpoint from before; fxprec.numerics.watch finds the step that wrote it",
             "buffer": "reset the buffer, or load a checkpoint from before",
+            "loss": "the outputs are finite, and what is computed of them is not: "
+            "fxprec.numerics.locate(model, (*inputs, target), loss) looks into the loss",
         }[birth.source.phase]
     if smaller is not None:
         return f"scaler.update(new_scale={smaller:g}), or fxprec.LossScaler(init_scale={smaller:g}) from the start"
@@ -264,14 +223,14 @@ def _cure(step: _Step, birth: Birth, kind: str, smaller: float | None, fails_in_
     if kind == "overflow" and compute is torch.float32 and birth.dtype is torch.float32:
         return "mend the model: this op computes in FP32 already"
     shown, works = _policy(step, birth)
-    settings = conversion_of(step.problem.model).settings
+    settings = conversion_of(step.model).settings
     cure = f"fxprec.convert(model, dtype={settings.dtype}, policy={shown})"
     return cure if works else f"to begin with {cure}; there is more behind it"
 
 
-def _policy(step: _Step, birth: Birth) -> tuple[str, bool]:
+def _policy(step: Step, birth: Birth) -> tuple[str, bool]:
     """A policy that keeps nodes in FP32 until a copy of the model is finite, in Python; and whether it came so far."""
-    own = conversion_of(step.problem.model).settings.policy
+    own = conversion_of(step.model).settings.policy
     shown = f'fxprec.Policy.preset("{own.level}")' if own == Policy.preset(own.level) else "policy"
     names, works = _kept_finite(step, birth)
     chosen = ", ".join(f'"{name}": torch.float32' for name in names)
@@ -282,16 +241,16 @@ def keep_finite(model: nn.Module, loss: Loss | None, batches: Iterable[Batch]) -
     """Nodes that are to be in FP32 for steps on these batches to be finite; none where they are, or nothing helps."""
     found: dict[str, None] = {}
     for batch in batches:
-        step = _Step(Problem(model, loss), batch, 1.0)
+        step = _BatchStep(model, 1.0, Problem(model, loss), batch)
         fault = step.watched(flushed=False).fault
         names, works = ([], False) if fault is None else _kept_finite(step, fault[0])
         found |= dict.fromkeys(names if works else ())
     return [*found]
 
 
-def _kept_finite(step: _Step, birth: Birth) -> tuple[list[str], bool]:
+def _kept_finite(step: Step, birth: Birth) -> tuple[list[str], bool]:
     """Nodes to keep in FP32, one fault after another; and whether a copy of the model is finite then."""
-    model = step.problem.model
+    model = step.model
     own = conversion_of(model).settings.policy
     names: dict[str, torch.dtype] = {}
     fault: tuple[Birth, str] | None = (birth, "")
@@ -301,8 +260,7 @@ def _kept_finite(step: _Step, birth: Birth) -> tuple[list[str], bool]:
         if more.keys() <= names.keys():
             break
         names |= more
-        trial = Problem(under(model, policy=own.override(nodes=names)), step.problem.loss)
-        fault = _Step(trial, step.batch, step.scale).watched(flushed=False).fault
+        fault = step.on(under(model, policy=own.override(nodes=names))).watched(flushed=False).fault
     return [*names], fault is None
 
 
@@ -329,7 +287,7 @@ def _named(node: Node, near: Callable[[Node], Iterable[Node]]) -> list[str]:
     return found
 
 
-def _larger_scale(step: _Step, birth: Birth) -> float:
+def _larger_scale(step: Step, birth: Birth) -> float:
     """A power of two that brings the largest value that was lost 8 bits above the smallest number."""
     info = torch.finfo(birth.dtype)
     wanted = 2**8 * info.smallest_normal * info.eps / birth.magnitude

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fxprec.capture.pytrees import leaves_of
 from fxprec.errors import ConversionError
 from fxprec.model.module import conversion_of
+from fxprec.numerics.step import gradients_of
 
 #: ``(*inputs, target)``, or the arguments by name, which the loss then gets as its target.
 Batch = tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -85,8 +86,7 @@ class Problem:
             total = sum(each.sum() if each.is_floating_point() else each.abs().sum() for each in values)
         if isinstance(total, Tensor) and total.requires_grad:
             (total * scale if scale != 1.0 else total).backward()
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        return [each.detach() for each in values], gradients
+        return [each.detach() for each in values], gradients_of(self.model)
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Each batch, checked.

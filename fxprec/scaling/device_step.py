@@ -7,6 +7,8 @@ The contract is torch's: an optimizer that sets ``_step_supports_amp_scaling`` r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -28,6 +30,16 @@ def can_skip_on_device(optimizer: Optimizer) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return is_plain_step(optimizer) and not makes_state(optimizer)
+
+
+def wants_scaler(optimizer: Optimizer) -> bool:
+    """The older contract of torch's, where ``step`` takes the scaler itself."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and _takes_scaler(type(optimizer))
+
+
+@lru_cache(maxsize=64)
+def _takes_scaler(optimizer: type[Optimizer]) -> bool:
+    return "grad_scaler" in signature(optimizer.step).parameters
 
 
 def is_plain_step(optimizer: Optimizer) -> bool:

@@ -11,22 +11,21 @@ done, an update or two later.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxprec.scaling.arguments import SMALLEST_SCALE
-from fxprec.scaling.cuda_graphs import capturing, reading_waits
+from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.loss_scale import LossScale, UpdateRule
+from fxprec.scaling.on_host import OnHost
 
 
 class _Note(NamedTuple):
-    """What an update found: on the host once ``done`` says so."""
+    """What an update found."""
 
-    values: Tensor
-    done: Callable[[], bool]
+    found: OnHost
     update: int
 
 
@@ -65,7 +64,7 @@ class FloorWatch:
         if self.near and not capturing(updated[0][1].device):
             scales = torch.stack([loss.scale for loss in losses if loss.scale is not None])
             hits = [_fell(self.floor, loss, found, rule) for loss, found in updated]
-            self._notes.append(_to_host(torch.stack([scales.amin(), *hits]), self._updates))
+            self._notes.append(_Note(OnHost.of(torch.stack([scales.amin(), *hits])), self._updates))
         self._updates += 1
 
     def fallen(self, backoff_factor: float) -> bool:
@@ -74,10 +73,10 @@ class FloorWatch:
             return False
         fallen, waiting = False, list[_Note]()
         for note in self._notes:
-            if not note.done():
+            if not note.found.done():
                 waiting.append(note)
                 continue
-            scale, *hits = note.values.tolist()
+            scale, *hits = note.found.values.tolist()
             fallen |= any(hits)
             if scale > self.floor:
                 steps = math.log(self.floor / scale) / math.log(backoff_factor)
@@ -92,12 +91,3 @@ def _fell(floor: float, loss: LossScale, found: Tensor, rule: UpdateRule) -> Ten
     assert loss.scale is not None and loss.hysteresis_left is not None
     hit = (found > 0) & (loss.scale <= floor)
     return (hit & (loss.hysteresis_left <= 0) if rule.hysteresis > 1 else hit).float()
-
-
-def _to_host(values: Tensor, update: int) -> _Note:
-    if reading_waits(values.device):
-        host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(values.device))
-        return _Note(host, event.query, update)
-    return _Note(values, lambda: True, update)

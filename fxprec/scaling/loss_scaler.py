@@ -7,8 +7,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
-from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -19,10 +17,11 @@ from torch.optim import Optimizer
 from fxprec.errors import GradientsWarning, LossScaleError, LossScaleFloorError, NoGradientsError
 from fxprec.scaling import arguments
 from fxprec.scaling.cuda_graphs import capturing
-from fxprec.scaling.device_step import can_skip_on_device, step_on_device
+from fxprec.scaling.device_step import can_skip_on_device, step_on_device, wants_scaler
 from fxprec.scaling.gradient_checks import GradientChecks
 from fxprec.scaling.gradients import ParameterNames, parameters_of
 from fxprec.scaling.loss_scale import LossScale
+from fxprec.scaling.observer import Observer
 from fxprec.scaling.outputs import scaled
 from fxprec.scaling.records import Records
 from fxprec.scaling.refusals import floor_message, no_gradients
@@ -125,6 +124,7 @@ class LossScaler(torch.amp.GradScaler):
         self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._records = Records(self._scales, self._known, skipped=skipped, on_floor=on_floor)
         self._checks = GradientChecks(self._scales, fp16_gradients, process_group, self._names)
+        self._observers: list[Observer] = []
 
     # torch's private names, which Lightning, Accelerate and optimizers that take the scaler read.
     _scale: Any = _of_first_loss("scale")
@@ -260,7 +260,7 @@ class LossScaler(torch.amp.GradScaler):
         self._require_scaled("step")
         if DELAYED in state:
             self.unscale_(optimizer)
-        if _wants_scaler(optimizer):
+        if wants_scaler(optimizer):
             result = super().step(optimizer, *args, **kwargs)
             if state["found_inf_per_device"]:
                 records.skips.note_on_device(optimizer, state["found_inf_per_device"])
@@ -312,6 +312,8 @@ class LossScaler(torch.amp.GradScaler):
                 "update() within scale_loss, or gradients of scale_loss(..., delay_unscale=True) are still scaled, and "
                 "an update may change the scale: close the accumulation with a scale_loss that unscales"
             )
+        for observer in self._observers:
+            observer.before_update()
         if new_scale is not None:
             value = arguments.checked_new_scale(new_scale, self._device)
             low, high = self._scales.bounds
@@ -336,9 +338,11 @@ class LossScaler(torch.amp.GradScaler):
     def _end_iteration(self) -> None:
         records = self._records
         self._drop_iteration()
-        if records.floor.fallen(self._scales.backoff_factor) and records.on_floor is not None:
+        fallen = records.floor.fallen(self._scales.backoff_factor)
+        known = [observer.after_update(fallen) for observer in self._observers]
+        if fallen and records.on_floor is not None:
             message = floor_message(
-                [loss.number() for loss in self._scales.losses], self.skipped_steps, self.overflow_parameters()
+                [loss.number() for loss in self._scales.losses], self.skipped_steps, self.overflow_parameters(), known
             )
             if records.on_floor == "raise":
                 raise LossScaleFloorError(message)
@@ -359,6 +363,21 @@ class LossScaler(torch.amp.GradScaler):
         records.skips.note_on_device(optimizer, {found.device: found})
         records.floor.note([(losses[0], found)], losses, self._scales.rule(records.floor.near))
         self._end_iteration()
+
+    @contextmanager
+    def _observed_by(self, observer: Observer) -> Iterator[None]:
+        """Within the block it is told of updates."""
+        self._observers.append(observer)
+        try:
+            yield
+        finally:
+            self._observers.remove(observer)
+
+    def _found_in(self) -> Iterator[tuple[Optimizer, list[Tensor]]]:
+        """Each optimizer whose gradients were checked since the last update, with its flags."""
+        for key, state in self._records.states.items():
+            if key in self._known:
+                yield self._known[key], [*state["found_inf_per_device"].values()]
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -401,6 +420,7 @@ class LossScaler(torch.amp.GradScaler):
         the first name, and spreads to the layers before it.
 
         After a step that was skipped on the device, ask before ``zero_grad``: the gradients themselves are looked at.
+        ``fxprec.numerics.locate`` names the op that made them, and what cures it.
         """
         return self._records.skips.parameters(self.parameter_names)
 
@@ -537,7 +557,7 @@ class LossScaler(torch.amp.GradScaler):
 
 
 #: Made anew for a copy, or from a file.
-_COMPOSED = frozenset({"_names", "_known", "_records", "_checks"})
+_COMPOSED = frozenset({"_names", "_known", "_records", "_checks", "_observers"})
 
 
 #: Attributes of a scaler of 0.1 that are in its parts now.
@@ -566,13 +586,3 @@ def _of_0_1(state: Mapping[str, Any]) -> dict[str, Any]:
         "skipped": state["_skips"].count,
         "on_floor": state["_on_floor"],
     }
-
-
-def _wants_scaler(optimizer: Optimizer) -> bool:
-    """The older contract of torch's, where ``step`` takes the scaler itself."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and _takes_scaler(type(optimizer))
-
-
-@lru_cache(maxsize=64)
-def _takes_scaler(optimizer: type[Optimizer]) -> bool:
-    return "grad_scaler" in signature(optimizer.step).parameters

@@ -53,14 +53,16 @@ def no_gradients(optimizer: Optimizer) -> NoGradientsError:
     )
 
 
-def floor_message(scales: Iterable[float], skipped: int, names: list[str]) -> str:
-    """What to look at when gradients overflow at every scale."""
+def floor_message(scales: Iterable[float], skipped: int, names: list[str], known: Iterable[str] = ()) -> str:
+    """What to look at when gradients overflow at every scale; ``known``: what observers know of it."""
     found = ", ".join(f"{scale:g}" for scale in scales)
     where = f" The last overflow was in the gradients of {few(names)}." if names else ""
     steps = f"{skipped} skipped step{'' if skipped == 1 else 's'}"
     return (
         f"the loss scale fell to its floor ({found}) after {steps}: gradients held "
-        f"inf or nan at every scale above, so it is the model that makes them.{where} Look at the loss and the inputs "
-        "of the last step first; at fxprec.explain(model, name) for what computes in low precision there; at the "
-        "learning rate; and train weights that were pretrained in bfloat16 in bfloat16 (dtype=torch.bfloat16)"
+        f"inf or nan at every scale above, so it is the model that makes them.{where} "
+        "fxprec.numerics.locate(model, (*inputs, target), loss, scaler) on the batch of the last step names the op "
+        "that makes them and what cures it; with fxprec.numerics.watch(model, optimizer, scaler) around the loop this "
+        "message does. Look at the loss and the inputs too, and at the learning rate; and train weights that were "
+        "pretrained in bfloat16 in bfloat16 (dtype=torch.bfloat16)" + "".join(f".\n{text}" for text in known if text)
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.errors import ConversionError
-from fxprec.torch_internals import ddp_runs
+from fxprec.torch_internals import running_ddp
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -85,7 +85,7 @@ def widened(weights: Iterable[Tensor], how: tuple[str, ...] = ("step",)) -> list
 
 def refuse_ddp() -> None:
     """A ConversionError within DDP's forward: its reducer would fail in the backward, and say less."""
-    if ddp_runs():
+    if running_ddp() is not None:
         raise ConversionError(
             "low_gradients=True under DistributedDataParallel, whose reducer takes gradients of the parameters' dtype "
             "only: leave low_gradients out"

@@ -23,7 +23,14 @@ from fxprec.whole_step.fixed import Fixed, attributes_of
 from fxprec.whole_step.iteration import Iteration
 from fxprec.whole_step.put_back import put_back
 from fxprec.whole_step.rates import Rates
-from fxprec.whole_step.refusals import buffers_in_place, check_types, check_values, device_of, refuse_ungraphable
+from fxprec.whole_step.refusals import (
+    buffers_in_place,
+    check_types,
+    check_values,
+    device_of,
+    refuse_ungraphable,
+    refuse_watched,
+)
 from fxprec.whole_step.scales import refuse_open_iteration
 from fxprec.whole_step.shadow_links import ShadowLinks
 
@@ -71,12 +78,14 @@ class CapturedStep:
         Raises:
             TypeError, ValueError: a batch that is none, or that ``accumulate`` does not divide.
             RuntimeError: within an iteration of the scaler. LossScaleFloorError: as ``LossScaler.update``.
-            CaptureError: a batch of another shape, or after a change, whose step cannot be captured.
+            CaptureError: a batch of another shape, or after a change, whose step cannot be captured; or the model is
+                watched (``fxprec.numerics.watch``), on CUDA.
         """
         batch = Batch.of(args, kwargs, self._iteration.parts)
         refuse_open_iteration(self._iteration.scaler)
         if self._recorder is None:
             return self._iteration.run(batch)[0]
+        refuse_watched(self._iteration)
         graph = self._graph_of(batch, self._recorder)
         graph.batch.fill(batch)
         graph.rates.send()

@@ -119,6 +119,20 @@ def refuse_ungraphable(iteration: Iteration) -> None:
     _refuse_unborn_state(optimizer)
 
 
+def refuse_watched(iteration: Iteration) -> None:
+    """A graph runs no Python, and nobody who looks on would see its steps.
+
+    Raises:
+        CaptureError: a model of the step is watched.
+    """
+    for conversion in iteration.conversions:
+        if conversion.watcher is not None:
+            raise CaptureError(
+                f"{conversion.name} is watched (fxprec.numerics.watch), and a captured step runs no Python that it "
+                "could look at: leave the context, or watch the usual loop"
+            )
+
+
 @contextmanager
 def buffers_in_place(iteration: Iteration) -> Iterator[None]:
     """A block in which a step is captured.

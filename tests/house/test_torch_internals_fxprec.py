@@ -295,16 +295,17 @@ def test_a_scaler_keeps_its_scale_and_what_it_knows_of_optimizers() -> None:
     scaler.unscale_(optimizer)  # allowed again
 
 
-@contract("fxprec", "ddp_runs", "root_mesh", "sharded_modules")
+@contract("fxprec", "running_ddp", "root_mesh", "sharded_modules")
 def test_data_parallel_wrappers_are_seen() -> None:
-    assert not of_fxprec.ddp_runs()
+    assert of_fxprec.running_ddp() is None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        seen: list[bool] = []
+        seen: list[Any] = []
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        model[1].register_forward_hook(lambda *_: seen.append(of_fxprec.ddp_runs()))
-        nn.parallel.DistributedDataParallel(model)(torch.ones(1, 2))
-        assert seen == [True] and not of_fxprec.ddp_runs()
+        model[1].register_forward_hook(lambda *_: seen.append(of_fxprec.running_ddp()))
+        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel(torch.ones(1, 2))
+        assert seen == [parallel] and of_fxprec.running_ddp() is None
 
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

@@ -41,6 +41,18 @@ def test_large_finite_gradients_are_no_overflow():
     assert result.norm == float("inf")  # in FP32, as torch's norm
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 0.0])
+def test_sums_tell_it_on_a_cpu(dtype, bad):
+    """Of one dtype; a sum that overflows is looked at closely, and infinities do not cancel each other."""
+    most = torch.finfo(dtype).max
+    for large in (most, -most, 1.0):
+        gradients = [torch.full((5000,), large, dtype=dtype), torch.ones(3, dtype=dtype), torch.ones(0, dtype=dtype)]
+        gradients[1][1:] += bad
+        gradients[0][7] -= bad
+        assert bool(check(with_gradients(*gradients), None, norm=False).found_inf[CPU]) is (bad != 0)
+
+
 def test_the_norm_is_that_of_all_gradients_in_fp32():
     torch.manual_seed(1)
     gradients = [torch.randn(300), torch.randn(7, 3).bfloat16(), torch.zeros(0), torch.randn(())]

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 import fxprec.scaling.floor as floor
 from fxprec.scaling.device_step import can_skip_on_device
 from fxprec.scaling.loss_scaler import LossScaler
+from fxprec.scaling.on_host import OnHost
 
 FUSED = [
     (torch.optim.SGD, {"momentum": 0.9}),
@@ -46,7 +48,8 @@ def iteration(scaler, optimizer, parameters, unscale=False):
 @pytest.fixture
 def no_reads(monkeypatch):
     """As on CUDA: the floor is looked at when a copy is there, which here never comes."""
-    monkeypatch.setattr(floor, "_to_host", lambda values, update: floor._Note(values, lambda: False, update))
+    never = SimpleNamespace(of=lambda values: OnHost(values, lambda: False, lambda: None))
+    monkeypatch.setattr(floor, "OnHost", never)
 
 
 @pytest.mark.parametrize("cls, options", FUSED)

@@ -9,9 +9,11 @@ from torch import nn
 
 import fxprec.scaling.floor as module
 from fxprec.errors import LossScaleFloorError
-from fxprec.scaling.floor import FloorWatch, reading_waits
+from fxprec.scaling.cuda_graphs import reading_waits
+from fxprec.scaling.floor import FloorWatch
 from fxprec.scaling.loss_scale import LossScale, UpdateRule
 from fxprec.scaling.loss_scaler import LossScaler
+from fxprec.scaling.on_host import OnHost
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -140,12 +142,12 @@ class Later:
 
     def __init__(self, monkeypatch, polls):
         self.copies, self.polls = 0, polls
-        monkeypatch.setattr(module, "_to_host", self.to_host)
+        monkeypatch.setattr(module, "OnHost", self)
 
-    def to_host(self, values, update):
+    def of(self, values):
         self.copies += 1
         countdown = itertools.count(-self.polls)
-        return module._Note(values.clone(), lambda: next(countdown) >= 0, update)
+        return OnHost(values.clone(), lambda: next(countdown) >= 0, lambda: None)
 
 
 @pytest.mark.parametrize("polls", [0, 1, 2])

@@ -1,0 +1,200 @@
+"""A call of a model that is watched: as much of it as it takes to run it, and its backward, once more.
+
+Arguments are kept as they are, not copied: what writes to one of them shows in its version counter. The backward begins
+at the outputs with the gradients that came to them, so that nothing need be known of the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fxprec.capture.pytrees import leaves_of
+from fxprec.capture.untouched import RandomState
+from fxprec.model.method_names import MethodName
+from fxprec.numerics.births import Source
+from fxprec.numerics.step import Results, Step, gradients_of, is_finite
+from fxprec.torch_internals import foreach_copy_, tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """An argument, in parts; tensors without their history. ``wanted``: which of them want a gradient."""
+
+    name: str
+    parts: list[Any]
+    spec: Any
+    wanted: list[bool]
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> _Argument:
+        parts, spec = tree_flatten(value)
+        wanted = [isinstance(part, Tensor) and part.requires_grad for part in parts]
+        return cls(name, [part.detach() if isinstance(part, Tensor) else part for part in parts], spec, wanted)
+
+    def value(self) -> Any:
+        """As it was given."""
+        parts = [
+            part.detach().requires_grad_() if wants else part
+            for part, wants in zip(self.parts, self.wanted, strict=True)
+        ]
+        return tree_unflatten(parts, self.spec)
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (leaf for leaf in leaves_of(self.parts) if isinstance(leaf, Tensor))
+
+
+class KeptCall:
+    """One call, from before it runs.
+
+    Args:
+        number: how many there were before.
+        method: that was called.
+        args, kwargs: with which.
+        buffers: path -> buffer, of those that the call may write.
+        only_torch: all random numbers come from torch.
+
+    Attributes:
+        largest: output -> its largest element, on its device; of those that a gradient came to.
+        gradients: output -> the gradients that came.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        method: MethodName,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        buffers: dict[str, Tensor],
+        only_torch: bool,
+    ) -> None:
+        self.number, self.method = number, method
+        self._args = [_Argument.of(f"inputs[{position}]", value) for position, value in enumerate(args)]
+        self._kwargs = {name: _Argument.of(f"inputs[{name!r}]", value) for name, value in kwargs.items()}
+        self._versions = [(each.name, t, _version(t)) for each in self._arguments() for t in each.tensors()]
+        self._random = RandomState(only_torch)
+        self.buffers = buffers
+        self._values = [torch.empty_like(buffer) for buffer in buffers.values()]
+        if buffers:
+            with torch.no_grad():
+                foreach_copy_(self._values, [buffer.detach() for buffer in buffers.values()])
+        self.largest: dict[int, Tensor] = {}
+        self.gradients: dict[int, list[Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def look(self, output: Any, came: Callable[[KeptCall], object]) -> None:
+        """Look at the outputs; ``came``: told when the backward comes to one of them."""
+        for number, leaf in enumerate(_floats(output)):
+            if leaf.grad_fn is not None and leaf.numel() and leaf.layout is torch.strided and leaf.itemsize > 1:
+                with torch.no_grad():
+                    largest = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).amax()
+                note = functools.partial(self._note, number, largest, came)
+                self._handles.append(leaf.register_hook(note))
+
+    def _note(self, number: int, largest: Tensor, came: Callable[[KeptCall], object], gradient: Tensor) -> None:
+        self.largest[number] = largest
+        self.gradients.setdefault(number, []).append(gradient.detach())
+        came(self)
+
+    @property
+    def had_bad_outputs(self) -> bool:
+        """Whether one was nan or inf."""
+        return not all(float(largest) < torch.inf for largest in self.largest.values())
+
+    def let_go(self) -> None:
+        """Of the outputs."""
+        for handle in self._handles:
+            handle.remove()
+
+    def changed(self) -> str | None:
+        """The first argument that was written to since; None: all are as they were."""
+        return next((name for name, tensor, version in self._versions if _version(tensor) != version), None)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Buffers of the model, or of a copy, and random numbers as they were before the call."""
+        self._random.restore()
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        with torch.no_grad():
+            for path, value in zip(self.buffers, self._values, strict=True):
+                buffers[path].copy_(value)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """As they were given."""
+        return tuple(each.value() for each in self._args), {name: each.value() for name, each in self._kwargs.items()}
+
+    def mend_buffers(self) -> list[str]:
+        """Give buffers that are no longer finite, and were, their values of before the call back; their paths."""
+        mended = []
+        with torch.no_grad():
+            for (path, buffer), value in zip(self.buffers.items(), self._values, strict=True):
+                if buffer.is_floating_point() and bool(value.isfinite().all()) and not bool(buffer.isfinite().all()):
+                    buffer.copy_(value)
+                    mended.append(path)
+        return mended
+
+    def brought(self) -> Iterator[tuple[Tensor, Source]]:
+        """What came in: arguments, and the gradients of outputs."""
+        for argument in self._arguments():
+            for tensor in argument.tensors():
+                yield tensor, Source("input", argument.name)
+        for number, gradients in self.gradients.items():
+            for gradient in gradients:
+                yield gradient, Source("loss", f"the gradient of outputs[{number}]")
+
+    def _arguments(self) -> list[_Argument]:
+        return [*self._args, *self._kwargs.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStep(Step):
+    """A call that is run again with its backward. ``made_at``: the loss scale that its gradients have.
+
+    Gradients that came of outputs which were not finite say nothing of a run where these are: that has those of a mean.
+    """
+
+    call: KeptCall
+    made_at: float
+
+    def at(self, scale: float) -> Step:
+        return replace(self, scale=scale)
+
+    def on(self, model: nn.Module) -> Step:
+        return replace(self, model=model)
+
+    def run(self) -> Results:
+        call = self.call
+        call.prepare(self.model)
+        args, kwargs = call.arguments()
+        with torch.enable_grad():
+            output = getattr(self.model.get_submodule(call.method.path), call.method.name)(*args, **kwargs)
+            outputs = _floats(output)
+            values = [outputs[number] for number in call.gradients]
+            torch.autograd.backward(values, [*map(self._gradient, call.gradients.values(), values)])
+        return Results("outputs", [value.detach() for value in values], gradients_of(self.model))
+
+    def brought(self) -> Iterator[tuple[Tensor, Source]]:
+        return self.call.brought()
+
+    def _gradient(self, gradients: list[Tensor], output: Tensor) -> Tensor:
+        total = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+        if self.call.had_bad_outputs and not is_finite(total):
+            total = torch.full_like(total, self.made_at / total.numel())
+        if self.scale != self.made_at:
+            total = total * (self.scale / self.made_at)
+        return total.to(output.dtype)
+
+
+def _floats(output: Any) -> Sequence[Tensor]:
+    """The tensors of an output that a gradient may come to."""
+    leaves = (leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,87 @@
+"""A step that was not finite, run again from what was kept of its calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fxprec.numerics.kept_call import KeptCall, KeptStep
+from fxprec.numerics.locate import fault_of
+from fxprec.numerics.step import is_finite
+from fxprec.numerics.trip import Trip
+
+
+@dataclass(slots=True)
+class Taken:
+    """A step of a training loop.
+
+    Attributes:
+        number: how many there were before.
+        calls: of the model, those that its gradients came from.
+        skipped: it is, if it is not finite: an optimizer has asked.
+        tripped: it was told of.
+    """
+
+    number: int
+    calls: list[KeptCall]
+    skipped: bool = False
+    tripped: bool = False
+
+
+def is_finite_unscaled(model: nn.Module, step: Taken, scale: float) -> bool:
+    """Whether the same step is finite without the loss scale that its gradients have."""
+    steps = [KeptStep(model, 1.0, call, scale) for call in step.calls]
+    try:
+        return bool(steps) and all(each.as_it_is().is_finite for each in steps)
+    except Exception:  # of the user's code, which is not to end a training
+        return False
+
+
+def outputs_alone(model: nn.Module, flagged: Sequence[KeptCall]) -> bool:
+    """Whether outputs of these calls are not finite, also when they run again, and no gradient is touched by that."""
+    if not all(is_finite(each) for call in flagged for gradients in call.gradients.values() for each in gradients):
+        return False
+    try:
+        runs = [KeptStep(model, 1.0, call, 1.0).as_it_is() for call in flagged]
+    except Exception:
+        return False
+    return all(not run.is_finite and all(map(is_finite, run.gradients.values())) for run in runs)
+
+
+def trip_of(model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: float, rank: int | None) -> Trip:
+    """Run the calls of a step again, one by one, until one shows where it began; ``flagged`` ones first.
+
+    Buffers that became inf or nan get their values of before the step.
+
+    Args:
+        model: converted; its parameters as they were in the step.
+        step: that was not finite.
+        flagged: calls whose outputs were not.
+        scale: the loss scale of its gradients.
+        rank: of this process.
+    """
+    suspects = [*flagged, *(call for call in step.calls if call not in flagged)]
+    changed = next((name for call in suspects if (name := call.changed()) is not None), None)
+    finding, began, why = None, None, ""
+    # What fails without a loss scale is no question of the scale.
+    for call, at in itertools.product(suspects, dict.fromkeys((1.0, scale))):
+        kept = KeptStep(model, at, call, scale)
+        try:
+            finding = fault_of(kept, kept.watched(flushed=False))
+        except Exception as error:
+            why = f"the replay failed: {error}"
+        if finding is not None:
+            began, why = step.calls.index(call), ""
+            break
+    written = f"{changed} was written to since" if changed else ""
+    if not suspects:
+        why = "its gradients are not of calls that were seen (made before, or by torch.autograd.grad?)"
+    elif finding is None and not why:
+        why = f"run again, it is finite; {written or 'does something in it change from run to run?'}"
+    remarks = [f"{written}: the replay ran on other values"] if changed and finding else []
+    if suspects and (mended := step.calls[0].mend_buffers()):
+        remarks.append(f"buffers have their values of before the step again: {', '.join(mended)}")
+    return Trip(step.number, began, len(step.calls), rank, finding, why, step.skipped, tuple(remarks))

@@ -1,0 +1,455 @@
+"""Watch a training loop: a step that is not finite is skipped, and is run again to find where that began."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fxprec.capture.user_line import user_level
+from fxprec.errors import CaptureError, NonFiniteError, NonFiniteWarning
+from fxprec.model.conversion import Conversion
+from fxprec.model.entry_point import EntryPoint
+from fxprec.model.module import conversion_of
+from fxprec.numerics.finding import Finding
+from fxprec.numerics.hold import Hold, skips_on_device
+from fxprec.numerics.kept_call import KeptCall
+from fxprec.numerics.problem import Problem
+from fxprec.numerics.replay import Taken, is_finite_unscaled, outputs_alone, trip_of
+from fxprec.numerics.step_numbers import Numbers, Verdicts
+from fxprec.numerics.trip import Trip
+from fxprec.numerics.written_buffers import WrittenBuffers
+from fxprec.optim.gradient_check import GradientCheck, check
+from fxprec.optim.triton_update import Plans
+from fxprec.scaling.cuda_graphs import capturing, reading_waits
+from fxprec.scaling.device_step import makes_state
+from fxprec.scaling.gradients import dtensor_type, parameters_of
+from fxprec.scaling.loss_scaler import LossScaler
+from fxprec.scaling.on_host import OnHost
+from fxprec.shadows.entry import is_traced
+from fxprec.torch_internals import current_autograd_node, running_ddp
+
+#: Of steps that are not finite one after another, so many are run again: each takes as long as many steps.
+_MOST_REPLAYS: Final = 3
+#: Calls of a step that are kept; of more (nobody steps an optimizer?) the oldest go.
+_MOST_CALLS: Final = 256
+
+OnFinding = Literal["warn", "raise"] | Callable[[Trip], object]
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scaler: LossScaler | None = None,
+    *,
+    on_finding: OnFinding = "warn",
+    wait: bool = False,
+) -> Watcher:
+    """A context for a training loop: what is not finite is found where it begins, and the step is skipped.
+
+    ::
+
+        with fxprec.numerics.watch(model, optimizer, scaler) as watcher:
+            for x, y in loader:
+                ...                                       # the usual loop, unchanged
+        for trip in watcher.trips: print(trip)
+
+    Each output of the model that a gradient comes to is looked at for nan and inf (-inf alone is a mask), and so are
+    the gradients before the optimizer steps: one reduction for an output, one read of all gradients (with a scaler
+    none: it looks itself). If one is not finite, the step changes nothing: no parameter, no state, no step count.
+    Values are the same, bit for bit, as without this. On CUDA nothing waits: the device skips by itself, and the host
+    hears of it at the next step, which is skipped too, so that parameters stay as they were until the fault is found.
+
+    Then the model's call and its backward run again, op by op, on what was kept: the call's arguments (no copies), the
+    gradients that came to the outputs, the random numbers, and the buffers that a call writes. Buffers that became inf
+    or nan get their values of before.
+
+    A scaler that is enabled decides on gradients itself. An overflow that a smaller scale cures is its daily business,
+    and no finding, unless the scale cannot fall (a static one) or came to its floor: then the scaler's error tells the
+    finding. Several processes (DDP) skip together, by an all-reduce of two numbers before each step.
+
+    Args:
+        model: converted; under DDP what it wraps.
+        optimizer: of the model's parameters; None: any that steps one of them.
+        scaler: the loop's; None, or disabled: gradients are not scaled.
+        on_finding: "warn": a ``NonFiniteWarning`` for each step that was skipped. "raise": a ``NonFiniteError`` after
+            it. A function is called with each ``Trip``.
+        wait: an optimizer on CUDA that cannot skip by itself is allowed: the host waits for the gradients before each
+            of its steps.
+
+    Raises:
+        ConversionError: the model is not converted, or frozen.
+        TypeError: arguments of other types.
+        ValueError: an optimizer of other parameters, one that cannot skip (on CUDA without ``wait``; LBFGS), DTensors.
+    """
+    return Watcher(model, optimizer, scaler, on_finding, wait)
+
+
+class _Report(NamedTuple):
+    """What was found before a step. ``ranks``: the last numbers are what all found; ``scaled``: it is the scale."""
+
+    step: Taken
+    found: OnHost
+    outputs: list[KeptCall]
+    gradients: int
+    ranks: bool
+    scaled: bool
+
+    def numbers(self) -> Numbers:
+        return Numbers(self.found.values, len(self.outputs), self.gradients)
+
+
+class Watcher:
+    """See ``watch``, whose arguments these are.
+
+    Attributes:
+        trips: of the steps that were not finite, in their order.
+        steps: how many were watched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        scaler: LossScaler | None,
+        on_finding: OnFinding,
+        wait: bool,
+    ) -> None:
+        Problem.of(model, None, "watch")
+        if scaler is not None and not isinstance(scaler, LossScaler):
+            raise TypeError(f"scaler must be a fxprec.LossScaler or None, not a {type(scaler).__name__}")
+        if on_finding not in ("warn", "raise") and not callable(on_finding):
+            raise TypeError(f"on_finding is {on_finding!r}: give 'warn', 'raise' or a function of a Trip")
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, not a {type(optimizer).__name__}")
+        _refuse_shards(model)
+        self.trips: list[Trip] = []
+        self.steps = 0
+        self._model, self._optimizer, self._on_finding, self._wait = model, optimizer, on_finding, wait
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._home = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._verdicts, self._hold, self._plans = Verdicts(self._home), Hold(), Plans()
+        self._buffers = WrittenBuffers(model)
+        self._known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._alive: weakref.WeakSet[KeptCall] = weakref.WeakSet()
+        self._stack = contextlib.ExitStack()
+        self._busy = self._armed = False
+        self._outputs_count = True
+        self._in_a_row = 0
+        self._numbers_of_calls = itertools.count()
+        self._new: list[KeptCall] = []
+        self._step: Taken | None = None
+        self._unread: list[_Report] = []
+        self._held: Tensor | None = None  # on CUDA: 1 from a fault on until the host has heard of it
+        if optimizer is not None and not self._concerns(optimizer):
+            raise ValueError(
+                f"none of the parameters of this {type(optimizer).__name__} belongs to the model: was it made for "
+                "another copy, or before model.to(), which may replace them?"
+            )
+
+    # -- the context ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Watcher:
+        conversion = conversion_of(self._model)
+        if conversion.watcher is not None:
+            raise RuntimeError(
+                f"{conversion.name} is watched already: one watch(...) around the loop sees all its steps"
+            )
+        with contextlib.ExitStack() as stack:
+            conversion.watcher = self._call
+            stack.callback(self._disarm, conversion)
+            if self._optimizer is None:
+                hooks = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+            else:
+                hooks = (self._optimizer.register_step_pre_hook, self._optimizer.register_step_post_hook)
+            for register, hook in zip(hooks, (self._before_step, self._after_step), strict=True):
+                stack.callback(register(hook).remove)
+            if self._scaler is not None:
+                stack.enter_context(self._scaler._observed_by(self))
+            self._stack, self._armed = stack.pop_all(), True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._stack:
+            if kind is None or issubclass(kind, Exception):
+                self._look_at_rest()
+                self._settle(wait=True, quiet=kind is not None)  # another error must not hide behind this
+
+    def _disarm(self, conversion: Conversion) -> None:
+        self._armed = False
+        conversion.watcher = None
+        self._hold.release()
+        for call in self._alive:
+            call.let_go()
+        self._new.clear()
+        self._unread.clear()
+        self._step = self._held = None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Of the trips, those that were found."""
+        return tuple(trip.finding for trip in self.trips if trip.finding is not None)
+
+    def check(self) -> tuple[Trip, ...]:
+        """All that is known by now: waits for the device, and looks at gradients that no optimizer has taken yet.
+
+        Returns:
+            All trips.
+
+        Raises:
+            NonFiniteError: with ``on_finding="raise"``, of a step that nobody has heard of.
+        """
+        self._look_at_rest()
+        self._settle(wait=True)
+        return tuple(self.trips)
+
+    # -- calls of the model --------------------------------------------------------------------------------------------
+
+    def _call(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """In the place of a call: run it, and keep what a replay takes."""
+        if self._busy or is_traced():
+            return run()
+        if capturing(self._home):
+            raise CaptureError("a CUDA graph of a model that is watched: its replays run unseen. Leave watch before")
+        self._settle()
+        if not self._unread:
+            self._step = None  # whose gradients of outputs take memory
+        if (ddp := running_ddp()) is not None and ddp.process_group.size() > 1:
+            self._verdicts.group = ddp.process_group
+        conversion = conversion_of(self._model)
+        draws_from_torch = entry.static.allowed and bool(conversion.captured)
+        call = KeptCall(
+            next(self._numbers_of_calls), entry.name, args, kwargs, self._buffers.now(conversion), draws_from_torch
+        )
+        self._busy = True
+        try:
+            output = run()
+        finally:
+            self._busy = False
+        call.look(output, self._came)
+        self._alive.add(call)
+        return output
+
+    def _came(self, call: KeptCall) -> None:
+        """A backward has come to a call."""
+        if self._armed and not self._busy and call not in self._new:
+            self._new.append(call)
+            del self._new[:-_MOST_CALLS]
+
+    def _taken(self) -> Taken:
+        """The step that the calls since the last one make; without any, the last one: another optimizer steps in it."""
+        if self._new or self._step is None:
+            # A backward comes to the last of several calls first.
+            self._step, self._new = Taken(self.steps, sorted(self._new, key=lambda call: call.number)), []
+            self.steps += 1
+        return self._step
+
+    # -- steps of optimizers -------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook of optimizers: look at the gradients, and hold the step if need be. ``args`` begin with `self`."""
+        if not self._concerns(optimizer):
+            return None
+        given = [*args]
+        closure = given[1] if len(given) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._look(optimizer)
+            return None
+
+        def watched() -> Any:
+            result = closure()
+            self._look(optimizer)
+            return result
+
+        given[1:2] = [watched]
+        return tuple(given), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook of optimizers: all is as before."""
+        self._hold.release()
+        if self._scaler is None and self._concerns(optimizer):
+            self._settle()
+
+    def _look(self, optimizer: Optimizer) -> None:
+        self._hold.release()  # after a step that raised
+        if self._scaler is None and hasattr(optimizer, "found_inf"):
+            raise RuntimeError(
+                f"a loss scaler steps this {type(optimizer).__name__}, and watch knows of none: give it, "
+                "watch(model, optimizer, scaler)"
+            )
+        step = self._taken()
+        step.skipped = True
+        checked = self._checked(optimizer) if self._scaler is None else None
+        numbers, outputs = self._numbers(step, [] if checked is None else [*checked.found_inf.values()])
+        found = self._verdicts.found(numbers)
+        agreed = self._verdicts.agreed(numbers, found)
+        if self._scaler is None:
+            self._report(step, numbers, outputs, ranks=agreed)
+        found = found if agreed is None else agreed[0]
+        if self._scaler is None and self._held is not None:
+            found = torch.maximum(self._held, found)
+        if reading_waits(self._home) and self._scaler is None:
+            self._held = found
+        if reading_waits(self._home) and skips_on_device(optimizer) and not makes_state(optimizer):
+            told = getattr(optimizer, "found_inf", None)
+            own = checked if getattr(optimizer, "max_norm", None) is not None else None
+            self._hold.tell(optimizer, found if told is None else torch.maximum(told.view(()), found), own)
+        elif bool(found):
+            self._hold.hide_gradients(optimizer)
+
+    def _checked(self, optimizer: Any) -> GradientCheck:
+        """Read all gradients once; an optimizer that needs their norm need not read them again."""
+        if getattr(optimizer, "max_norm", None) is not None and hasattr(optimizer, "check_gradients"):
+            return optimizer.check_gradients(None)
+        return check(parameters_of(optimizer), None, False, self._plans)
+
+    def _numbers(self, step: Taken, flags: Iterable[Tensor]) -> tuple[Numbers, list[KeptCall]]:
+        """What there is to see of a step, and whose the outputs are."""
+        outputs = [(call, largest) for call in step.calls for largest in call.largest.values()]
+        if not self._outputs_count:
+            outputs = []
+        return Numbers.of([largest for _, largest in outputs], flags, self._home), [call for call, _ in outputs]
+
+    def _report(
+        self,
+        step: Taken,
+        numbers: Numbers,
+        outputs: list[KeptCall],
+        *,
+        ranks: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
+        more = ranks if ranks is not None else scale
+        found = OnHost.of(numbers.values if more is None else numbers.and_more(more))
+        self._unread.append(_Report(step, found, outputs, numbers.gradients, ranks is not None, scale is not None))
+
+    def _look_at_rest(self) -> None:
+        """At calls whose gradients no optimizer has taken."""
+        if self._new:
+            checked = check(self._model.parameters(), None, False, self._plans) if self._scaler is None else None
+            step = self._taken()
+            self._report(step, *self._numbers(step, [] if checked is None else [*checked.found_inf.values()]))
+
+    # -- the scaler ----------------------------------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """For the scaler: take what it found in this iteration."""
+        assert self._scaler is not None
+        flags = [flag for optimizer, found in self._scaler._found_in() if self._concerns(optimizer) for flag in found]
+        if flags:
+            step = self._taken()
+            step.skipped = True
+            self._report(step, *self._numbers(step, flags), scale=self._scaler._scales.first)
+
+    def after_update(self, fallen: bool) -> str:
+        """For the scaler: read what has come; where the scale came to its floor all, and tell of it."""
+        known = len(self.trips)
+        self._settle(wait=fallen, quiet=fallen, at_floor=fallen)
+        return str(self.trips[-1]) if len(self.trips) > known else ""
+
+    # -- what was found ------------------------------------------------------------------------------------------------
+
+    def _settle(self, wait: bool = False, quiet: bool = False, at_floor: bool = False) -> None:
+        """Read what has come to the host; ``wait``: all of it. ``quiet``: warn where an error is asked for.
+
+        Not within a backward (where a hook steps an optimizer): a replay writes buffers, which that may still read.
+        """
+        while self._unread and not self._busy and current_autograd_node() is None:
+            report = self._unread[0]
+            if not report.found.done():
+                if not wait and report.step is self._unread[-1].step:
+                    return
+                report.found.wait()  # for a step that is over, while the next one runs
+            del self._unread[0]
+            self._busy = True
+            try:
+                trip = self._judged(report, at_floor and not self._unread)
+            finally:
+                self._busy = False
+            if trip is not None:
+                self._tell(trip, quiet)
+
+    def _judged(self, report: _Report, at_floor: bool) -> Trip | None:
+        step, numbers = report.step, report.numbers()
+        bad = zip(report.outputs, numbers.bad_outputs(), strict=True)
+        flagged = [*dict.fromkeys(call for call, is_bad in bad if is_bad)]
+        *_, last_but_one, last = [0.0, 0.0, *report.found.values.tolist()]
+        somewhere, of_rank = (last_but_one, int(last)) if report.ranks else (0.0, 0)
+        if not (flagged or numbers.bad_gradients() or somewhere):
+            self._in_a_row = 0
+            return None
+        if self._held is not None:
+            self._held = torch.zeros_like(self._held)
+        if step.tripped:  # told of, by another optimizer of the same step
+            return None
+        scale = last if report.scaled else 1.0
+        if self._scaler is not None and self._scaler.get_backoff_factor() < 1 and not (flagged or at_floor):
+            if is_finite_unscaled(self._model, step, scale):
+                return None
+        step.tripped = True
+        self._in_a_row += 1
+        rank = self._verdicts.rank
+        if of_rank and not flagged:
+            trip = Trip(step.number, None, len(step.calls), rank, None, f"it began on rank {of_rank - 1}", step.skipped)
+        elif self._in_a_row > _MOST_REPLAYS and not at_floor:
+            why = f"as were the {_MOST_REPLAYS} before it; not run again"
+            trip = Trip(step.number, None, len(step.calls), rank, None, why, step.skipped)
+        else:
+            trip = trip_of(self._model, step, flagged, scale, rank)
+            if flagged and trip.finding is None and outputs_alone(self._model, flagged):
+                self._outputs_count = False
+                why = "an output holds inf that is meant to be there: outputs are not looked at any more"
+                trip = replace(trip, why=why)
+        self.trips.append(trip)
+        return trip
+
+    def _tell(self, trip: Trip, quiet: bool) -> None:
+        if callable(self._on_finding):
+            self._on_finding(trip)
+        elif self._on_finding == "raise" and not quiet:
+            raise NonFiniteError(str(trip))
+        else:
+            warnings.warn(str(trip), category=NonFiniteWarning, stacklevel=user_level())
+
+    def _concerns(self, optimizer: Optimizer) -> bool:
+        """Whether it is one to look at; checked at first sight."""
+        if self._optimizer is not None and optimizer is not self._optimizer:
+            return False
+        known = self._known.get(optimizer)
+        if known is None:
+            own = {id(parameter) for parameter in self._model.parameters()}
+            known = any(id(parameter) in own for parameter in parameters_of(optimizer))
+            if known:
+                self._refuse(optimizer)
+            self._known[optimizer] = known
+        return known
+
+    def _refuse(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(f"{name} moves the parameters several times a step: watch cannot skip such a step")
+        waits = any(reading_waits(parameter.device) for parameter in parameters_of(optimizer))
+        if waits and self._scaler is None and not (self._wait or skips_on_device(optimizer)):
+            raise ValueError(
+                f"{name} on CUDA cannot skip a step by itself, without the host: take one of fxprec.optim, or a fused "
+                "one of torch's (AdamW(..., fused=True)); or watch(..., wait=True), by which the host waits for the "
+                "gradients before each step"
+            )
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    dtensor = dtensor_type()
+    if dtensor is not None and any(isinstance(parameter, dtensor) for parameter in model.parameters()):
+        raise ValueError(
+            "watch runs a step again on the rank where it began, and this model's parameters are DTensors, of which "
+            "all ranks hold a part: use fxprec.numerics.locate on all ranks together, or train with DDP"
+        )

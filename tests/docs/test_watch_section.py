@@ -1,0 +1,42 @@
+"""docs/numerics.md: the code of the section on ``watch`` runs, and prints what stands below it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxprec
+
+PAGE = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("\n## A step that is not finite: `watch`\n")[2].partition("\n## ")[0]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) / x.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.NonFiniteWarning", "ignore::fxprec.SlowDtypeWarning")
+def test_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
+    batches[1][0][2] = 0
+    space: dict[str, Any] = {"torch": torch, "F": F, "fxprec": fxprec, "original": Net(), "batches": batches}
+    (block,) = re.findall(r"^```python\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
+    (text,) = re.findall(r"^```text\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "docs/numerics.md", "exec"), space)
+    assert _unnumbered(capsys.readouterr().out) == _unnumbered(text)
+
+
+def _unnumbered(text: str) -> str:
+    """Without lines of code and values."""
+    return re.sub(r"\([\w./]+:\d+\)|-?\d\.\d+|-?inf", "", text).strip()
