@@ -93,6 +93,38 @@ def test_a_mask_of_infinities_has_no_error() -> None:
     assert error != 0 and explained == pytest.approx(error, rel=1e-12)
 
 
+ROUTES = {
+    "where": lambda x, up: torch.where(up, x.sin(), x.cos()),
+    "masked_fill": lambda x, up: x.sin().masked_fill(up, 2),
+    "mul": lambda x, up: x.sin() * up,
+    "index": lambda x, up: x.sin()[up.long()],
+    "index_select": lambda x, up: x.sin().index_select(0, up[0].long()),
+    "gather": lambda x, up: x.sin().gather(1, up.long()),
+    "embedding": lambda x, up: F.embedding(up.long(), x.sin()),
+    "index_put": lambda x, up: x.sin().index_put((up[:, 0].long(),), x.cos(), accumulate=True),
+    "scatter": lambda x, up: x.sin().scatter(1, up.long(), x.cos()),
+    "topk": lambda x, up: x.sin().gather(1, (up * 9.0 + torch.arange(7)).topk(3).indices),
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_what_is_decided_otherwise_bends(name: str) -> None:
+    """``up`` is False all over in the reference, whose casts change nothing."""
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    recorder = Recorder(torch.float64)
+    with recorder, torch.no_grad():
+        up = x.bfloat16().float() > x
+        result = ROUTES[name](x.bfloat16(), up)
+    place = recorder.memory.place(result)
+    weight = torch.randn(place.size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    error = measured(recorder, [(place, weight)])
+    found = [*terms(recorder, [(place, weight)])]
+    bend = sum(term.bend for term in found)
+    assert up.any() and abs(error) > 0.1
+    assert abs(bend - error) <= 0.1 * abs(error), "the error is another route, and next to no rounding"
+    assert sum(term.rounding for term in found) + bend == pytest.approx(error, rel=1e-12)
+
+
 WRITES = {
     "source of a cast": lambda x: (low := x.mul(1.1), cast := low.bfloat16(), low.mul_(3), low + cast)[-1],
     "cast": lambda x: (low := x.mul(1.1), cast := low.bfloat16(), cast.mul_(3), low + cast)[-1],
