@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
+from benchmarks.workloads.zoo import ZOO
 from fxprec.model.module import conversion_of
 from fxprec.testing import count_casts
-from zoo import ZOO
 
 pytestmark = [
     pytest.mark.zoo,
