@@ -4,7 +4,7 @@
 
 adds-up: rounding and bend of all rows, against the error that was measured: of all models of the other benchmarks and
 of the zoo, at O1 and O2, in bfloat16 and where a CPU can bear it in float16; of the tiny ones also that of gradients.
-Of the others an audit's time and memory beside those of an FP32 training step.
+Of the others an audit's time (of the processor, on one core) and memory beside those of an FP32 training step.
 
 planted: the result of one node after the other is rounded to four bits. Where that changes the loss by more than three
 times the largest other row, the node must be the first row; its rank is shown for the others.
@@ -32,6 +32,7 @@ from rich.console import Console
 
 from benchmarks.measure.ledgers import added_up, planted, predicted
 from benchmarks.measure.results import environment, save
+from benchmarks.measure.timing import one_core
 from benchmarks.reports.ledger import Planted, Sum, Variances, planted_table, sum_table, variances_table
 from benchmarks.workloads.subjects import ADDED_UP, SMALL, small, to_add_up, unserved
 from benchmarks.workloads.training import named
@@ -108,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
                 console.print(f"left out: {name}: {why}", highlight=False, soft_wrap=True)
                 continue
             measured = environment(device)
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), one_core():
                 warnings.simplefilter("ignore")  # float16 on a CPU, and what models of others say
                 found, data, fine = ask(name, options)
             answers += found

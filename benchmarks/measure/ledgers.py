@@ -12,7 +12,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal
 from unittest import mock
 
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 import fxprec
 from benchmarks.measure.peak import HostMeter, Marks
-from benchmarks.reports.ledger import Place, Planted, Sum, Variances
+from benchmarks.reports.ledger import Cost, Place, Planted, Sum, Variances
 from benchmarks.workloads.subjects import Subject
 from fxprec.numerics import Ledger, audit
 from fxprec.numerics.problem import Batch
@@ -46,7 +46,7 @@ def added_up(subject: Subject, dtype: torch.dtype, level: Literal["O1", "O2"], g
         subject: the model.
         dtype, level: of the conversion.
         gradients: explain those of the parameters.
-        rounds: times that audit and FP32 step are timed in turns, of which the fastest count; 0: neither is measured.
+        rounds: times that audit and FP32 step run in turns, of which the fastest count; 0: no cost is measured.
     """
     batch = subject.batch(0)
     model = _converted(subject, dtype, level)
@@ -56,16 +56,11 @@ def added_up(subject: Subject, dtype: torch.dtype, level: Literal["O1", "O2"], g
 
     ledger = run()
     bends, roundings = (sum(abs(getattr(row, each)) for row in ledger.rows) for each in ("bend", "rounding"))
-    seconds = step_seconds = peak = step_peak = None
-    if rounds:
-        step = _fp32_step(subject, batch)
-        seconds, step_seconds = (min(times) for times in zip(*_timed([run, step], rounds), strict=True))
-        peak, step_peak = _peak(run), _peak(step)
+    cost = _cost(subject, model, batch, run, rounds) if rounds else None
     return Sum(
         subject.name, subject.size, str(dtype).removeprefix("torch."), level, "gradients" if gradients else "loss",
         ledger.measured, ledger.explained - ledger.measured, bends / (bends + roundings) if bends else 0.0,
-        ledger.rows[0].node if ledger.rows else "", len(ledger.rows), ledger.remarks, seconds, step_seconds, peak,
-        step_peak,
+        ledger.rows[0].node if ledger.rows else "", len(ledger.rows), ledger.remarks, cost,
     )  # fmt: skip
 
 
@@ -73,33 +68,40 @@ def _converted(subject: Subject, dtype: torch.dtype = torch.bfloat16, level: Lit
     return fxprec.convert(subject.seeded(), dtype=dtype, level=level).module
 
 
-def _fp32_step(subject: Subject, batch: Batch) -> Callable[[], object]:
-    model = subject.seeded()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+def _cost(subject: Subject, model: nn.Module, batch: Batch, run: Callable[[], object], rounds: int) -> Cost:
+    trained = subject.seeded()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        subject.value(model, batch).backward()
+        subject.value(trained, batch).backward()
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     step()  # makes the optimizer's state
-    optimizer.zero_grad(set_to_none=True)
-    return step
+    seconds, step_seconds = (min(times) for times in zip(*_timed([run, step], rounds), strict=True))
+    weights = _bytes([*model.parameters(), *model.buffers()])
+    state = _bytes(x for each in optimizer.state.values() for x in each.values())
+    shadows = fxprec.report(model).headline.weights.shadow_bytes
+    return Cost(seconds, step_seconds, _peak(run), _peak(step), weights + shadows, weights + state)
 
 
-def _timed(calls: list[Callable[[], object]], rounds: int) -> Iterator[list[float]]:
+def _timed(calls: Sequence[Callable[[], object]], rounds: int) -> Iterator[list[float]]:
     for _ in range(rounds):
         times = []
         for call in calls:
-            started = time.perf_counter()
+            started = time.process_time()
             call()
-            times.append(time.perf_counter() - started)
+            times.append(time.process_time() - started)
         yield times
 
 
 def _peak(run: Callable[[], object]) -> int:
-    """Bytes beyond those before; a step's gradients of the step before go at its begin, and do not count twice."""
     return max(segment.peak for segment in HostMeter().measure(run, Marks()))
+
+
+def _bytes(values: Iterable[Tensor]) -> int:
+    storages = [value.untyped_storage() for value in values]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 # -- planting ---------------------------------------------------------------------------------------------------------
