@@ -78,11 +78,12 @@ def _cost(subject: Subject, model: nn.Module, batch: Batch, run: Callable[[], ob
         optimizer.zero_grad(set_to_none=True)
 
     step()  # makes the optimizer's state
-    seconds, step_seconds = (min(times) for times in zip(*_timed([run, step], rounds), strict=True))
+    calls = [run, lambda: subject.value(model, batch), step]
+    seconds, run_seconds, step_seconds = (min(times) for times in zip(*_timed(calls, rounds), strict=True))
     weights = _bytes([*model.parameters(), *model.buffers()])
     state = _bytes(x for each in optimizer.state.values() for x in each.values())
     shadows = fxprec.report(model).headline.weights.shadow_bytes
-    return Cost(seconds, step_seconds, _peak(run), _peak(step), weights + shadows, weights + state)
+    return Cost(seconds, run_seconds, step_seconds, _peak(run), _peak(step), weights + shadows, weights + state)
 
 
 def _timed(calls: Sequence[Callable[[], object]], rounds: int) -> Iterator[list[float]]:

@@ -6,7 +6,7 @@ all: the reference takes what the run drew. What computes on its draws is told t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -152,10 +152,10 @@ DRAWN: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-def draws(function: Any, leaves: Sequence[Any]) -> bool:
+def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the results of a call are random numbers, and nothing else."""
     name = function.name().partition(".")[0]
     if torch.Tag.nondeterministic_seeded not in function.tags or name in DRAWN:
         return False
     position = _DROPOUT.get(name)
-    return position is None or (len(leaves) > position and bool(leaves[position]))
+    return position is None or bool(args[position] if len(args) > position else kwargs.get("dropout_p", 0.0))
