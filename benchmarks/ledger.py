@@ -7,7 +7,8 @@ of the zoo, at O1 and O2, in bfloat16 and where a CPU can bear it in float16; of
 Of the others an audit's time (of the processor, on one core) and memory beside those of an FP32 training step.
 
 planted: the result of one node after the other is rounded to four bits. Where that changes the loss by more than three
-times the largest other row, the node must be the first row; its rank is shown for the others.
+times the largest other row, the node must be the first row; its rank is shown for the others. The change is that of a
+float64 run with the same rounding: in the low run all roundings behind it are drawn anew, which changes the loss too.
 
 variances: each row's mean square over samples, summed, against the mean square error of as many held-out samples,
 which a float64 copy of the original model measures. Where the sum lies outside of the interval of what was measured,

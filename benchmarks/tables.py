@@ -224,7 +224,8 @@ def _sum_row(data: Mapping[str, Any]) -> tuple[str, ...]:
 def _planted_row(data: Mapping[str, Any]) -> tuple[str, ...]:
     elsewhere = data["median_elsewhere"]
     figures = (len(data["places"]), data["due"], data["found"], data["first"])
-    return (*map(str, figures), "" if elsewhere is None else f"{elsewhere:g}")
+    due, found = data["by_run"]
+    return (*map(str, figures), "" if elsewhere is None else f"{elsewhere:g}", f"{found} of {due}")
 
 
 def _variances_row(data: Mapping[str, Any]) -> tuple[str, ...]:
@@ -232,7 +233,7 @@ def _variances_row(data: Mapping[str, Any]) -> tuple[str, ...]:
         str(data["samples"]), f"{data['predicted']:.2e}", f"{data['measured']:.2e}",
         f"{data['low']:.2e} to {data['high']:.2e}", "yes" if data["inside"] else "no",
         f"{100 * data['off_diagonal']:+.0f} %", f"{data['explained']:.2e}",
-        "yes" if data["accounted_for"] else "**no**",
+        f"{data['ratio_low']:.2f} to {data['ratio_high']:.2f}", "yes" if data["accounted_for"] else "**no**",
     )  # fmt: skip
 
 
@@ -256,15 +257,27 @@ _LEDGER: Final = {
     ),
     "planted": _Question(
         SMALL,
-        ("places", "due", "first where due", "first at all", "median rank elsewhere"),
+        ("places", "due", "first where due", "first at all", "median rank elsewhere", "by the run"),
         _planted_row,
-        "Due: planting changes the loss by more than three times the largest other row",
+        "Due: planting changes the loss of a float64 run by more than three times the largest other row. By the run: "
+        "first where it changes the loss of the low run as much, in which all roundings behind it are drawn anew",
     ),
     "variances": _Question(
         SMALL,
-        ("samples", "predicted", "measured", "95 %", "inside", "off the diagonal", "with it", "inside"),
+        (
+            "samples",
+            "predicted",
+            "measured",
+            "95 %",
+            "inside",
+            "off the diagonal",
+            "with it",
+            "over measured, 95 %",
+            "holds 1",
+        ),
         _variances_row,
-        "Root mean squares of the loss's error. With it: of the same rows, not taken for independent",
+        "Root mean squares of the loss's error. Off the diagonal: the sum of products of different rows over that of "
+        "squares. With it: of the same samples, rows not taken for independent",
     ),
 }
 

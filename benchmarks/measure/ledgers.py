@@ -1,7 +1,8 @@
 """Is the error ledger right? Three measurements on it, which share none of its arithmetic.
 
 - ``added_up``: the columns against the error that was measured, and an audit's time and memory against a step's.
-- ``planted``: a node's result is rounded to a few bits; the node should be the first row.
+- ``planted``: a node's result is rounded to a few bits; the node should be the first row where that matters, and how
+  much it matters is seen by planting the same in a float64 run.
 - ``predicted``: what rows say of some samples against the errors of others, whose reference is a plain float64 copy of
   the model, run as PyTorch runs it.
 """
@@ -109,30 +110,30 @@ def _bytes(values: Iterable[Tensor]) -> int:
 
 
 @torch.library.custom_op("benchmarks::rounded", mutates_args=())
-def rounded(x: Tensor, bits: int) -> Tensor:
-    """To so many significant bits; float64 stays as it is, so that the ledger's reference has no such rounding."""
-    if x.dtype is torch.float64:
+def rounded(x: Tensor, bits: int, wide: bool) -> Tensor:
+    """To so many significant bits: if ``wide`` what is float64, and nothing else; otherwise all but that."""
+    if (x.dtype is torch.float64) is not wide:
         return x.clone()
-    mantissa, exponent = torch.frexp(x.float())
+    mantissa, exponent = torch.frexp(x if wide else x.float())
     return torch.ldexp((mantissa * 2**bits).round(), exponent - bits).to(x.dtype)
 
 
 @rounded.register_fake
-def _(x: Tensor, bits: int) -> Tensor:
+def _(x: Tensor, bits: int, wide: bool) -> Tensor:
     return torch.empty_like(x)
 
 
-rounded.register_autograd(lambda ctx, gradient: (gradient, None))
+rounded.register_autograd(lambda ctx, gradient: (gradient, None, None))
 
 
 @contextlib.contextmanager
-def _planted(graph: int, name: str, bits: int) -> Iterator[None]:
-    """Within, what a node gives is rounded, as if the node did it: whatever the policy says of it."""
+def _planted(graph: int, name: str, bits: int, wide: bool) -> Iterator[None]:
+    """Within, what a node gives is rounded, as if the node did it: in the ledger's reference, or in the run."""
     look = Attribution.look
 
     def plant(watcher: Attribution, node: NodeOf, run: Callable[[], Any]) -> Any:
         def run_and_round() -> Any:
-            return pytree.tree_map_only(Tensor, lambda x: rounded(x, bits) if x.is_floating_point() else x, run())
+            return pytree.tree_map_only(Tensor, lambda x: rounded(x, bits, wide) if x.is_floating_point() else x, run())
 
         return look(watcher, node, run_and_round if (node.graph, node.name) == (graph, name) else run)
 
@@ -145,23 +146,27 @@ def planted(subject: Subject, bits: int = BITS) -> Planted:
     batch = subject.batch(0)
     model = _converted(subject)
 
-    def ledger() -> tuple[Ledger, float]:
+    def ledger() -> tuple[Ledger, float, float]:
         found = audit(model, [batch], subject.loss)
-        low = found.samples[0].low
-        assert low is not None, "the target is a loss"
-        return found, low
+        [sample] = found.samples
+        assert sample.low is not None and sample.reference is not None, "the target is a loss"
+        return found, sample.low, sample.reference
 
-    before, unplanted = ledger()
+    before, low, exact = ledger()
     places = []
     for row in before.rows:
         if row.kind != "node":
             continue
-        with _planted(row.graph, row.node, bits):
-            found, low = ledger()
+        with _planted(row.graph, row.node, bits, wide=True):
+            _, _, moved = ledger()
+        with _planted(row.graph, row.node, bits, wide=False):
+            found, run, _ = ledger()
         own = [each for each in found.rows if (each.kind, each.graph, each.node) == ("node", row.graph, row.node)]
         others = [abs(each.contribution) for each in found.rows if each not in own]
         rank = 1 + sum(each > abs(own[0].contribution) for each in others) if own else len(found.rows) + 1
-        places.append(Place(row.node, row.op, low - unplanted, max(others, default=0.0), rank, len(found.rows)))
+        places.append(
+            Place(row.node, row.op, moved - exact, run - low, max(others, default=0.0), rank, len(found.rows))
+        )
     return Planted(subject.name, bits, tuple(places))
 
 
@@ -181,13 +186,12 @@ def predicted(subject: Subject, samples: int) -> Variances:
             squares[key] = squares.get(key, 0.0) + row.rounding**2
         roundings.append(sum(row.rounding for row in rows))
         contributions.append(sum(row.contribution for row in rows))
-    errors = torch.tensor(
-        [_error(subject, model, original, subject.sample(seed)) for seed in range(samples, 2 * samples)]
-    )
-    low, high = _interval(errors)
+    errors = [_error(subject, model, original, subject.sample(seed)) for seed in range(samples, 2 * samples)]
+    found, expected = _drawn_again(errors, 0), _drawn_again(contributions, 1)
     return Variances(
         subject.name, samples, math.sqrt(sum(squares.values()) / samples), _root_mean_square(roundings),
-        _root_mean_square(contributions), _root_mean_square(errors.tolist()), low, high, tuple(errors.tolist()),
+        _root_mean_square(contributions), _root_mean_square(errors), *_interval(found), *_interval(expected / found),
+        tuple(errors),
     )  # fmt: skip
 
 
@@ -201,10 +205,13 @@ def _root_mean_square(values: list[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / len(values))
 
 
-def _interval(errors: Tensor) -> tuple[float, float]:
-    """Of the root mean square, 95 %: quantiles over errors drawn again, with repetition (Efron, 1979)."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(errors), (_RESAMPLED, len(errors)), generator=generator)
-    roots = errors.double().square()[drawn].mean(1).sqrt()
-    low, high = roots.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high
+def _drawn_again(values: list[float], seed: int) -> Tensor:
+    """Root mean squares of the values, drawn with repetition (Efron, "Bootstrap methods", Ann. Stat. 1979)."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(values), (_RESAMPLED, len(values)), generator=generator)
+    return torch.tensor(values, dtype=torch.float64).square()[drawn].mean(1).sqrt()
+
+
+def _interval(values: Tensor) -> list[float]:
+    """95 % of them lie in it."""
+    return values.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()

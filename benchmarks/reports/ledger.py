@@ -22,8 +22,8 @@ class Cost:
     """What an audit takes, beside a training step in FP32.
 
     Attributes:
-        seconds, step_seconds: of the processor, on one core. run_seconds: of the run that is explained, which is part of
-            an audit: where a processor has no low-precision units, most of it.
+        seconds, step_seconds: of the processor, on one core.
+        run_seconds: of the run that is explained, a part of an audit: most of it without low-precision units.
         peak, step_peak: bytes at most besides weights and the optimizer's state.
         held, step_held: bytes of those two, and of low copies of weights.
     """
@@ -105,7 +105,8 @@ class Place:
     """A node whose result was rounded to few bits, and the ledger of that run.
 
     Attributes:
-        change: of the loss by the planting.
+        change: of the loss of a float64 run by the same rounding: by the planting, and by nothing else.
+        run_change: of the loss of the run, in which all roundings behind the planted one are drawn anew.
         largest_other: the largest contribution of another row.
         rank: of the node among the rows; 1 is the first. rows: how many there are.
     """
@@ -113,6 +114,7 @@ class Place:
     node: str
     op: str
     change: float
+    run_change: float
     largest_other: float
     rank: int
     rows: int
@@ -151,6 +153,12 @@ class Planted:
         return sum(place.first for place in self.places)
 
     @property
+    def by_run(self) -> tuple[int, int]:
+        """Places that change the run's loss as much, and those of them that are first."""
+        due = [place for place in self.places if abs(place.run_change) > 3 * place.largest_other]
+        return len(due), sum(place.first for place in due)
+
+    @property
     def median_elsewhere(self) -> float | None:
         """The median rank of the others."""
         ranks = [place.rank for place in self.places if not place.due]
@@ -158,7 +166,7 @@ class Planted:
 
     def as_dict(self) -> dict[str, Any]:
         places = [asdict(place) | {"due": place.due} for place in self.places]
-        figures = {"due": self.due, "found": self.found, "first": self.first}
+        figures = {"due": self.due, "found": self.found, "first": self.first, "by_run": self.by_run}
         return {
             "model": self.model,
             "bits": self.bits,
@@ -178,6 +186,7 @@ class Variances:
         correlated: the root mean square of the sums of their roundings: what is predicted if they are not taken for
             independent. explained: with their bends.
         measured: the root mean square of the errors of held-out samples; ``low``, ``high``: its 95 % interval.
+        ratio_low, ratio_high: the 95 % interval of explained over measured, since both are of samples.
         errors: of the held-out samples.
     """
 
@@ -189,6 +198,8 @@ class Variances:
     measured: float
     low: float
     high: float
+    ratio_low: float
+    ratio_high: float
     errors: tuple[float, ...]
 
     @property
@@ -204,7 +215,7 @@ class Variances:
     @property
     def accounted_for(self) -> bool:
         """Whether the measured error is in keeping with what the rows of the other samples add up to."""
-        return self.low <= self.explained <= self.high
+        return self.ratio_low <= 1 <= self.ratio_high
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -246,12 +257,15 @@ def planted_table(found: Sequence[Planted]) -> Table:
     rows = [
         (
             each.model, str(len(each.places)), str(each.due), str(each.found), str(each.first),
-            "" if each.median_elsewhere is None else f"{each.median_elsewhere:g}",
+            "" if each.median_elsewhere is None else f"{each.median_elsewhere:g}", "{1} of {0}".format(*each.by_run),
         )
         for each in found
     ]  # fmt: skip
-    columns = ("model", "places", "due", "first where due", "first at all", "median rank elsewhere")
-    caption = "due: rounding it to few bits changes the loss by more than three times the largest other row"
+    columns = ("model", "places", "due", "first where due", "first at all", "median rank elsewhere", "by the run")
+    caption = (
+        "due: rounding it to few bits changes the loss of a float64 run by more than three times the largest other "
+        "row; by the run: that of the low run"
+    )
     return _table("Is what was planted found?", columns, rows, 1, caption)
 
 
@@ -261,11 +275,13 @@ def variances_table(found: Sequence[Variances]) -> Table:
         (
             each.model, str(each.samples), f"{each.predicted:.3e}", f"{each.measured:.3e}",
             f"{each.low:.3e} to {each.high:.3e}", "yes" if each.inside else "no", f"{each.off_diagonal:+.0%}",
-            f"{each.explained:.3e}", "yes" if each.accounted_for else "NO",
+            f"{each.explained:.3e}", f"{each.ratio_low:.2f} to {each.ratio_high:.2f}",
+            "yes" if each.accounted_for else "NO",
         )
         for each in found
     ]  # fmt: skip
     columns = (
-        "model", "samples", "predicted", "measured", "95 %", "inside", "off the diagonal", "with it", "inside",
+        "model", "samples", "predicted", "measured", "95 %", "inside", "off the diagonal", "with it", "over measured",
+        "holds 1",
     )  # fmt: skip
     return _table("Do squares of rows predict the error of other samples?", columns, rows, 1)

@@ -118,13 +118,14 @@ def test_costs():
 
 def test_rounding():
     x = torch.tensor([1.0, 1.03, 1.07, 1.3125, -3.3, 0.0, 1e-30, 1e30])
-    found = rounded(x, 4)
+    found = rounded(x, 4, False)
     assert found[:6].tolist() == [1.0, 1.0, 1.125, 1.25, -3.25, 0.0]  # 21 sixteenths lie between 20 and 22
     assert bool(((found - x).abs() <= 2**-4 * x.abs()).all())
-    assert torch.equal(rounded(x.double(), 4), x.double())
-    assert rounded(x.bfloat16(), 4).dtype is torch.bfloat16
+    assert torch.equal(rounded(x.double(), 4, False), x.double()) and torch.equal(rounded(x, 4, True), x)
+    assert torch.equal(rounded(x[:6].double(), 4, True).float(), found[:6])
+    assert rounded(x.bfloat16(), 4, False).dtype is torch.bfloat16
     x.requires_grad_()
-    (gradient,) = torch.autograd.grad(rounded(x, 4).sum(), x)
+    (gradient,) = torch.autograd.grad(rounded(x, 4, False).sum(), x)
     assert torch.equal(gradient, torch.ones_like(x))
 
 
@@ -137,7 +138,7 @@ def test_what_is_planted_is_found():
 
 def test_planting_goes_away():
     look = Attribution.look
-    with pytest.raises(ZeroDivisionError), ledgers._planted(0, "linear", 4):
+    with pytest.raises(ZeroDivisionError), ledgers._planted(0, "linear", 4, False):
         assert Attribution.look is not look
         _ = 1 / 0
     assert Attribution.look is look
@@ -148,21 +149,25 @@ def test_planting_elsewhere_changes_nothing():
     model = fxprec.convert(subject.seeded()).module
     x, y = subject.batch(0)
     plain = audit(model, [(x, y)], subject.loss)
-    with ledgers._planted(0, "no such node", 4):
+    with ledgers._planted(0, "no such node", 4, False):
         found = audit(model, [(x, y)], subject.loss)
     assert [row.rounding for row in found.rows] == pytest.approx([row.rounding for row in plain.rows])
-    with ledgers._planted(0, "linear_1", 4):
+    with ledgers._planted(0, "linear_1", 4, wide=False):
         found = audit(model, [(x, y)], subject.loss)
     assert found.rows[0].node == "linear_1" and found.samples[0].reference == plain.samples[0].reference
+    with ledgers._planted(0, "linear_1", 4, wide=True):
+        [sample] = audit(model, [(x, y)], subject.loss).samples
+    assert sample.low == plain.samples[0].low and sample.reference != plain.samples[0].reference
 
 
 def test_ranks_where_they_are_due_and_elsewhere():
     places = (
-        Place("a", "linear", -3.1, 1.0, 1, 9), Place("b", "linear", 3.1, 1.0, 2, 9), Place("c", "relu", 3.0, 1.0, 1, 9),
-        Place("d", "relu", 0.1, 1.0, 6, 9),
+        Place("a", "linear", -3.1, 0.0, 1.0, 1, 9), Place("b", "linear", 3.1, 9.0, 1.0, 2, 9),
+        Place("c", "relu", 3.0, -9.0, 1.0, 1, 9), Place("d", "relu", 0.1, 2.9, 1.0, 6, 9),
     )  # fmt: skip
     found = Planted("m", 4, places)
     assert (found.due, found.found, found.first, found.median_elsewhere) == (2, 1, 2, 3.5)
+    assert found.by_run == (2, 1)
     assert Planted("m", 4, places[:2]).median_elsewhere is None
     assert [place["due"] for place in found.as_dict()["places"]] == [True, True, False, False]
 
@@ -193,6 +198,7 @@ def test_squares_predict_the_errors_of_other_samples():
     found = predicted(subject, 96)
     assert len(found.errors) == found.samples == 96
     assert found.low < found.measured < found.high < 2 * found.low
+    assert found.ratio_low < found.explained / found.measured < found.ratio_high < 3 * found.ratio_low
     assert found.accounted_for and abs(found.off_diagonal) < 0.6
     root = math.sqrt(sum(error**2 for error in found.errors) / 96)
     assert found.measured == pytest.approx(root)
@@ -207,10 +213,10 @@ def test_errors_are_those_of_the_converted_model_against_float64():
 
 
 def test_what_correlates_is_told():
-    found = Variances("m", 4, 1.0, 2.0, 2.1, 2.05, 1.9, 2.2, (2.0,))
+    found = Variances("m", 4, 1.0, 2.0, 2.1, 2.05, 1.9, 2.2, 0.9, 1.1, (2.0,))
     assert not found.inside and found.accounted_for and found.off_diagonal == 3.0
-    assert replace(found, predicted=2.0, explained=1.0).inside
-    assert not replace(found, explained=1.0).accounted_for
+    assert replace(found, predicted=2.0).inside
+    assert not replace(found, ratio_high=0.99).accounted_for and not replace(found, ratio_low=1.01).accounted_for
     assert math.isnan(replace(found, predicted=0.0).off_diagonal)
 
 
@@ -240,7 +246,7 @@ def test_the_status_is_1_where_the_ledger_is_wrong(monkeypatch):
     wrong = Sum("mlp", "tiny", "bfloat16", "O1", "loss", 1.0, 0.1, 0.0, "a", 1, ())
     monkeypatch.setattr(ledger, "added_up", lambda *_: wrong)
     assert ledger.main(["adds-up", "--only", "mlp", "--size", "tiny"]) == 1
-    missed = Planted("mlp", 4, (Place("a", "linear", 1.0, 0.1, 2, 9),))
+    missed = Planted("mlp", 4, (Place("a", "linear", 1.0, 1.0, 0.1, 2, 9),))
     monkeypatch.setattr(ledger, "planted", lambda *_: missed)
     assert ledger.main(["planted", "--only", "mlp", "--size", "tiny"]) == 1
 
@@ -249,8 +255,9 @@ def test_a_run_at_other_settings_writes_nothing(monkeypatch, capsys):
     monkeypatch.setattr(ledger, "save", lambda *_: 1 / 0)
     assert ledger.main(["variances", "--only", "mlp", "--samples", "2"]) == 0
     assert "wants --output FOLDER" in capsys.readouterr().out
+    found = Variances("mlp", 1, *[1.0] * 8, (1.0,))
     with pytest.raises(ZeroDivisionError):
-        monkeypatch.setattr(ledger, "predicted", lambda *_: Variances("mlp", 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, (1.0,)))
+        monkeypatch.setattr(ledger, "predicted", lambda *_: found)
         ledger.main(["variances", "--only", "mlp"])
 
 
