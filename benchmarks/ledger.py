@@ -7,8 +7,9 @@ of the zoo, at O1 and O2, in bfloat16 and where a CPU can bear it in float16; of
 Of the others an audit's time (of the processor, on one core) and memory beside those of an FP32 training step.
 
 planted: the result of one node after the other is rounded to four bits. Where that changes the loss by more than three
-times the largest other row, the node must be the first row; its rank is shown for the others. The change is that of a
-float64 run with the same rounding: in the low run all roundings behind it are drawn anew, which changes the loss too.
+times the largest other row, the node must be the first row; its rank is shown for the others. The change is taken
+twice, and both must be so large: in the low run all roundings behind the planted one are drawn anew, which changes the
+loss as well; in a float64 run none is, but a ReLU near 0 may decide otherwise there than in the low run.
 
 variances: each row's mean square over samples, summed, against the mean square error of as many held-out samples,
 which a float64 copy of the original model measures. Where the sum lies outside of the interval of what was measured,

@@ -224,8 +224,8 @@ def _sum_row(data: Mapping[str, Any]) -> tuple[str, ...]:
 def _planted_row(data: Mapping[str, Any]) -> tuple[str, ...]:
     elsewhere = data["median_elsewhere"]
     figures = (len(data["places"]), data["due"], data["found"], data["first"])
-    due, found = data["by_run"]
-    return (*map(str, figures), "" if elsewhere is None else f"{elsewhere:g}", f"{found} of {due}")
+    alone = ("{1} of {0}".format(*data[name]) for name in ("by_run", "by_float64"))
+    return (*map(str, figures), "" if elsewhere is None else f"{elsewhere:g}", *alone)
 
 
 def _variances_row(data: Mapping[str, Any]) -> tuple[str, ...]:
@@ -257,10 +257,10 @@ _LEDGER: Final = {
     ),
     "planted": _Question(
         SMALL,
-        ("places", "due", "first where due", "first at all", "median rank elsewhere", "by the run"),
+        ("places", "due", "first where due", "first at all", "median rank elsewhere", "by the run", "by float64"),
         _planted_row,
-        "Due: planting changes the loss of a float64 run by more than three times the largest other row. By the run: "
-        "first where it changes the loss of the low run as much, in which all roundings behind it are drawn anew",
+        "Due: planting changes the loss of the low run and that of a float64 run by more than three times the largest "
+        "other row. By the run, by float64: first where one of them alone says so",
     ),
     "variances": _Question(
         SMALL,

@@ -1,8 +1,8 @@
 """Is the error ledger right? Three measurements on it, which share none of its arithmetic.
 
 - ``added_up``: the columns against the error that was measured, and an audit's time and memory against a step's.
-- ``planted``: a node's result is rounded to a few bits; the node should be the first row where that matters, and how
-  much it matters is seen by planting the same in a float64 run.
+- ``planted``: a node's result is rounded to a few bits; the node should be the first row where that matters in the run,
+  and in a float64 run as well.
 - ``predicted``: what rows say of some samples against the errors of others, whose reference is a plain float64 copy of
   the model, run as PyTorch runs it.
 """

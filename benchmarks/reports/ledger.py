@@ -105,7 +105,7 @@ class Place:
     """A node whose result was rounded to few bits, and the ledger of that run.
 
     Attributes:
-        change: of the loss of a float64 run by the same rounding: by the planting, and by nothing else.
+        change: of the loss of a float64 run by the same rounding; at other values, where a ReLU may decide otherwise.
         run_change: of the loss of the run, in which all roundings behind the planted one are drawn anew.
         largest_other: the largest contribution of another row.
         rank: of the node among the rows; 1 is the first. rows: how many there are.
@@ -120,9 +120,19 @@ class Place:
     rows: int
 
     @property
-    def due(self) -> bool:
-        """Whether it must be the first row."""
+    def due_by_float64(self) -> bool:
+        """Whether the float64 run's loss changes by more than three times the largest other row."""
         return abs(self.change) > 3 * self.largest_other
+
+    @property
+    def due_by_run(self) -> bool:
+        """Whether the low run's does."""
+        return abs(self.run_change) > 3 * self.largest_other
+
+    @property
+    def due(self) -> bool:
+        """Whether it must be the first row: both say so."""
+        return self.due_by_float64 and self.due_by_run
 
     @property
     def first(self) -> bool:
@@ -153,9 +163,15 @@ class Planted:
         return sum(place.first for place in self.places)
 
     @property
+    def by_float64(self) -> tuple[int, int]:
+        """Places that are due by the float64 run alone, and those of them that are first."""
+        due = [place for place in self.places if place.due_by_float64]
+        return len(due), sum(place.first for place in due)
+
+    @property
     def by_run(self) -> tuple[int, int]:
-        """Places that change the run's loss as much, and those of them that are first."""
-        due = [place for place in self.places if abs(place.run_change) > 3 * place.largest_other]
+        """The same by the low run alone."""
+        due = [place for place in self.places if place.due_by_run]
         return len(due), sum(place.first for place in due)
 
     @property
@@ -166,7 +182,8 @@ class Planted:
 
     def as_dict(self) -> dict[str, Any]:
         places = [asdict(place) | {"due": place.due} for place in self.places]
-        figures = {"due": self.due, "found": self.found, "first": self.first, "by_run": self.by_run}
+        names = ("due", "found", "first", "by_run", "by_float64")
+        figures = {name: getattr(self, name) for name in names}
         return {
             "model": self.model,
             "bits": self.bits,
@@ -258,13 +275,23 @@ def planted_table(found: Sequence[Planted]) -> Table:
         (
             each.model, str(len(each.places)), str(each.due), str(each.found), str(each.first),
             "" if each.median_elsewhere is None else f"{each.median_elsewhere:g}", "{1} of {0}".format(*each.by_run),
+            "{1} of {0}".format(*each.by_float64),
         )
         for each in found
     ]  # fmt: skip
-    columns = ("model", "places", "due", "first where due", "first at all", "median rank elsewhere", "by the run")
+    columns = (
+        "model",
+        "places",
+        "due",
+        "first where due",
+        "first at all",
+        "median rank elsewhere",
+        "by the run",
+        "by float64",
+    )
     caption = (
-        "due: rounding it to few bits changes the loss of a float64 run by more than three times the largest other "
-        "row; by the run: that of the low run"
+        "due: rounding it to few bits changes the loss of the low run and that of a float64 run by more than three "
+        "times the largest other row; by the run, by float64: by one of them alone"
     )
     return _table("Is what was planted found?", columns, rows, 1, caption)
 

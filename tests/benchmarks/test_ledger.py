@@ -162,12 +162,12 @@ def test_planting_elsewhere_changes_nothing():
 
 def test_ranks_where_they_are_due_and_elsewhere():
     places = (
-        Place("a", "linear", -3.1, 0.0, 1.0, 1, 9), Place("b", "linear", 3.1, 9.0, 1.0, 2, 9),
-        Place("c", "relu", 3.0, -9.0, 1.0, 1, 9), Place("d", "relu", 0.1, 2.9, 1.0, 6, 9),
+        Place("a", "linear", -3.1, 3.1, 1.0, 1, 9), Place("b", "linear", 3.1, 9.0, 1.0, 2, 9),
+        Place("c", "relu", 3.0, -9.0, 1.0, 1, 9), Place("d", "relu", 9.0, 2.9, 1.0, 6, 9),
     )  # fmt: skip
     found = Planted("m", 4, places)
     assert (found.due, found.found, found.first, found.median_elsewhere) == (2, 1, 2, 3.5)
-    assert found.by_run == (2, 1)
+    assert (found.by_run, found.by_float64) == ((3, 2), (3, 1))
     assert Planted("m", 4, places[:2]).median_elsewhere is None
     assert [place["due"] for place in found.as_dict()["places"]] == [True, True, False, False]
 
