@@ -216,7 +216,7 @@ def _sum_row(data: Mapping[str, Any]) -> tuple[str, ...]:
             f"{cost['own_times']:.1f} ({cost['times']:.1f})", f"{cost['memory']:.1f} ({cost['own_memory']:.1f})"
         )  # fmt: skip
     return (
-        f"{right} of {len(sums)}" if right < len(sums) else str(right), f"{worst:.0e}", f"{first['measured']:+.1e}",
+        f"**{right} of {len(sums)}**" if right < len(sums) else str(right), f"{worst:.0e}", f"{first['measured']:+.1e}",
         f"{100 * first['bend']:.1f} %", f"`{first['first']}`", *costs,
     )  # fmt: skip
 
