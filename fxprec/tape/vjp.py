@@ -147,6 +147,9 @@ def inner(weight: Tensor, value: Tensor) -> float:
     """<weight, value>; where the weight is 0 nothing counts, whatever stands there (memory that nobody had written)."""
     if weight.is_complex():
         weight, value = torch.view_as_real(weight.resolve_conj()), torch.view_as_real(value.resolve_conj())
+    if weight.stride() == value.stride() and not weight.is_contiguous():
+        order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
+        weight, value = weight.permute(order), value.permute(order)
     if weight.dtype is value.dtype is torch.float64 and weight.is_contiguous() and value.is_contiguous():
         found = float(torch.dot(weight.view(-1), value.view(-1)))
     else:
@@ -192,7 +195,15 @@ def _of_linear(
 
 
 def _mm(m: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    return m @ b.transpose(-2, -1), a.transpose(-2, -1) @ m
+    """Each laid out in memory as what it belongs to: a weight is read transposed."""
+    m_t, a_t, b_t = (x.transpose(-2, -1) for x in (m, a, b))
+    of_a = (b @ m_t).transpose(-2, -1) if _is_transposed(a) else m @ b_t
+    of_b = (m_t @ a).transpose(-2, -1) if _is_transposed(b) else a_t @ m
+    return of_a, of_b
+
+
+def _is_transposed(matrix: Tensor) -> bool:
+    return matrix.stride(-2) < matrix.stride(-1)
 
 
 def _addmm(m: Tensor, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fxprec.tape.adjoint import measured, terms
 from fxprec.tape.recorder import Recorder
+from fxprec.tape.vjp import _PRODUCTS, inner
 
 OPS = [
     op
@@ -173,7 +174,11 @@ def test_the_local_error_of_a_product_is_estimated_from_some_of_its_rows() -> No
     "run",
     [
         lambda x, w: x @ w,
+        lambda x, w: x @ w.T,
+        lambda x, w: x.T @ w[:, :2],
+        lambda x, w: x[:1].expand(4, -1) @ w.T,
         lambda x, w: torch.bmm(x.view(2, 3, 6), w.view(2, 6, 3)),
+        lambda x, w: torch.bmm(x.view(2, 3, 6).mT, w.view(2, 6, 3).mT),
         lambda x, w: torch.addmm(x[:, :1], x, w, beta=0.5, alpha=3),
         lambda x, w: torch.addmm(x[0, :6], x, w),
         lambda x, w: torch.baddbmm(x.view(2, 3, 6)[:, :, :1], x.view(2, 3, 6), w.view(2, 6, 3), alpha=2),
@@ -199,3 +204,29 @@ def test_products_have_no_bend(run: Any) -> None:
     assert own == pytest.approx((weight * (result.double() - low)).sum().item(), rel=1e-10, abs=1e-13)
     assert casts == pytest.approx((weight * (low - exact)).sum().item(), rel=1e-10, abs=1e-13)
     assert all(term.bend == 0 for term in found)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 3), (3, 5), (1, 4), (4, 1)])
+def test_what_a_product_pulls_back_lies_as_what_it_belongs_to(rows: int, columns: int) -> None:
+    """So a weight that is read transposed is compared with it, and added to, element by element in memory."""
+    generator = torch.Generator().manual_seed(3)
+    m, a, b = (torch.randn(2, *size, generator=generator) for size in ((rows, columns), (6, rows), (columns, 6)))
+    for x, y in ((a.mT, b.mT), (a.mT.contiguous(), b.mT), (a.mT, b.mT.contiguous())):
+        of_x, of_y = _PRODUCTS["aten::bmm"](m, x, y)
+        torch.testing.assert_close(of_x, m @ y.mT)
+        torch.testing.assert_close(of_y, x.mT @ m)
+        if rows > 1 < columns:
+            assert (of_x.stride(), of_y.stride()) == (x.stride(), y.stride())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_inner_products_in_any_layout(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight, value = (torch.randn(3, 4, 5, generator=generator, dtype=dtype) for _ in range(2))
+    expected = (weight * value).sum().item()
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        w, v = weight.permute(order), value.permute(order)
+        assert inner(w, v) == pytest.approx(expected, rel=1e-5)
+        assert inner(w.contiguous(), v) == pytest.approx(expected, rel=1e-5)
+    spread = weight[:1].expand(3, 4, 5)
+    assert inner(spread, value[:1].expand(3, 4, 5)) == pytest.approx(3 * (weight[0] * value[0]).sum().item(), rel=1e-5)
