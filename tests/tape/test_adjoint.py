@@ -13,6 +13,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxprec.tape.adjoint import measured, terms
+from fxprec.tape.exact_ops import draws
 from fxprec.tape.recorder import Recorder
 from fxprec.tape.vjp import _PRODUCTS, inner
 
@@ -230,3 +231,30 @@ def test_inner_products_in_any_layout(dtype: torch.dtype) -> None:
         assert inner(w.contiguous(), v) == pytest.approx(expected, rel=1e-5)
     spread = weight[:1].expand(3, 4, 5)
     assert inner(spread, value[:1].expand(3, 4, 5)) == pytest.approx(3 * (weight[0] * value[0]).sum().item(), rel=1e-5)
+
+
+_aten = torch.ops.aten
+_Q, _PHILOX = torch.ones(1, 1, 2, 4), torch.zeros((), dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "expected"),
+    [
+        (_aten.rand.default, ([2],), {}, True),
+        (_aten.bernoulli_.float, (torch.ones(2), 0.5), {}, True),
+        (_aten.native_dropout.default, (torch.ones(2), 0.5, True), {}, False),  # told its draws, it computes
+        (_aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {}, False),
+        (_aten._scaled_dot_product_flash_attention_for_cpu.default, (_Q, _Q, _Q), {}, False),
+        (_aten._scaled_dot_product_flash_attention_for_cpu.default, (_Q, _Q, _Q), {"attn_mask": _Q}, False),
+        (_aten._scaled_dot_product_flash_attention_for_cpu.default, (_Q, _Q, _Q, 0.1), {}, True),
+        (_aten._scaled_dot_product_flash_attention_for_cpu.default, (_Q, _Q, _Q), {"dropout_p": 0.1}, True),
+        (_aten._scaled_dot_product_efficient_attention.default, (_Q, _Q, _Q, None, True), {}, False),
+        (_aten._scaled_dot_product_efficient_attention.default, (_Q, _Q, _Q, _Q, True, 0.1), {}, True),
+        (
+            _aten._scaled_dot_product_efficient_attention_backward.default,
+            (_Q, _Q, _Q, _Q, None, _Q, _Q, _PHILOX, _PHILOX, 0.0, [True, True, True, False]), {}, False,
+        ),
+    ],
+)  # fmt: skip
+def test_what_draws(function: Any, args: Any, kwargs: Any, expected: bool) -> None:
+    assert draws(function, args, kwargs) is expected
