@@ -212,6 +212,7 @@ def _drawn_again(values: list[float], seed: int) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).square()[drawn].mean(1).sqrt()
 
 
-def _interval(values: Tensor) -> list[float]:
+def _interval(values: Tensor) -> tuple[float, float]:
     """95 % of them lie in it."""
-    return values.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    low, high = values.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
