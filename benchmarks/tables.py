@@ -232,7 +232,7 @@ def _variances_row(data: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         str(data["samples"]), f"{data['predicted']:.2e}", f"{data['measured']:.2e}",
         f"{data['low']:.2e} to {data['high']:.2e}", "yes" if data["inside"] else "no",
-        f"{100 * data['off_diagonal']:+.0f} %", f"{data['explained']:.2e}",
+        f"{round(100 * data['off_diagonal']):+d} %", f"{data['explained']:.2e}",
         f"{data['ratio_low']:.2f} to {data['ratio_high']:.2f}", "yes" if data["accounted_for"] else "**no**",
     )  # fmt: skip
 
