@@ -20,8 +20,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -31,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.measure.plots import curves
 from benchmarks.measure.results import environment, save, save_figure
+from benchmarks.measure.timing import one_core
 from benchmarks.reports.convert import (
     ALL,
     REGIONS,
@@ -49,16 +49,6 @@ __all__ = ["main"]
 
 _LAYERS: Final = (12, 50, 200, 800, 3000)
 _NODES: Final = (1_000, 3_000, 10_000, 30_000, 100_000)
-
-
-@contextmanager
-def one_core() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def stack_table(found: Sequence[Stack], limit: float) -> Table:

@@ -1,4 +1,4 @@
-"""Makes the performance tables of README.md and docs/performance.md from ``benchmarks/results``.
+"""Makes the tables of README.md, docs/performance.md and docs/numerics.md from ``benchmarks/results``.
 
     python -m benchmarks tables            # writes them
     python -m benchmarks tables --check    # says what is out of date; the status is 1 then
@@ -8,9 +8,10 @@ A table stands between two comments, and everything between them is generated::
     <!-- table: step cpu -->
     <!-- end -->
 
-There are ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy TASK [DTYPE]``, ``convert``, ``convert-budgets``;
-the dtype is bfloat16 where none is named. Where there are results of several devices, ``device=NAME`` says which. Below
-each table stand device, versions, date and commit. A ratio within the noise is printed as "=", never as a win.
+There are ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy TASK [DTYPE]``, ``convert``, ``convert-budgets``,
+``ledger QUESTION``; the dtype is bfloat16 where none is named. Where there are results of several devices,
+``device=NAME`` says which. Below each table stand device, versions, date and commit. A ratio within the noise is
+printed as "=", never as a win.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from benchmarks.measure.results import RESULTS, ROOT, ResultsError, load
+from benchmarks.workloads.subjects import ADDED_UP, SMALL
 from benchmarks.workloads.training import NAMES
 
 __all__ = ["PAGES", "TABLES", "main", "rendered"]
 
-PAGES: Final = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES: Final = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "numerics.md")
 _MARKED: Final = re.compile(r"(<!-- table: ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _BEGINNING: Final = re.compile(r"<!-- table:")
 _BASELINE: Final = "autocast"
@@ -191,6 +193,95 @@ def _convert_budgets(words: Sequence[str], device: str | None, root: pathlib.Pat
     return f"{_markdown(('what', 'measured', 'budget', ''), rows)}\n{_measured([data])}.\n"
 
 
+def _ledger(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a model."""
+    question = " ".join(words)
+    if question not in _LEDGER:
+        raise ResultsError(f"{question!r}: a table is 'ledger QUESTION', with one of {', '.join(_LEDGER)}")
+    asked = _LEDGER[question]
+    found = _found([f"ledger-{question}-{name}" for name in asked.models], device, root)
+    table = _markdown(("model", *asked.columns), [(data["model"], *asked.row(data)) for data in found])
+    return f"{table}\n{asked.meaning}. {_measured(found)}.\n"
+
+
+def _sum_row(data: Mapping[str, Any]) -> tuple[str, ...]:
+    sums = data["sums"]
+    first = sums[0]  # the largest size, bfloat16, O1, of the loss
+    worst = max(abs(each["residual"] / each["measured"]) if each["measured"] else 0.0 for each in sums)
+    right = sum(each["adds_up"] for each in sums)
+    cost = first["cost"]
+    costs = ("", "")
+    if cost:
+        costs = (
+            f"{cost['own_times']:.1f} ({cost['times']:.1f})", f"{cost['memory']:.1f} ({cost['own_memory']:.1f})"
+        )  # fmt: skip
+    return (
+        f"**{right} of {len(sums)}**" if right < len(sums) else str(right), f"{worst:.0e}", f"{first['measured']:+.1e}",
+        f"{100 * first['bend']:.1f} %", f"`{first['first']}`", *costs,
+    )  # fmt: skip
+
+
+def _planted_row(data: Mapping[str, Any]) -> tuple[str, ...]:
+    elsewhere = data["median_elsewhere"]
+    figures = (len(data["places"]), data["due"], data["found"], data["first"])
+    alone = ("{1} of {0}".format(*data[name]) for name in ("by_run", "by_float64"))
+    return (*map(str, figures), "" if elsewhere is None else f"{elsewhere:g}", *alone)
+
+
+def _variances_row(data: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        str(data["samples"]), f"{data['predicted']:.2e}", f"{data['measured']:.2e}",
+        f"{data['low']:.2e} to {data['high']:.2e}", "yes" if data["inside"] else "no",
+        f"{round(100 * data['off_diagonal']):+d} %", f"{data['explained']:.2e}",
+        f"{data['ratio_low']:.2f} to {data['ratio_high']:.2f}", "yes" if data["accounted_for"] else "**no**",
+    )  # fmt: skip
+
+
+class _Question(NamedTuple):
+    """Models, columns besides their names, what makes a row of a file, and what the table means."""
+
+    models: Sequence[str]
+    columns: tuple[str, ...]
+    row: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    meaning: str
+
+
+_LEDGER: Final = {
+    "adds-up": _Question(
+        ADDED_UP,
+        ("audits that add up", "residual", "error", "bend", "first row", "time", "memory"),
+        _sum_row,
+        "Residual: the largest of all audits, over the error. The rest is of the loss at O1 in bfloat16. Bend: sum of "
+        "all |bend| over that of all |rounding| and |bend|. Over an FP32 training step's: time without the run that is "
+        "explained (with it), memory (without weights and optimizer's state)",
+    ),
+    "planted": _Question(
+        SMALL,
+        ("places", "due", "first where due", "first at all", "median rank elsewhere", "by the run", "by float64"),
+        _planted_row,
+        "Due: planting changes the loss of the low run and that of a float64 run by more than three times the largest "
+        "other row. By the run, by float64: first where one of them alone says so",
+    ),
+    "variances": _Question(
+        SMALL,
+        (
+            "samples",
+            "predicted",
+            "measured",
+            "95 %",
+            "inside",
+            "off the diagonal",
+            "with it",
+            "over measured, 95 %",
+            "holds 1",
+        ),
+        _variances_row,
+        "Root mean squares of the loss's error. Off the diagonal: the sum of products of different rows over that of "
+        "squares. With it: of the same samples, rows not taken for independent",
+    ),
+}
+
+
 def _two(usage: str, words: Sequence[str]) -> tuple[str, str]:
     if not 1 <= len(words) <= 2:
         raise ResultsError(f"{' '.join(words)!r}: a table is {usage!r}")
@@ -208,6 +299,7 @@ TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]
     "accuracy": _accuracy,
     "convert": _convert,
     "convert-budgets": _convert_budgets,
+    "ledger": _ledger,
 }
 
 

@@ -8,16 +8,17 @@ kernels would be timed by the speed of Python. What the host takes is reported b
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
 import torch
 
-__all__ = ["Clock", "DeviceClock", "HostClock", "Series", "Work", "copy_work"]
+__all__ = ["Clock", "DeviceClock", "HostClock", "Series", "Work", "copy_work", "one_core"]
 
 _WARM_SECONDS: Final = 0.05  # an idle device raises its clock first
 _WARM_RUNS: Final = 5
@@ -172,3 +173,14 @@ def copy_work(nbytes: int, device: torch.device) -> Work:
     source = torch.randint(256, (max(16, nbytes // 2),), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Work(lambda _: target.copy_(source))
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """One thread of torch's; as before afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -43,9 +43,9 @@ def audit(
     inputs that it had, "bend" what is not linear in what came in. Of one batch all of them add up to the measured error
     exactly. Over batches a row's share is of the sum of squares, as roundings are as good as independent.
 
-    The reference reads the FP32 weights and the same random numbers. It takes about twice the memory of a training
-    step in FP32, and three to five times its time. The model is left as it was; one that was never called is captured,
-    as by its first call.
+    The reference reads the FP32 weights and the same random numbers. An audit takes one to five times the memory of a
+    training step in FP32, and four to seven times its time besides the run itself; of tiny models, whose time is that
+    of calls, more. The model is left as it was; one that was never called is captured, as by its first call.
 
     Args:
         model: converted.

@@ -21,7 +21,7 @@ from fxprec.tape.memory import Memory, Place
 from fxprec.tape.nodes import NodeOf
 from fxprec.tape.operation import Operation
 from fxprec.tape.origin import Origin
-from fxprec.torch_internals import storage_key, tree_flatten, tree_leaves
+from fxprec.torch_internals import storage_key, tree_flatten, tree_leaves, tree_unflatten
 
 Kind = Literal["overflow", "invalid", "underflow", "came in", "meant"]
 
@@ -262,7 +262,7 @@ class _Call:
         return None
 
     def _run(self) -> list[Any]:
-        if draws(self.function, self.given):
+        if draws(self.function, *tree_unflatten([*self.given], self.spec)):
             return []
         memory = Memory(torch.float64)
         places = tuple(memory.place(leaf) if _is_plain(leaf) else leaf for leaf in self.given)

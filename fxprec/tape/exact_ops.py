@@ -6,24 +6,19 @@ all: the reference takes what the run drew. What computes on its draws is told t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fxprec.passes.torch_internals import schema_of
 from fxprec.tape.region_ops import region_backward, region_forward
 
 _aten = torch.ops.aten
 
-#: Attention with dropout of its own: the position of its probability.
-_DROPOUT: Final = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": 3,
-    "aten::_scaled_dot_product_flash_attention": 3,
-    "aten::_scaled_dot_product_efficient_attention": 5,
-    "aten::_scaled_dot_product_cudnn_attention": 5,
-    "aten::_scaled_dot_product_fused_attention_overrideable": 4,
-}
+#: What an op with dropout of its own, such as attention or an RNN, calls its probability.
+_PROBABILITIES: Final = ("dropout_p", "dropout")
 
 
 def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
@@ -156,10 +151,11 @@ DRAWN: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-def draws(function: Any, leaves: Sequence[Any]) -> bool:
+def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the results of a call are random numbers, and nothing else."""
-    name = function.name().partition(".")[0]
-    if torch.Tag.nondeterministic_seeded not in function.tags or name in DRAWN:
+    if torch.Tag.nondeterministic_seeded not in function.tags or function.name().partition(".")[0] in DRAWN:
         return False
-    position = _DROPOUT.get(name)
-    return position is None or (len(leaves) > position and bool(leaves[position]))
+    for position, argument in enumerate(schema_of(function).arguments):
+        if argument.name in _PROBABILITIES:
+            return bool(args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value))
+    return True

@@ -53,7 +53,7 @@ class Operation:
     @property
     def draws(self) -> bool:
         """Whether its results are random numbers, which the reference takes from the run."""
-        return draws(self.function, self.leaves)
+        return draws(self.function, *tree_unflatten(list(self.leaves), self.spec))
 
     @property
     def keeps_values(self) -> bool:

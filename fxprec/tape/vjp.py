@@ -3,7 +3,8 @@
 J is taken at the midpoint of run and reference in general. Less is to be done where an op is
 
 - a copy in another dtype: J is the identity;
-- linear in what has an error: J is the same everywhere, and autograd gives it of the one run at low inputs;
+- linear in what has an error: J is the same everywhere, and autograd gives it of the one run at low inputs. Not so
+  where it reads an index or a mask that the reference has otherwise: then it is another linear function there;
 - a product, such as a matrix product or a convolution: J^T m is written down below, and no run is needed at all. For a
   quadratic function f(low) - f(reference) is J at the midpoint times the difference of the inputs, so that::
 
@@ -50,6 +51,10 @@ class Inputs:
         if place not in self._errors:
             self._errors[place] = _difference(self.low(place), self._memory.exact(place))
         return self._errors[place]
+
+    def decided_otherwise(self, place: Place) -> bool:
+        """Whether what is no float, such as an index or a mask, is another in the reference."""
+        return not place.is_float and not torch.equal(self._memory.low(place), self._memory.exact(place))
 
     def midpoint(self, place: Place) -> Tensor:
         """Of both, in memory of its own."""
@@ -108,7 +113,9 @@ def pull(
         gradients = [(place, results[0].weight)] if place in reads else []
         return _rounded(results, {0: inputs.low(place)}, gradients)
     if not operation.why_inexact:
-        if _is_linear(operation, [*reads]):
+        if _is_linear(operation, [*reads]) and not any(
+            inputs.decided_otherwise(leaf) for leaf in operation.leaves if isinstance(leaf, Place)
+        ):
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 return _of_linear(operation, inputs, results, drawn, reads)
         if operation.name in _PRODUCTS and [*results] == [0]:
@@ -140,6 +147,9 @@ def inner(weight: Tensor, value: Tensor) -> float:
     """<weight, value>; where the weight is 0 nothing counts, whatever stands there (memory that nobody had written)."""
     if weight.is_complex():
         weight, value = torch.view_as_real(weight.resolve_conj()), torch.view_as_real(value.resolve_conj())
+    if weight.stride() == value.stride() and not weight.is_contiguous():
+        order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
+        weight, value = weight.permute(order), value.permute(order)
     if weight.dtype is value.dtype is torch.float64 and weight.is_contiguous() and value.is_contiguous():
         found = float(torch.dot(weight.view(-1), value.view(-1)))
     else:
@@ -185,7 +195,15 @@ def _of_linear(
 
 
 def _mm(m: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    return m @ b.transpose(-2, -1), a.transpose(-2, -1) @ m
+    """Each laid out in memory as what it belongs to: a weight is read transposed."""
+    m_t, a_t, b_t = (x.transpose(-2, -1) for x in (m, a, b))
+    of_a = (b @ m_t).transpose(-2, -1) if _is_transposed(a) else m @ b_t
+    of_b = (m_t @ a).transpose(-2, -1) if _is_transposed(b) else a_t @ m
+    return of_a, of_b
+
+
+def _is_transposed(matrix: Tensor) -> bool:
+    return matrix.stride(-2) < matrix.stride(-1)
 
 
 def _addmm(m: Tensor, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> tuple[Tensor, ...]:

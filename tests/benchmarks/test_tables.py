@@ -72,6 +72,20 @@ def results(tmp_path: pathlib.Path) -> pathlib.Path:
         {"what": "x", "value": 4.4, "limit": 1.2, "unit": " x", "met": False},
     ]
     save("convert", {"environment": ENVIRONMENT, "limit_s": 60.0, "stacks": stacks, "budgets": budgets}, root)
+    cost = {"own_times": 3.14, "times": 9.5, "memory": 1.25, "own_memory": 3.75}
+    summed = {
+        "measured": 1e-4, "residual": -2e-20, "adds_up": True, "bend": 0.0123, "first": "linear_1", "cost": cost
+    }  # fmt: skip
+    wrong = summed | {"residual": 1e-9, "adds_up": False, "cost": None, "first": "other"}
+    save("ledger-adds-up-mlp", {"environment": ENVIRONMENT, "model": "mlp", "sums": [summed, summed]}, root)
+    save("ledger-adds-up-loop", {"environment": ENVIRONMENT, "model": "loop", "sums": [wrong, summed]}, root)
+    found = {"due": 4, "found": 3, "first": 5, "median_elsewhere": 2.5, "by_run": [6, 5], "by_float64": [7, 6]}
+    save("ledger-planted-gpt", {"environment": ENVIRONMENT, "model": "gpt", "places": [{}] * 9, **found}, root)
+    figures = {
+        "samples": 512, "predicted": 1e-4, "measured": 1.2e-4, "low": 1.1e-4, "high": 1.3e-4, "inside": False,
+        "off_diagonal": 0.5, "explained": 1.22e-4, "ratio_low": 0.9, "ratio_high": 1.1, "accounted_for": True,
+    }  # fmt: skip
+    save("ledger-variances-vit", {"environment": ENVIRONMENT, "model": "vit", **figures}, root)
     return root
 
 
@@ -117,6 +131,18 @@ def test_convert(results):
     assert "| fuse | 123 ms | 300 ms | met |\n| x | 4.4 x | 1.2 x | **missed** |\n" in text
 
 
+def test_ledger(results):
+    text, count = rendered(page("ledger adds-up", "ledger planted", "ledger variances"), results)
+    assert count == 3 and text.count(MEASURED) == 3
+    assert "| mlp | 2 | 2e-16 | +1.0e-04 | 1.2 % | `linear_1` | 3.1 (9.5) | 1.2 (3.8) |\n" in text
+    assert "| loop | **1 of 2** | 1e-05 | +1.0e-04 | 1.2 % | `other` | – | – |\n" in text  # noqa: RUF001
+    assert "| gpt | 9 | 4 | 3 | 5 | 2.5 | 5 of 6 | 6 of 7 |\n" in text
+    assert (
+        "| vit | 512 | 1.00e-04 | 1.20e-04 | 1.10e-04 to 1.30e-04 | no | +50 % | 1.22e-04 | 0.90 to 1.10 | yes |"
+        in text
+    )
+
+
 def test_what_was_generated_stays(results):
     once, count = rendered(page("step cpu", "memory cpu"), results)
     assert rendered(once, results) == (once, count) == (once, 2)
@@ -148,6 +174,7 @@ def test_several_devices(results):
         (page("step gpu"), "no results of step-gpu-bfloat16-mlp: 'python -m benchmarks step' writes them"),
         (page("step cpu device=X"), "no results of 'step-cpu-bfloat16-mlp' on 'X': there are results of Some-CPU"),
         (page("step"), r"a table is 'step SIZE \[DTYPE\]'"),
+        (page("ledger adds"), "'adds': a table is 'ledger QUESTION', with one of adds-up, planted, variances"),
         (page("convert cpu"), "'convert' takes nothing but device=NAME"),
         ("<!-- table: step cpu -->\n", "1 tables begin and 0 are complete: one has no '<!-- end -->'"),
         (

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import fxprec
 import kernel_tools
 import region_tools
-import zoo
+from benchmarks.workloads import zoo
 from benchmarks.workloads.models import GPT
 from examples import char_gpt
 from fxprec.kernels.launch.triton_support import can_launch, interpreting

@@ -10,9 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
+from benchmarks.measure.ledgers import added_up
+from benchmarks.workloads.subjects import Subject
+from benchmarks.workloads.zoo import ZOO
 from fxprec.model.module import conversion_of
 from fxprec.testing import count_casts
-from zoo import ZOO
 
 pytestmark = [
     pytest.mark.zoo,
@@ -164,3 +166,11 @@ def test_one_step_in_float16(name):
     assert loss.dtype is torch.float32
     assert abs(loss.item() - fp32.loss) <= 0.01 * abs(fp32.loss)
     assert torch.nn.functional.cosine_similarity(a, b, dim=0) >= 0.99
+
+
+@pytest.mark.parametrize("name", ["deepseek", "gan", "mamba", "wav2vec2"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_error_ledger_adds_up(name, gradients):
+    """Routes that differ in the reference, weights made of others, a scan, and six graphs."""
+    found = added_up(Subject.of_zoo(name, ZOO[name]), torch.bfloat16, "O1", gradients)
+    assert found.measured != 0 and found.adds_up and not found.remarks

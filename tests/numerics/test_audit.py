@@ -93,6 +93,12 @@ def attention(h: Tensor, dropout: float) -> Tensor:
     return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout, is_causal=not dropout).reshape(8, 16)
 
 
+def masked_attention(h: Tensor, mask: Tensor) -> Tensor:
+    """A mask and no dropout: [8, 16] is 2 of batch, 2 heads, 4 tokens, 8 features."""
+    heads = h.view(2, 2, 4, 8)
+    return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).reshape(8, 16)
+
+
 def norms(h: Tensor, a: nn.Module, b: nn.Module, c: nn.Module) -> Tensor:
     return c(b(a(h)).unsqueeze(2)).squeeze(2)
 
@@ -123,6 +129,8 @@ CASES: dict[str, Callable[[], Net]] = {
     "random": lambda: Net(lambda h: h + torch.rand_like(h) * torch.randn(16)),
     "rrelu": lambda: Net(lambda h: F.rrelu(h, training=True)),
     "attention": lambda: Net(lambda h: attention(h, 0.0)),
+    "attention with a mask": lambda: Net(lambda h: masked_attention(h, torch.tensor([[True, True, False, True]]))),
+    "attention with a bias": lambda: Net(lambda h: masked_attention(h, torch.tensor([[0.3, -0.1, 0.2, 0.7]]))),
     "attention with dropout": lambda: Net(lambda h: attention(h, 0.2)),
     "convolution": lambda: Net(convolution, a=nn.Conv2d(1, 4, 3, padding=1)),
     "recurrent": lambda: Net(recurrent, a=nn.LSTM(4, 8, 2, batch_first=True, bidirectional=True)),

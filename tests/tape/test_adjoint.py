@@ -13,7 +13,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxprec.tape.adjoint import measured, terms
+from fxprec.tape.exact_ops import draws
 from fxprec.tape.recorder import Recorder
+from fxprec.tape.vjp import _PRODUCTS, inner
 
 OPS = [
     op
@@ -93,6 +95,38 @@ def test_a_mask_of_infinities_has_no_error() -> None:
     assert error != 0 and explained == pytest.approx(error, rel=1e-12)
 
 
+ROUTES = {
+    "where": lambda x, up: torch.where(up, x.sin(), x.cos()),
+    "masked_fill": lambda x, up: x.sin().masked_fill(up, 2),
+    "mul": lambda x, up: x.sin() * up,
+    "index": lambda x, up: x.sin()[up.long()],
+    "index_select": lambda x, up: x.sin().index_select(0, up[0].long()),
+    "gather": lambda x, up: x.sin().gather(1, up.long()),
+    "embedding": lambda x, up: F.embedding(up.long(), x.sin()),
+    "index_put": lambda x, up: x.sin().index_put((up[:, 0].long(),), x.cos(), accumulate=True),
+    "scatter": lambda x, up: x.sin().scatter(1, up.long(), x.cos()),
+    "topk": lambda x, up: x.sin().gather(1, (up * 9.0 + torch.arange(7)).topk(3).indices),
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_what_is_decided_otherwise_bends(name: str) -> None:
+    """``up`` is False all over in the reference, whose casts change nothing."""
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    recorder = Recorder(torch.float64)
+    with recorder, torch.no_grad():
+        up = x.bfloat16().float() > x
+        result = ROUTES[name](x.bfloat16(), up)
+    place = recorder.memory.place(result)
+    weight = torch.randn(place.size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    error = measured(recorder, [(place, weight)])
+    found = [*terms(recorder, [(place, weight)])]
+    bend = sum(term.bend for term in found)
+    assert up.any() and abs(error) > 0.1
+    assert abs(bend - error) <= 0.1 * abs(error), "the error is another route, and next to no rounding"
+    assert sum(term.rounding for term in found) + bend == pytest.approx(error, rel=1e-12)
+
+
 WRITES = {
     "source of a cast": lambda x: (low := x.mul(1.1), cast := low.bfloat16(), low.mul_(3), low + cast)[-1],
     "cast": lambda x: (low := x.mul(1.1), cast := low.bfloat16(), cast.mul_(3), low + cast)[-1],
@@ -141,7 +175,11 @@ def test_the_local_error_of_a_product_is_estimated_from_some_of_its_rows() -> No
     "run",
     [
         lambda x, w: x @ w,
+        lambda x, w: x @ w.T,
+        lambda x, w: x.T @ w[:, :2],
+        lambda x, w: x[:1].expand(4, -1) @ w.T,
         lambda x, w: torch.bmm(x.view(2, 3, 6), w.view(2, 6, 3)),
+        lambda x, w: torch.bmm(x.view(2, 3, 6).mT, w.view(2, 6, 3).mT),
         lambda x, w: torch.addmm(x[:, :1], x, w, beta=0.5, alpha=3),
         lambda x, w: torch.addmm(x[0, :6], x, w),
         lambda x, w: torch.baddbmm(x.view(2, 3, 6)[:, :, :1], x.view(2, 3, 6), w.view(2, 6, 3), alpha=2),
@@ -167,3 +205,56 @@ def test_products_have_no_bend(run: Any) -> None:
     assert own == pytest.approx((weight * (result.double() - low)).sum().item(), rel=1e-10, abs=1e-13)
     assert casts == pytest.approx((weight * (low - exact)).sum().item(), rel=1e-10, abs=1e-13)
     assert all(term.bend == 0 for term in found)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 3), (3, 5), (1, 4), (4, 1)])
+def test_what_a_product_pulls_back_lies_as_what_it_belongs_to(rows: int, columns: int) -> None:
+    """So a weight that is read transposed is compared with it, and added to, element by element in memory."""
+    generator = torch.Generator().manual_seed(3)
+    m, a, b = (torch.randn(2, *size, generator=generator) for size in ((rows, columns), (6, rows), (columns, 6)))
+    for x, y in ((a.mT, b.mT), (a.mT.contiguous(), b.mT), (a.mT, b.mT.contiguous())):
+        of_x, of_y = _PRODUCTS["aten::bmm"](m, x, y)
+        torch.testing.assert_close(of_x, m @ y.mT)
+        torch.testing.assert_close(of_y, x.mT @ m)
+        if rows > 1 < columns:
+            assert (of_x.stride(), of_y.stride()) == (x.stride(), y.stride())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_inner_products_in_any_layout(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight, value = (torch.randn(3, 4, 5, generator=generator, dtype=dtype) for _ in range(2))
+    expected = (weight * value).sum().item()
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        w, v = weight.permute(order), value.permute(order)
+        assert inner(w, v) == pytest.approx(expected, rel=1e-5)
+        assert inner(w.contiguous(), v) == pytest.approx(expected, rel=1e-5)
+    spread = weight[:1].expand(3, 4, 5)
+    assert inner(spread, value[:1].expand(3, 4, 5)) == pytest.approx(3 * (weight[0] * value[0]).sum().item(), rel=1e-5)
+
+
+_aten = torch.ops.aten
+_Q, _PHILOX = torch.ones(1, 1, 2, 4), torch.zeros((), dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "expected"),
+    [
+        (_aten.rand.default, ([2],), {}, True),
+        (_aten.bernoulli_.float, (torch.ones(2), 0.5), {}, True),
+        (_aten.native_dropout.default, (torch.ones(2), 0.5, True), {}, False),  # told its draws, it computes
+        (_aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {}, False),
+        (_aten._scaled_dot_product_flash_attention_for_cpu.default, (_Q, _Q, _Q), {}, False),
+        (_aten._scaled_dot_product_flash_attention_for_cpu.default, (_Q, _Q, _Q), {"attn_mask": _Q}, False),
+        (_aten._scaled_dot_product_flash_attention_for_cpu.default, (_Q, _Q, _Q, 0.1), {}, True),
+        (_aten._scaled_dot_product_flash_attention_for_cpu.default, (_Q, _Q, _Q), {"dropout_p": 0.1}, True),
+        (_aten._scaled_dot_product_efficient_attention.default, (_Q, _Q, _Q, None, True), {}, False),
+        (_aten._scaled_dot_product_efficient_attention.default, (_Q, _Q, _Q, _Q, True, 0.1), {}, True),
+        (
+            _aten._scaled_dot_product_efficient_attention_backward.default,
+            (_Q, _Q, _Q, _Q, None, _Q, _Q, _PHILOX, _PHILOX, 0.0, [True, True, True, False]), {}, False,
+        ),
+    ],
+)  # fmt: skip
+def test_what_draws(function: Any, args: Any, kwargs: Any, expected: bool) -> None:
+    assert draws(function, args, kwargs) is expected

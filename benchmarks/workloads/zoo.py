@@ -1,10 +1,13 @@
 """Real architectures in small sizes with random weights: what people train, from their own packages, no download."""
 
+# Configurations of transformers take names that their signatures do not show; diffusers exports lazily.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,12 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 __all__ = ["ZOO", "Case", "resnet"]
 
-SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+SIZE: Final[dict[str, Any]] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
 
 
 @dataclass(frozen=True)
