@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec.kernels.rows.run.gradients import finished
+from fxprec.kernels.rows.run.ops import number
 from fxprec.model.module import conversion_of
 from fxprec.numerics import Ledger, audit
 from fxprec.tape.region_ops import region_backward, region_forward
@@ -101,7 +102,7 @@ def test_the_reference_is_what_the_kernels_compute(device: str, name: str) -> No
             inputs = [torch.randn(spec.shape, device=device).to(spec.dtype) for spec in plan.inputs]
             seeds = torch.randint(2**31, (8,), device=device) if region.draws else None
             made = plan.forward(inputs, seeds, region.seed, True)
-            exact = region_forward([x.double() for x in inputs], seeds, region.seed, True, plan.number)
+            exact = region_forward([x.double() for x in inputs], seeds, region.seed, True, number(plan))
             assert [x.shape for x in made] == [x.shape for x in exact]
             for own, reference in zip(made, exact, strict=True):
                 torch.testing.assert_close(own.double(), reference, rtol=2**-7, atol=2**-7)
@@ -110,6 +111,6 @@ def test_the_reference_is_what_the_kernels_compute(device: str, name: str) -> No
             given = [given[number] for number in plan.backward_program.cotangents]
             found = finished(plan, plan.backward(saved, given, seeds, region.seed))
             wide = [x.double() if x.is_floating_point() else x for x in saved]
-            stored = region_backward(wide, [x.double() for x in given], seeds, region.seed, plan.number)
+            stored = region_backward(wide, [x.double() for x in given], seeds, region.seed, number(plan))
             for own, reference in zip(found, finished(plan, stored), strict=True):
                 torch.testing.assert_close(own.double(), reference.double(), rtol=2**-6, atol=2**-6)
