@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy
@@ -16,8 +17,8 @@ CASES = Cases("random")
 
 
 #: No float64 twin, for it draws other numbers.
-def case(run):
-    return CASES(run, no_twin="float64 draws other numbers")
+def case(run, no_autocast=""):
+    return CASES(run, no_twin="float64 draws other numbers", no_autocast=no_autocast)
 
 
 @case
@@ -199,7 +200,17 @@ def attention_with_dropout(t: Run):
     t.changes(net(forward, Two), again, lambda m: m.eval())
 
 
-@case
+def no_lstm_under_autocast() -> str:
+    """torch casts for oneDNN's bfloat16 LSTM without asking whether the CPU has the instructions for it."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@functools.partial(case, no_autocast=no_lstm_under_autocast())
 def recurrent_with_dropout(t: Run):
     m = nn.LSTM(8, 8, num_layers=2, dropout=0.5)
     m, x = t.convert(m), t.randn(3, 2, 8)

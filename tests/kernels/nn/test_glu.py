@@ -98,7 +98,9 @@ def test_far_from_zero_and_near_it(kind: str, device: str) -> None:
     (found,), (truth,) = torch.autograd.grad(y.sum(), gate), torch.autograd.grad(exact.sum(), wide)
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-6)
-    assert torch.equal(y.signbit()[:2].cpu(), torch.tensor([False, True])), "0 * a half is a zero of the same sign"
+    # 0 * a half is a zero of the same sign; in torch's own gelu on a CPU that depends on its instructions.
+    own = activation(gate.detach())[:2].signbit().cpu() if device == "cpu" and not kernel_tools.INTERPRETING else None
+    assert torch.equal(y.signbit()[:2].cpu(), torch.tensor([False, True]) if own is None else own)
 
 
 @every_form

@@ -19,6 +19,7 @@ import fxprec
 import kernel_tools as tools
 from fxprec import settings
 from fxprec.kernels.launch import triton_support
+from fxprec.kernels.nn import rope
 from fxprec.kernels.rows.run.accounting import bytes_moved
 from fxprec.passes.fusion import kernel_calls
 from small_transformers import MODELS
@@ -44,6 +45,7 @@ def regions(name: str) -> tuple[Any, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_support, "can_launch", lambda device: True)
         patch.setattr(settings, "why_no_kernels", lambda device: "")
+        patch.setattr(rope, "can_launch", lambda device: False)  # nor do they run, whoever imported them first
         patch.setattr(kernel_calls, "is_served", lambda x: False)  # hand-written kernels have tests of their own
         patch.setattr(Launch, "__call__", lambda *arguments: None)
         patch.setattr(Spec, "empty", lambda spec, device: zeros(spec, device).zero_())  # some are indices later on
