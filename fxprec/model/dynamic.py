@@ -13,7 +13,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
@@ -26,14 +26,12 @@ from fxprec.capture.locks import CAPTURING
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import rewrite
+from fxprec.model.roles import Method
 from fxprec.programs.calls import Calls, Ran
 from fxprec.programs.dynamo_programs import ArgumentProgram, ProgramsByMemory
 from fxprec.programs.first_call import form_of_call
 from fxprec.programs.memory import mark_all_shared, mark_shared
 from fxprec.programs.program import Program
-
-if TYPE_CHECKING:
-    from fxprec.model.entry_point import EntryPoint
 
 
 class LeftToNet(Exception):
@@ -53,7 +51,7 @@ class DynamicGraphs:
         net_notes: 'where' -> 'why' of what runs outside of them, likewise.
     """
 
-    def __init__(self, entry: EntryPoint) -> None:
+    def __init__(self, entry: Method) -> None:
         self._entry = entry
         self.seeing_through = entry.conversion.wrappers.compiled
         self._capture: dynamo.DynamoCapture | None = None

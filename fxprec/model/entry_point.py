@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from operator import attrgetter, is_
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch import nn
 
@@ -17,11 +17,9 @@ from fxprec.capture.stepwise import steps_of
 from fxprec.model.dynamic import DynamicGraphs
 from fxprec.model.method_names import MethodName
 from fxprec.model.module_hooks import HooksSeen
+from fxprec.model.roles import Home
 from fxprec.model.static import StaticGraphs
 from fxprec.model.twins import asks_for_class, twin_of
-
-if TYPE_CHECKING:
-    from fxprec.model.conversion import Conversion
 
 #: How often what dynamo captured may be out of date, before the net serves: each costs a capture.
 MOST_RESTARTS: Final = 8
@@ -50,7 +48,7 @@ class EntryPoint:
         new: it may be there for one call only, and did not have it yet.
     """
 
-    def __init__(self, conversion: Conversion, name: MethodName, number: int) -> None:
+    def __init__(self, conversion: Home, name: MethodName, number: int) -> None:
         self.conversion = conversion
         self.name = name
         self.key = str(name)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
-from examples import char_gpt, digits_cnn, inspect_graph
+from examples import char_gpt, digits_cnn, explain_numbers, inspect_graph
 from fxprec.testing import assert_precision
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +85,20 @@ def test_char_gpt(capsys: pytest.CaptureFixture[str]):
     fp32 = char_gpt.main([*size, "--fp32"])
     assert converted.before == pytest.approx(fp32.before, abs=0.01)
     assert converted.after == pytest.approx(fp32.after, abs=0.01)
+
+
+@pytest.mark.slow
+def test_explain_numbers(capsys: pytest.CaptureFixture[str]):
+    explain_numbers.main()
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"loss: nan\nforward: matmul \(examples/explain_numbers.py:\d+\), matmul in float16, over", printed
+    )
+    cured = re.search(r"loss, cured: (.+)", printed)
+    assert cured is not None and math.isfinite(float(cured[1]))
+    errors = re.search(r"error of the loss ([\d.e-]+) -> ([\d.e-]+)\n", printed)
+    assert errors is not None and float(errors[2]) < float(errors[1]) / 50
+    assert "at most 1 of the time: " in printed and '[policy]\nlevel = "O1"' in printed
 
 
 def test_inspect_graph_and_the_excerpts_in_readme(capsys: pytest.CaptureFixture[str]):

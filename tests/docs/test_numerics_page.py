@@ -25,6 +25,22 @@ def blocks(language: str, heading: str) -> list[str]:
     return [code for own, code in found if own == language]
 
 
+def test_audit_locate_and_tune(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = fxprec.convert(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), dtype=torch.bfloat16)[0]
+    batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(4)]
+    space: dict[str, Any] = {"torch": torch, "F": F, "fxprec": fxprec, "model": model, "batches": batches}
+    audited, policy = blocks("python", "`audit`")
+    for code in (audited, policy, *blocks("python", "`locate`"), *blocks("python", "`tune`")):
+        exec(compile(code, "docs/numerics.md", "exec"), space)
+    printed = capsys.readouterr().out
+    assert printed.startswith("error of the loss over 4 batches: ") and "\nNone\n" in printed
+    assert space["finding"] is None and space["policy"].overrides[0].name == space["worst"].module
+    assert "at most 1 of the time: " in printed and "[policy]\nlevel = " in printed
+    assert {line.node for line in space["tuned"].lines} <= {"linear", "relu", "linear_1"}
+    assert space["model"](batches[0][0]).dtype is torch.float32
+
+
 def test_ranges(capsys: pytest.CaptureFixture[str]) -> None:
     model = fxprec.convert(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), dtype=torch.bfloat16)[0]
     batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]

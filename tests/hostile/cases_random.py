@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.hostile.harness import Cases, Run
+from tests.hostile.harness import Cases, Run, no_lstm_under_autocast
 from tests.hostile.models import Two, again, net
 
 CASES = Cases("random")
@@ -198,16 +198,6 @@ def attention_with_dropout(t: Run):
         return s.r(F.scaled_dot_product_attention(s.l(x)[None], x[None], x[None], dropout_p=0.5 * s.training)[0])
 
     t.changes(net(forward, Two), again, lambda m: m.eval())
-
-
-def no_lstm_under_autocast() -> str:
-    """torch casts for oneDNN's bfloat16 LSTM without asking whether the CPU has the instructions for it."""
-    try:
-        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 @functools.partial(case, no_autocast=no_lstm_under_autocast())

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.hostile.harness import Cases, Run
+from tests.hostile.harness import Cases, Run, no_lstm_under_autocast
 from tests.hostile.models import Two, net
 
 CASES = case = Cases("sequences")
 
 
-@case
+@case(no_autocast=no_lstm_under_autocast())
 def recurrent(t: Run):
     m, x = t.convert(nn.LSTM(8, 8, num_layers=2, batch_first=True)), t.randn(2, 3, 8)
     _, (h, c) = t(m, x)

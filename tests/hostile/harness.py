@@ -72,6 +72,16 @@ class Cases(list[Case]):
         return run
 
 
+def no_lstm_under_autocast() -> str:
+    """torch casts for oneDNN's bfloat16 LSTM without asking whether the CPU has the instructions for it."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            torch.nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     seen: dict[str, Leaf]

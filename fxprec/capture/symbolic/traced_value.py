@@ -19,7 +19,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,6 @@ from torch.overrides import is_tensor_method_or_property
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 from fxprec.torch_internals import for_fx, node_name_of
-
-if TYPE_CHECKING:
-    from fxprec.capture.symbolic.tracer import ForwardTracer
 
 #: Torch turns warnings off and on to answer.
 _is_method: Final = functools.lru_cache(4096)(is_tensor_method_or_property)
@@ -48,7 +45,7 @@ _ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, type(nn.Parameter).
 class TracedValue(Proxy):
     """What an operation gave: mostly a tensor, but a size or a tuple too."""
 
-    tracer: ForwardTracer
+    tracer: Any  # a ForwardTracer, which makes these
 
     @classmethod
     def __torch_function__(
@@ -97,7 +94,7 @@ class TracedValue(Proxy):
         frame = sys._getframe(1)
         count = self.tracer.unpacks(frame.f_code).get(frame.f_lasti)
         if count is None:
-            self.tracer.decline("iterates over a traced value")
+            return self.tracer.decline("iterates over a traced value")
         create = self.tracer.create_proxy
         return iter([create("call_function", operator.getitem, (self, i), {}) for i in range(count)])
 
