@@ -204,6 +204,12 @@ def test_readme_deployment():
     assert {p.dtype for name, p in model.named_parameters() if "proj" in name} == {torch.bfloat16}
 
 
+def test_readme_numbers(capsys: pytest.CaptureFixture[str]):
+    run_block("from fxprec.numerics import audit, locate")
+    printed = capsys.readouterr().out
+    assert re.match(r"loss [\d.]+, reference [\d.]+: error ", printed) and printed.endswith("\nNone\n")
+
+
 def test_every_python_block_of_readme_is_run_above():
     source = Path(__file__).read_text(encoding="utf-8")
     starts = re.findall(r'^ +(?:\w+ = )?run_block\((["\'])(.+?)\1[,)]', source, re.MULTILINE)
