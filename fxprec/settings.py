@@ -72,11 +72,14 @@ class Settings:
         """Whether ops are left in FP32 where lowering them loses time: then a graph is captured with its sizes."""
         return self.lower != "always" and self.policy.level != "O0"
 
+    @property
+    def device_costs(self) -> DeviceCosts:
+        """The user's own, or those of the device; they may lack the low dtype."""
+        return self.lower if isinstance(self.lower, DeviceCosts) else costs_of(self.device, self.dtype)
+
     def context(self, gradients: bool = True) -> Context:
         """What the passes see of it. ``gradients``: whether a backward pass may follow what is captured now."""
-        costs = None
-        if self.pays:
-            costs = self.lower if isinstance(self.lower, DeviceCosts) else costs_of(self.device, self.dtype)
+        costs = self.device_costs if self.pays else None
         return Context(
             low=self.dtype,
             policy=self.policy,

@@ -18,9 +18,7 @@ from typing import Final
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.costs.files import costs_of
 from fxprec.inspection.nodes import is_inserted, is_shadow
-from fxprec.passes.context import Context
 from fxprec.passes.costs.byte_costs import elements
 from fxprec.passes.costs.device_costs import DeviceCosts
 from fxprec.passes.graph.annotations import Arrival, Rule, notes
@@ -67,7 +65,8 @@ class Alternatives:
 
     def __init__(self, settings: Settings, gradients: bool) -> None:
         self._context = settings.context(gradients)
-        self._costs = _costs(settings)
+        costs = settings.device_costs
+        self._costs = costs if settings.dtype in costs.curves else None
         self._priced: dict[Graph, OpCosts] = {}
 
     def of(self, node: Node) -> Alternative | None:
@@ -106,15 +105,10 @@ class Alternatives:
 
     def _of_graph(self, graph: Graph, costs: DeviceCosts) -> OpCosts:
         if graph not in self._priced:
-            context: Context = self._context
+            context = self._context
             self._priced[graph] = OpCosts(costs, context.low, context.gradients, context.casts_fuse)
             self._priced[graph].enter(graph)
         return self._priced[graph]
-
-
-def _costs(settings: Settings) -> DeviceCosts | None:
-    costs = settings.lower if isinstance(settings.lower, DeviceCosts) else costs_of(settings.device, settings.dtype)
-    return costs if settings.dtype in costs.curves else None
 
 
 def _casts(node: Node, current: torch.dtype, other: torch.dtype) -> tuple[list[Node], list[Node]]:

@@ -46,7 +46,7 @@ def outputs_alone(model: nn.Module, flagged: Sequence[KeptCall]) -> bool:
         return False
     try:
         runs = [KeptStep(model, 1.0, call, 1.0).as_it_is() for call in flagged]
-    except Exception:
+    except Exception:  # as above
         return False
     return all(not run.is_finite and all(map(is_finite, run.gradients.values())) for run in runs)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from fxprec.costs.files import costs_of
 from fxprec.errors import ConversionError
 from fxprec.inspection.nodes import op_name, places
 from fxprec.model.module import conversion_of
@@ -22,7 +21,6 @@ from fxprec.numerics.problem import Batch, Problem
 from fxprec.numerics.trial import under
 from fxprec.numerics.tuned import Line
 from fxprec.passes.context import Context
-from fxprec.passes.costs.device_costs import DeviceCosts
 from fxprec.passes.decide import decide
 from fxprec.passes.graph.annotations import Rule, module_path, notes, weight_path
 from fxprec.passes.graph.casts import CASTS
@@ -40,7 +38,8 @@ class Study:
     Attributes:
         graphs: of the original program, annotated with ops, dtypes and sizes.
         context: of the model's settings, with costs.
-        squares: value -> the mean square error that its rounding adds.
+        lower: as of the settings.
+        trade: the cut, with the mean square error that each value's rounding adds.
         constant: what ops outside of the graphs add.
         kept: nodes that are no choice: their values overflow where they are low.
     """
@@ -55,7 +54,7 @@ class Study:
     @classmethod
     def of(cls, problem: Problem, settings: Settings, batches: Sequence[Batch]) -> Study:
         """Capture the original program, and audit all that may be low at once."""
-        costs = settings.lower if isinstance(settings.lower, DeviceCosts) else costs_of(settings.device, settings.dtype)
+        costs = settings.device_costs
         if settings.dtype not in costs.curves:
             raise ConversionError(
                 f"there are no costs of {dtype_name(settings.dtype)} ({costs}): python -m fxprec calibrate"
@@ -149,6 +148,12 @@ class Study:
             others = sum(reached.full[v] is not wanted.full[v] for v in set(self.trade.choices.values()))
             if others:
                 yield f"{others} ops that only move values, or read low and compute in FP32, were left to convert"
+        if reached.square > wanted.square * (1 + 1e-9) or reached.seconds > wanted.seconds * (1 + 1e-9):
+            error, limit = (math.sqrt(each.square + self.constant) for each in (reached, wanted))
+            yield (
+                f"convert comes to an error of {error:.3g} and {reached.seconds:.3g} s where {limit:.3g} and "
+                f"{wanted.seconds:.3g} s were decided: the budget may be missed"
+            )
         if self.kept:
             yield f"in FP32, as they overflow where they are low: {', '.join(self.kept)}"
         for node, why in self.trade.unpriced.items():

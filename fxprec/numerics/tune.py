@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxprec.errors import ConversionError
 from fxprec.model.module import conversion_of
 from fxprec.numerics.audit import ledger_of
 from fxprec.numerics.kept import kept
-from fxprec.numerics.ledger import Ledger
 from fxprec.numerics.problem import Batch, Loss, Problem
 from fxprec.numerics.study import Study
 from fxprec.numerics.trial import under
@@ -85,7 +84,7 @@ def tune(
         found = start
     policy, lines, reached = study.policy_for(found, start)
     models = [under(model, policy=each) for each in (settings.policy, policy)]
-    errors = [_root_mean_square(ledger_of(Problem(each, loss), held_out)) for each in models]
+    errors = [abs(ledger_of(Problem(each, loss), held_out).measured) for each in models]
     seconds = _times(models, loss, held_out)
     before, after = (
         Figures(math.sqrt(each.square + study.constant), own, each.seconds, taken)
@@ -124,10 +123,6 @@ def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     return [batch for number, batch in enumerate(batches) if (number + 1) % step], [*held_out]
 
 
-def _root_mean_square(ledger: Ledger) -> float:
-    return math.sqrt(sum(sample.measured**2 for sample in ledger.samples) / len(ledger.samples))
-
-
 def _times(models: Sequence[nn.Module], loss: Loss | None, batches: Sequence[Batch]) -> list[float]:
     """Seconds of a step of each model, measured in turns: the median of the steps."""
     taken: list[list[float]] = [[] for _ in models]
@@ -147,10 +142,7 @@ def _times(models: Sequence[nn.Module], loss: Loss | None, batches: Sequence[Bat
 def _seconds_of_step(problem: Problem, batch: Batch) -> float:
     """Of forward and, where weights want gradients, backward."""
     began = clock.perf_counter()
-    value = problem.run(batch)
-    total = value if isinstance(value, Tensor) else sum(each.sum() for each in value)
-    if isinstance(total, Tensor) and total.requires_grad:
-        total.sum().backward()
-    if isinstance(total, Tensor) and total.is_cuda:
-        torch.cuda.synchronize(total.device)
+    values, _ = problem.step(batch, 1.0)
+    if values[0].is_cuda:
+        torch.cuda.synchronize(values[0].device)
     return clock.perf_counter() - began

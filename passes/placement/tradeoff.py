@@ -148,38 +148,76 @@ def computes_full(node: Node) -> bool:
 
 def cheapest_within(trade: TradeOff, square: float) -> Outcome | None:
     """The fastest assignment that was found of at most this squared error; None: even the most exact has more."""
-    return _least(trade, square, lambda each: each.square, lambda each: each.seconds, trade.cut(EXACT), trade.cut(0.0))
+    budget = _Budget(trade, square, lambda each: each.square, lambda each: each.seconds)
+    return budget.best(trade.cut(EXACT), trade.cut(0.0))
 
 
 def most_exact_within(trade: TradeOff, seconds: float) -> Outcome | None:
     """The assignment of the least error that was found to take at most this long; None: even the fastest takes more."""
-    return _least(trade, seconds, lambda each: each.seconds, lambda each: each.square, trade.cut(0.0), trade.cut(EXACT))
+    budget = _Budget(trade, seconds, lambda each: each.seconds, lambda each: each.square)
+    return budget.best(trade.cut(0.0), trade.cut(EXACT))
 
 
-def _least(
-    trade: TradeOff,
-    limit: float,
-    bounded: Callable[[Outcome], float],
-    wanted: Callable[[Outcome], float],
-    good: Outcome,
-    bad: Outcome,
-) -> Outcome | None:
-    """Follow the lower convex hull of (time, error) to its last point within the limit, then fill what is left.
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """At most ``limit`` of what is bounded, and as little as can be of what is wanted small."""
 
-    The chord between two points of the hull gives the weight of the next: the cut lies below the chord, or on it where
-    there is no further point between (Eisner and Severance, JACM 1976).
-    """
-    if bounded(good) > limit:
-        return None
-    if bounded(bad) <= limit:
-        return bad
-    while bad.square != good.square:
-        weight = (bad.seconds - good.seconds) / (good.square - bad.square) * 1e12
-        found = trade.cut(weight)
-        if not 0 < weight < EXACT or found.full in (good.full, bad.full) or not _below(found, good, bad):
-            break
-        good, bad = (found, bad) if bounded(found) <= limit else (good, found)
-    return _filled(trade, limit, bounded, wanted, good, bad)
+    trade: TradeOff
+    limit: float
+    bounded: Callable[[Outcome], float]
+    wanted: Callable[[Outcome], float]
+
+    def best(self, good: Outcome, bad: Outcome) -> Outcome | None:
+        """Follow the lower convex hull of (time, error) to its last point within the limit, then fill what is left.
+
+        The chord between two points of the hull gives the weight of the next: the cut lies below the chord, or on it
+        where there is no further point between (Eisner and Severance, JACM 1976).
+
+        Args:
+            good: the end of the hull with the least of what is bounded; ``bad``: the other end.
+        """
+        if self.bounded(good) > self.limit:
+            return None
+        if self.bounded(bad) <= self.limit:
+            return bad
+        while bad.square != good.square:
+            weight = (bad.seconds - good.seconds) / (good.square - bad.square) * 1e12
+            found = self.trade.cut(weight)
+            if not 0 < weight < EXACT or found.full in (good.full, bad.full) or not _below(found, good, bad):
+                break
+            good, bad = (found, bad) if self.bounded(found) <= self.limit else (good, found)
+        return self._filled(good, bad)
+
+    def _filled(self, good: Outcome, bad: Outcome) -> Outcome:
+        """Change ops towards the point beyond the limit as long as there is room for it, best ones first.
+
+        Alone, and together with all that a value's rounding depends on: of one that is read low it is rounded all the
+        same.
+        """
+        differ = {variable for variable, own in enumerate(good.full) if own != bad.full[variable]}
+        moves = dict.fromkeys((variable,) for variable in self.trade.choices.values() if variable in differ)
+        moves |= dict.fromkeys(tuple(each for each in group if each in differ) for group in self.trade.groups)
+        moves.pop((), None)
+        changed = True
+        while changed:
+            changed = False
+            worth = {move: self._after(good, bad, move)[0] for move in moves}
+            for move in sorted((move for move in moves if worth[move] > 0), key=lambda move: -worth[move]):
+                value, found = self._after(good, bad, move)
+                if value > 0:
+                    good, changed = found, True
+        return good
+
+    def _after(self, now: Outcome, bad: Outcome, move: tuple[int, ...]) -> tuple[float, Outcome]:
+        """What a move gains for its price, 0 where nothing is gained or the limit is passed; and where it leads."""
+        full = [bad.full[variable] if variable in move else own for variable, own in enumerate(now.full)]
+        if full == [*now.full] or not self.trade.is_possible(full):
+            return 0.0, now
+        found = self.trade.outcome(full)
+        gain, price = self.wanted(now) - self.wanted(found), self.bounded(found) - self.bounded(now)
+        if gain <= 0 or self.bounded(found) > self.limit:
+            return 0.0, now
+        return (gain / price if price > 0 else math.inf), found
 
 
 def _below(found: Outcome, one: Outcome, other: Outcome) -> bool:
@@ -187,45 +225,6 @@ def _below(found: Outcome, one: Outcome, other: Outcome) -> bool:
     run, rise = other.square - one.square, other.seconds - one.seconds
     line = one.seconds + rise * (found.square - one.square) / run
     return found.seconds < line - 1e-9 * abs(line)
-
-
-def _filled(
-    trade: TradeOff,
-    limit: float,
-    bounded: Callable[[Outcome], float],
-    wanted: Callable[[Outcome], float],
-    good: Outcome,
-    bad: Outcome,
-) -> Outcome:
-    """Change ops towards the point beyond the limit as long as there is room for it, best ones first.
-
-    Alone, and together with all that a value's rounding depends on: of one that is read low it is rounded all the same.
-    """
-    differ = {variable for variable, own in enumerate(good.full) if own != bad.full[variable]}
-    moves = dict.fromkeys((variable,) for variable in trade.choices.values() if variable in differ)
-    moves |= dict.fromkeys(tuple(each for each in group if each in differ) for group in trade.groups)
-    moves.pop((), None)
-
-    def after(now: Outcome, move: tuple[int, ...]) -> tuple[float, Outcome]:
-        """What is gained for the price, 0 where nothing is, or not within the limit."""
-        full = [bad.full[variable] if variable in move else own for variable, own in enumerate(now.full)]
-        if full == [*now.full] or not trade.is_possible(full):
-            return 0.0, now
-        found = trade.outcome(full)
-        gain, price = wanted(now) - wanted(found), bounded(found) - bounded(now)
-        if gain <= 0 or bounded(found) > limit:
-            return 0.0, now
-        return (gain / price if price > 0 else math.inf), found
-
-    changed = True
-    while changed:
-        changed = False
-        worth = {move: after(good, move)[0] for move in moves}
-        for move in sorted((move for move in moves if worth[move] > 0), key=lambda move: -worth[move]):
-            value, found = after(good, move)
-            if value > 0:
-                good, changed = found, True
-    return good
 
 
 class _FreeWalk(PricedWalk):
