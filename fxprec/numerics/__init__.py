@@ -7,10 +7,10 @@ from fxprec.numerics.locate import locate
 from fxprec.numerics.magnitudes import Magnitudes
 from fxprec.numerics.range_table import Range, Ranges
 from fxprec.numerics.ranges import ranges
-from fxprec.numerics.trip import Trip
 from fxprec.numerics.tune import tune
 from fxprec.numerics.tuned import Tuned
-from fxprec.numerics.watch import Watcher, watch
+from fxprec.numerics.watching.trip import Trip
+from fxprec.numerics.watching.watch import Watcher, watch
 
 __all__ = [
     "Finding", "Ledger", "Magnitudes", "Range", "Ranges", "Row", "Trip", "Tuned", "Watcher", "audit", "locate",

@@ -15,7 +15,7 @@ FP32 stream) makes dx another tensor than the residual's gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, overload
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,32 +25,6 @@ from fxprec.kernels.nn.norm_ops import NormOps, check_arguments
 _OPS: Final = NormOps("layer_norm", center=True)
 
 
-@overload
-def layer_norm(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    residual: None = None,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    output_dtype: torch.dtype | None = None,
-) -> Tensor: ...
-@overload
-def layer_norm(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    residual: Tensor,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    output_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]: ...
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -62,7 +36,7 @@ def layer_norm(
     dropout_p: float = 0.0,
     training: bool = True,
     output_dtype: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """``F.layer_norm(x)``; with a residual ``(F.layer_norm(s), s)`` of ``s = residual + F.dropout(x)``.
 
     Computes in FP32 and rounds at the store. On a CPU, and where Triton is missing, it runs as plain torch.

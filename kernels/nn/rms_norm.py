@@ -15,7 +15,7 @@ FP32 stream) makes dx another tensor than the residual's gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, overload
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,32 +27,6 @@ _OPS: Final = NormOps("rms_norm", center=False)
 _EPS: Final = torch.finfo(torch.float32).eps
 
 
-@overload
-def rms_norm(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    residual: None = None,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    output_dtype: torch.dtype | None = None,
-    offset: float = 0.0,
-) -> Tensor: ...
-@overload
-def rms_norm(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    residual: Tensor,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    output_dtype: torch.dtype | None = None,
-    offset: float = 0.0,
-) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -64,7 +38,7 @@ def rms_norm(
     training: bool = True,
     output_dtype: torch.dtype | None = None,
     offset: float = 0.0,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """``F.rms_norm(x)``; with a residual ``(F.rms_norm(s), s)`` of ``s = residual + F.dropout(x)``.
 
     Computes in FP32 and rounds at the store. On a CPU, and where Triton is missing, it runs as plain torch.

@@ -21,13 +21,13 @@ from fxprec.model.conversion import Conversion
 from fxprec.model.entry_point import EntryPoint
 from fxprec.model.module import conversion_of
 from fxprec.numerics.finding import Finding
-from fxprec.numerics.hold import Hold, skips_on_device
-from fxprec.numerics.kept_call import KeptCall
 from fxprec.numerics.problem import Problem
-from fxprec.numerics.replay import Taken, is_finite_unscaled, outputs_alone, trip_of
-from fxprec.numerics.step_numbers import Numbers, Verdicts
-from fxprec.numerics.trip import Trip
-from fxprec.numerics.written_buffers import WrittenBuffers
+from fxprec.numerics.watching.hold import Hold, skips_on_device
+from fxprec.numerics.watching.kept_call import KeptCall
+from fxprec.numerics.watching.replay import Taken, is_finite_unscaled, outputs_alone, trip_of
+from fxprec.numerics.watching.step_numbers import Numbers, Verdicts
+from fxprec.numerics.watching.trip import Trip
+from fxprec.numerics.watching.written_buffers import WrittenBuffers
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.triton_update import Plans
 from fxprec.scaling.cuda_graphs import capturing, reading_waits

@@ -33,7 +33,7 @@ from fxprec.torch_internals import backward_hooks_of, step_hooks, tree_leaves
 
 F16, BF16 = torch.float16, torch.bfloat16
 #: Not the function.
-module = importlib.import_module("fxprec.numerics.watch")
+module = importlib.import_module("fxprec.numerics.watching.watch")
 
 pytestmark = pytest.mark.filterwarnings("ignore::fxprec.SlowDtypeWarning")
 
@@ -735,7 +735,7 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.down, self.waits = False, 0
         monkeypatch.setattr(module, "reading_waits", lambda device: True)
-        monkeypatch.setattr("fxprec.numerics.step_numbers.reading_waits", lambda device: True)
+        monkeypatch.setattr("fxprec.numerics.watching.step_numbers.reading_waits", lambda device: True)
         monkeypatch.setattr(module, "OnHost", self)
 
     def of(self, values: Tensor) -> OnHost:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fxprec.numerics.kept_call import KeptCall, KeptStep
 from fxprec.numerics.locate import fault_of
 from fxprec.numerics.step import is_finite
-from fxprec.numerics.trip import Trip
+from fxprec.numerics.watching.kept_call import KeptCall, KeptStep
+from fxprec.numerics.watching.trip import Trip
 
 
 @dataclass(slots=True)
