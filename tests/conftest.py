@@ -30,8 +30,10 @@ torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 
 
-#: ``torch.manual_seed`` notes the stack for each kind of device that is not there: a millisecond.
-seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+# Of devices that are not there torch.manual_seed notes the stack, lest one comes: a millisecond.
+for _device in (torch.cuda, torch.xpu, torch.mtia):
+    if not _device.is_available():
+        _device.manual_seed_all = lambda seed: None
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
@@ -59,7 +61,7 @@ def _left_by_others() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    seed(0)
+    torch.manual_seed(0)
 
 
 def context(level: str = "O1", low: torch.dtype = torch.bfloat16, **settings: Any) -> Context:

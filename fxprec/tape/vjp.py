@@ -144,7 +144,10 @@ def _rounded(
 
 
 def inner(weight: Tensor, value: Tensor) -> float:
-    """<weight, value>; where the weight is 0 nothing counts, whatever stands there (memory that nobody had written)."""
+    """<weight, value>; where one of both is 0 nothing counts, whatever the other is.
+
+    Memory that nobody had written has no weight; a row that is masked everywhere has no error, and an adjoint of nan.
+    """
     if weight.is_complex():
         weight, value = torch.view_as_real(weight.resolve_conj()), torch.view_as_real(value.resolve_conj())
     if weight.stride() == value.stride() and not weight.is_contiguous():
@@ -154,7 +157,9 @@ def inner(weight: Tensor, value: Tensor) -> float:
         found = float(torch.dot(weight.view(-1), value.view(-1)))
     else:
         found = float((weight * value).sum(dtype=torch.float64))
-    return found if math.isfinite(found) else float(torch.where(weight == 0, 0.0, weight * value).sum())
+    return (
+        found if math.isfinite(found) else float(torch.where((weight == 0) | (value == 0), 0.0, weight * value).sum())
+    )
 
 
 # -- linear ops -------------------------------------------------------------------------------------------------------

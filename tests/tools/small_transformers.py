@@ -10,7 +10,7 @@ from torch import nn
 VOCABULARY = 128
 
 
-def _ids(rows: int = 2, columns: int = 64) -> torch.Tensor:
+def _ids(rows: int = 2, columns: int = 16) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (rows, columns))
 
 
