@@ -21,8 +21,9 @@ TORCH ?= 2.10.0 2.11.0 2.13.0 2.14.1
 demo: install
 	$(BIN)/python examples/digits_cnn.py
 
+# Empty: processes that tests start find the bytecode of those before them.
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 matrix:
 	HF_HUB_OFFLINE=1 $(PYTHON) tests/tools/matrix.py $(TORCH) -- $(PYTEST_ARGS)

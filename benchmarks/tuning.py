@@ -14,7 +14,10 @@ predicted is within the budget:
 
 Then ``tune`` is given the time that the method's policy takes, with its casts, and the errors of both are measured:
 loss of the model as it runs minus that of the reference in float64. "worse": the bootstrap of the samples says in 95 of
-100 that tune's mean square is the larger one.
+100 that tune's mean square is the larger one. "missed": convert came to more time or error than tune had decided.
+
+A second study, of as many other batches, says how far tune's decisions are those of the batches that it saw: both get
+the same budgets, and the share of the graph's choices is told that they decide alike.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ from fxprec.numerics.audit import ledger_of
 from fxprec.numerics.problem import Problem
 from fxprec.numerics.study import Study
 from fxprec.numerics.trial import under
-from fxprec.passes.placement.tradeoff import Outcome, TradeOff, most_exact_within
+from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, cheapest_within, most_exact_within
 
-__all__ = ["METHODS", "Comparison", "compare", "main"]
+__all__ = ["METHODS", "Agreement", "Comparison", "compare", "main"]
 
 _STEPS: Final = 4000
 _BOOTSTRAPS: Final = 2000
@@ -171,6 +174,7 @@ class Comparison:
         predicted, measured: root mean square error of the method's. our_predicted, our_measured: of tune's.
         verdict: "better", "worse" or "equal": of tune's.
         lines: overrides of tune's policy.
+        missed: convert's time or error under it is above what tune decided.
     """
 
     model: str
@@ -184,16 +188,30 @@ class Comparison:
     our_measured: float
     verdict: str
     lines: int
+    missed: bool
 
 
-def compare(name: str, calibration: int, held_out: int, budgets: Sequence[float]) -> list[Comparison]:
-    """All methods on one model."""
+@dataclass(frozen=True)
+class Agreement:
+    """Of two calibrations: the share of choices that they decide alike, of all and with the weight of their errors."""
+
+    model: str
+    budget: float
+    choices: int
+    alike: float
+    of_error: float
+
+
+def compare(
+    name: str, calibration: int, held_out: int, budgets: Sequence[float]
+) -> tuple[list[Comparison], list[Agreement]]:
+    """All methods on one model, and two calibrations."""
     case = CASES[name]
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     model = fxprec.convert(case.build().eval(), lower=shipped("cpu", "EPYC 9004", 2, True), dtype=torch.bfloat16)[0]
     problem, settings = Problem(model, case.loss), conversion_of(model).settings
-    study = Study.of(problem, settings, [case.draw(generator) for _ in range(calibration)])
+    study, other = (Study.of(problem, settings, [case.draw(generator) for _ in range(calibration)]) for _ in range(2))
     trade = study.trade
     start = study.decided(settings.policy)
     unseen = [case.draw(generator) for _ in range(held_out)]
@@ -224,9 +242,26 @@ def compare(name: str, calibration: int, held_out: int, budgets: Sequence[float]
                     predicted=their_outcome.square**0.5, measured=float(theirs.mean()) ** 0.5,
                     our_predicted=our_outcome.square**0.5, our_measured=float(ours.mean()) ** 0.5,
                     verdict=_verdict(ours, theirs), lines=lines,
+                    missed=our_outcome.square > best.square * (1 + 1e-9)
+                    or our_outcome.seconds > best.seconds * (1 + 1e-9),
                 )
             )  # fmt: skip
-    return found
+    return found, [_agreement(name, trade, other.trade, all_low.square, budget) for budget in budgets]
+
+
+def _agreement(name: str, first: TradeOff, second: TradeOff, square: float, budget: float) -> Agreement:
+    """Of what both decide to come within the same error, where they can."""
+    decided: list[dict[str, bool]] = []
+    for trade in (first, second):
+        found = cheapest_within(trade, max(square * budget**2, trade.cut(EXACT).square))
+        assert found is not None
+        decided.append({node.name: found.full[variable] for node, variable in trade.choices.items()})
+    alike = {node: decided[1].get(node) is full for node, full in decided[0].items()}
+    weights = {node.name: sum(first.squares.get(root, 0.0) for root in first.roots(node)) for node in first.choices}
+    return Agreement(
+        name, budget, len(alike), alike=sum(alike.values()) / len(alike),
+        of_error=sum(weights[node] for node, same in alike.items() if same) / sum(weights.values()),
+    )  # fmt: skip
 
 
 def _reference(model: nn.Module, case: Case, batches: Sequence[Batch]) -> np.ndarray:
@@ -250,19 +285,27 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     options = parser.parse_args()
     found: list[Comparison] = []
+    agreements: list[Agreement] = []
     for name in named(options.only or CASES, CASES, "model"):
-        found += compare(name, options.calibration, options.held_out, options.budgets)
-        Console(width=140).print(_table(found[-len(METHODS) * len(options.budgets) :]))
+        comparisons, alike = compare(name, options.calibration, options.held_out, options.budgets)
+        Console(width=140).print(_table(comparisons))
+        print(f"{name}: two calibrations decide alike " + ", ".join(f"{each.alike:.1%}" for each in alike))
+        found += comparisons
+        agreements += alike
     worse = [each for each in found if each.verdict == "worse"]
     better = [each for each in found if each.verdict == "better"]
     ratios = [each.our_measured / each.measured for each in found if each.measured]
     print(
         f"{len(found)} comparisons at equal time: tune is better in {len(better)}, worse in {len(worse)}; its error is "
-        f"{float(np.exp(np.mean(np.log(np.maximum(ratios, 1e-9))))):.3f} of theirs (geometric mean)"
+        f"{float(np.exp(np.mean(np.log(np.maximum(ratios, 1e-9))))):.3f} of theirs (geometric mean); convert missed "
+        f"{sum(each.missed for each in found)} of its decisions"
     )
     if options.save:
         data: dict[str, Any] = {"calibration": options.calibration, "held_out": options.held_out}
-        save("tuning", data | {"comparisons": [asdict(each) for each in found]})
+        data |= {
+            name: [asdict(each) for each in rows] for name, rows in (("comparisons", found), ("agreements", agreements))
+        }
+        save("tuning", data)
     return 0
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import traffic
-from benchmarks.casts import markdown, rows
-from kernel_tools import skip_where_loops_cannot_be_interpreted
+from benchmarks.casts import FUSED, markdown, rows
+from kernel_tools import DEVICES, run_in_the_interpreter
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -39,14 +36,15 @@ def test_bytes_of_a_training_step():
     assert traffic.markdown(table) in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 
 
-def test_casts_with_fused_regions() -> None:
-    pytest.importorskip("triton")
-    skip_where_loops_cannot_be_interpreted()
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.casts", "--fused", "--length", "4", "--markdown"]
-    run = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() in (ROOT / "README.md").read_text(encoding="utf-8")
-    casts = {line.split(" | ")[0].strip("| "): int(line.split(" | ")[1]) for line in run.stdout.splitlines()[2:]}
+def test_the_regions_in_the_interpreter() -> None:
+    run_in_the_interpreter(__file__)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_casts_with_fused_regions(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("the README's table is a CPU's")
+    table = rows(12, FUSED, length=4)
+    assert markdown(table) in README.read_text(encoding="utf-8")
+    casts = {variant: int(figures[0]) for variant, *figures in table}
     assert casts["fxprec O1, fused"] <= 100 and casts["fxprec O1, fused, low gradients"] <= 4

@@ -109,7 +109,7 @@ def test_generate_runs_in_our_graphs():
 
 
 def _generate(model):
-    return model.generate(torch.arange(1, 6)[None], max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    return model.generate(torch.arange(1, 6)[None], max_new_tokens=2, min_new_tokens=2, do_sample=False)
 
 
 def _features(model):

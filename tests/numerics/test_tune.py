@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 import fxprec
 from as_it_was import unchanged
 from fxprec.numerics import Tuned, audit, tune
+from fxprec.numerics.study import Study
+from fxprec.passes.placement.tradeoff import Outcome
 from made_costs import device
 
 F16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -57,8 +60,7 @@ def under(tuned: Tuned, model: nn.Module, **settings: Any) -> nn.Module:
     return converted(model, policy=tuned.policy, **settings)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+@pytest.mark.parametrize(("level", "capture"), [("O1", "auto"), ("O2", "auto"), ("O1", "dynamo")])
 def test_an_error_is_kept_to_in_less_time_than_all_in_fp32_takes(level: str, capture: Any) -> None:
     torch.manual_seed(0)
     model = converted(Net(), level=level, capture=capture)
@@ -130,6 +132,25 @@ def test_two_calibrations_agree() -> None:
     nodes = computes(model)
     same = sum(decided[0].get(node) == decided[1].get(node) for node in nodes)
     assert same >= 0.9 * len(nodes)
+
+
+def test_convert_that_comes_to_more_than_was_decided_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, given = converted(Net()), Study.policy_for
+
+    def misses(study: Study, wanted: Outcome, start: Outcome) -> Any:
+        policy, lines, reached = given(study, wanted, start)
+        return policy, lines, replace(reached, square=4 * reached.square)
+
+    def missed(tuned: Tuned) -> list[str]:
+        return [remark for remark in tuned.remarks if "the budget may be missed" in remark]
+
+    kept_to = tune(model, batches(), F.cross_entropy, error=1e-4)
+    monkeypatch.setattr(Study, "policy_for", misses)
+    tuned = tune(model, batches(), F.cross_entropy, error=1e-4)
+    assert not missed(kept_to)
+    assert tuned.tuned.predicted_error > 1e-4 >= kept_to.tuned.predicted_error
+    assert f"comes to an error of {tuned.tuned.predicted_error:.3g}" in missed(tuned)[0]
 
 
 def test_what_overflows_stays_in_fp32() -> None:

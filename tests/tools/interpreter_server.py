@@ -21,7 +21,7 @@ import fxprec.testing  # noqa: F401
 
 
 def run(path: str) -> int:
-    return int(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "interpreter]", path]))
+    return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:logging", "-k", "interpreter]", path]))
 
 
 def forked(path: str) -> tuple[int, str]:
