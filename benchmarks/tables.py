@@ -9,7 +9,7 @@ A table stands between two comments, and everything between them is generated::
     <!-- end -->
 
 There are ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy TASK [DTYPE]``, ``convert``, ``convert-budgets``,
-``ledger QUESTION``; the dtype is bfloat16 where none is named. Where there are results of several devices,
+``ledger QUESTION``, ``tuning``; the dtype is bfloat16 where none is named. Where there are results of several devices,
 ``device=NAME`` says which. Below each table stand device, versions, date and commit. A ratio within the noise is
 printed as "=", never as a win.
 """
@@ -293,6 +293,30 @@ def _none(usage: str, words: Sequence[str]) -> None:
         raise ResultsError(f"{' '.join(words)!r}: {usage!r} takes nothing but device=NAME")
 
 
+def _tuning(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a model and method, a column a budget."""
+    if words:
+        raise ResultsError(f"{' '.join(words)!r}: the table is 'tuning' and nothing more")
+    (data,) = found = _found(["tuning"], device, root)
+    comparisons, agreements = data["comparisons"], data["agreements"]
+    budgets = [*dict.fromkeys(each["budget"] for each in comparisons)]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for each in comparisons:
+        verdict = {"better": "better", "equal": "=", "worse": "**worse**"}[each["verdict"]]
+        cell = f"{each['our_measured'] / each['measured']:.3f} {verdict}, at {each['time']:.2f}"
+        rows.setdefault((each["model"], each["method"]), []).append(cell)
+    for each in agreements:
+        rows.setdefault((each["model"], "two calibrations alike"), []).append(f"{100 * each['alike']:.0f} %")
+    models = [*dict.fromkeys(each["model"] for each in comparisons)]
+    ordered = sorted(rows.items(), key=lambda row: models.index(row[0][0]))
+    columns = ("model", "against", *(f"{budget:g} of the error" for budget in budgets))
+    table = _markdown(columns, [(*names, *cells) for names, cells in ordered])
+    return (
+        f"{table}\ntune's root mean square error over the method's, on {data['held_out']} held-out batches, and the "
+        f"time of both over that of all low; {data['calibration']} batches were audited. {_measured(found)}.\n"
+    )
+
+
 TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]]] = {
     "step": _step,
     "memory": _memory,
@@ -300,6 +324,7 @@ TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]
     "convert": _convert,
     "convert-budgets": _convert_budgets,
     "ledger": _ledger,
+    "tuning": _tuning,
 }
 
 

@@ -3,9 +3,10 @@
     python -m benchmarks tuning [--only gpt resnet] [--calibration 32] [--held-out 128] [--budgets 0.7 0.4 0.15]
 
 All methods get the same figures: of each op the squared error that its rounding adds (``fxprec.numerics.tune``'s), and
-the costs of a device, those that are shipped for an EPYC 9004 with two threads. All begin with everything low. A budget
-is the fraction of the root mean square error of that which may be left. Each method keeps ops in FP32 until what is
-predicted is within the budget:
+the costs of a device: the bounds that the data sheet of an A100 gives (19.5 TFLOP/s in FP32, 312 low, 1,555 GB/s;
+NVIDIA, 2020), calls not counted, so that small models have the proportions of large ones. All begin with everything
+low. A budget is the fraction of the root mean square error of that which may be left. Each method keeps ops in FP32
+until what is predicted is within the budget:
 
 - greedy: those with the largest error first, one after another (the fallback of ONNX Runtime and Neural Compressor);
 - prefix: the first k ops of the graph, k by bisection (Polygraphy);
@@ -38,14 +39,14 @@ from torch import Tensor, nn
 import fxprec
 from benchmarks.measure.results import save
 from benchmarks.workloads.convnets import ResNet
-from benchmarks.workloads.models import GPT, MLP, Llama, ViT
+from benchmarks.workloads.models import MLP, Decoder, Llama, ViT
 from benchmarks.workloads.training import named
-from fxprec.costs.shipped import shipped
 from fxprec.model.module import conversion_of
 from fxprec.numerics.audit import ledger_of
 from fxprec.numerics.problem import Problem
 from fxprec.numerics.study import Study
 from fxprec.numerics.trial import under
+from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
 from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, cheapest_within, most_exact_within
 
 __all__ = ["METHODS", "Agreement", "Comparison", "compare", "main"]
@@ -91,9 +92,23 @@ CASES: Final[Mapping[str, Case]] = {
     "vit": Case(
         lambda: ViT(layers=2, dim=192, heads=4, side=32, patch=8, classes=10), F.cross_entropy, _images(3, 32, 10)
     ),
-    "gpt": Case(lambda: GPT(layers=2, dim=192, heads=4, vocabulary=65, context=64), _tokens, _codes),
+    "gpt": Case(lambda: Decoder(layers=2, dim=192, heads=4, vocabulary=65, context=64), _tokens, _codes),
     "llama": Case(lambda: Llama(layers=2, dim=192, heads=4, inner=512, vocabulary=65, context=64), _tokens, _codes),
 }
+
+
+def _bounds() -> DeviceCosts:
+    curves: dict[torch.dtype, dict[Work, Curve]] = {}
+    for dtype, flops, size in ((torch.float32, 19.5e12, 4), (torch.bfloat16, 312e12, 2)):
+        products, passes = Curve.linear(1e-12, flops), Curve.linear(1e-12, 1555e9 / size)
+        twice, elements = Curve.linear(1e-12, flops / 2), Curve.linear(1e-12, 1555e9 / (2 * size))
+        curves[dtype] = {
+            Work.MATMUL: products, Work.STREAM: passes, Work.POINTWISE: elements,
+            Work.CAST: Curve.linear(1e-12, 1555e9 / 6),
+            Work.CONVOLUTION: products, Work.THIN_CONVOLUTION: products, Work.ATTENTION: products,
+            Work.CONVOLUTION_BACKWARD: twice, Work.THIN_CONVOLUTION_BACKWARD: twice, Work.ATTENTION_BACKWARD: twice,
+        }  # fmt: skip
+    return DeviceCosts("cpu", "an A100", 0, "by its data sheet", curves)
 
 
 # -- other methods ----------------------------------------------------------------------------------------------------
@@ -209,7 +224,7 @@ def compare(
     case = CASES[name]
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    model = fxprec.convert(case.build().eval(), lower=shipped("cpu", "EPYC 9004", 2, True), dtype=torch.bfloat16)[0]
+    model = fxprec.convert(case.build().eval(), lower=_bounds(), dtype=torch.bfloat16)[0]
     problem, settings = Problem(model, case.loss), conversion_of(model).settings
     study, other = (Study.of(problem, settings, [case.draw(generator) for _ in range(calibration)]) for _ in range(2))
     trade = study.trade
@@ -223,8 +238,7 @@ def compare(
         if outcome.full not in known:
             policy, lines, reached = study.policy_for(outcome, start)
             trial = Problem(under(model, policy=policy), case.loss)
-            with torch.no_grad():
-                losses = [float(trial.run(batch)) for batch in unseen]  # type: ignore[arg-type]
+            losses = [trial.run(batch).item() for batch in unseen]  # type: ignore[union-attr]  with gradients, as tuned
             known[outcome.full] = (np.array(losses) - reference) ** 2, reached, len(lines)
         return known[outcome.full]
 
