@@ -43,9 +43,10 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with many slow tests first: then no process is left alone with a long one at the end."""
+    """Files with many slow tests first, then those with many: no process is left alone with a long one at the end."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("zoo"))
-    items.sort(key=lambda item: -slow[item.path])
+    size = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-slow[item.path], -size[item.path], item.path))
 
 
 # An eighth of the time of all tests went into collections of what stays anyway.

@@ -140,7 +140,7 @@ def test_convert_that_comes_to_more_than_was_decided_says_so(monkeypatch: pytest
 
     def misses(study: Study, wanted: Outcome, start: Outcome) -> Any:
         policy, lines, reached = given(study, wanted, start)
-        return policy, lines, replace(reached, square=4 * reached.square)
+        return policy, lines, replace(reached, square=1e8 * reached.square)
 
     def missed(tuned: Tuned) -> list[str]:
         return [remark for remark in tuned.remarks if "the budget may be missed" in remark]
