@@ -7,6 +7,7 @@ dynamo, inductor and distributed is looked up when it is first used: importing f
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 import sys
@@ -501,8 +502,13 @@ def sharded_modules() -> list[nn.Module]:
         ImportError: torch keeps them elsewhere.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
+    if fsdp is None or not (states := _states_of_modules()):  # as a rule there are none, and every call asks
         return []
+    return [each for each in states if isinstance(each, fsdp.FSDPModule)]
+
+
+@functools.cache
+def _states_of_modules() -> Mapping[nn.Module, Any]:
     with needed:
-        from torch.distributed._composable_state import _module_state_mapping
-    return [each for each in _module_state_mapping if isinstance(each, fsdp.FSDPModule)]
+        from torch.distributed._composable_state import _module_state_mapping as states
+    return states
