@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -41,8 +41,6 @@ UNKNOWN: Final = Special.UNKNOWN
 NON_TENSOR: Final = Special.NON_TENSOR
 
 DTypeInfo: TypeAlias = "torch.dtype | Special | tuple[DTypeInfo, ...]"
-
-_T = TypeVar("_T")
 
 
 class Op(NamedTuple):
@@ -99,82 +97,67 @@ class Precision:
 UNDECIDED: Final = Precision.arriving(None, None, Rule.KEEP, "")
 
 
-class _Note(Generic[_T]):
-    """One field of the annotations. ``by``: the pass that writes it; ``absent``: what it is where nobody wrote it."""
-
-    __slots__ = ("absent", "by", "name")
-
-    def __init__(self, by: str, absent: _T) -> None:
-        self.by, self.absent = by, absent
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, notes: Annotations, owner: type) -> _T:
-        return notes.meta.get(self.name, self.absent)
-
-    def __set__(self, notes: Annotations, value: _T) -> None:
-        notes.meta[self.name] = value
-
-    def __delete__(self, notes: Annotations) -> None:
-        notes.meta.pop(self.name, None)
-
-
 class Annotations:
-    """The annotations of one node: a typed view of ``node.meta``, which torch.fx copies with the node."""
+    """The annotations of one node: a typed view of ``node.meta``, which torch.fx copies with the node.
 
-    __slots__ = ("meta",)
+    Its attributes *are* the entries of that dict. Each field names the pass that writes it, and what it is where nobody
+    did.
+    """
 
     def __init__(self, node: Node) -> None:
-        self.meta = node.meta
+        self.__dict__ = node.meta
+
+    def __delattr__(self, field: str) -> None:
+        """Take back what somebody wrote, if anybody did."""
+        self.__dict__.pop(field, None)
 
     #: "parameter", "buffer" or "constant": what a get_attr node reads, or a weight that became an input.
-    kind = _Note("capture", "")
+    kind: Annotated[str, "capture"] = ""
     #: Path in the model of what a get_attr node reads, where a graph module cannot have that name.
-    path = _Note("capture", "")
+    path: Annotated[str, "capture"] = ""
     #: Equal for inputs, parameters and buffers that share memory; None where nothing does.
-    memory = _Note[Any]("capture", None)
+    memory: Annotated[Any, "capture"] = None
     #: The canonical op.
-    op = _Note("canonicalize", NO_OP)
+    op: Annotated[Op, "canonicalize"] = NO_OP
     #: Whether the graph writes to the memory of this input, parameter or buffer.
-    written = _Note("canonicalize", False)
+    written: Annotated[bool, "canonicalize"] = False
     #: False within ``autocast(enabled=False)``: the node keeps its original dtype.
-    autocast = _Note("canonicalize", True)
+    autocast: Annotated[bool, "canonicalize"] = True
     #: A cast to the low dtype that reads ``x.to(y.dtype)`` in the source: it follows ``y``.
-    derived_cast = _Note("canonicalize", False)
+    derived_cast: Annotated[bool, "canonicalize"] = False
     #: dtype of the value in the *original* FP32 program: a ``torch.dtype``, ``UNKNOWN`` (nobody can tell without
     #: inputs), ``NON_TENSOR``, or a tuple of these. Capture states those of inputs that it knows.
-    dtype = _Note["DTypeInfo"]("propagate", NON_TENSOR)
+    dtype: Annotated[DTypeInfo, "propagate"] = NON_TENSOR
     #: Elements of the value where shapes are known, else None (a tuple: of its elements).
-    numel = _Note[Any]("propagate", None)
+    numel: Annotated[Any, "propagate"] = None
     #: Dimensions of a parameter or buffer.
-    ndim = _Note["int | None"]("propagate", None)
+    ndim: Annotated[int | None, "propagate"] = None
     #: Positions of the results that are FP32 whatever arrives.
-    wide = _Note["frozenset[int]"]("propagate", frozenset())
+    wide: Annotated[frozenset[int], "propagate"] = frozenset()
     #: Whether the value is known to be a 0-dim tensor; None: nobody asked yet.
-    scalar = _Note["bool | None"]("propagate", None)
+    scalar: Annotated[bool | None, "propagate"] = None
     #: What the node reads, computes and puts out, and why.
-    precision = _Note("decide", UNDECIDED)
+    precision: Annotated[Precision, "decide"] = UNDECIDED
     #: The root of memory that is written later, and lives in another dtype than its kernel puts out: in this one.
-    root_dtype = _Note["torch.dtype | None"]("decide", None)
+    root_dtype: Annotated[torch.dtype | None, "decide"] = None
     #: Whether the node is a cast that a pass made.
-    inserted = _Note("insert_casts", False)
+    inserted: Annotated[bool, "insert_casts"] = False
     #: Which kernel serves the node, in words.
-    fused = _Note("fuse", "")
+    fused: Annotated[str, "fuse"] = ""
     #: The name of the region that the node is in.
-    region = _Note("fuse", "")
+    region: Annotated[str, "fuse"] = ""
     #: In a region: "stored" if the value leaves it, "kept" if not; "" outside.
-    in_region = _Note("fuse", "")
+    in_region: Annotated[str, "fuse"] = ""
     #: Of a region with several results: their dtypes.
-    puts_out = _Note["tuple[torch.dtype | None, ...]"]("fuse", ())
+    puts_out: Annotated[tuple[torch.dtype | None, ...], "fuse"] = ()
     #: A cast of a bias that is made where it is read, never in memory.
-    in_registers = _Note("fuse", False)
+    in_registers: Annotated[bool, "fuse"] = False
     #: The product whose bias the node adds.
-    bias_of = _Note[Any]("fuse", None)
+    bias_of: Annotated[Any, "fuse"] = None
 
     def state(self, field: str) -> bool:
         """Whether somebody wrote that field."""
-        return field in self.meta
+        return field in self.__dict__
 
 
 def notes(node: Node) -> Annotations:

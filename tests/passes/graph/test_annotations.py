@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from fxprec.passes.graph.annotations import NO_OP, UNDECIDED, Annotations, Arriv
 from fxprec.passes.runner import PIPELINE
 
 #: Field -> the pass that writes it.
-WRITERS = {name: field.by for name, field in vars(Annotations).items() if hasattr(field, "by")}
+WRITERS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Annotations, include_extras=True).items()}
 NAMES = [step.__name__ for step in PIPELINE]
 
 
