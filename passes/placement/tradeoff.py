@@ -1,19 +1,21 @@
 """Time against error: the cut in which every op may be either, for ``fxprec.numerics.tune``.
 
 ``pays`` weighs LOW ops against their casts, in time. Here the ops that follow, promote or are FULL are free as well,
-and what a value loses by being rounded has a price, too: with a weight w (time a unit of squared error) the cut is the
-least of::
+and what is lost by rounding has a price, too: with a weight w (time a unit of squared error) the cut is the least of::
 
-    seconds(ops) + seconds(casts) + w * (sum of the squared errors of all values that are rounded)
+    seconds(ops) + seconds(casts) + w * (sum of the squared errors of all roundings)
 
-A value is rounded where the op that makes it is low, or where one that reads it is: once, however many there are. So a
-value v with readers u has one variable r more, which is low if any of them is (closures r -> v, r -> u), and then costs
-w * (v's squared error). A view, or an op that only moves or selects values, rounds nothing that is rounded already: it
-shares the r of what it reads.
+There are two kinds of roundings. An op that is low rounds its result, for all that read it. A value that is FP32 is
+rounded on its way into a reader that is low, for this reader alone: the stream of a residual net goes on unrounded when
+a branch reads it low. The former costs where one variable is low, the latter where that of the value is FP32 and that
+of the reader low. A view, or an op that only moves or selects values, is a reader like others: in a chain of them there
+is one place where FP32 becomes low, and that is paid for.
 
-Roundings count as independent, so their squares add up. What the policy's overrides say stays, and so do pins of
-safety, ops whose cost is unknown, and in float16 the ops that are FULL: an error measured on some data says nothing of
-the range of others.
+Roundings count as independent, so their squares add up. That leaves out what several low readers of one FP32 value have
+in common, and where an op that only moves values makes FP32 of low ones again, for a low reader behind it, their second
+rounding is paid for although it loses nothing: no cut has a reason to do so. What the policy's overrides say stays, and
+so do pins of safety, ops whose cost is unknown, and in float16 the ops that are FULL: an error measured on some data
+says nothing of the range of others.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from fxprec.passes.placement.op_costs import OpCosts
 from fxprec.passes.placement.pays import PricedWalk
 from fxprec.passes.placement.pins import commutes_with_rounding
 from fxprec.passes.placement.sites import Site, dtype_reference
-from fxprec.passes.placement.solver import CutProblem, cost_of, solve
+from fxprec.passes.placement.solver import CutProblem, Tensor, cost_of, solve
 
 #: Units of the cut in a picosecond: costs are whole numbers, so that sums are exact.
 _UNITS: Final = 1024
@@ -63,16 +65,23 @@ class TradeOff:
     Args:
         graphs: after ``canonicalize`` and ``propagate`` with sizes, and unchanged otherwise.
         context: with costs.
-        squares: node of the graphs -> the squared error of its value where that is rounded.
+        squares: node of the graphs -> the squared error of its value where the node is low.
+        reads: (value, reader) -> the squared error where the value is FP32 and the reader reads it rounded.
 
     Attributes:
         choices: op that may be either -> its variable. Ops of one name share the decision, as overrides name them.
         squares: as they were given.
-        groups: of each value that has such an error, the variables of which one that is low says that it is rounded.
+        groups: of each value that is read at such a price, its variable and those of its readers.
         unpriced: op that stays low, as nobody knows what it costs -> why.
     """
 
-    def __init__(self, graphs: Sequence[GraphModule], context: Context, squares: Mapping[Node, float]) -> None:
+    def __init__(
+        self,
+        graphs: Sequence[GraphModule],
+        context: Context,
+        squares: Mapping[Node, float],
+        reads: Mapping[tuple[Node, Node], float],
+    ) -> None:
         assert context.costs is not None
         costs = OpCosts(context.costs, context.low, context.gradients, context.casts_fuse)
         walk = _FreeWalk(context, costs)
@@ -88,31 +97,26 @@ class TradeOff:
         walk.tie(self.choices)
         self._time = walk.variables.problem()
         self._base = walk.base()
-        members = walk.rounded_with()
-        self._roundings = [
-            (squares[root], tuple(variables)) for root, variables in members.items() if squares.get(root, 0.0) > 0
-        ]
-        self.groups = tuple(variables for _, variables in self._roundings)
+        self._error = walk.errors(self._time, squares, reads)
+        groups: dict[int, dict[int, None]] = defaultdict(dict)
+        for tensor in self._error.tensors:
+            groups[tensor.producer] |= dict.fromkeys((tensor.producer, *tensor.users))
+        self.groups = tuple(map(tuple, groups.values()))
 
     def cut(self, weight: float) -> Outcome:
         """The least of picoseconds + weight * squared error."""
-        problem = self._time
-        first, unary, closures = problem.variables, dict(problem.unary), list(problem.closures)
-        for variable, cost in unary.items():
-            unary[variable] = cost * _UNITS
-        for number, (square, members) in enumerate(self._roundings, first):
-            if any(problem.pins.get(member) is False for member in members):
-                continue  # it is rounded whatever is decided
-            unary[number] = -round(square * weight * _UNITS)
-            closures += [(number, member) for member in members]
-        tensors = tuple(replace(tensor, cost=tensor.cost * _UNITS) for tensor in problem.tensors)
-        count = first + len(self._roundings)
-        return self.outcome(solve(CutProblem(count, problem.pins, tensors, tuple(closures), unary))[:first])
+        unary: dict[int, float] = defaultdict(float)
+        tensors: list[Tensor] = []
+        for problem, factor in ((self._time, 1.0), (self._error, weight)):
+            for variable, cost in problem.unary.items():
+                unary[variable] += round(cost * factor * _UNITS)
+            tensors += [replace(tensor, cost=round(tensor.cost * factor * _UNITS)) for tensor in problem.tensors]
+        return self.outcome(solve(replace(self._time, tensors=tuple(tensors), unary=unary)))
 
     def outcome(self, full: Sequence[bool]) -> Outcome:
         """What an assignment takes and loses."""
-        square = sum(own for own, members in self._roundings if not all(full[member] for member in members))
-        return Outcome(tuple(full), (self._base + cost_of(self._time, [*full])) * 1e-12, square)
+        seconds = (self._base + cost_of(self._time, [*full])) * 1e-12
+        return Outcome(tuple(full), seconds, cost_of(self._error, [*full]))
 
     def is_possible(self, full: Sequence[bool]) -> bool:
         """Whether an assignment honours pins and closures."""
@@ -137,6 +141,14 @@ class TradeOff:
     def roots(self, node: Node) -> tuple[Node, ...]:
         """The values whose rounding a rounding of this node's value is."""
         return self._walk.digits_of(node)
+
+    def heirs(self) -> dict[Node, list[Node]]:
+        """Value -> those of which it is a part without a rounding, also across the borders of called bodies."""
+        found: dict[Node, list[Node]] = defaultdict(list)
+        for node, parts in self._walk.parts.items():
+            for part in parts:
+                found[part].append(node)
+        return found
 
 
 def computes_full(node: Node) -> bool:
@@ -191,8 +203,7 @@ class _Budget:
     def _filled(self, good: Outcome, bad: Outcome) -> Outcome:
         """Change ops towards the point beyond the limit as long as there is room for it, best ones first.
 
-        Alone, and together with all that a value's rounding depends on: of one that is read low it is rounded all the
-        same.
+        Alone, and together with all that read the value: what the op no longer rounds they do.
         """
         differ = {variable for variable, own in enumerate(good.full) if own != bad.full[variable]}
         moves = dict.fromkeys((variable,) for variable in self.trade.choices.values() if variable in differ)
@@ -233,19 +244,23 @@ class _FreeWalk(PricedWalk):
     def __init__(self, context: Context, costs: OpCosts) -> None:
         super().__init__(context, costs)
         self.free: dict[Node, int] = {}
-        self._parts: dict[Node, tuple[Node, ...]] = {}  # value -> those that it is made of without a rounding
+        self.parts: dict[Node, tuple[Node, ...]] = {}  # value -> those that it is made of without a rounding
 
     def share_dtype(self, node: Node, whole: Node) -> None:
         super().share_dtype(node, whole)
-        self._parts[node] = (whole,)
+        self.parts[node] = (whole,)
 
     def bind_operand(self, placeholder: Node, operand: Node) -> None:
         super().bind_operand(placeholder, operand)
-        self._parts[placeholder] = (operand,)
+        self.parts[placeholder] = (operand,)
+
+    def read_by_user_cast(self, node: Node, source: Node) -> None:
+        super().read_by_user_cast(node, source)
+        self.parts[node] = (source,)
 
     def view_of_written(self, site: Site, floats: bool) -> None:
         super().view_of_written(site, floats)
-        self._parts[site.node] = (site.base,)
+        self.parts[site.node] = (site.base,)
 
     def low(self, site: Site, floats: bool) -> None:
         super().low(site, floats)
@@ -277,7 +292,7 @@ class _FreeWalk(PricedWalk):
         super().follow(site, floats)
         decided = self.decided[site.node]
         if site.facts.exact or commutes_with_rounding(site):
-            self._parts[site.node] = site.data
+            self.parts[site.node] = site.data
         if floats and decided.read is not None and notes(site.node).dtype is torch.float32:
             self.free[site.node] = decided.read
 
@@ -302,20 +317,48 @@ class _FreeWalk(PricedWalk):
         waiting, seen = [node], {node}
         while waiting:
             each = waiting.pop()
-            parts = [part for part in self._parts.get(each, ()) if self.has(part)]
+            parts = [part for part in self.parts.get(each, ()) if self.has(part)]
             if not parts:
                 found[self.variables.same(each)] = None
             waiting += [part for part in parts if part not in seen]
             seen.update(parts)
         return tuple(found)
 
-    def rounded_with(self) -> dict[Node, dict[int, None]]:
-        """Value -> the variables of which one that is low says that it is rounded."""
-        found: dict[Node, dict[int, None]] = defaultdict(dict)
-        for node, variables in self.variables.around():
-            for root in self.digits_of(node):
-                found[root] |= dict.fromkeys(variables)
-        return found
+    def errors(
+        self, time: CutProblem, squares: Mapping[Node, float], reads: Mapping[tuple[Node, Node], float]
+    ) -> CutProblem:
+        """What is lost instead of what is taken: the cut problem of squared errors.
+
+        A tensor whose readers would all widen it for nothing costs where it is FP32 and one of them low, and no more.
+        """
+        value = self.variables.value
+        unary: dict[int, float] = defaultdict(float)
+        for node, square in squares.items():
+            if node in value:
+                unary[value[node]] -= square
+        tensors = []
+        for (node, reader), square in reads.items():
+            read = self._read_in(node, reader)
+            made = value.get(self._unwidened(node))
+            if read is not None and made is not None and made != read and square > 0:
+                tensors.append(Tensor(made, (read,), square, frozenset((read,))))
+        return replace(time, tensors=tuple(tensors), unary=unary)
+
+    def _read_in(self, node: Node, reader: Node) -> int | None:
+        """The variable in whose dtype a value is read; None where the reader takes what arrives."""
+        decided = self.decided.get(reader)
+        if decided is None:
+            return None
+        known = (decided.read, decided.out)
+        return next((each for each in known if each is not None and self.variables.is_read(node, each)), None)
+
+    def _unwidened(self, node: Node) -> Node:
+        """What a cast of the user's to FP32 was made of: it has no more digits than that."""
+        while notes(node).op.name == "to" and len(parts := self.parts.get(node, ())) == 1 and self.has(parts[0]):
+            if self.variables.dtype_of(self.variables.value[node]) is not torch.float32:
+                break
+            node = parts[0]
+        return node
 
     def streams(self, node: Node) -> tuple[float, float]:
         """Picoseconds of an op that is no LOW one, in FP32 and low."""
