@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
@@ -42,6 +42,9 @@ from fxprec.passes.placement.solver import CutProblem, Tensor, cost_of, solve
 _UNITS: Final = 1024
 #: A weight beside which no time counts.
 EXACT: Final = 2.0**200
+
+#: Variables, and whether each becomes FP32.
+_Move: TypeAlias = tuple[tuple[int, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class TradeOff:
     Attributes:
         choices: op that may be either -> its variable. Ops of one name share the decision, as overrides name them.
         squares: as they were given.
-        groups: of each value that is read at such a price, its variable and those of its readers.
+        pairs: the variables of a value and of one that reads it at such a price.
         unpriced: op that stays low, as nobody knows what it costs -> why.
     """
 
@@ -98,10 +101,7 @@ class TradeOff:
         self._time = walk.variables.problem()
         self._base = walk.base()
         self._error = walk.errors(self._time, squares, reads)
-        groups: dict[int, dict[int, None]] = defaultdict(dict)
-        for tensor in self._error.tensors:
-            groups[tensor.producer] |= dict.fromkeys((tensor.producer, *tensor.users))
-        self.groups = tuple(map(tuple, groups.values()))
+        self.pairs = tuple(dict.fromkeys((each.producer, each.users[0]) for each in self._error.tensors))
 
     def cut(self, weight: float) -> Outcome:
         """The least of picoseconds + weight * squared error."""
@@ -198,37 +198,65 @@ class _Budget:
             if not 0 < weight < EXACT or found.full in (good.full, bad.full) or not _below(found, good, bad):
                 break
             good, bad = (found, bad) if self.bounded(found) <= self.limit else (good, found)
-        return self._filled(good, bad)
+        moves = self._moves(good, bad)
+        back = self._improved(bad, moves)
+        starts = [good, back] if self.bounded(back) <= self.limit else [good]
+        return min((self._improved(start, moves) for start in starts), key=self.wanted)
 
-    def _filled(self, good: Outcome, bad: Outcome) -> Outcome:
-        """Change ops towards the point beyond the limit as long as there is room for it, best ones first.
+    def _moves(self, good: Outcome, bad: Outcome) -> list[_Move]:
+        """What is worth a try: ops made FP32 or low.
 
-        Alone, and together with all that read the value: what the op no longer rounds they do.
+        One alone; one that makes a value and one that reads it, as what the former no longer rounds the latter does; and
+        all that are connected in this way and in which both ends of the hull differ, as in one of them.
         """
+        pairs = self.trade.pairs
+        groups = [*((variable,) for variable in dict.fromkeys(self.trade.choices.values())), *pairs]
+        moves: list[_Move] = [tuple((each, full) for each in group) for group in groups for full in (True, False)]
         differ = {variable for variable, own in enumerate(good.full) if own != bad.full[variable]}
-        moves = dict.fromkeys((variable,) for variable in self.trade.choices.values() if variable in differ)
-        moves |= dict.fromkeys(tuple(each for each in group if each in differ) for group in self.trade.groups)
-        moves.pop((), None)
+        for part in _connected(pair for pair in pairs if differ.issuperset(pair)):
+            moves += [tuple((each, end.full[each]) for each in part) for end in (good, bad)]
+        return [*dict.fromkeys(moves)]
+
+    def _improved(self, now: Outcome, moves: Sequence[_Move]) -> Outcome:
+        """Move as long as it is worth it, best moves first."""
         changed = True
         while changed:
             changed = False
-            worth = {move: self._after(good, bad, move)[0] for move in moves}
+            worth = {move: self._worth(now, move)[0] for move in moves}
             for move in sorted((move for move in moves if worth[move] > 0), key=lambda move: -worth[move]):
-                value, found = self._after(good, bad, move)
+                value, found = self._worth(now, move)
                 if value > 0:
-                    good, changed = found, True
-        return good
+                    now, changed = found, True
+        return now
 
-    def _after(self, now: Outcome, bad: Outcome, move: tuple[int, ...]) -> tuple[float, Outcome]:
-        """What a move gains for its price, 0 where nothing is gained or the limit is passed; and where it leads."""
-        full = [bad.full[variable] if variable in move else own for variable, own in enumerate(now.full)]
+    def _worth(self, now: Outcome, move: _Move) -> tuple[float, Outcome]:
+        """What a move gains for its price, and where it leads; 0 where nothing is gained or the limit is passed.
+
+        Beyond the limit the gain is what comes nearer to it, within it is what is wanted.
+        """
+        full = [*now.full]
+        for variable, own in move:
+            full[variable] = own
         if full == [*now.full] or not self.trade.is_possible(full):
             return 0.0, now
         found = self.trade.outcome(full)
-        gain, price = self.wanted(now) - self.wanted(found), self.bounded(found) - self.bounded(now)
-        if gain <= 0 or self.bounded(found) > self.limit:
+        more, less = self.bounded(found) - self.bounded(now), self.wanted(now) - self.wanted(found)
+        if self.bounded(now) > self.limit:
+            gain, price = min(-more, self.bounded(now) - self.limit), -less
+        else:
+            gain, price = less if self.bounded(found) <= self.limit else 0.0, more
+        if gain <= 0:
             return 0.0, now
         return (gain / price if price > 0 else math.inf), found
+
+
+def _connected(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+    """The connected parts of a graph of these edges."""
+    part: dict[int, dict[int, None]] = {}
+    for pair in pairs:
+        whole = {each: None for end in pair for each in part.get(end, (end,))}
+        part |= dict.fromkeys(whole, whole)
+    yield from dict.fromkeys(map(tuple, part.values()))
 
 
 def _below(found: Outcome, one: Outcome, other: Outcome) -> bool:
