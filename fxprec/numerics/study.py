@@ -41,7 +41,7 @@ class Study:
         graphs: of the original program, annotated with ops, dtypes and sizes.
         context: of the model's settings, with costs.
         lower: as of the settings.
-        trade: the cut, with the mean square error that each value's rounding adds.
+        trade: the cut, with the mean square error that each rounding adds.
         constant: what ops outside of the graphs add.
         kept: nodes that are no choice: their values overflow where they are low.
     """

@@ -180,10 +180,11 @@ class _Budget:
     wanted: Callable[[Outcome], float]
 
     def best(self, good: Outcome, bad: Outcome) -> Outcome | None:
-        """Follow the lower convex hull of (time, error) to its last point within the limit, then fill what is left.
+        """Follow the lower convex hull of (time, error) to where it crosses the limit, then use what is left.
 
         The chord between two points of the hull gives the weight of the next: the cut lies below the chord, or on it
-        where there is no further point between (Eisner and Severance, JACM 1976).
+        where there is no further point between (Eisner and Severance, JACM 1976). Between the last two single ops are
+        changed, from either end.
 
         Args:
             good: the end of the hull with the least of what is bounded; ``bad``: the other end.
@@ -206,8 +207,8 @@ class _Budget:
     def _moves(self, good: Outcome, bad: Outcome) -> list[_Move]:
         """What is worth a try: ops made FP32 or low.
 
-        One alone; one that makes a value and one that reads it, as what the former no longer rounds the latter does; and
-        all that are connected in this way and in which both ends of the hull differ, as in one of them.
+        One alone; one that makes a value and one that reads it, as what the former no longer rounds the latter does;
+        and all that are connected in this way and differ between two points of the hull, as in either.
         """
         pairs = self.trade.pairs
         groups = [*((variable,) for variable in dict.fromkeys(self.trade.choices.values())), *pairs]
@@ -218,7 +219,7 @@ class _Budget:
         return [*dict.fromkeys(moves)]
 
     def _improved(self, now: Outcome, moves: Sequence[_Move]) -> Outcome:
-        """Move as long as it is worth it, best moves first."""
+        """Move as long as it is worth it, best moves first: to the limit, and then to what is wanted within it."""
         changed = True
         while changed:
             changed = False
@@ -232,7 +233,7 @@ class _Budget:
     def _worth(self, now: Outcome, move: _Move) -> tuple[float, Outcome]:
         """What a move gains for its price, and where it leads; 0 where nothing is gained or the limit is passed.
 
-        Beyond the limit the gain is what comes nearer to it, within it is what is wanted.
+        Beyond the limit what is gained is the way back to it.
         """
         full = [*now.full]
         for variable, own in move:

@@ -113,7 +113,7 @@ def test_budgets_are_kept_and_used(made, seed):
         seconds = fast.seconds + share * (exact.seconds - fast.seconds)
         found = most_exact_within(trade, seconds)
         assert found is not None and found.seconds <= seconds
-    assert all(each >= -1e-12 for each in lost) and max(lost) < 0.05
+    assert all(each >= -1e-12 for each in lost) and max(lost) < 0.02
     assert cheapest_within(trade, exact.square / 2 - 1e-30) is None or exact.square == 0
     assert most_exact_within(trade, fast.seconds * 0.99) is None
 
