@@ -221,7 +221,11 @@ def _squares_of_reads(
 
     def moves(value: Node) -> list[Node]:
         """Those that hand a value on without any op: views. Rounding one of them is rounding it for all its readers."""
-        users = [user for user in value.users if user.op.startswith("call") and not _calls_body(user)]
+        users = [
+            user
+            for user in value.users
+            if user.op.startswith("call") and not isinstance(user.target, HigherOrderOperator)
+        ]
         return [each for each in dict.fromkeys([*users, *heirs.get(value, ())]) if each not in ran]
 
     whole: dict[Node, list[float]] = {}
@@ -241,10 +245,6 @@ def _squares_of_reads(
 def _names(graphs: Sequence[GraphModule]) -> list[dict[str, Node]]:
     """Of each graph name -> node, with those of the bodies that it calls."""
     return [{place.name: place.node for place in places(0, gm)} for gm in graphs]
-
-
-def _calls_body(node: Node) -> bool:
-    return isinstance(node.target, HigherOrderOperator)
 
 
 def _is_served(node: Node, context: Context) -> bool:

@@ -44,7 +44,7 @@ _UNITS: Final = 1024
 EXACT: Final = 2.0**200
 
 #: Variables, and whether each becomes FP32.
-_Move: TypeAlias = tuple[tuple[int, bool], ...]
+Move: TypeAlias = tuple[tuple[int, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,17 @@ class TradeOff:
         self._time = walk.variables.problem()
         self._base = walk.base()
         self._error = walk.errors(self._time, squares, reads)
+        self._around: list[tuple[CutProblem, Mapping[int, Sequence[int]]]] = []  # variable -> tensors, by number
+        for problem in (self._time, self._error):
+            around: dict[int, list[int]] = defaultdict(list)
+            for number, tensor in enumerate(problem.tensors):
+                for variable in dict.fromkeys((tensor.producer, *tensor.users)):
+                    around[variable].append(number)
+            self._around.append((problem, around))
+        self._closures: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for closure in self._time.closures:
+            for variable in closure:
+                self._closures[variable].append(closure)
         self.pairs = tuple(dict.fromkeys((each.producer, each.users[0]) for each in self._error.tensors))
 
     def cut(self, weight: float) -> Outcome:
@@ -122,6 +133,30 @@ class TradeOff:
         """Whether an assignment honours pins and closures."""
         pins = all(full[variable] is pin for variable, pin in self._time.pins.items())
         return pins and all(full[y] for x, y in self._time.closures if full[x])
+
+    def moved(self, now: Outcome, move: Move) -> Outcome | None:
+        """The outcome where some variables are others: by what is around them. None: they are not, or may not be."""
+        full = [*now.full]
+        for variable, own in move:
+            full[variable] = own
+        changed = [variable for variable, own in move if own is not now.full[variable]]
+        if not changed or any(
+            self._time.pins.get(variable, full[variable]) is not full[variable] for variable in changed
+        ):
+            return None
+        if any(full[x] and not full[y] for variable in changed for x, y in self._closures[variable]):
+            return None
+        more: list[float] = []
+        for problem, around in self._around:
+            tensors = dict.fromkeys(number for variable in changed for number in around[variable])
+            part = CutProblem(
+                problem.variables,
+                {},
+                tuple(problem.tensors[number] for number in tensors),
+                unary={variable: problem.unary[variable] for variable in changed if variable in problem.unary},
+            )
+            more.append(cost_of(part, full) - cost_of(part, [*now.full]))
+        return Outcome(tuple(full), now.seconds + more[0] * 1e-12, now.square + more[1])
 
     def decided(self) -> Outcome:
         """What the graphs' annotations say, as ``decide`` wrote them last."""
@@ -201,10 +236,10 @@ class _Budget:
             good, bad = (found, bad) if self.bounded(found) <= self.limit else (good, found)
         moves = self._moves(good, bad)
         back = self._improved(bad, moves)
-        starts = [good, back] if self.bounded(back) <= self.limit else [good]
-        return min((self._improved(start, moves) for start in starts), key=self.wanted)
+        found = [good, self._improved(good, moves), self._improved(back, moves)]
+        return min((each for each in found if self.bounded(each) <= self.limit), key=self.wanted)
 
-    def _moves(self, good: Outcome, bad: Outcome) -> list[_Move]:
+    def _moves(self, good: Outcome, bad: Outcome) -> list[Move]:
         """What is worth a try: ops made FP32 or low.
 
         One alone; one that makes a value and one that reads it, as what the former no longer rounds the latter does;
@@ -212,13 +247,13 @@ class _Budget:
         """
         pairs = self.trade.pairs
         groups = [*((variable,) for variable in dict.fromkeys(self.trade.choices.values())), *pairs]
-        moves: list[_Move] = [tuple((each, full) for each in group) for group in groups for full in (True, False)]
+        moves: list[Move] = [tuple((each, full) for each in group) for group in groups for full in (True, False)]
         differ = {variable for variable, own in enumerate(good.full) if own != bad.full[variable]}
         for part in _connected(pair for pair in pairs if differ.issuperset(pair)):
             moves += [tuple((each, end.full[each]) for each in part) for end in (good, bad)]
         return [*dict.fromkeys(moves)]
 
-    def _improved(self, now: Outcome, moves: Sequence[_Move]) -> Outcome:
+    def _improved(self, now: Outcome, moves: Sequence[Move]) -> Outcome:
         """Move as long as it is worth it, best moves first: to the limit, and then to what is wanted within it."""
         changed = True
         while changed:
@@ -228,19 +263,17 @@ class _Budget:
                 value, found = self._worth(now, move)
                 if value > 0:
                     now, changed = found, True
+            now = self.trade.outcome(now.full)  # without what the differences have gathered in last digits
         return now
 
-    def _worth(self, now: Outcome, move: _Move) -> tuple[float, Outcome]:
+    def _worth(self, now: Outcome, move: Move) -> tuple[float, Outcome]:
         """What a move gains for its price, and where it leads; 0 where nothing is gained or the limit is passed.
 
         Beyond the limit what is gained is the way back to it.
         """
-        full = [*now.full]
-        for variable, own in move:
-            full[variable] = own
-        if full == [*now.full] or not self.trade.is_possible(full):
+        found = self.trade.moved(now, move)
+        if found is None:
             return 0.0, now
-        found = self.trade.outcome(full)
         more, less = self.bounded(found) - self.bounded(now), self.wanted(now) - self.wanted(found)
         if self.bounded(now) > self.limit:
             gain, price = min(-more, self.bounded(now) - self.limit), -less

@@ -90,6 +90,27 @@ def test_a_cut_is_the_least_of_all_assignments(made, seed):
         found = trade.cut(weight)
         value = lambda each, weight=weight: each.seconds * 1e12 + weight * each.square  # noqa: E731
         assert value(found) == pytest.approx(min(map(value, outcomes)), rel=1e-12)
+    exact = trade.cut(EXACT)
+    equal = [each.seconds for each in outcomes if each.square <= exact.square * (1 + 1e-12)]
+    assert exact.seconds == pytest.approx(min(equal), rel=1e-12), "of all that are as exact it is the fastest"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_move_is_told_by_what_is_around_it(made, seed):
+    trade, _ = made(Random(seed), torch.randn(4, 4), seed=seed)
+    variables = [*dict.fromkeys(trade.choices.values())]
+    for outcome in itertools.islice(all_of(trade), 0, None, 7):
+        for group in (*((each,) for each in variables), *trade.pairs):
+            for wide in (True, False):
+                full = [wide if variable in group else own for variable, own in enumerate(outcome.full)]
+                found = trade.moved(outcome, tuple((each, wide) for each in group))
+                if found is None:
+                    assert full == [*outcome.full] or not trade.is_possible(full)
+                    continue
+                known = trade.outcome(full)
+                assert found.full == known.full and trade.is_possible(full)
+                assert found.seconds == pytest.approx(known.seconds, rel=1e-9)
+                assert found.square == pytest.approx(known.square, rel=1e-9, abs=1e-20)
 
 
 def dominated(found: Outcome, others: Sequence[Outcome]) -> bool:
