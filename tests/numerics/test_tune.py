@@ -161,11 +161,15 @@ def test_a_stream_in_fp32_is_rounded_for_its_branches_only(reads: str) -> None:
     for node in wide:
         full[study.trade.choices[node]] = True
     stream = study.trade.outcome(full)
+    for node in study.trade.choices if reads == "views" else ():
+        if node.name in ("view", "transpose", "flatten"):
+            full[study.trade.choices[node]] = True
+            assert study.trade.outcome(full).square == pytest.approx(stream.square, rel=1e-9, abs=0), (
+                "before or behind it"
+            )
     policy, _, reached = study.policy_for(stream, start)
-    assert (
-        reached.square == pytest.approx(stream.square)
-        and stream.square < study.trade.outcome(study.all_low).square / 50
-    )
+    assert reached.square == pytest.approx(stream.square, rel=0.1, abs=0)
+    assert stream.square < study.trade.outcome(study.all_low).square / 50
     measured = abs(ledger_of(Problem(trial(model, policy=policy), F.cross_entropy), batches(96, 2)).measured)
     assert measured / 1.5 < math.sqrt(stream.square + study.constant) < measured * 1.5
 

@@ -230,7 +230,7 @@ def test_a_value_is_rounded_by_its_op_for_all_or_by_readers_for_each(made, low, 
     full = [*trade.cut(EXACT).full]
     for node, variable in trade.choices.items():
         full[variable] = node.name not in low
-    assert trade.outcome(full).square == pytest.approx(square)
+    assert trade.outcome(full).square == pytest.approx(square, rel=1e-9, abs=0)
 
 
 def test_a_reader_that_is_low_whatever_is_decided_rounds_what_is_in_fp32(made):
@@ -238,7 +238,7 @@ def test_a_reader_that_is_low_whatever_is_decided_rounds_what_is_in_fp32(made):
     figures = by_name(cos=1e-3, cos__linear=1e-5, x__cos=1.0)
     trade, _ = made(stream_of_two, *torch.randn(3, 4, 4), policy=policy, **figures)
     exact = trade.cut(EXACT)
-    assert exact.square == pytest.approx(1e-5) and named(trade, exact)["cos"]
+    assert exact.square == pytest.approx(1e-5, rel=1e-9, abs=0) and named(trade, exact)["cos"]
 
 
 def test_what_the_user_widens_has_no_more_digits_than_it_had(made):
@@ -251,7 +251,7 @@ def test_what_the_user_widens_has_no_more_digits_than_it_had(made):
     for wide, square in ((True, 1e-4), (False, 1e-3)):
         full = [*trade.cut(0.0).full]
         full[named_variables(trade)["linear"]] = wide
-        assert trade.outcome(full).square == pytest.approx(square)
+        assert trade.outcome(full).square == pytest.approx(square, rel=1e-9, abs=0)
 
 
 def test_ops_of_one_name_are_decided_together(tools):
