@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,6 +28,30 @@ from fxprec.tape.recorder import Recorder, record
 
 class NotFiniteError(ValueError):
     """An error that cannot be explained op by op: inf or nan."""
+
+
+@dataclass
+class Reads:
+    """What each input of a node would add to the error, were it rounded for that node alone.
+
+    Attributes:
+        dtype: the low one.
+        batches: of each (graph, node, position among ``inputs_of``) -> <m, rounded input - input>, m being the part of
+            the input's adjoint that comes through that node.
+    """
+
+    dtype: torch.dtype
+    batches: list[dict[tuple[int, str, int], float]] = field(default_factory=list)
+
+    def noted(self, terms: Iterable[Term]) -> Iterator[Term]:
+        """The terms of one batch, noted as they pass by."""
+        own: dict[tuple[int, str, int], float] = defaultdict(float)
+        self.batches.append(own)
+        for term in terms:
+            origin = term.operation.origin
+            for position, value in term.reads.items():
+                own[origin.graph, origin.name, position] += value
+            yield term
 
 
 def audit(
@@ -78,20 +103,32 @@ def ledger_of(
     gradients: bool = False,
     reference: torch.dtype = torch.float64,
     opened: bool = False,
+    reads: Reads | None = None,
 ) -> Ledger:
-    """As ``audit``, of batches that were checked; ``opened``: fused regions run op by op, with a row an op."""
+    """As ``audit``, of batches that were checked.
+
+    Args:
+        opened: fused regions run op by op, with a row an op.
+        reads: is filled, which takes an inner product more for each input of an op.
+    """
     wants = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in problem.model.parameters())
     books = _Books(Alternatives(conversion_of(problem.model).settings, wants))
     for batch in batches:
         done = False
         while not done:
             with kept(problem.model):
-                done = _audit_batch(problem, batch, gradients, reference, books, opened)
+                done = _audit_batch(problem, batch, gradients, reference, books, opened, reads)
     return books.ledger("gradients" if gradients else books.target)
 
 
 def _audit_batch(
-    problem: Problem, batch: Batch, gradients: bool, reference: torch.dtype, books: _Books, opened: bool
+    problem: Problem,
+    batch: Batch,
+    gradients: bool,
+    reference: torch.dtype,
+    books: _Books,
+    opened: bool,
+    reads: Reads | None,
 ) -> bool:
     """False: the batch is to be run once more, since its run captured graphs."""
     model = problem.model
@@ -103,7 +140,7 @@ def _audit_batch(
             total.sum().backward()  # type: ignore[union-attr]
         return value
 
-    recorded = record(model, run, reference, opened)
+    recorded = record(model, run, reference, opened, None if reads is None else reads.dtype)
     if recorded is None:
         return False
     recorder, value = recorded
@@ -128,7 +165,8 @@ def _audit_batch(
             "fxprec.numerics.locate(model, batch, loss) says where that begins"
         )
     del value
-    books.add(recorder, terms(recorder, targets), low, exact, error)
+    passing = terms(recorder, targets)
+    books.add(recorder, passing if reads is None else reads.noted(passing), low, exact, error)
     return True
 
 

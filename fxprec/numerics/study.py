@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from fxprec.errors import ConversionError
 from fxprec.inspection.nodes import op_name, places
 from fxprec.model.module import conversion_of
-from fxprec.numerics.audit import NotFiniteError, ledger_of
+from fxprec.numerics.audit import NotFiniteError, Reads, ledger_of
 from fxprec.numerics.kept import kept as unchanged
 from fxprec.numerics.ledger import Ledger
 from fxprec.numerics.locate import keep_finite
@@ -28,7 +28,9 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, computes_full
 from fxprec.passes.policy.policy import Policy
+from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.settings import Lower, Settings
+from fxprec.tape.nodes import inputs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Study:
         graphs: of the original program, annotated with ops, dtypes and sizes.
         context: of the model's settings, with costs.
         lower: as of the settings.
-        trade: the cut, with the mean square error that each value's rounding adds.
+        trade: the cut, with the mean square error that each rounding adds.
         constant: what ops outside of the graphs add.
         kept: nodes that are no choice: their values overflow where they are low.
     """
@@ -65,11 +67,12 @@ class Study:
         kept: list[str] = []
         while True:
             policy = settings.policy.override(nodes=dict.fromkeys(kept, torch.float32))
-            trade = TradeOff(graphs, replace(context, policy=policy), {})
+            trade = TradeOff(graphs, replace(context, policy=policy), {}, {})
             low = {node.name: settings.dtype for node in trade.choices if not _is_served(node, context)}
             trial = under(problem.model, policy=policy.override(nodes=low), lower="always")
+            reads = Reads(settings.dtype)
             try:
-                ledger = ledger_of(Problem(trial, problem.loss), batches, opened=True)
+                ledger = ledger_of(Problem(trial, problem.loss), batches, opened=True, reads=reads)
             except NotFiniteError:
                 more = [name for name in keep_finite(trial, problem.loss, batches) if name not in kept]
                 if not more:
@@ -78,7 +81,9 @@ class Study:
                 continue
             low_graphs = [captured.gm for captured in conversion_of(trial).captured]
             squares, constant = _squares(ledger, low_graphs, graphs, trade)
-            trade = TradeOff(graphs, replace(context, policy=policy), squares)
+            trade = TradeOff(
+                graphs, replace(context, policy=policy), squares, _squares_of_reads(ledger, reads, graphs, trade)
+            )
             return cls(graphs, context, settings.lower, trade, constant, tuple(kept))
 
     @property
@@ -173,8 +178,11 @@ def _original_graphs(problem: Problem, batches: Sequence[Batch]) -> tuple[GraphM
 def _squares(
     ledger: Ledger, low: Sequence[GraphModule], graphs: Sequence[GraphModule], trade: TradeOff
 ) -> tuple[dict[Node, float], float]:
-    """Value of the original graphs -> the mean square error of its rounding; and what belongs to none."""
-    names = [{place.name: place.node for place in places(0, gm)} for gm in graphs]
+    """Value of the original graphs -> the mean square error of its rounding; and what belongs to none.
+
+    What a cast loses counts for what it casts.
+    """
+    names = _names(graphs)
     made = [{place.name: place.node for place in places(0, gm)} for gm in low]
     weights = {weight_path(node): node for known in names for node in known.values() if node.op == "get_attr"}
     squares: dict[Node, float] = defaultdict(float)
@@ -184,7 +192,7 @@ def _squares(
         if row.kind == "node" and row.graph < len(graphs):
             prefix, _, _ = row.node.rpartition(".")
             inner = made[row.graph][row.node]
-            while inner.target in CASTS:
+            while inner.target in CASTS or (notes(inner).op.name == "to" and inner.all_input_nodes):
                 inner = inner.all_input_nodes[0]
             node = names[row.graph].get(f"{prefix}.{inner.name}" if prefix else inner.name)
         square = row.squares / len(ledger.samples)
@@ -193,6 +201,50 @@ def _squares(
             squares[root] += square / len(roots)
         constant += 0.0 if roots else square
     return squares, constant
+
+
+def _squares_of_reads(
+    ledger: Ledger, reads: Reads, graphs: Sequence[GraphModule], trade: TradeOff
+) -> dict[tuple[Node, Node], float]:
+    """(Value, reader) of the original graphs -> the mean square error that rounding the value for that reader adds."""
+    names = _names(graphs)
+    count = len(reads.batches)
+    known: dict[tuple[Node, Node], list[float]] = defaultdict(lambda: [0.0] * count)
+    for batch, own in enumerate(reads.batches):
+        for (graph, name, position), value in own.items():
+            reader = names[graph].get(name) if 0 <= graph < len(graphs) else None
+            sources = inputs_of(reader) if reader is not None else []
+            if reader is not None and position < len(sources):
+                known[sources[position], reader][batch] += value
+    ran = {names[row.graph].get(row.node) for row in ledger.rows if row.kind == "node" and row.graph < len(graphs)}
+    heirs = trade.heirs()
+
+    def moves(value: Node) -> list[Node]:
+        """Those that hand a value on without any op: views. Rounding one of them is rounding it for all its readers."""
+        users = [
+            user
+            for user in value.users
+            if user.op.startswith("call") and not isinstance(user.target, HigherOrderOperator)
+        ]
+        return [each for each in dict.fromkeys([*users, *heirs.get(value, ())]) if each not in ran]
+
+    whole: dict[Node, list[float]] = {}
+
+    def of_all_readers(value: Node) -> list[float]:
+        if value not in whole:
+            own = [known[value, user] for user in value.users if (value, user) in known]
+            own += [of_all_readers(each) for each in moves(value)]
+            whole[value] = [sum(each) for each in zip(*own, strict=True)] if own else [0.0] * count
+        return whole[value]
+
+    values = [value for own in names for value in own.values()]
+    into_views = {(value, each): of_all_readers(each) for value in values for each in moves(value)}
+    return {pair: sum(each**2 for each in own) / count for pair, own in (known | into_views).items()}
+
+
+def _names(graphs: Sequence[GraphModule]) -> list[dict[str, Node]]:
+    """Of each graph name -> node, with those of the bodies that it calls."""
+    return [{place.name: place.node for place in places(0, gm)} for gm in graphs]
 
 
 def _is_served(node: Node, context: Context) -> bool:

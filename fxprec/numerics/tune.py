@@ -40,11 +40,11 @@ def tune(
 ) -> Tuned:
     """Find the policy that keeps the loss's error within a budget in the least time, or the time with the least error.
 
-    A copy of the model in which all is low that may be is audited: so the squared error is known that each value adds
-    where it is rounded. With the costs of the device that gives a minimum cut of time + weight * squared error, for any
-    weight; the weight is found by bisection on the curve of the best that can be had (``passes.placement.tradeoff``).
-    Ops become FP32 where that is worth its time, and low where the policy keeps them in FP32 for little. What overrides
-    of the model's policy say stays, and pins of safety do.
+    A copy of the model in which all is low that may be is audited: so the squared error is known that each op adds
+    where it rounds its result, and each reader where it reads a value rounded. With the costs of the device that gives
+    a minimum cut of time + weight * squared error, for any weight; the weight is found by bisection on the curve of the
+    best that can be had (``passes.placement.tradeoff``). Ops become FP32 where that is worth its time, and low where
+    the policy keeps them in FP32 for little. What overrides of the model's policy say stays, and pins of safety do.
 
     Of the batches every fourth is held out: they tell what is measured. Errors are per batch; those of few batches are
     noise: a hundred are a good start, of the size that is trained on. The model is left as it was.

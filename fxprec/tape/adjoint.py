@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class Term:
         lost: sum of the squares of (low result - f(low inputs)).
         size: sum of the squares of f(low inputs).
         results: number of a result -> its m and values, as long as nobody asks for the next term.
+        reads: where the recorder asks for it, position of its node's input -> <the part of that input's adjoint that
+            comes through this op, the input's rounding>.
     """
 
     operation: Operation
@@ -49,6 +51,7 @@ class Term:
     lost: float
     size: float
     results: Mapping[int, Result]
+    reads: Mapping[int, float] = field(default_factory=dict)
 
 
 def measured(recorder: Recorder, targets: Sequence[tuple[Place, Tensor]]) -> float:
@@ -79,10 +82,11 @@ class _Walk:
     """The way backwards: adjoints of storages, as vectors in the reference's dtype (of complex ones as pairs)."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._memory = recorder.memory
+        self._memory, self._rounded = recorder.memory, recorder.rounded
         self._adjoints: dict[int, Tensor] = {}
-        # What no op has made has no error: nobody asks for its adjoint.
+        # What no op has made has no error: nobody asks for its adjoint, unless it is what a node would read rounded.
         self._made = {place.storage for operation in recorder.operations for place in operation.outputs}
+        self._made |= {place.storage for operation in recorder.operations for place in operation.inputs}
 
     def term(self, operation: Operation) -> Term | None:
         """Of one op; its writes are undone. None: it has no part in the target."""
@@ -93,9 +97,18 @@ class _Walk:
         if operation.draws:
             return Term(operation, 0.0, 0.0, 0.0, 0.0, results)
         pulled = pull(operation, Inputs(self._memory), results, drawn, self._made)
+        reads: dict[int, float] = {}
         for place, gradient in pulled.gradients:
+            if self._rounded is not None and place in operation.inputs:
+                position = operation.inputs[place]
+                reads[position] = reads.get(position, 0.0) + inner(gradient, self._rounding(place, self._rounded))
             self.add(place, gradient)
-        return Term(operation, pulled.rounding, pulled.bend, pulled.lost, pulled.size, results)
+        return Term(operation, pulled.rounding, pulled.bend, pulled.lost, pulled.size, results, reads)
+
+    def _rounding(self, place: Place, dtype: torch.dtype) -> Tensor:
+        """What the reference's value loses in a dtype; what that cannot hold saturates."""
+        exact, limits = self._memory.exact(place), torch.finfo(dtype)
+        return exact.clamp(limits.min, limits.max).to(dtype).to(exact.dtype) - exact
 
     def leave(self, operation: Operation) -> None:
         """Let go what the op has made."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
 
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.model.module import conversion_of
@@ -28,17 +29,29 @@ class NodeOf(NamedTuple):
         graph: the position of its graph among ``fxprec.graphs(model)``.
         name: "body.relu" in the body of a higher-order op.
         node: of the program that runs; its annotations are those of the graph that users see.
+        inputs: the values of its ``inputs_of``.
     """
 
     graph: int
     name: str
     node: Node
+    inputs: tuple[Any, ...] = ()
 
 
 #: Runs a node by calling the function, and gives what that gives.
 Look = Callable[[NodeOf, Callable[[], Any]], Any]
 #: Told before a program runs: path in the model -> shadow, of its low weights.
 Begin = Callable[[dict[str, Tensor]], None]
+
+
+def inputs_of(node: Node) -> list[Node]:
+    """The nodes among a call's arguments in their order, each as often as it is there.
+
+    No pass changes it, but for casts that it puts in between: so a position means the same in every form of a graph.
+    """
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 @contextlib.contextmanager
@@ -88,7 +101,8 @@ class NodeByNode(Interpreter):
         if n.op == "output":
             return super().run_node(n)
         run = super().run_node
-        return self._look(NodeOf(self._graph, self._prefix + n.name, n), lambda: run(n))
+        inputs = tuple(self.env[each] for each in inputs_of(n))
+        return self._look(NodeOf(self._graph, self._prefix + n.name, n, inputs), lambda: run(n))
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -33,6 +33,7 @@ class Operation:
         before: of each written place what stood there before: in the run, and in the reference.
         origin: whom it belongs to.
         why_inexact: why the reference runs it in the dtypes of the run; "" where it has its own.
+        inputs: of the places that it reads, those that were handed to its node -> at which position.
     """
 
     function: Any
@@ -44,6 +45,7 @@ class Operation:
     before: tuple[tuple[Tensor, Tensor], ...]
     origin: Origin
     why_inexact: str = ""
+    inputs: Mapping[Place, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ Views are no ops here: they move nothing (see ``memory``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fxprec.model.module import conversion_of
 from fxprec.tape.attribution import Attribution, observe, written_by
 from fxprec.tape.memory import Memory, Place
+from fxprec.tape.nodes import NodeOf
 from fxprec.tape.operation import Operation
 from fxprec.tape.origin import Origin
 from fxprec.torch_internals import (
@@ -41,6 +42,8 @@ class Recorder(Attribution):
     Args:
         reference: the dtype of the reference, in which each op runs a second time, beside the run.
         model: converted, whose shadows may be written again before they are read; None: no model runs.
+        rounded: a low dtype: the walk backwards shall tell what each input of a node would add to the error if the
+            node alone read it rounded to that. None: nobody asks.
 
     Attributes:
         memory: what they read and wrote, in both.
@@ -50,9 +53,13 @@ class Recorder(Attribution):
         outgrown: names of ops whose shapes depend on values, and would be others in the reference: it keeps the run's.
     """
 
-    def __init__(self, reference: torch.dtype, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, reference: torch.dtype, model: nn.Module | None = None, rounded: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.memory = Memory(reference)
+        self.rounded = rounded
+        self._handed: list[dict[int, dict[Place, int]]] = []  # of each node that runs: storage -> its inputs there
         self.operations: list[Operation] = []
         self.skipped: set[str] = set()
         self.outgrown: set[str] = set()
@@ -75,6 +82,20 @@ class Recorder(Attribution):
                 else:
                     self.operations[number] = replace(operation, origin=Origin("weight", keys[key][0]))
         self._unread |= {key: keys[key] for key in made}
+
+    def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
+        if self.rounded is None:
+            return super().look(node, run)
+        handed: dict[int, dict[Place, int]] = {}
+        for position, value in enumerate(node.inputs):
+            if isinstance(value, Tensor) and value.is_floating_point() and _is_plain(value):
+                place = self.memory.place(value)
+                handed.setdefault(place.storage, {}).setdefault(place, position)
+        self._handed.append(handed)
+        try:
+            return super().look(node, run)
+        finally:
+            self._handed.pop()
 
     def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
         """Run it, note it, and run it in the reference."""
@@ -119,9 +140,22 @@ class Recorder(Attribution):
             self.skipped.add(function.name())
         if fresh or written:
             outputs = (*(memory.place(results[n]) for n in fresh), *(places[n] for n in written))
-            made = Operation(function, tuple(places), spec, tuple(fresh), tuple(written), outputs, before, origin)
+            inputs = self._inputs(places) if self._handed and not origin.backward else {}
+            made = Operation(
+                function, tuple(places), spec, tuple(fresh), tuple(written), outputs, before, origin, inputs=inputs
+            )
             self._add(made, aside)
         return output
+
+    def _inputs(self, read: Sequence[Any]) -> dict[Place, int]:
+        """As of ``Operation``: the op may read an input through a view, which begins at or behind its beginning."""
+        found: dict[Place, int] = {}
+        for place in read:
+            known = self._handed[-1].get(place.storage, {}) if isinstance(place, Place) else {}
+            if known:
+                best = max(known, key=lambda own: (own == place, own.offset <= place.offset, own.offset))
+                found[place] = known[best]
+        return found
 
     def _add(self, operation: Operation, aside: Mapping[Place, Tensor]) -> None:
         """Run it in the reference as well; ``aside``: what stood in memory that the run has written meanwhile."""
@@ -166,7 +200,11 @@ def _is_place(leaf: Any) -> bool:
 
 
 def record(
-    model: nn.Module, run: Callable[[], Any], reference: torch.dtype, opened: bool = False
+    model: nn.Module,
+    run: Callable[[], Any],
+    reference: torch.dtype,
+    opened: bool = False,
+    rounded: torch.dtype | None = None,
 ) -> tuple[Recorder, Any] | None:
     """Run something on a converted model and write it down; and what it gives. None: it is to be run once more.
 
@@ -175,7 +213,8 @@ def record(
         run: calls the model.
         reference: the dtype of the reference.
         opened: fused regions run op by op, and not as kernels.
+        rounded: as of ``Recorder``.
     """
-    recorder = Recorder(reference, model)
+    recorder = Recorder(reference, model, rounded)
     result = observe(model, recorder, run, opened)
     return None if result is None else (recorder, *result)

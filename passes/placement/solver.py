@@ -143,9 +143,9 @@ class _Network:
     def add(self, tail: int, head: int, capacity: float) -> None:
         for node in (tail, head):
             if node >= 0 and node not in self.pull:
-                self.pull[node], self.out[node], self.into[node] = 0.0, {}, {}
+                self.pull[node], self.out[node], self.into[node] = 0, {}, {}
         if tail >= 0 and head >= 0:
-            self.out[tail][head] = self.into[head][tail] = self.out[tail].get(head, 0.0) + capacity
+            self.out[tail][head] = self.into[head][tail] = self.out[tail].get(head, 0) + capacity
         elif head >= 0:
             self.pull[head] += capacity
         elif tail >= 0:

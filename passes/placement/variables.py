@@ -6,7 +6,7 @@ of a tuple and the placeholder of a called body have the variable of what they c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
@@ -160,10 +160,9 @@ class Variables:
     def _is_scalar(self, source: Node) -> bool:
         return is_zero_dim(self._origin.get(source, source))
 
-    def around(self) -> Iterator[tuple[Node, tuple[int, ...]]]:
-        """Each value, with the variables of what makes it and of those that read it."""
-        for node, variable in self.value.items():
-            yield node, (variable, *self._users.get(self.same(node), ()))
+    def is_read(self, source: Node, variable: int) -> bool:
+        """Whether anybody reads a value in the dtype of this variable."""
+        return variable in self._users.get(self.same(source), {})
 
     def problem(self) -> CutProblem:
         costs = self._costs or ByteCosts(self._users, self.absorbs)

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import fxprec
 from as_it_was import unchanged
 from fxprec.numerics import audit
+from fxprec.numerics.audit import Reads, ledger_of
+from fxprec.numerics.problem import Problem
 
 
 class Net(nn.Module):
@@ -190,3 +192,40 @@ def test_the_reference_is_the_model_in_float64(name: str, level: str) -> None:
     for path, parameter in original.named_parameters():
         assert parameter.grad is not None
         assert gradients[path].norm == pytest.approx(parameter.grad.norm().item(), rel=1e-6, abs=1e-12)
+
+
+class Branches(nn.Module):
+    """A value that several nodes read: one of them through a view, one in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h) * self.c(h.transpose(0, 1)).transpose(0, 1) + h * h
+
+
+def test_what_each_reader_would_lose_is_told_where_it_is_asked_for() -> None:
+    torch.manual_seed(0)
+    original = Branches()
+    model = fxprec.convert(copy.deepcopy(original), dtype=torch.bfloat16)[0]
+    inputs = [(torch.randn(16, 16), torch.randn(16, 16)) for _ in range(2)]
+    reads = Reads(torch.bfloat16)
+    asked, unasked = (ledger_of(Problem(model, F.mse_loss), inputs, reads=each) for each in (reads, None))
+    assert [row.node for row in asked.rows] == [row.node for row in unasked.rows]
+    assert [row.rounding for row in asked.rows] == pytest.approx([row.rounding for row in unasked.rows], rel=1e-6)
+    double = original.double()
+    for found, (x, y) in zip(reads.batches, inputs, strict=True):
+        h = double.a(x.double()).detach()
+        rounding = h.bfloat16().double() - h
+        ways = [h.clone().requires_grad_() for _ in range(4)]
+        F.mse_loss(double.b(ways[0]) * double.c(ways[1].T).T + ways[2] * ways[3], y.double()).backward()
+        *parts, one, other = [float((each.grad * rounding).sum()) for each in ways]
+        for key, part in {
+            (0, "linear_1", 0): parts[0],
+            (0, "linear_2", 0): parts[1],
+            (0, "mul_1", 0): one + other,
+        }.items():
+            assert found[key] == pytest.approx(part, rel=0.05, abs=1e-6)
+        assert (0, "linear_1", 1) in found, "weights are read as well"

@@ -15,8 +15,12 @@ from torch import Tensor, nn
 
 import fxprec
 from as_it_was import unchanged
+from fxprec.model.module import conversion_of
 from fxprec.numerics import Tuned, audit, tune
+from fxprec.numerics.audit import ledger_of
+from fxprec.numerics.problem import Problem
 from fxprec.numerics.study import Study
+from fxprec.numerics.trial import under as trial
 from fxprec.passes.placement.tradeoff import Outcome
 from made_costs import device
 
@@ -119,6 +123,55 @@ def test_figures_are_what_they_say() -> None:
     audited = math.sqrt(sum(row.squares for row in rows) / len(calibration))
     assert tuned.start.predicted_error == pytest.approx(audited, rel=0.5)
     assert tuned.start.measured_seconds > 0 and tuned.measured_time > 0
+
+
+class Stream(nn.Module):
+    """A stream, and branches that read it and add little to it: as it is, through views, and twice."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads = reads
+        self.first, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.ups = nn.ModuleList(nn.Linear(32, 48) for _ in range(4))
+        self.downs = nn.ModuleList(nn.Linear(48, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = self.first(x)
+        for up, down in zip(self.ups, self.downs, strict=True):
+            read = stream.view(4, 2, 32).transpose(0, 1).flatten(0, 1) if self.reads == "views" else stream
+            branch = down(F.gelu(up(read)))
+            if self.reads == "views":
+                branch = branch.view(2, 4, 32).transpose(0, 1).reshape(8, 32)
+            if self.reads == "twice":
+                branch = branch * torch.cat([stream[:, :16].relu(), stream[:, 16:]], 1).sigmoid()
+            stream = stream + branch * 0.1
+        return self.head(stream)
+
+
+@pytest.mark.parametrize("reads", ["plain", "views", "twice"])
+def test_a_stream_in_fp32_is_rounded_for_its_branches_only(reads: str) -> None:
+    """What low branches of it lose is a tenth of what the stream would lose itself, and predicted as such."""
+    torch.manual_seed(0)
+    model = converted(Stream(reads))
+    problem, settings = Problem(model, F.cross_entropy), conversion_of(model).settings
+    study = Study.of(problem, settings, batches(32, 1))
+    start = study.decided(settings.policy)
+    wide = [node for node in study.trade.choices if node.name.startswith("add") or node.name in ("linear", "linear_9")]
+    full = study.all_low
+    for node in wide:
+        full[study.trade.choices[node]] = True
+    stream = study.trade.outcome(full)
+    for node in study.trade.choices if reads == "views" else ():
+        if node.name in ("view", "transpose", "flatten"):
+            full[study.trade.choices[node]] = True
+            assert study.trade.outcome(full).square == pytest.approx(stream.square, rel=1e-9, abs=0), (
+                "before or behind it"
+            )
+    policy, _, reached = study.policy_for(stream, start)
+    assert reached.square == pytest.approx(stream.square, rel=0.1, abs=0)
+    assert stream.square < study.trade.outcome(study.all_low).square / 50
+    measured = abs(ledger_of(Problem(trial(model, policy=policy), F.cross_entropy), batches(96, 2)).measured)
+    assert measured / 1.5 < math.sqrt(stream.square + study.constant) < measured * 1.5
 
 
 def test_two_calibrations_agree() -> None:

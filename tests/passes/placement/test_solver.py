@@ -72,6 +72,22 @@ def test_a_promoting_kernel_reads_low_for_nothing():
     assert not solve(charged)[2]
 
 
+@pytest.mark.parametrize("end", ["both", "producer", "user"])
+def test_a_tensor_that_its_reader_widens_is_a_pair_of_one_direction(end):
+    """It costs where the one that makes it is FP32 and the one that reads it low: for ``tradeoff``, a rounding."""
+    pair = Tensor(0, (1,), 5.0, frozenset({1}))
+    costs = {bits: cost_of(CutProblem(2, {}, (pair,)), [*bits]) for bits in itertools.product((True, False), repeat=2)}
+    assert costs == {(True, False): 5.0, (True, True): 0, (False, True): 0, (False, False): 0}
+    for price in (4.0, 6.0):  # of leaving what the pins ask for
+        pins, unary = {
+            "both": ({}, {0: -price, 1: 7.0}),
+            "producer": ({0: True}, {1: price}),
+            "user": ({1: False}, {0: -price}),
+        }[end]
+        apart = [True, False]
+        assert (solve(CutProblem(2, pins, (pair,), unary=unary)) == apart) is (price > 5)
+
+
 def test_ties_go_where_the_unary_cost_says():
     tensors = (Tensor(0, (1,), 2.0), Tensor(1, (2,), 2.0))
     assert not solve(CutProblem(3, {0: True, 2: False}, tensors, unary={1: 0.001}))[1]
