@@ -47,7 +47,8 @@ from fxprec.numerics.problem import Problem
 from fxprec.numerics.study import Study
 from fxprec.numerics.trial import under
 from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
-from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, cheapest_within, most_exact_within
+from fxprec.passes.placement.budget import cheapest_within, most_exact_within
+from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff
 
 __all__ = ["METHODS", "Agreement", "Comparison", "compare", "main"]
 

@@ -21,7 +21,7 @@ from fxprec.numerics.problem import Batch, Loss, Problem
 from fxprec.numerics.study import Study
 from fxprec.numerics.trial import under
 from fxprec.numerics.tuned import Figures, Tuned
-from fxprec.passes.placement.tradeoff import cheapest_within, most_exact_within
+from fxprec.passes.placement.budget import cheapest_within, most_exact_within
 from fxprec.settings import Settings
 
 #: Of the batches, one in so many is held out, to measure on.
@@ -43,7 +43,7 @@ def tune(
     A copy of the model in which all is low that may be is audited: so the squared error is known that each op adds
     where it rounds its result, and each reader where it reads a value rounded. With the costs of the device that gives
     a minimum cut of time + weight * squared error, for any weight; the weight is found by bisection on the curve of the
-    best that can be had (``passes.placement.tradeoff``). Ops become FP32 where that is worth its time, and low where
+    best that can be had (``passes.placement.budget``). Ops become FP32 where that is worth its time, and low where
     the policy keeps them in FP32 for little. What overrides of the model's policy say stays, and pins of safety do.
 
     Of the batches every fourth is held out: they tell what is measured. Errors are per batch; those of few batches are

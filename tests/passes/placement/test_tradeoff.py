@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
+from fxprec.passes.placement.budget import cheapest_within, most_exact_within
 from fxprec.passes.placement.solver import cost_of, solve
-from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff, cheapest_within, most_exact_within
+from fxprec.passes.placement.tradeoff import EXACT, Outcome, TradeOff
 from made_costs import device
 
 BF16 = torch.bfloat16

@@ -1,0 +1,116 @@
+"""The best assignment within a budget of error or time: the hull of (time, error), and what is left beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fxprec.passes.placement.tradeoff import EXACT, Move, Outcome, TradeOff
+
+
+def cheapest_within(trade: TradeOff, square: float) -> Outcome | None:
+    """The fastest assignment that was found of at most this squared error; None: even the most exact has more."""
+    budget = _Budget(trade, square, lambda each: each.square, lambda each: each.seconds)
+    return budget.best(trade.cut(EXACT), trade.cut(0.0))
+
+
+def most_exact_within(trade: TradeOff, seconds: float) -> Outcome | None:
+    """The assignment of the least error that was found to take at most this long; None: even the fastest takes more."""
+    budget = _Budget(trade, seconds, lambda each: each.seconds, lambda each: each.square)
+    return budget.best(trade.cut(0.0), trade.cut(EXACT))
+
+
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """At most ``limit`` of what is bounded, and as little as can be of what is wanted small."""
+
+    trade: TradeOff
+    limit: float
+    bounded: Callable[[Outcome], float]
+    wanted: Callable[[Outcome], float]
+
+    def best(self, good: Outcome, bad: Outcome) -> Outcome | None:
+        """Follow the lower convex hull of (time, error) to where it crosses the limit, then use what is left.
+
+        The chord between two points of the hull gives the weight of the next: the cut lies below the chord, or on it
+        where there is no further point between (Eisner and Severance, JACM 1976). Between the last two single ops are
+        changed, from either end.
+
+        Args:
+            good: the end of the hull with the least of what is bounded; ``bad``: the other end.
+        """
+        if self.bounded(good) > self.limit:
+            return None
+        if self.bounded(bad) <= self.limit:
+            return bad
+        while bad.square != good.square:
+            weight = (bad.seconds - good.seconds) / (good.square - bad.square) * 1e12
+            found = self.trade.cut(weight)
+            if not 0 < weight < EXACT or found.full in (good.full, bad.full) or not _below(found, good, bad):
+                break
+            good, bad = (found, bad) if self.bounded(found) <= self.limit else (good, found)
+        moves = self._moves(good, bad)
+        back = self._improved(bad, moves)
+        found = [good, self._improved(good, moves), self._improved(back, moves)]
+        return min((each for each in found if self.bounded(each) <= self.limit), key=self.wanted)
+
+    def _moves(self, good: Outcome, bad: Outcome) -> list[Move]:
+        """What is worth a try: ops made FP32 or low.
+
+        One alone; one that makes a value and one that reads it, as what the former no longer rounds the latter does;
+        and all that are connected in this way and differ between two points of the hull, as in either.
+        """
+        pairs = self.trade.pairs
+        groups = [*((variable,) for variable in dict.fromkeys(self.trade.choices.values())), *pairs]
+        moves: list[Move] = [tuple((each, full) for each in group) for group in groups for full in (True, False)]
+        differ = {variable for variable, own in enumerate(good.full) if own != bad.full[variable]}
+        for part in _connected(pair for pair in pairs if differ.issuperset(pair)):
+            moves += [tuple((each, end.full[each]) for each in part) for end in (good, bad)]
+        return [*dict.fromkeys(moves)]
+
+    def _improved(self, now: Outcome, moves: Sequence[Move]) -> Outcome:
+        """Move as long as it is worth it, best moves first: to the limit, and then to what is wanted within it."""
+        changed = True
+        while changed:
+            changed = False
+            worth = {move: self._worth(now, move)[0] for move in moves}
+            for move in sorted((move for move in moves if worth[move] > 0), key=lambda move: -worth[move]):
+                value, found = self._worth(now, move)
+                if value > 0:
+                    now, changed = found, True
+            now = self.trade.outcome(now.full)  # without what the differences have gathered in last digits
+        return now
+
+    def _worth(self, now: Outcome, move: Move) -> tuple[float, Outcome]:
+        """What a move gains for its price, and where it leads; 0 where nothing is gained or the limit is passed.
+
+        Beyond the limit what is gained is the way back to it.
+        """
+        found = self.trade.moved(now, move)
+        if found is None:
+            return 0.0, now
+        more, less = self.bounded(found) - self.bounded(now), self.wanted(now) - self.wanted(found)
+        if self.bounded(now) > self.limit:
+            gain, price = min(-more, self.bounded(now) - self.limit), -less
+        else:
+            gain, price = less if self.bounded(found) <= self.limit else 0.0, more
+        if gain <= 0:
+            return 0.0, now
+        return (gain / price if price > 0 else math.inf), found
+
+
+def _connected(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+    """The connected parts of a graph of these edges."""
+    part: dict[int, dict[int, None]] = {}
+    for pair in pairs:
+        whole = {each: None for end in pair for each in part.get(end, (end,))}
+        part |= dict.fromkeys(whole, whole)
+    yield from dict.fromkeys(map(tuple, part.values()))
+
+
+def _below(found: Outcome, one: Outcome, other: Outcome) -> bool:
+    """Whether a point is below the line through two others."""
+    run, rise = other.square - one.square, other.seconds - one.seconds
+    line = one.seconds + rise * (found.square - one.square) / run
+    return found.seconds < line - 1e-9 * abs(line)
