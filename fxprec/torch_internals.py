@@ -74,8 +74,8 @@ with needed:
     grad_modes: Final = ((torch._C, "_set_grad_enabled"), (torch._C, "_InferenceMode"))
     for _owner, _name in grad_modes:
         getattr(_owner, _name)
-    #: What ``torch.autograd.Function.apply`` calls first, also where a name holds the bound method.
-    function_apply: Final = (torch.autograd.function, "_is_setup_context_defined")
+    #: What applying a ``torch.autograd.Function`` calls first, also where a name holds the bound method: it makes one.
+    function_apply: Final = (torch.autograd.function.BackwardCFunction, "__init__")
     getattr(*function_apply)
     #: What a batch norm checks its input with, and the ranks that it lets pass: lowest, highest, torch's words.
     checks_of_input: Final[Mapping[Any, tuple[int, int, str]]] = {

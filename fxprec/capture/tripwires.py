@@ -7,6 +7,7 @@ regions and for the forward of an autograd.Function, whose backward would be los
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from types import ClassMethodDescriptorType, FunctionType, ModuleType
@@ -33,7 +34,7 @@ TRIPWIRES: Final[tuple[tuple[Any, str, str], ...]] = (
 
 def trips(target: Any) -> str | None:
     """What a node of a graph does that calls one of these, whose original it holds; None where it does not."""
-    return next((what for owner, name, what in TRIPWIRES if vars(owner)[name] is target), None)
+    return next((what for owner, name, what in TRIPWIRES if inspect.getattr_static(owner, name) is target), None)
 
 
 @contextlib.contextmanager
@@ -71,7 +72,7 @@ def tripwires(decline: Callable[[str], Any]) -> list[tuple[Any, str, Any]]:
         tripped.__wrapped__ = getattr(original, "__func__", original)  # type: ignore[attr-defined]
         return classmethod(tripped) if of_class else tripped
 
-    return [(owner, name, wire(vars(owner)[name], what)) for owner, name, what in TRIPWIRES]
+    return [(owner, name, wire(inspect.getattr_static(owner, name), what)) for owner, name, what in TRIPWIRES]
 
 
 def unpatched(value: Any) -> Any:
