@@ -57,7 +57,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 def torch_state() -> list[Any]:
     """What a trace patches, and the random number generators."""
     patched = [vars(nn.Module).get(n) for n in ("__getattribute__", "__getattr__", "__call__")]
-    patched += [vars(owner)[name] for owner, name, _ in TRIPWIRES]
+    patched += [vars(owner).get(name) for owner, name, _ in TRIPWIRES]
     modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")]
     numbers = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
     return [*patched, *modes, *numbers, is_fx_tracing()]
