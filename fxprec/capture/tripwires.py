@@ -34,7 +34,7 @@ TRIPWIRES: Final[tuple[tuple[Any, str, str], ...]] = (
 
 def trips(target: Any) -> str | None:
     """What a node of a graph does that calls one of these, whose original it holds; None where it does not."""
-    return next((what for owner, name, what in TRIPWIRES if inspect.getattr_static(owner, name) is target), None)
+    return next((what for owner, name, what in TRIPWIRES if vars(owner).get(name) is target), None)
 
 
 @contextlib.contextmanager
