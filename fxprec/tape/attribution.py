@@ -70,14 +70,21 @@ class Attribution(TorchDispatchMode):
         if self._nodes:
             origin = replace(self._nodes[-1], backward=backward)  # of a body that is a backward, say
         elif node is not None and backward:
-            known = self._by_sequence.get(sequence_number(node))
-            return replace(known, backward=True) if known else Origin("outside", node.name(), backward=True)
+            known = self._by_sequence.get(sequence_number(node)) or Origin("outside", node.name())
+            if known.kind == "outside" and isinstance(node, torch.autograd.function.BackwardCFunction):
+                known = replace(known, source=_user_source())  # its backward is the user's code
+            return replace(known, backward=True)
         else:
-            file, line = user_line()
-            origin = Origin("outside", function.name().partition("::")[2].partition(".")[0], source=f"{file}:{line}")
+            op = function.name().partition("::")[2].partition(".")[0]
+            origin = Origin("outside", op, source=_user_source())
         if torch.is_grad_enabled():  # the function of its backward was made just before, if it has one
             self._by_sequence.setdefault(sequence_number() - 1, origin)
         return origin
+
+
+def _user_source() -> str:
+    file, line = user_line()
+    return f"{file}:{line}"
 
 
 def written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from fxprec.passes.placement.tradeoff import EXACT, Move, Outcome, TradeOff
+
+_LAST_DIGITS: Final = 1e-12
 
 
 def cheapest_within(trade: TradeOff, square: float) -> Outcome | None:
@@ -40,26 +43,31 @@ class _Budget:
         Args:
             good: the end of the hull with the least of what is bounded; ``bad``: the other end.
         """
-        if self.bounded(good) > self.limit:
+        if not self._is_within(good):
             return None
-        if self.bounded(bad) <= self.limit:
+        if self._is_within(bad):
             return bad
         while bad.square != good.square:
             weight = (bad.seconds - good.seconds) / (good.square - bad.square) * 1e12
             found = self.trade.cut(weight)
             if not 0 < weight < EXACT or found.full in (good.full, bad.full) or not _below(found, good, bad):
                 break
-            good, bad = (found, bad) if self.bounded(found) <= self.limit else (good, found)
+            good, bad = (found, bad) if self._is_within(found) else (good, found)
         moves = self._moves(good, bad)
         back = self._improved(bad, moves)
         found = [good, self._improved(good, moves), self._improved(back, moves)]
-        return min((each for each in found if self.bounded(each) <= self.limit), key=self.wanted)
+        return min(filter(self._is_within, found), key=self.wanted)
+
+    def _is_within(self, outcome: Outcome) -> bool:
+        """Whether the limit is kept, but for the last digits of a sum: those depend on its order."""
+        return self.bounded(outcome) <= self.limit * (1 + _LAST_DIGITS)
 
     def _moves(self, good: Outcome, bad: Outcome) -> list[Move]:
         """What is worth a try: ops made FP32 or low.
 
         One alone; one that makes a value and one that reads it, as what the former no longer rounds the latter does;
-        and all that are connected in this way and differ between two points of the hull, as in either.
+        and all that are connected in this way and differ between two points of the hull, as in either. With each goes
+        what closures force.
         """
         pairs = self.trade.pairs
         groups = [*((variable,) for variable in dict.fromkeys(self.trade.choices.values())), *pairs]
@@ -67,7 +75,8 @@ class _Budget:
         differ = {variable for variable, own in enumerate(good.full) if own != bad.full[variable]}
         for part in _connected(pair for pair in pairs if differ.issuperset(pair)):
             moves += [tuple((each, end.full[each]) for each in part) for end in (good, bad)]
-        return [*dict.fromkeys(moves)]
+        whole = (self.trade.closed(move) for move in moves)
+        return [*dict.fromkeys(move for move in whole if move is not None)]
 
     def _improved(self, now: Outcome, moves: Sequence[Move]) -> Outcome:
         """Move as long as it is worth it, best moves first: to the limit, and then to what is wanted within it."""
@@ -91,12 +100,13 @@ class _Budget:
         if found is None:
             return 0.0, now
         more, less = self.bounded(found) - self.bounded(now), self.wanted(now) - self.wanted(found)
-        if self.bounded(now) > self.limit:
+        within = self._is_within(now)
+        if not within:
             gain, price = min(-more, self.bounded(now) - self.limit), -less
         else:
-            gain, price = less if self.bounded(found) <= self.limit else 0.0, more
-        if gain <= 0:
-            return 0.0, now
+            gain, price = less if self._is_within(found) else 0.0, more
+        if gain <= _LAST_DIGITS * (self.wanted if within else self.bounded)(now):
+            return 0.0, now  # no noise of sums is followed, or it would be for ever
         return (gain / price if price > 0 else math.inf), found
 
 

@@ -104,10 +104,10 @@ class TradeOff:
                 for variable in dict.fromkeys((tensor.producer, *tensor.users)):
                     around[variable].append(number)
             self._around.append((problem, around))
-        self._closures: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for closure in self._time.closures:
-            for variable in closure:
-                self._closures[variable].append(closure)
+        self._forced: dict[tuple[int, bool], list[int]] = defaultdict(list)  # by closures, to the same dtype
+        for x, y in self._time.closures:
+            self._forced[x, True].append(y)
+            self._forced[y, False].append(x)
         self.pairs = tuple(dict.fromkeys((each.producer, each.users[0]) for each in self._error.tensors))
 
     def cut(self, weight: float) -> Outcome:
@@ -130,17 +130,27 @@ class TradeOff:
         pins = all(full[variable] is pin for variable, pin in self._time.pins.items())
         return pins and all(full[y] for x, y in self._time.closures if full[x])
 
+    def closed(self, move: Move) -> Move | None:
+        """The move with all that closures make of it. None: a pin or the move itself forbids that."""
+        whole = dict(move)
+        waiting = [*move]
+        for variable, full in waiting:
+            if self._time.pins.get(variable, full) is not full:
+                return None
+            for other in self._forced[variable, full]:
+                if other not in whole:
+                    waiting.append((other, full))
+                if whole.setdefault(other, full) is not full:
+                    return None
+        return tuple(whole.items())
+
     def moved(self, now: Outcome, move: Move) -> Outcome | None:
-        """The outcome where some variables are others: by what is around them. None: they are not, or may not be."""
+        """The outcome after a closed move, by what is around its variables. None: it is the same."""
         full = [*now.full]
         for variable, own in move:
             full[variable] = own
         changed = [variable for variable, own in move if own is not now.full[variable]]
-        if not changed or any(
-            self._time.pins.get(variable, full[variable]) is not full[variable] for variable in changed
-        ):
-            return None
-        if any(full[x] and not full[y] for variable in changed for x, y in self._closures[variable]):
+        if not changed:
             return None
         more: list[float] = []
         for problem, around in self._around:

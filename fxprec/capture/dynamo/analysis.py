@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from fxprec.capture.collection import fewer_collections
 from fxprec.capture.dynamo.granted import Granted
+from fxprec.capture.dynamo.place import place
 from fxprec.capture.dynamo.strict import strict
 from fxprec.capture.locks import CAPTURING
 from fxprec.kernels.launch.observers import ANY_MODE, SCRIPT, TRANSFORM, tracing_mode, watcher
@@ -146,10 +147,10 @@ class _Backend:
             stack = [frame for frame in broken.user_stack if not frame.filename.startswith(_OWN)]
             where = stack[-1] if stack else None
             why = str(broken.reason).strip().split("\n")[0]
-            place = f"{where.filename}:{where.lineno} in {where.name}" if where else "?"
+            here = place(where.filename, where.lineno or 0, where.name) if where else "?"
             why = "graph break: " + (self.given_up() or why if why == "step_unsupported" else why)
-            part = f"{place}: {why}"
-            self.receiver.in_net(place, why)
+            part = f"{here}: {why}"
+            self.receiver.in_net(here, why)
             self._broken = dict(_counted("graph_break"))
         return self.receiver.rewritten(gm, inputs, part)
 
@@ -287,7 +288,7 @@ def _latest(category: str, seen: dict[str, int]) -> str:
 
 
 def _place(code: types.CodeType) -> str:
-    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+    return place(code.co_filename, code.co_firstlineno, code.co_name)
 
 
 def _own_code(function: Callable[..., Any]) -> types.FunctionType:

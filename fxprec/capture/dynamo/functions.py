@@ -19,6 +19,7 @@ from typing import Final
 import torch
 from torch.fx import GraphModule, Node
 
+from fxprec.capture.dynamo.place import place
 from fxprec.passes.canonicalize import every_graph, subgraph_of
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.names import canonical_op
@@ -56,4 +57,4 @@ def _is_product(node: Node) -> bool:
 def _place(node: Node) -> str:
     """``model.py:12 in forward``."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return "{}:{} in {}".format(*frames[-1]) if frames else "?"
+    return place(*frames[-1]) if frames else "?"

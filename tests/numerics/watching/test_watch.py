@@ -245,7 +245,8 @@ def test_a_fault_in_one_step(fault: str, place: str, optimizer: str) -> None:
     found = trip.finding
     assert found is not None and (trip.step, trip.call, trip.calls, trip.rank) == (2, 0, 1, None)
     assert (found.kind, found.phase) == (kind, "backward" if backward else "forward")
-    assert found.module == "fault" or (kind == "overflow" and found.op == "cast")
+    outside = bool(fxprec.report(model).headline.net)  # before torch 2.13 dynamo leaves a stored Function.apply out
+    assert found.module == ("" if outside else "fault") or (kind == "overflow" and found.op == "cast")
     assert found.fails_in_fp32
 
 

@@ -103,15 +103,33 @@ def test_a_move_is_told_by_what_is_around_it(made, seed):
     for outcome in itertools.islice(all_of(trade), 0, None, 7):
         for group in (*((each,) for each in variables), *trade.pairs):
             for wide in (True, False):
-                full = [wide if variable in group else own for variable, own in enumerate(outcome.full)]
-                found = trade.moved(outcome, tuple((each, wide) for each in group))
+                move = trade.closed(tuple((each, wide) for each in group))
+                if move is None:
+                    continue
+                full = [dict(move).get(variable, own) for variable, own in enumerate(outcome.full)]
+                found = trade.moved(outcome, move)
                 if found is None:
-                    assert full == [*outcome.full] or not trade.is_possible(full)
+                    assert full == [*outcome.full]
                     continue
                 known = trade.outcome(full)
                 assert found.full == known.full and trade.is_possible(full)
                 assert found.seconds == pytest.approx(known.seconds, rel=1e-9)
                 assert found.square == pytest.approx(known.square, rel=1e-9, abs=1e-20)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_closed_move_is_the_least_that_is_possible(made, seed):
+    """What closures force is in every possible assignment in which the move was made; what is refused is in none."""
+    trade, _ = made(Random(seed), torch.randn(4, 4), seed=seed)
+    outcomes = list(all_of(trade))
+    choices = [*dict.fromkeys(trade.choices.values())]
+    for wide, group in itertools.product((True, False), (*((each,) for each in choices), *trade.pairs)):
+        move = trade.closed(tuple((each, wide) for each in group))
+        made_in = [each for each in outcomes if all(each.full[variable] is wide for variable in group)]
+        if move is None:
+            assert not made_in
+        else:
+            assert all(each.full[variable] is own for each in made_in for variable, own in move if variable in choices)
 
 
 def dominated(found: Outcome, others: Sequence[Outcome]) -> bool:
@@ -138,6 +156,26 @@ def test_budgets_are_kept_and_used(made, seed):
     assert all(each >= -1e-12 for each in lost) and max(lost) < 0.02
     assert cheapest_within(trade, exact.square / 2 - 1e-30) is None or exact.square == 0
     assert most_exact_within(trade, fast.seconds * 0.99) is None
+
+
+@pytest.mark.parametrize("count", range(2, 12))
+def test_a_limit_is_kept_but_for_the_last_digits_of_its_sum(tools, count):
+    """As many of equal ops are low as the time wants, and none of greater error because sums differ by their order."""
+
+    def branches(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return tuple(F.linear(x, weight) for _ in range(count + 1))
+
+    context = tools.context(costs=device(0.7, 0.1, cast=0.1))
+    gm = tools.rewritten(tools.traced(branches, *torch.randn(2, 3, 3)), context, until="propagate")
+    *equal, other = gm.graph.find_nodes(op="call_function", target=F.linear)
+    trade = TradeOff([gm], context, {**dict.fromkeys(equal, 1e-9), other: 1e-3}, {})
+    full = [*trade.cut(EXACT).full]
+    for node in equal:
+        full[trade.choices[node]] = False
+    target = trade.outcome(full)
+    assert trade.cut(0.0).seconds < target.seconds < trade.cut(EXACT).seconds
+    for seconds in (math.nextafter(target.seconds, 0), target.seconds, math.nextafter(target.seconds, 1)):
+        assert most_exact_within(trade, seconds) == target
 
 
 class Residual(nn.Module):
