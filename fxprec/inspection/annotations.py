@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 
 from fxprec.model.module import is_converted
 from fxprec.model.warm_up import buffers_kept
@@ -17,6 +17,7 @@ from fxprec.passes.dtypes.fake_run import find_disagreement
 from fxprec.passes.graph.annotations import UNDECIDED, Precision, Rule, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.programs.program import Executor, Program, lift, without_autocast
+from fxprec.tape.nodes import NodeByNode, NodeOf
 
 
 def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +40,7 @@ def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None
             copy.deepcopy(model)(*args, **kwargs)
     elif isinstance(model, GraphModule) and any(notes(node).state("precision") for node in model.graph.nodes):
         with torch.random.fork_rng(), buffers_kept(model):
-            _Checking(model, "", ran).run(*args, *kwargs.values())
+            _checking(model, ran).run(*args, *kwargs.values())
     else:
         raise ValueError(f"{type(model).__name__} is neither converted nor a GraphModule that the passes went over")
     if not ran:
@@ -48,44 +49,17 @@ def assert_annotations_hold(model: nn.Module, *args: Any, **kwargs: Any) -> None
         )
 
 
-class _Checking(Interpreter):
-    """Runs a graph, and the bodies of the higher-order ops in it whose calls are plain."""
+def _checking(gm: GraphModule, ran: list[str]) -> NodeByNode:
+    """Runs a graph, checks each value, and keeps the names of the nodes."""
 
-    def __init__(self, gm: GraphModule, prefix: str, ran: list[str]) -> None:
-        super().__init__(gm, garbage_collect_values=True)
-        self.extra_traceback = False
-        self._prefix = prefix
-        self._ran = ran
-
-    def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
-        if n.op != "output" and not isinstance(value, GraphModule):
-            self._ran.append(n.name)
-            _check(self._prefix + n.name, n, value)
+    def look(node: NodeOf, run: Callable[[], Any]) -> Any:
+        value = run()
+        if not isinstance(value, GraphModule):
+            ran.append(node.name)
+            _check(node.name, node.node, value)
         return value
 
-    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        return self._checked_body(target, value) if isinstance(value, GraphModule) else value
-
-    def _checked_body(self, name: str, body: GraphModule) -> GraphModule:
-        """A graph of one call, of the check: whoever runs it, in whatever way a higher-order op does."""
-        graph = Graph()
-        inputs = [graph.placeholder(str(node.target)) for node in body.graph.find_nodes(op="placeholder")]
-        graph.output(graph.call_module("checked", tuple(inputs)))
-        checked = _Checked(_Checking(body, f"{self._prefix}{name}.", self._ran))
-        gm = GraphModule({"checked": checked}, graph)
-        gm.meta = body.meta
-        return gm
-
-
-class _Checked(nn.Module):
-    def __init__(self, checking: Interpreter) -> None:
-        super().__init__()
-        self._checking = checking
-
-    def forward(self, *args: Any) -> Any:
-        return self._checking.run(*args)
+    return NodeByNode(gm, look)
 
 
 def _check(name: str, node: Node, value: Any) -> None:
@@ -104,6 +78,6 @@ def _checking_lift(ran: list[str]) -> Callable[..., Program]:
         shadow = Precision.arriving(None, low, Rule.KEEP, "the shadow of a weight")
         for node in program.gm.graph.find_nodes(op="placeholder")[: len(program.low)]:
             notes(node).precision = shadow  # the annotation copied over is that of the FP32 weight
-        return replace(program, function=without_autocast(_Checking(program.gm, "", ran).run, device))
+        return replace(program, function=without_autocast(_checking(program.gm, ran).run, device))
 
     return cast("Callable[..., Program]", checking)
