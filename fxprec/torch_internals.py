@@ -56,6 +56,7 @@ with needed:
     amp_update_scale_ = _TORCH._amp_update_scale_
     foreach_add_, foreach_sub_, foreach_copy_ = _TORCH._foreach_add_, _TORCH._foreach_sub_, _TORCH._foreach_copy_
     foreach_norm = _TORCH._foreach_norm
+    _disable_dynamo = _TORCH._disable_dynamo
     negated = _TORCH._neg_view  # a view
     fused_adam_, fused_adamw_, fused_sgd_ = _TORCH._fused_adam_, _TORCH._fused_adamw_, _TORCH._fused_sgd_
     aten_to_copy, aten_foreach_copy_ = torch.ops.aten._to_copy.default, torch.ops.aten._foreach_copy_.default
@@ -211,6 +212,20 @@ def dynamo_sees_torchs_own_call() -> Iterator[None]:
         for name in () if early else ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
             if name in sys.modules:
                 vars(sys.modules[name])["unpatched_nn_module_call"] = own
+
+
+class OpMode(TorchDispatchMode):
+    """Sees every op below autograd; compiled code runs below it, and dynamo compiles nothing of what handles an op."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if torch.__version__ < "2.11" and "__torch_dispatch__" in cls.__dict__:  # later torch does so
+            cls.__torch_dispatch__ = _disable_dynamo(cls.__torch_dispatch__, recursive=True)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this, dynamo runs no compiled code below the mode, and skips the frame for good."""
+        return True
 
 
 def hide_from_dynamo(function: Any, why: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fxprec.torch_internals import TorchDispatchMode, aten_foreach_copy_, aten_to_copy, current_autograd_node, view_base
+from fxprec.torch_internals import OpMode, aten_foreach_copy_, aten_to_copy, current_autograd_node, view_base
 
 _VIEWS: Final = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"})
 
@@ -51,15 +51,10 @@ def count_casts() -> Iterator[CastCount]:
         yield mode.count
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(OpMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = CastCount()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Without this, dynamo runs no compiled code below the mode, and skips the frame for good."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -132,8 +132,15 @@ class DynamicGraphs:
         store, ran = weakref.ref(self._entry.conversion.store), self._ran
         programs = ProgramsByMemory(None if program.memory is None else own_copy(gm), make, program)
         self._programs.append(programs)
-        known = weakref.ref(programs)
-        return lambda *given: known().serving(given).run(store(), given, ran)  # type: ignore[union-attr, arg-type]
+        known, original = weakref.ref(programs), gm.forward
+
+        def run(*given: Any) -> Any:
+            serving, weights = known(), store()
+            if serving is None or weights is None:  # torch < 2.13, beyond its limit: dynamo runs graphs of any model
+                return original(*given)
+            return serving.serving(given).run(weights, given, ran)
+
+        return run
 
     def _argument_program(self, gm: GraphModule, inputs: Sequence[Any], any_memory: bool, part: str) -> ArgumentProgram:
         """Rewrite one graph for these arguments; ``any_memory``: for any, however they share memory."""

@@ -18,7 +18,7 @@ from fxprec.model.module import conversion_of
 from fxprec.passes.torch_internals import schema_of
 from fxprec.tape.nodes import NodeOf, node_by_node
 from fxprec.tape.origin import Origin
-from fxprec.torch_internals import TorchDispatchMode, current_autograd_node, sequence_number
+from fxprec.torch_internals import OpMode, current_autograd_node, sequence_number
 
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 #: Writes that a schema does not say: name of the op -> positions of the arguments.
@@ -29,18 +29,13 @@ _UNSAID: Final = {
 }
 
 
-class Attribution(TorchDispatchMode):
+class Attribution(OpMode):
     """While it is on: each op of this thread goes to ``op``, with whom it belongs to. ``observe`` turns it on."""
 
     def __init__(self) -> None:
         super().__init__()
         self._nodes: list[Origin] = []
         self._by_sequence: dict[int, Origin] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Without this, dynamo runs no compiled code below the mode, and skips the frame for good."""
-        return True
 
     def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
         """Run an op and give what it gives."""

@@ -40,11 +40,11 @@ def test_norms_are_known_by_their_class_and_check_their_input() -> None:
                     norm(x)
 
 
-@contract("fxprec", "TorchDispatchMode", "aten_to_copy", "aten_foreach_copy_", "dispatch_mode_stack")
+@contract("fxprec", "OpMode", "aten_to_copy", "aten_foreach_copy_", "dispatch_mode_stack")
 def test_a_mode_of_our_own_sees_casts() -> None:
     seen: list[object] = []
 
-    class Mode(of_fxprec.TorchDispatchMode):
+    class Mode(of_fxprec.OpMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func)
             return func(*args, **(kwargs or {}))

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fxprec.torch_internals import TorchDispatchMode, tree_leaves
+from fxprec.torch_internals import OpMode, tree_leaves
 
 
-class RealTensorOps(TorchDispatchMode):
+class RealTensorOps(OpMode):
     """Lets constants be made (``torch.arange(n)``), and declines before a weight is read or written, or a number drawn.
 
     Attributes:
@@ -22,10 +22,6 @@ class RealTensorOps(TorchDispatchMode):
         super().__init__()
         self._decline = decline
         self.made: dict[int, Tensor] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

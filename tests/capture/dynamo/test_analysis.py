@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import operator
 import weakref
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxprec
 from fxprec.model.module import conversion_of
+from fxprec.torch_internals import OpMode
 
 LOW = torch.bfloat16
 
@@ -370,3 +372,49 @@ def test_the_graphs_of_a_model_go_with_it():
     del model, captured
     gc.collect()
     assert [each() for each in kept] == [None, None, None]
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_beyond_its_limit_dynamo_may_run_what_was_captured_for_another_model(alive):
+    """Before torch 2.13 it then takes what fits from the caches of all: values are the model's own, whoever lives."""
+    first, other = Broken(2), Mlp()
+    model, _ = fxprec.convert(first, dtype=LOW, capture="dynamo")
+    model(torch.randn(4, 8))
+    x = torch.randn(4, 8, requires_grad=True) * 1
+    died = weakref.ref(model)
+    if not alive:
+        del model, first
+        gc.collect()
+    assert (died() is not None) == alive
+    run_only = torch._dynamo.run(Mlp.forward)
+    with torch.autocast("cpu", LOW, cache_enabled=False):
+        torch.testing.assert_close(run_only(other, x), other(x), atol=0.02, rtol=0.02, check_dtype=False)
+
+
+def test_dynamo_compiles_nothing_of_what_looks_at_ops():
+    seen = []
+
+    def touched(value):
+        seen.append(torch.compiler.is_compiling())
+        return value * 1
+
+    class Looks(OpMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return touched(func(*args, **kwargs or {}))
+
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append([node.target for node in gm.graph.nodes if node.op.startswith("call")])
+        return gm.forward
+
+    def broken(x):
+        for _ in range(2):
+            x = x + 1
+            torch._dynamo.graph_break()
+        return x
+
+    with Looks():
+        torch.compile(broken, backend=backend)(torch.ones(3))
+    assert seen and not any(seen)
+    assert not any(operator.mul in graph for graph in graphs)
