@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS = ["--steps", "3", "--width", "2", "--batch", "8"]

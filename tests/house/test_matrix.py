@@ -9,6 +9,8 @@ import matrix
 
 TESTS = """
 import pytest
+
+pytestmark = pytest.mark.slow
 def test_good(): pass
 def test_other(): pass
 def test_bad(): assert False

@@ -107,11 +107,12 @@ SOUND: dict[str, Function] = {
 @pytest.mark.parametrize("name", SOUND)
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "looped"])
 def test_sound_runs_have_no_finding(name: str, place: str) -> None:
-    for seed, dtype in enumerate((BF16, BF16, F16, F16)):
+    for seed, dtype in enumerate((BF16, F16)):
         model = made(SOUND[name], place, dtype, seed)
         scaler = fxprec.LossScaler("cpu", init_scale=1024.0) if dtype is F16 else None
         with unchanged(model):
-            assert locate(model, batch(seed), F.cross_entropy, scaler) is None
+            for data in (seed, seed + 2):
+                assert locate(model, batch(data), F.cross_entropy, scaler) is None
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,12 @@ class Net(nn.Module):
 def converted(model: nn.Module, dtype: torch.dtype = BF16, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     return fxprec.convert(model, dtype=dtype, **{"lower": FASTER} | settings)[0]
+
+
+@pytest.fixture(autouse=True)
+def _timed_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured of a step's time decides nothing here."""
+    monkeypatch.setattr(sys.modules["fxprec.numerics.tune"], "_SECONDS", 0.01)
 
 
 def batches(count: int = 8, seed: int = 0) -> list[tuple[Tensor, Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,8 @@ from fxprec.testing import assert_annotations_hold
 from tests.fuzz import programs
 from tests.fuzz.programs import ROUNDING, Model, Unrounded, everything, inputs, rewrite
 from tests.fuzz.steps import STEPS
+
+pytestmark = pytest.mark.slow
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -76,7 +79,7 @@ def test_casts_are_the_only_change(model: Model, context: Context) -> None:
 
 
 @given(PROGRAMS, CONTEXTS)
-@FEW
+@settings(FEW, max_examples=60)
 def test_dtypes_without_knowing_those_of_the_inputs(model: Model, context: Context) -> None:
     wanted = expected(model)
     outputs = pytree.tree_leaves(rewrite(model, context)(*inputs()))
@@ -84,7 +87,7 @@ def test_dtypes_without_knowing_those_of_the_inputs(model: Model, context: Conte
 
 
 @given(PROGRAMS)
-@FEW
+@settings(FEW, max_examples=40)
 def test_level_o0_changes_nothing(model: Model) -> None:
     wanted = expected(model)
     gm = rewrite(model, Context(low=BF16, policy=Policy.preset("O0")))

@@ -32,7 +32,10 @@ from fxprec.programs.shapes import propagate_shapes
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")  # of the interpreter
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning"),
+]  # of the interpreter
 
 Made = list[Any]
 #: (the program's own weights, an earlier value, another one) -> value of shape (2, 3, 4)

@@ -19,7 +19,10 @@ from fxprec.kernels.rows.run.evaluate import evaluate
 from fxprec.kernels.rows.run.gradients import eager_backward
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:.*lossy conversion.*:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:.*lossy conversion.*:UserWarning"),
+]
 _SETTINGS: Any = {
     "deadline": None, "derandomize": True, "database": None, "report_multiple_bugs": False,
     "suppress_health_check": [*HealthCheck], "phases": (Phase.generate, Phase.shrink),
