@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fxprec
 from benchmarks.measure.peak import HostMeter, Marks, peak_of
 from fxprec.model.module import conversion_of, is_converted
+from fxprec.torch_internals import OpMode
 
 __all__ = ["COLUMNS", "Traffic", "markdown", "rows"]
 
@@ -41,7 +41,7 @@ COLUMNS = (
 WIDTH, BATCH = 256, 4
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(OpMode):
     """Bytes moved by operators on tensors of ``numel`` elements or more, by the phase that is set."""
 
     def __init__(self, numel: int) -> None:
@@ -50,10 +50,6 @@ class Traffic(TorchDispatchMode):
         self.phase = "forward"
         self.bytes: dict[str, int] = {}
         self.operators = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

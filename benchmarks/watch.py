@@ -40,7 +40,7 @@ from benchmarks.measure.interleaved import (
 )
 from benchmarks.measure.training_step import Setup, Step, loop, prepared
 from benchmarks.workloads.training import SIZES, Workload, workloads
-from fxprec.torch_internals import TorchDispatchMode
+from fxprec.torch_internals import OpMode
 
 __all__ = ["Cost", "cost", "main"]
 
@@ -50,17 +50,13 @@ _MODELS: Final = ("gpt", "cnn")
 _VIEWS: Final = ("view", "detach", "slice", "alias", "unbind", "t", "expand", "select")
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(OpMode):
     """Counts ops: all of them, and those that read a tensor of more than single numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.all: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0].rpartition("::")[2]

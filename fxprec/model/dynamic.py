@@ -132,11 +132,13 @@ class DynamicGraphs:
         store, ran = weakref.ref(self._entry.conversion.store), self._ran
         programs = ProgramsByMemory(None if program.memory is None else own_copy(gm), make, program)
         self._programs.append(programs)
-        known, original = weakref.ref(programs), gm.forward
+        known = weakref.ref(programs)
+        original = None if dynamo.ISOLATES else gm.forward  # dynamo's graph goes where nobody holds it
 
         def run(*given: Any) -> Any:
             serving, weights = known(), store()
-            if serving is None or weights is None:  # torch < 2.13, beyond its limit: dynamo runs graphs of any model
+            if serving is None or weights is None:
+                assert original is not None  # the call of another model, in which dynamo runs what it had from this one
                 return original(*given)
             return serving.serving(given).run(weights, given, ran)
 

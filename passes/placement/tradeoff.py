@@ -125,11 +125,6 @@ class TradeOff:
         seconds = (self._base + cost_of(self._time, [*full])) * 1e-12
         return Outcome(tuple(full), seconds, cost_of(self._error, [*full]))
 
-    def is_possible(self, full: Sequence[bool]) -> bool:
-        """Whether an assignment honours pins and closures."""
-        pins = all(full[variable] is pin for variable, pin in self._time.pins.items())
-        return pins and all(full[y] for x, y in self._time.closures if full[x])
-
     def closed(self, move: Move) -> Move | None:
         """The move with all that closures make of it. None: a pin or the move itself forbids that."""
         whole = dict(move)

@@ -50,6 +50,10 @@ _CONFIG: Final = {
 }
 #: There, where no dict of the modules changed, no guard is asked further in: but classes and dtypes of weights may.
 _BEFORE_2_13: Final = {"use_recursive_dict_tags_for_guards": False, "skip_tensor_guards_with_matching_dict_tags": False}
+#: Whether dynamo keeps what it compiled, and counts how often, for each capture apart, in functions further in as well.
+#: Before torch 2.13 it does not: beyond its limit it runs whatever fits, also graphs of models that are gone.
+ISOLATES: Final = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+_OF_ITS_OWN: Final = {"isolate_recompiles": True} if ISOLATES else {}
 #: Skipped frames that hold no tensor work: torch's own, and those without tensors or operations on them.
 _HARMLESS: Final = ("skipfiles", "no tensor-related objects", "namedtuple", "No ops traced")
 
@@ -101,7 +105,7 @@ class DynamoCapture:
 
     def __init__(self, function: Callable[..., Any], receiver: GraphReceiver, *, fullgraph: bool = False) -> None:
         backend = _Backend(receiver)
-        context = torch_dynamo().optimize(backend, nopython=fullgraph, **_isolated())
+        context = torch_dynamo().optimize(backend, nopython=fullgraph, **_OF_ITS_OWN)
         twin = _own_code(function)
         self.granted = Granted()
         self._compiling = _Compiling(context.callback, backend, twin, self.granted)  # type: ignore[attr-defined]
@@ -263,11 +267,6 @@ class _Compiling:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-
-def _isolated() -> dict[str, bool]:
-    """Recompilations counted for each capture apart, where dynamo can (torch 2.13), in functions further in as well."""
-    return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
 def _configured() -> Any:

@@ -17,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxprec
+from fxprec.capture.dynamo import analysis
+from fxprec.capture.dynamo.place import place
+from fxprec.model.dynamic import DynamicGraphs
 from fxprec.model.module import conversion_of
 from fxprec.torch_internals import OpMode
 
@@ -375,8 +378,10 @@ def test_the_graphs_of_a_model_go_with_it():
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_beyond_its_limit_dynamo_may_run_what_was_captured_for_another_model(alive):
+def test_beyond_its_limit_dynamo_may_run_what_was_captured_for_another_model(alive, monkeypatch):
     """Before torch 2.13 it then takes what fits from the caches of all: values are the model's own, whoever lives."""
+    monkeypatch.setattr(analysis, "ISOLATES", False)
+    monkeypatch.setattr(analysis, "_OF_ITS_OWN", {})
     first, other = Broken(2), Mlp()
     model, _ = fxprec.convert(first, dtype=LOW, capture="dynamo")
     model(torch.randn(4, 8))
@@ -418,3 +423,29 @@ def test_dynamo_compiles_nothing_of_what_looks_at_ops():
         torch.compile(broken, backend=backend)(torch.ones(3))
     assert seen and not any(seen)
     assert not any(operator.mul in graph for graph in graphs)
+
+
+@pytest.mark.parametrize("name", ["forward", "<lambda>"])
+def test_a_place_behind_a_graph_break_bears_the_name_of_its_function(name):
+    assert place("model.py", 12, f"torch_dynamo_resume_in_{name}_at_9") == place("model.py", "12", name)
+    assert place("model.py", 12, name) == f"model.py:12 in {name}"
+
+
+def test_dynamos_graph_is_kept_only_where_it_may_be_run_without_its_model(monkeypatch):
+    kept = []
+    for isolates in (True, False):
+        monkeypatch.setattr(analysis, "ISOLATES", isolates)
+        model, _ = fxprec.convert(Mlp(), dtype=LOW, capture="dynamo")
+        graphs = []
+        rewritten = DynamicGraphs.rewritten
+
+        def seen(self, gm, inputs, part, rewritten=rewritten, graphs=graphs):
+            graphs.append(weakref.ref(gm))
+            return rewritten(self, gm, inputs, part)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(DynamicGraphs, "rewritten", seen)
+            model(torch.randn(4, 8))
+        gc.collect()
+        kept.append([each() is not None for each in graphs])
+    assert kept == [[False], [True]]
