@@ -1,6 +1,7 @@
 """Hostile cases: a case is a function that builds a model, converts it, calls it and changes things in between.
 
-It runs as it stands (FP32), in float64, under eager autocast, and converted, static and by dynamo. What it saw
+It runs as it stands (FP32), in float64, under eager autocast, and converted: as ``convert`` captures by itself, and by
+dynamo where that made static graphs (where it made none, dynamo has had all of it already). What it saw
 (outputs, inputs afterwards, gradients, the state of model and surroundings, random states) must be what the original
 saw: equal in every fact, and in numbers at most twice as far from float64 as eager autocast is. Products that autocast
 lowers are lowered.
@@ -8,12 +9,13 @@ lowers are lowered.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -21,6 +23,8 @@ import pytest
 import torch
 
 import fxprec
+from fxprec.model.captured import Captured
+from fxprec.model.static import StaticEntry, StaticGraphs
 from tests.hostile.counting import counted
 from tests.hostile.known import KNOWN
 from tests.hostile.portrait import Leaf, error, size
@@ -110,15 +114,35 @@ def _is_ours(category: type[Warning]) -> bool:
     return issubclass(category, fxprec.FxprecWarning)
 
 
-def check(case: Case, capture: str, products: Counter[torch.dtype]) -> None:
-    """Compare the converted run with the original's and with eager autocast's."""
+def check(case: Case, captures: Sequence[str], products: Counter[torch.dtype]) -> None:
+    """Compare converted runs with the original's and with eager autocast's; the second one if the first was static."""
     plain = outcome(case, "fp32", products)
     twin = plain if case.no_twin else outcome(case, "fp64", products)
     cast = None if case.no_autocast else outcome(case, "autocast", products)
-    ours = outcome(case, capture, products)
-    wrong = [*_facts(plain, cast, ours), *_numbers(plain, twin, cast, ours), *_lowered(case, cast, ours)]
-    if wrong:
-        pytest.fail("\n".join(wrong[:12]), pytrace=False)
+    for capture in captures:
+        torch._dynamo.reset()
+        with _static_graphs() as made:
+            ours = outcome(case, capture, products)
+        wrong = [*_facts(plain, cast, ours), *_numbers(plain, twin, cast, ours), *_lowered(case, cast, ours)]
+        if wrong:
+            pytest.fail("\n".join([f"with capture={capture!r}:", *wrong[:12]]), pytrace=False)
+        if not made:
+            return
+
+
+@contextlib.contextmanager
+def _static_graphs() -> Iterator[list[StaticEntry]]:
+    """The static graphs that are made from now on."""
+    made: list[StaticEntry] = []
+    add = StaticGraphs.add
+
+    def noted(graphs: StaticGraphs, names: Any, constants: Any, entry: StaticEntry) -> list[Captured]:
+        made.append(entry)
+        return add(graphs, names, constants, entry)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StaticGraphs, "add", noted)
+        yield made
 
 
 def _facts(plain: Outcome, cast: Outcome | None, ours: Outcome) -> Iterator[str]:
@@ -170,28 +194,19 @@ def _lowered(case: Case, cast: Outcome | None, ours: Outcome) -> Iterator[str]:
         yield f"products run in {dict(ours.products)}, under autocast in {dict(cast.products)}"
 
 
-def suite(cases: Cases) -> tuple[Any, Any]:
-    """``test_static, test_dynamo = suite(CASES)``."""
+def suite(cases: Cases) -> Any:
+    """``test_case = suite(CASES)``."""
 
-    def made(capture: str, chosen: list[Case]) -> Any:
-        parameters = [
-            pytest.param(case, id=case.name, marks=_marks(f"{cases.group}-{case.name}-{capture}", case))
-            for case in chosen
-        ]
+    @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=_marks(cases, case)) for case in cases])
+    def test(case: Case) -> None:
+        with counted() as products:
+            check(case, ["auto"] if case.no_dynamo else ["auto", "dynamo"], products)
 
-        @pytest.mark.parametrize("case", parameters)
-        def test(case: Case) -> None:
-            torch._dynamo.reset()
-            with counted() as products:
-                check(case, capture, products)
-
-        return test
-
-    return made("auto", cases), made("dynamo", [case for case in cases if not case.no_dynamo])
+    return test
 
 
-def _marks(identity: str, case: Case) -> list[Any]:
+def _marks(cases: Cases, case: Case) -> list[Any]:
     marks = [pytest.mark.slow] if case.slow else []
-    if identity in KNOWN:
+    if (identity := f"{cases.group}-{case.name}") in KNOWN:
         marks.append(pytest.mark.xfail(strict=True, reason=KNOWN[identity]))
     return marks

@@ -3,4 +3,4 @@
 from tests.hostile.cases_changes import CASES
 from tests.hostile.harness import suite
 
-test_static, test_dynamo = suite(CASES)
+test_case = suite(CASES)
