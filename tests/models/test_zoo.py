@@ -148,7 +148,7 @@ def test_save_pretrained_round_trip(tmp_path):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit", "whisper"])
+@pytest.mark.parametrize("name", ["bert", "llama", "t5", "vit"])
 @pytest.mark.filterwarnings("ignore:float16 on a CPU")
 def test_one_step_in_float16(name):
     """Tiny: float16 matmuls are slow here. Loss and gradients with a static scale, beside eager autocast's."""

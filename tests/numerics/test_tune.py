@@ -177,7 +177,7 @@ def test_a_stream_in_fp32_is_rounded_for_its_branches_only(reads: str) -> None:
     policy, _, reached = study.policy_for(stream, start)
     assert reached.square == pytest.approx(stream.square, rel=0.1, abs=0)
     assert stream.square < study.trade.outcome(study.all_low).square / 50
-    measured = abs(ledger_of(Problem(trial(model, policy=policy), F.cross_entropy), batches(96, 2)).measured)
+    measured = abs(ledger_of(Problem(trial(model, policy=policy), F.cross_entropy), batches(48, 2)).measured)
     assert measured / 1.5 < math.sqrt(stream.square + study.constant) < measured * 1.5
 
 
