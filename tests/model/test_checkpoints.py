@@ -201,8 +201,11 @@ def resumes_bit_for_bit(case: Case, kind: type[Training] = Training) -> tuple[Tr
 
 
 @pytest.mark.filterwarnings("ignore:float16 on a CPU:UserWarning")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [(name, torch.bfloat16) for name in OPTIMIZERS]
+    + [(name, torch.float16) for name in ("torch AdamW", "AdamW", "AdamW low gradients")],
+)
 def test_every_optimizer_goes_on_from_every_point(optimizer, dtype):
     if "low gradients" in optimizer and not hasattr(Tensor, "grad_dtype"):
         pytest.skip("this torch has no grad_dtype")
