@@ -56,7 +56,7 @@ def main() -> None:
     print(format_graph(model))
 
     section("report")
-    print(fxprec.report(model))
+    print(fxprec.report(model), fxprec.report(model).nodes, sep="\n\n")
 
     section("explain block.norm, and every softmax")
     print(fxprec.explain(model, "block.norm"))

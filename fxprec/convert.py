@@ -16,7 +16,6 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from fxprec.capture.originals import has_signature
-from fxprec.costs.files import cpu_flags, has_bfloat16_units
 from fxprec.errors import SlowDtypeWarning
 from fxprec.model.checks import check_module_overrides, refuse_unfit, settled_device
 from fxprec.model.method_names import named_methods
@@ -168,8 +167,8 @@ def convert(
     made = make_scaler(scaler, settings.dtype, policy.level, device)
     settings = replace(settings, scales=scales(made))
     refuse_unfit(model, settings)
-    if device == "cpu":
-        _warn_if_slow(settings)
+    if settings.why_slow:
+        _warn_slow(settings.why_slow)
     module = _as_module(model, loss)
     check_module_overrides(policy, module)
     conversion = attach(module, replace(settings, methods=named_methods(module, methods)))
@@ -207,26 +206,10 @@ def _policy(level: str | None, policy: Policy | None) -> Policy:
     return policy
 
 
-def _warn_if_slow(settings: Settings) -> None:
-    """Where the CPU has no units for the low dtype, unless costs decide what is lowered."""
-    if settings.dtype is torch.float16:
-        _warn_slow(
-            "float16 on a CPU without float16 units is hundreds of times slower than bfloat16: fine for tests, "
-            "else leave dtype out"
-        )
-    elif settings.policy.level != "O0" and not settings.pays and cpu_flags() and not has_bfloat16_units():
-        _warn_slow(
-            "this CPU has no bfloat16 units (AVX512-BF16, AMX, Arm BF16): products in bfloat16 are slower than in "
-            "FP32, with AVX2 alone 44 to 499 times (pytorch#146508). Measure with `python -m fxprec calibrate`, then "
-            'convert(model, example_inputs, lower="pays") lowers only what gains; without example inputs the first '
-            "call tells the sizes"
-        )
-
-
 @functools.cache
 def _warn_slow(why: str) -> None:
     """Once a process: the cache remembers."""
-    warnings.warn(why, category=SlowDtypeWarning, stacklevel=4)
+    warnings.warn(why, category=SlowDtypeWarning, stacklevel=3)
 
 
 class _Function(nn.Module):

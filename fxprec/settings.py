@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fxprec.costs.files import costs_of
+from fxprec.costs.files import costs_of, cpu_flags, has_bfloat16_units
 from fxprec.errors import PolicyError
 from fxprec.passes.context import Context
 from fxprec.passes.costs.device_costs import DeviceCosts
@@ -71,6 +71,25 @@ class Settings:
     def pays(self) -> bool:
         """Whether ops are left in FP32 where lowering them loses time: then a graph is captured with its sizes."""
         return self.lower != "always" and self.policy.level != "O0"
+
+    @property
+    def why_slow(self) -> str:
+        """Why the low dtype is slow here: a CPU without units for it, unless costs decide what is lowered. "" else."""
+        if self.device != "cpu" or self.policy.level == "O0":
+            return ""
+        if self.dtype is torch.float16:
+            return (
+                "float16 on a CPU without float16 units is hundreds of times slower than bfloat16: fine for tests, "
+                "else leave dtype out"
+            )
+        if self.pays or not cpu_flags() or has_bfloat16_units():
+            return ""
+        return (
+            "this CPU has no bfloat16 units (AVX512-BF16, AMX, Arm BF16): products in bfloat16 are slower than in "
+            "FP32, with AVX2 alone 44 to 499 times (pytorch#146508). Measure with `python -m fxprec calibrate`, then "
+            'convert(model, example_inputs, lower="pays") lowers only what gains; without example inputs the first '
+            "call tells the sizes"
+        )
 
     @property
     def device_costs(self) -> DeviceCosts:

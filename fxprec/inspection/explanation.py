@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
+from typing import Final
 
 from torch import nn
 from torch.fx import Node
 
 from fxprec.inspection.figures import count
+from fxprec.inspection.layers import fold, folded
 from fxprec.inspection.nodes import (
     Place,
     captured_of,
@@ -24,6 +28,10 @@ from fxprec.passes.graph.annotations import arg_nodes, module_path, notes, weigh
 from fxprec.passes.graph.casts import cast_if_float
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 
+_NODE: Final = re.compile(r"%([\w.]+)")
+#: Nodes of other layers, whose names are left out.
+_OUTSIDE: Final = re.compile(r"%(?:, %)*(?!\w)")
+
 
 class Explanation(str):
     """A text that shows as itself at a prompt."""
@@ -36,6 +44,8 @@ class Explanation(str):
 
 def explain(model: nn.Module, pattern: str) -> Explanation:
     """What every node of a part of the model reads, computes and puts out, by which rule, why, and with which casts.
+
+    Layers that are alike are told once: ``blocks.0-11: 12 alike``. The pattern ``blocks.3`` tells of one of them.
 
     Args:
         model: a converted module, or a GraphModule that ``fxprec.graph_module`` returned.
@@ -58,9 +68,44 @@ def explain(model: nn.Module, pattern: str) -> Explanation:
             heading += f" ({methods[graphs[number]]})" if len({*methods.values()}) > 1 else ""
             lines.append(f"{heading}: {count(len(ops or own), 'node')}")
         # A cast shows at its readers; by itself only where it is all that was asked for.
-        for place in ops or own:
-            lines += _describe(place)
+        lines += _folded(ops or own, pattern)
     return Explanation("\n".join(lines))
+
+
+def _folded(shown: list[Place], pattern: str) -> Iterator[str]:
+    """The description of each node; of layers that are alike the first one's only."""
+    layers = [(name, [*own]) for name, own in itertools.groupby(shown, lambda place: _layer(place, pattern))]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for position, (name, own) in enumerate(layers):
+        alike.setdefault(_likeness(name, own) if name else (str(position),), []).append(name)
+    for position, (name, own) in enumerate(layers):
+        same = alike[_likeness(name, own) if name else (str(position),)]
+        if name != same[0]:
+            continue
+        if len(same) > 1:
+            yield f"{', '.join(folded(same))}: {len(same)} alike, {count(len(own), 'node')} each; the first one's:"
+        for place in own:
+            yield from _describe(place)
+
+
+def _layer(place: Place, pattern: str) -> str:
+    """The layer that a node is in, "blocks.3": the first number in its module's path that the pattern does not name."""
+    parts = module_path(place.node).split(".")
+    for position, part in enumerate(parts):
+        if part.isdecimal() and position >= len(pattern.split(".")):
+            return ".".join(parts[: position + 1])
+    return ""
+
+
+def _likeness(name: str, own: list[Place]) -> tuple[str, ...]:
+    """What is equal for layers that are alike: their descriptions, but for their numbers and the names of nodes."""
+    names = {place.node.name: str(position) for position, place in enumerate(own)}
+    lines = [
+        _NODE.sub(lambda match: "%" + names.get(match[1], ""), line).replace(name, fold(name))
+        for place in own
+        for line in _describe(place)
+    ]
+    return tuple(_OUTSIDE.sub("%", line) for line in lines)  # one reader of a result more: the next layer's residual
 
 
 def _describe(place: Place) -> Iterator[str]:

@@ -45,8 +45,9 @@ class Activations:
             return "unknown without shapes: give convert(model, example_inputs=...)"
         saved = self.original - self.rewritten
         text = (
-            f"{_size(self.rewritten)} written, {_size(self.original)} in the original: "
-            f"{'saves' if saved >= 0 else 'costs'} {_size(abs(saved))}, {_size(self.casts)} written by casts counted in"
+            f"{size_text(self.rewritten)} written, {size_text(self.original)} in the original: "
+            f"{'saves' if saved >= 0 else 'costs'} {size_text(abs(saved))}, "
+            f"{size_text(self.casts)} written by casts counted in"
         )
         return text + (f"; {self.unknown} values of unknown shape left out" if self.unknown else "")
 
@@ -60,10 +61,10 @@ class Weights:
     shadow_bytes: int
 
     def __str__(self) -> str:
-        own = ", ".join(f"{_size(size)} {dtype}" for dtype, size in self.parameters.items()) or "none"
+        own = ", ".join(f"{size_text(size)} {dtype}" for dtype, size in self.parameters.items()) or "none"
         if not self.shadows:
             return f"{own}; no shadows"
-        return f"{own}, and on top {_size(self.shadow_bytes)} for {count(self.shadows, 'shadow')}"
+        return f"{own}, and on top {size_text(self.shadow_bytes)} for {count(self.shadows, 'shadow')}"
 
 
 def activations(nodes: Iterable[Node]) -> Activations:
@@ -123,7 +124,8 @@ def weights(model: nn.Module, graphs: Sequence[GraphModule], found: Iterable[Pla
     return Weights(dict(parameters), len(shadows), sum(shadows.values()))
 
 
-def _size(size: int) -> str:
+def size_text(size: int) -> str:
+    """``225 kB``."""
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}" if unit != "B" else f"{size} B"

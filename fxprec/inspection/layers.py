@@ -30,6 +30,14 @@ def unfold(pattern: str, numbers: Iterable[Numbers]) -> Iterator[str]:
         yield "".join(itertools.chain(*zip(texts, [*ranges, ""], strict=True)))
 
 
+def folded(paths: Iterable[str]) -> list[str]:
+    """As few names as tell these paths, in the order in which they come first: ``["blocks.0-11.mlp", "head"]``."""
+    alike: dict[str, list[Numbers]] = {}
+    for path in paths:
+        alike.setdefault(fold(path), []).append(numbers_of(path))
+    return [name for pattern, numbers in alike.items() for name in unfold(pattern, numbers)]
+
+
 def _products(numbers: set[Numbers]) -> list[list[str]]:
     """Sets whose products are these tuples, as texts."""
     if numbers == {()}:

@@ -1,11 +1,14 @@
-"""What a conversion did, for people and for programs: ``print(fxprec.report(model))``, ``report(model).to_dict()``."""
+"""What a conversion did, for people and for programs: ``print(fxprec.report(model))``, ``report(model).to_dict()``.
+
+It prints short, as the headline; ``print(fxprec.report(model).nodes)`` lists every node.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,11 +17,13 @@ from torch.fx import GraphModule, Node
 
 from fxprec.errors import NotCapturedError
 from fxprec.inspection.figures import Activations, Weights, activations, count, weights
+from fxprec.inspection.headline import Headline, Stay
 from fxprec.inspection.nodes import (
     Place,
     captured_of,
     is_inserted,
     is_shadow,
+    moves_data,
     op_name,
     places,
     reason,
@@ -27,18 +32,23 @@ from fxprec.inspection.nodes import (
     source_line,
 )
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
+from fxprec.inspection.rehearsal import Rehearsal, rehearse
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.conversion import Conversion
 from fxprec.model.module import conversion_of, is_converted
 from fxprec.passes.graph.annotations import Rule, module_path, notes
 from fxprec.passes.graph.text import dtype_name, shown_dtype
+from fxprec.passes.ops.table import facts_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 #: Names of guarded values that are printed; ``GraphReport.guarded`` has all.
 _SHOWN: Final = 12
+#: Graphs that were captured and did not serve for long: as many are called a risk.
+_OFTEN: Final = 8
+_BARE: Final = "told of converted modules only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,89 +69,6 @@ class Row:
     why: str
     source: str
     region: str = ""
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Headline:
-    """The figures of a conversion; prints as a few lines.
-
-    Attributes:
-        settings: level, dtype and placement; empty for a bare graph.
-        computes: compute dtype -> nodes.
-        casts: inserted casts that run at every call.
-        absorbed: inserted casts within fused regions, which cost nothing.
-        costs: which costs of the device ``lower="pays"`` went by, and how many ops stay FP32; "" for "always".
-        regions: what fused regions there are and how they run.
-        shadow_casts: inserted casts of weights, in whose place shadows are read.
-        folded: casts removed again.
-        captures, graphs, breaks: how often a forward was captured, what came of it, and the graph breaks between.
-        other_mode: graphs captured while the module was in the other mode (training or not): no figure counts them.
-        net: where -> why of what runs outside the graphs, under torch.autocast.
-        not_static: why static capture was declined.
-        methods: those converted besides forward.
-        not_named: those that call submodules and run in FP32 by themselves, with the argument that converts them.
-        declined: what passes declined, "pass: node: reason".
-    """
-
-    model: str
-    settings: str
-    computes: Mapping[str, int]
-    casts: int
-    absorbed: int
-    shadow_casts: int
-    folded: int
-    costs: str
-    regions: str
-    activations: Activations
-    weights: Weights
-    captures: int
-    graphs: int
-    breaks: int
-    net: Mapping[str, str]
-    not_static: tuple[str, ...]
-    declined: tuple[str, ...]
-    methods: tuple[str, ...] = ()
-    not_named: tuple[str, ...] = ()
-    other_mode: int = 0
-
-    def __str__(self) -> str:
-        return plain(self)
-
-    __repr__ = __str__
-
-    def __rich__(self) -> RenderableType:
-        title = f"{self.model}: {self.settings}" if self.settings else self.model
-        return titled(title, columns(("", ""), self._lines()))
-
-    def _lines(self) -> Iterator[tuple[str, str]]:
-        yield "computing", ", ".join(f"{number} in {dtype}" for dtype, number in self.computes.items()) or "no floats"
-        yield (
-            "casts",
-            f"{self.casts} inserted, {self.shadow_casts} of weights read as shadows instead, {self.folded} folded"
-            + (f", {self.absorbed} within regions" if self.absorbed else ""),
-        )
-        if self.costs:
-            yield "costs", self.costs
-        if self.regions:
-            yield "regions", self.regions
-        yield "activations", str(self.activations) + (f" (all {self.graphs} graphs)" if self.graphs > 1 else "")
-        yield "weights", str(self.weights)
-        if self.methods:
-            yield "methods", ", ".join(("forward", *self.methods))
-        apart = f"; {self.other_mode} of the other mode apart" if self.other_mode else ""
-        yield (
-            "graphs",
-            f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}{apart}",
-        )
-        for where, why in self.net.items():
-            how = "as it is" if self.settings.startswith("O0") else "under torch.autocast"
-            yield "outside", f"{where}: {why} (runs {how})"
-        for why in self.not_static:
-            yield "not static", why
-        for what in self.declined:
-            yield "declined", what
-        for what in self.not_named:
-            yield "not named", what
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +112,33 @@ class Report:
     __repr__ = __str__
 
     def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [self.headline]
+        return self.headline
+
+    @property
+    def nodes(self) -> NodeTable:
+        """A line a node, to print or to search: none is ever wrapped."""
+        return NodeTable(self)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class NodeTable:
+    """Every node of the graphs, a line each; prints as columns."""
+
+    report: Report
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> RenderableType:
+        headline, graphs = self.report.headline, self.report.graphs
         names = ("node", "module", "op", "computes", "output", "rule", "why", "source")
-        for number, graph in enumerate(self.graphs, 1):
-            method = graph.method if self.headline.methods else ""
-            mode = f" ({graph.mode})" if self.headline.other_mode else ""
-            title = f"\ngraph {number} of {len(self.graphs)}{mode}: {method}({', '.join(graph.inputs)})"
+        parts: list[RenderableType] = []
+        for number, graph in enumerate(graphs, 1):
+            method = graph.method if headline.methods else ""
+            mode = f" ({graph.mode})" if headline.other_mode else ""
+            title = f"graph {number} of {len(graphs)}{mode}: {method}({', '.join(graph.inputs)})"
             if graph.guarded:
                 more = len(graph.guarded) - _SHOWN
                 shown = [*graph.guarded[:_SHOWN], *([f"{more} more"] if more > 0 else [])]
@@ -207,7 +155,10 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Every node of the rewritten graphs with its dtypes, rule and reason, and the figures of the whole.
+    """The figures of a conversion, and every node of its graphs with dtypes, rule and reason.
+
+    ``print`` gives 10 to 40 lines: a verdict, what stays FP32 and why, casts and memory beside eager autocast's, what
+    runs outside of the graphs, risks. ``print(report(model).nodes)`` gives a line a node.
 
     Args:
         model: a converted module, or a GraphModule that ``fxprec.graph_module`` returned.
@@ -256,12 +207,18 @@ def _headline(
     apart, sections = len(sections) - len(graphs), [section for section in sections if section.counts]
     rows = [row for section in sections for row in section.rows]
     kinds = Counter(row.kind for row in rows)
+    computing = [row for row in rows if row.compute != "-"]
+    captured = [each for gm, each in captured_of(model).items() if gm in graphs]
     settings = conversion.settings if conversion else None
     net = {short_paths(where): short_paths(why) for where, why in (conversion.net if conversion else {}).items()}
     return Headline(
         model=conversion.original_class.__name__ if conversion else type(model).__name__,
         settings=f"{settings.policy.level}, {dtype_name(settings.dtype)}, {settings.placement}" if settings else "",
-        computes=dict(Counter(row.compute for row in rows if row.compute != "-").most_common()),
+        low=dtype_name(settings.dtype) if settings else "",
+        products=_by_dtype(row for row in computing if facts_of(row.op).rule is Rule.LOW),
+        computes=_by_dtype(row for row in computing if not moves_data(row.op)),
+        views=_by_dtype(row for row in computing if moves_data(row.op)),
+        stays=_stays(computing),
         casts=kinds["cast"],
         absorbed=kinds["absorbed"],
         costs=_cost_line(graphs, rows),
@@ -270,6 +227,9 @@ def _headline(
         folded=sum(gm.meta.get("folded", 0) for gm in graphs),
         activations=sum((section.activations for section in sections), Activations()),
         weights=held,
+        rehearsal=rehearse(captured, settings.device, settings.dtype)
+        if settings
+        else Rehearsal(unknown="not told here"),
         captures=conversion.captures if conversion else 1,
         graphs=len(graphs),
         breaks=sum("graph break" in why for why in net.values()),
@@ -278,8 +238,41 @@ def _headline(
         declined=tuple(dict.fromkeys(what for section in sections for what in section.declined)),
         methods=conversion.settings.methods if conversion else (),
         not_named=tuple(map(str, unnamed_methods(model, conversion.methods))) if conversion else (),
+        risks=tuple(_risks(conversion, computing)) if conversion else (),
         other_mode=apart,
     )
+
+
+def _by_dtype(rows: Iterable[Row]) -> dict[str, int]:
+    return dict(Counter(row.compute for row in rows).most_common())
+
+
+def _stays(computing: Iterable[Row]) -> tuple[Stay, ...]:
+    """What computes in FP32: the ops of a reason together, those first that a rule keeps there."""
+    reasons: dict[tuple[str, str], list[Row]] = {}
+    for row in computing:
+        if row.compute == "float32" and not moves_data(row.op):
+            reasons.setdefault((row.rule, row.why.partition("; ")[0]), []).append(row)
+    ordered = sorted(reasons.items(), key=lambda item: [*Rule].index(Rule(item[0][0])))
+    return tuple(
+        Stay(why, dict(Counter(row.op for row in rows).most_common()), tuple(dict.fromkeys(row.module for row in rows)))
+        for (_, why), rows in ordered
+    )
+
+
+def _risks(conversion: Conversion, computing: Iterable[Row]) -> Iterator[str]:
+    low = dtype_name(conversion.settings.dtype)
+    lowered = Counter(row.op for row in computing if row.compute == low and facts_of(row.op).rule is Rule.FULL)
+    for op, number in lowered.items():
+        yield f"{count(number, op)} in {low}, which autocast keeps in FP32: fxprec.audit tells what that costs"
+    left = len(conversion.captured)
+    if conversion.captures - left >= _OFTEN:
+        yield (
+            f"captured {conversion.captures} times, {count(left, 'graph')} left: calls differ in what graphs are made "
+            "for; print(report.nodes) tells what they are guarded by"
+        )
+    if conversion.settings.why_slow:
+        yield conversion.settings.why_slow.partition(". ")[0]
 
 
 def _cost_line(graphs: tuple[GraphModule, ...], rows: list[Row]) -> str:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-#: Columns of the plain text: wide enough that names stay whole, whatever the terminal.
-_WIDTH: Final = 160
+#: Columns of the plain text: nothing is ever wrapped, so that grep finds what it looks for.
+_WIDTH: Final = 100_000
 
 _STYLES: Final = {"float16": "green", "bfloat16": "green", "float32": "yellow", "cast": "magenta"}
 

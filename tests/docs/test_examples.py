@@ -157,7 +157,13 @@ def test_readme_quick_start(capsys: pytest.CaptureFixture[str]):
     assert type(names["model"]) is not Model and isinstance(names["model"], Model)
     assert not names["scaler"].is_enabled()
     printed = capsys.readouterr().out
-    for words in ("Model: O1, bfloat16, mincut", "encoder.layer.3.norm", "softmax_3", "exponentials and their sum"):
+    for words in (
+        "Model: O1, bfloat16, mincut",
+        "encoder.layer.0-3.norm",
+        "4 softmax: exponentials and their sum",
+        "encoder.layer.3.norm",
+        "softmax_3",
+    ):
         assert words in printed
 
 

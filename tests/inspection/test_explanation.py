@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxprec
+from fxprec.passes.graph.annotations import Rule
 
 
 class Net(nn.Module):
@@ -66,3 +67,47 @@ def test_an_unknown_name_suggests_the_nearest(model):
 def test_a_module_that_made_no_node_is_told_from_an_unknown_one(model):
     with pytest.raises(ValueError, match="not called"):
         fxprec.explain(model, "idle")
+
+
+class Deep(nn.Module):
+    """Blocks on (2, 8), the fourth one of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU() if number == 3 else nn.GELU())
+            for number in range(12)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def deep():
+    return fxprec.convert(Deep(), (torch.randn(2, 8),), dtype=torch.bfloat16).module
+
+
+def test_layers_that_are_alike_are_told_once(deep):
+    lines = str(fxprec.explain(deep, "blocks")).split("\n")
+    assert lines[0] == "blocks: 36 nodes"
+    assert [line for line in lines if "alike" in line] == [
+        "blocks.0-2,4-11: 11 alike, 3 nodes each; the first one's:",
+    ]
+    shown = [line for line in lines if line.startswith("%")]
+    assert len(shown) == 6, "of the first layer, and of the one that is another kind"
+    assert any("relu" in line and "blocks.3.2" in line for line in shown)
+
+
+def test_one_of_them_by_its_number(deep):
+    text = str(fxprec.explain(deep, "blocks.5"))
+    assert text.startswith("blocks.5: 3 nodes") and "alike" not in text and "blocks.5.1" in text
+
+
+def test_what_a_policy_changes_in_one_layer_is_told_apart():
+    policy = fxprec.Policy.preset("O1").override(modules={"blocks.7.1": Rule.FULL})
+    model = fxprec.convert(Deep(), (torch.randn(2, 8),), dtype=torch.bfloat16, policy=policy).module
+    text = str(fxprec.explain(model, "blocks"))
+    assert "blocks.0-2,4-6,8-11: 10 alike" in text and "in blocks.7.1" in text

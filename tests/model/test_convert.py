@@ -116,7 +116,7 @@ def cpu(monkeypatch):
     module._warn_slow.cache_clear()
 
     def pretend(*flags):
-        for each in (module, sys.modules["fxprec.costs.files"]):
+        for each in (sys.modules["fxprec.settings"], sys.modules["fxprec.costs.files"]):
             monkeypatch.setattr(each, "cpu_flags", lambda: frozenset(flags))
 
     yield pretend

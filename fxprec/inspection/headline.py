@@ -1,0 +1,190 @@
+"""The report at a glance: a verdict in a line, and what is behind it in ten to thirty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from fxprec.inspection.figures import Activations, Weights, count, size_text
+from fxprec.inspection.layers import folded
+from fxprec.inspection.rehearsal import Rehearsal
+from fxprec.inspection.text import columns, plain, titled
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+#: Lines of a kind that are shown; ``Headline`` has all.
+_MOST: Final = {"stays": 8, "outside": 4, "not static": 2, "declined": 3, "not named": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Ops that compute in FP32 for one reason.
+
+    Attributes:
+        ops: op -> how many.
+        modules: the modules that they are in, each once.
+    """
+
+    why: str
+    ops: Mapping[str, int]
+    modules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ops = ", ".join(f"{number} {op}" for op, number in self.ops.items())
+        places = [name or "the model itself" for name in folded(self.modules)]
+        where = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+        return f"{ops}: {self.why} (in {where})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Headline:
+    """The figures of a conversion; prints as a few lines.
+
+    Attributes:
+        settings: level, dtype and placement; empty for a bare graph.
+        low: the low dtype, "bfloat16"; empty for a bare graph.
+        products: matrix products, convolutions and attentions: compute dtype -> nodes.
+        computes: compute dtype -> nodes, but for views and copies.
+        views: compute dtype -> nodes that only move data: views, copies, casts of the user's.
+        stays: what computes in FP32, by reason.
+        casts: inserted casts that run at every call.
+        absorbed: inserted casts within fused regions, which cost nothing.
+        costs: which costs of the device ``lower="pays"`` went by, and how many ops stay FP32; "" for "always".
+        regions: what fused regions there are and how they run.
+        shadow_casts: inserted casts of weights, in whose place shadows are read.
+        folded: casts removed again.
+        rehearsal: casts and memory kept for the backward, beside eager autocast's.
+        captures, graphs, breaks: how often a forward was captured, what came of it, and the graph breaks between.
+        other_mode: graphs captured while the module was in the other mode (training or not): no figure counts them.
+        net: where -> why of what runs outside the graphs, under torch.autocast.
+        not_static: why static capture was declined.
+        methods: those converted besides forward.
+        not_named: those that call submodules and run in FP32 by themselves, with the argument that converts them.
+        declined: what passes declined, "pass: node: reason".
+        risks: what to look at, and what to do about it.
+    """
+
+    model: str
+    settings: str
+    low: str
+    products: Mapping[str, int]
+    computes: Mapping[str, int]
+    views: Mapping[str, int]
+    stays: tuple[Stay, ...]
+    casts: int
+    absorbed: int
+    shadow_casts: int
+    folded: int
+    costs: str
+    regions: str
+    activations: Activations
+    weights: Weights
+    rehearsal: Rehearsal
+    captures: int
+    graphs: int
+    breaks: int
+    net: Mapping[str, str]
+    not_static: tuple[str, ...]
+    declined: tuple[str, ...]
+    methods: tuple[str, ...] = ()
+    not_named: tuple[str, ...] = ()
+    risks: tuple[str, ...] = ()
+    other_mode: int = 0
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> RenderableType:
+        title = f"{self.model}: {self.settings}" if self.settings else self.model
+        return titled(f"{title}: {self.verdict()}", columns(("", ""), self._lines()))
+
+    def verdict(self) -> str:
+        """One line: ``all 49 matrix products in bfloat16, 12 casts a call, nothing outside the graphs``."""
+        parts = [self._products()]
+        if not self.rehearsal.unknown:
+            parts.append(f"{count(self.rehearsal.ours.casts, 'cast')} a forward")
+        outside = len(self.net)
+        parts.append(
+            f"{count(outside, 'piece')} of code outside the graphs" if outside else "nothing outside the graphs"
+        )
+        if self.risks:
+            parts.append(count(len(self.risks), "risk"))
+        return ", ".join(parts)
+
+    def _products(self) -> str:
+        total, lowered = sum(self.products.values()), self.products.get(self.low, 0)
+        if not total:
+            return "no matrix products"
+        if not self.low or lowered == 0:
+            return f"{count(total, 'matrix product')} in " + ", ".join(self.products)
+        if lowered == total:
+            return f"all {total} matrix products in {self.low}" if total > 1 else f"the matrix product in {self.low}"
+        return f"{lowered} of {total} matrix products in {self.low}"
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        yield "computing", _numbers(self.computes) + (f"; views: {_numbers(self.views)}" if self.views else "")
+        for stay in _first("stays", self.stays):
+            yield "stays FP32", str(stay)
+        yield from self._traffic()
+        if self.costs:
+            yield "costs", self.costs
+        if self.regions:
+            yield "regions", self.regions
+        yield "activations", str(self.activations) + (f" (all {self.graphs} graphs)" if self.graphs > 1 else "")
+        yield "weights", str(self.weights)
+        if self.methods:
+            yield "methods", ", ".join(("forward", *self.methods))
+        apart = f"; {self.other_mode} of the other mode apart" if self.other_mode else ""
+        yield (
+            "graphs",
+            f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}{apart}",
+        )
+        how = "as it is" if self.settings.startswith("O0") else "under torch.autocast"
+        for what in _first("outside", [f"{where}: {why} (runs {how})" for where, why in self.net.items()]):
+            yield "outside", what
+        for label, found in (
+            ("not static", self.not_static),
+            ("declined", self.declined),
+            ("not named", self.not_named),
+        ):
+            for what in _first(label, found):
+                yield label, what
+        for what in self.risks:
+            yield "risk", what
+
+    def _traffic(self) -> Iterator[tuple[str, str]]:
+        inserted = (
+            f"{self.casts} inserted, {self.shadow_casts} of weights read as shadows instead, {self.folded} folded"
+            + (f", {self.absorbed} within regions" if self.absorbed else "")
+        )
+        known, ours, theirs = self.rehearsal, self.rehearsal.ours, self.rehearsal.autocast
+        if known.unknown:
+            yield "casts", f"{inserted}; how many run, and what is kept for the backward, is {known.unknown}"
+            return
+        each = f" (one run of each of {self.graphs} graphs)" if self.graphs > 1 else ""
+        yield "casts", inserted
+        yield (
+            "a forward",
+            f"runs {count(ours.casts, 'cast')} writing {size_text(ours.cast_bytes)}; eager autocast "
+            f"{count(theirs.casts, 'cast')} writing {size_text(theirs.cast_bytes)}, and {theirs.weight_casts} of "
+            f"weights{each}",
+        )
+        if ours.kept or theirs.kept:
+            kept, other = size_text(ours.kept), size_text(theirs.kept)
+            yield "backward", f"{kept} kept for it besides weights and inputs; eager autocast {other}{each}"
+
+
+def _numbers(nodes: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} in {dtype}" for dtype, number in nodes.items()) or "no floats"
+
+
+def _first(label: str, found: Sequence[object]) -> Iterable[str]:
+    """As many as are shown of a kind, and how many more there are."""
+    most = _MOST[label]
+    yield from map(str, found[:most])
+    if len(found) > most:
+        yield f"{len(found) - most} more, in to_dict()"
