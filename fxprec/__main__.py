@@ -1,6 +1,6 @@
 """``python -m fxprec``."""
 
-from fxprec.cli import main
+from fxprec.command_line.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

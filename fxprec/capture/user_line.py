@@ -10,7 +10,8 @@ from typing import Final
 import torch
 
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LIBRARIES: Final = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _OURS + os.sep)
+#: What is no code of the user's; "<frozen runpy>" calls those of `python -m`.
+_LIBRARIES: Final = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _OURS + os.sep, "<frozen ")
 
 
 def user_level() -> int:

@@ -1,50 +1,56 @@
-"""The command line: ``python -m fxprec calibrate`` measures what ``convert(..., lower="pays")`` goes by."""
+"""``python -m fxprec calibrate`` measures what ``convert(..., lower="pays")`` goes by."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 
+from fxprec.command_line.waiting import Waiting
 from fxprec.costs.calibration import calibrate
 from fxprec.costs.files import costs_of, path_of, write
 from fxprec.inspection.text import columns, plain, titled
 from fxprec.passes.costs.device_costs import DeviceCosts, Work, time_text
 from fxprec.passes.graph.text import dtype_name
 
-_ABOUT = """Measure what matrix products, convolutions, attention and casts take on this machine, and keep it for
+_ABOUT: Final = """Measure what matrix products, convolutions, attention and casts take on this machine, and keep it for
 convert(..., lower="pays"): a few seconds, in which nothing else should run. A CPU is measured with the number of
 threads that torch takes; with another number it is another machine."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status: 0, 1 where the file cannot be written, 2 for arguments that cannot be."""
-    parser = argparse.ArgumentParser(prog="python -m fxprec", description="Mixed precision for PyTorch models.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("calibrate", description=_ABOUT, help="measure what lowering costs here")
+def add_to(commands: Any) -> None:
+    """Add the command to a parser's."""
+    command = commands.add_parser("calibrate", description=_ABOUT, help="measure what lowering costs on this machine")
     command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     command.add_argument("--threads", type=int, help="of torch's, on a CPU; default: as torch has it")
     command.add_argument("--show", action="store_true", help="show the costs that serve now, and measure nothing")
     command.add_argument("--output", type=Path, help="write there, and not where convert looks")
     command.add_argument("--quick", action="store_true", help="two sizes only, to try the command; wants --output")
-    options = parser.parse_args(arguments)
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, waiting: Waiting) -> int:
+    """The exit status: 0, or 1 where the file cannot be written.
+
+    Raises:
+        ValueError: arguments that cannot be.
+    """
     if options.quick and options.output is None and not options.show:
-        command.error("--quick measures too little for convert to go by: give --output FILE")
+        raise ValueError("--quick measures too little for convert to go by: give --output FILE")
     if options.threads is not None:
         if options.threads < 1:
-            command.error(f"--threads {options.threads}: at least one")
+            raise ValueError(f"--threads {options.threads}: at least one")
         torch.set_num_threads(options.threads)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.show:
         _print(costs_of(device))
         return 0
-    try:
-        costs = calibrate(device, quick=options.quick)
-    except ValueError as error:
-        command.error(str(error))
+    waiting.say("measuring")
+    costs = calibrate(device, quick=options.quick)
     _print(costs)
     path = options.output or path_of(device)
     try:

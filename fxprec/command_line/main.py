@@ -1,0 +1,223 @@
+"""The commands, their arguments and exit statuses: 0; 1: what was asked for was found; 2: it cannot be done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import nn
+
+import fxprec.numerics as numerics
+from fxprec.command_line import calibrate
+from fxprec.command_line.target import Target, TargetError, load
+from fxprec.command_line.waiting import Waiting
+from fxprec.convert import convert
+from fxprec.errors import FxprecError, FxprecWarning
+from fxprec.inspection.headline import Headline
+from fxprec.inspection.report import report
+from fxprec.model.module import is_converted
+from fxprec.numerics.problem import Batch, Problem
+from fxprec.passes.policy.policy import Policy
+from fxprec.scaling.loss_scaler import LossScaler
+
+_TARGET: Final = """TARGET is package.module:factory or file.py:factory. The factory is called without arguments and
+gives model, (model, batches) or (model, batches, loss): batches are (*inputs, target), or dicts of arguments, and loss
+is a function (output, target) -> scalar. A model that is not converted yet is converted, by --level, --policy and
+--dtype."""
+_STATUS: Final = "Exit status: 0; 1: what was asked for was found; 2: it cannot be done, with a line that says why."
+_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _in_fp32(headline: Headline) -> str:
+    number = headline.products.get("float32", 0)
+    return f"{number} of {sum(headline.products.values())}" if number else ""
+
+
+#: ``--fail-on``: name -> (what there is of it in a headline, what it is).
+FAILURES: Final[dict[str, tuple[Callable[[Headline], str], str]]] = {
+    "outside": (lambda headline: "; ".join(headline.net), "code runs outside of the graphs"),
+    "fp32-matmul": (_in_fp32, "a matrix product, convolution or attention computes in FP32"),
+    "not-named": (lambda headline: "; ".join(headline.not_named), "methods call submodules and are not converted"),
+    "risk": (lambda headline: "; ".join(headline.risks), "the report names a risk"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {message}; --help tells more\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        with Waiting() as waiting, warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return options.run(options, waiting)
+    except (TargetError, FxprecError, ValueError, TypeError, OSError) as error:
+        print(f"fxprec {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """One of ours in a line of its own; of others nothing, as python shows them where the user runs the model."""
+    if issubclass(category, FxprecWarning):
+        print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of all commands."""
+    made = _Parser(
+        prog="python -m fxprec",
+        description="Mixed precision for PyTorch models: what runs in which dtype, what that costs, and what breaks.",
+        epilog="python -m fxprec COMMAND --help tells of one.",
+    )
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[..., int], tells: str, batches: int, more: str) -> argparse.ArgumentParser:
+        about = f"{tells[0].upper()}{tells[1:]}. {more} {_TARGET}"
+        own = commands.add_parser(name, help=tells, description=about, epilog=_STATUS)
+        own.add_argument("target", metavar="TARGET", help="package.module:factory or file.py:factory")
+        own.add_argument("--level", choices=("O0", "O1", "O2", "O3"), help="of the conversion; default: O1")
+        own.add_argument("--policy", type=Path, metavar="FILE", help="a policy as TOML, in place of a level")
+        own.add_argument("--dtype", choices=_DTYPES, help="default: float16 on CUDA, bfloat16 elsewhere")
+        own.add_argument("--json", metavar="FILE", help="write all of it there as JSON; -: to stdout, and nothing else")
+        own.add_argument("--batches", type=int, default=batches, metavar="N", help=f"take N; default: {batches}")
+        own.set_defaults(run=run)
+        return own
+
+    own = command("report", _report, "what runs in which dtype, and why", 1, "What stays FP32, why, and the risks.")
+    own.add_argument("--nodes", action="store_true", help="a line a node, too")
+    own.add_argument(
+        "--fail-on",
+        type=_failures,
+        default=(),
+        metavar="WHAT,...",
+        help="exit with 1 where it is so: " + "; ".join(f"{name}: {about}" for name, (_, about) in FAILURES.items()),
+    )
+    own = command("audit", _audit, "which op costs how much of the loss's error", 8, "The parts add up to the error.")
+    own.add_argument("--gradients", action="store_true", help="explain the error of the gradients, too")
+    own = command("locate", _locate, "the first op that gives a NaN, an inf or a lost gradient", 1, "1: there is one.")
+    own.add_argument("--scale", type=float, metavar="S", help="the loss scale that the step is run with")
+    command("ranges", _ranges, "how large all values are", 8, "Exponents, what is flushed and saturated, headroom.")
+    own = command("tune", _tune, "a policy for an error or a time", 32, "Predicted, then measured on other batches.")
+    budget = own.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--error", type=float, metavar="E", help="of the loss, root mean square: keep to it")
+    budget.add_argument("--time", type=float, metavar="T", help="a fraction of the time that the policy takes now")
+    own.add_argument("--output", type=Path, metavar="FILE", help="write the policy there, as TOML")
+    calibrate.add_to(commands)
+    return made
+
+
+def _failures(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in FAILURES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(FAILURES)}")
+    return names
+
+
+def _target(options: argparse.Namespace, waiting: Waiting, wants_batches: bool = True) -> Target:
+    """The target, its model converted and captured."""
+    waiting.say(f"importing {options.target}")
+    if options.batches < 1:
+        raise ValueError(f"--batches {options.batches}: at least one")
+    target = load(options.target, options.batches)
+    if wants_batches and not target.batches:
+        raise TargetError(
+            f"{options.target} gives no batches, which {options.command} runs: give (model, batches, loss)"
+        )
+    waiting.say("converting")
+    model = _converted(options, target)
+    if target.batches:
+        waiting.say("capturing")
+        with torch.random.fork_rng(devices=[]):
+            Problem.of(model, target.loss, options.command).run(target.batches[0])
+    return Target(model, target.batches, target.loss)
+
+
+def _converted(options: argparse.Namespace, target: Target) -> nn.Module:
+    asked = [name for name in ("level", "policy", "dtype") if getattr(options, name) is not None]
+    if is_converted(target.model):
+        if asked:
+            raise ValueError(f"--{asked[0]}: {options.target} gives a model that is converted already")
+        return target.model
+    policy = None if options.policy is None else Policy.from_toml(options.policy)
+    dtype = None if options.dtype is None else _DTYPES[options.dtype]
+    example = _inputs(target.batches[0], target.loss is not None) if target.batches else None
+    return convert(target.model, example, level=options.level, policy=policy, dtype=dtype).module
+
+
+def _inputs(batch: Batch, with_target: bool) -> tuple[Any, ...] | None:
+    """Example inputs of a batch, where it is no dict: the sizes that the report tells of."""
+    if not isinstance(batch, tuple | list):
+        return None
+    return tuple(batch[:-1] if with_target else batch)
+
+
+def _report(options: argparse.Namespace, waiting: Waiting) -> int:
+    target = _target(options, waiting, wants_batches=False)
+    waiting.say("looking over the graphs")
+    found = report(target.model)
+    _write(options, found)
+    if options.nodes and options.json != "-":
+        print(f"\n{found.nodes}")
+    status = 0
+    for name in options.fail_on:
+        if what := FAILURES[name][0](found.headline):
+            print(f"fxprec report: fails on {name}: {what}", file=sys.stderr)
+            status = 1
+    return status
+
+
+def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
+    target = _target(options, waiting)
+    batches = waiting.count("batches", target.batches)
+    _write(options, numerics.audit(target.model, batches, target.loss, gradients=options.gradients))
+    return 0
+
+
+def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
+    target = _target(options, waiting)
+    scaler = None if options.scale is None else LossScaler(init_scale=options.scale)
+    for batch in waiting.count("batches", target.batches):
+        if (found := numerics.locate(target.model, batch, target.loss, scaler)) is not None:
+            _write(options, found)
+            return 1
+    _write(options, None, "all is finite, and nothing was flushed that counts")
+    return 0
+
+
+def _ranges(options: argparse.Namespace, waiting: Waiting) -> int:
+    target = _target(options, waiting)
+    _write(options, numerics.ranges(target.model, waiting.count("batches", target.batches), target.loss))
+    return 0
+
+
+def _tune(options: argparse.Namespace, waiting: Waiting) -> int:
+    target = _target(options, waiting)
+    batches = waiting.count("batches", target.batches)
+    found = numerics.tune(target.model, batches, target.loss, error=options.error, time=options.time)
+    _write(options, found)
+    if options.output is not None:
+        options.output.write_text(found.to_toml(), encoding="utf-8")
+        print(f"written to {options.output}", file=sys.stderr)
+    return 0
+
+
+def _write(options: argparse.Namespace, found: Any, text: str = "") -> None:
+    data = json.dumps(None if found is None else found.to_dict(), indent=1)
+    if options.json == "-":
+        print(data)
+        return
+    if options.json is not None:
+        Path(options.json).write_text(data + "\n", encoding="utf-8")
+    print(text or found)
