@@ -95,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
         return own
 
     own = command("report", _report, "what runs in which dtype, and why", 1, "What stays FP32, why, and the risks.")
+    own.add_argument("--html", type=Path, metavar="FILE", help="write a page to look into, too")
     own.add_argument("--nodes", action="store_true", help="a line a node, too")
     own.add_argument(
         "--fail-on",
@@ -170,6 +171,9 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
     _write(options, found)
     if options.nodes and options.json != "-":
         print(f"\n{found.nodes}")
+    if options.html is not None:
+        found.to_html(options.html)
+        print(f"written to {options.html}", file=sys.stderr)
     status = 0
     for name in options.fail_on:
         if what := FAILURES[name][0](found.headline):

@@ -91,6 +91,18 @@ def activations(nodes: Iterable[Node]) -> Activations:
     return Activations(**sums)
 
 
+def bytes_of(node: Node) -> int:
+    """Of all results of a node in the dtypes of the rewritten graph; -1 where nobody knows their shape."""
+    now, size = notes(node).precision.output, 0
+    for info, numel in _values(notes(node).dtype, notes(node).numel):
+        dtype = now if now is not None and info in (UNKNOWN, *CASTABLE) else info
+        if isinstance(dtype, torch.dtype):
+            if numel is None:
+                return -1
+            size += numel * dtype.itemsize
+    return size
+
+
 def _writes_memory(node: Node) -> bool:
     op = notes(node).op
     if op is NO_OP or op.in_place or is_shadow(node) or op.name == "fused_region":

@@ -100,7 +100,7 @@ class Headline:
 
     def __rich__(self) -> RenderableType:
         title = f"{self.model}: {self.settings}" if self.settings else self.model
-        return titled(f"{title}: {self.verdict()}", columns(("", ""), self._lines()))
+        return titled(f"{title}: {self.verdict()}", columns(("", ""), self.lines()))
 
     def verdict(self) -> str:
         """One line: ``all 49 matrix products in bfloat16, 12 casts a call, nothing outside the graphs``."""
@@ -125,7 +125,8 @@ class Headline:
             return f"all {total} matrix products in {self.low}" if total > 1 else f"the matrix product in {self.low}"
         return f"{lowered} of {total} matrix products in {self.low}"
 
-    def _lines(self) -> Iterator[tuple[str, str]]:
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Label and text of each line below the verdict."""
         yield "computing", _numbers(self.computes) + (f"; views: {_numbers(self.views)}" if self.views else "")
         for stay in _first("stays", self.stays):
             yield "stays FP32", str(stay)

@@ -10,13 +10,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxprec.errors import NotCapturedError
-from fxprec.inspection.figures import Activations, Weights, activations, count, weights
+from fxprec.inspection.figures import Activations, Weights, activations, bytes_of, count, weights
 from fxprec.inspection.headline import Headline, Stay
 from fxprec.inspection.nodes import (
     Place,
@@ -37,7 +38,8 @@ from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.conversion import Conversion
 from fxprec.model.module import conversion_of, is_converted
-from fxprec.passes.graph.annotations import Rule, module_path, notes
+from fxprec.page.render import framed, render
+from fxprec.passes.graph.annotations import Rule, module_path, notes, weight_path
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 from fxprec.passes.ops.table import facts_of
 
@@ -51,12 +53,19 @@ _OFTEN: Final = 8
 _BARE: Final = "told of converted modules only"
 
 
+class AsDict(Protocol):
+    """A ledger, as far as a page wants it."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One node.
 
     ``kind``: "op", "cast" (inserted, at every call), "shadow" (inserted cast of a weight), "absorbed" (an inserted cast
     within a fused region, where it costs nothing), "region" or "input". ``region``: the fused region that it is in.
+    ``reads``: names of nodes, and paths of weights. ``bytes``: of its results, -1 where nobody knows their shape.
     """
 
     node: str
@@ -69,6 +78,8 @@ class Row:
     why: str
     source: str
     region: str = ""
+    reads: tuple[str, ...] = ()
+    bytes: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,30 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, ready for json."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        found = json.loads(json.dumps(dataclasses.asdict(self)))
+        found["headline"]["verdict"] = self.headline.verdict()
+        return found
+
+    def to_html(self, path: str | Path, *, ledger: AsDict | None = None, before: Report | None = None) -> None:
+        """Write a page to look into: one file, which needs nothing else and asks nobody.
+
+        Args:
+            path: of the file; an older one is overwritten.
+            ledger: of ``fxprec.numerics.audit``: each node's part in the error of the loss.
+            before: another report, of another policy or level: the nodes that differ.
+        """
+        Path(path).write_text(self._page(ledger, before), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return framed(self._page())
+
+    def _page(self, ledger: AsDict | None = None, before: Report | None = None) -> str:
+        data = self.to_dict()
+        parts = {(row["graph"], row["node"]): row["share"] for row in ledger.to_dict()["rows"]} if ledger else {}
+        for number, graph in enumerate(data["graphs"]):
+            for row in graph["rows"]:
+                row["error"] = parts.get((number, row["node"]))
+        return render(data, [*self.headline.lines()], before and before.to_dict())
 
     def __str__(self) -> str:
         return plain(self)
@@ -264,7 +298,7 @@ def _risks(conversion: Conversion, computing: Iterable[Row]) -> Iterator[str]:
     low = dtype_name(conversion.settings.dtype)
     lowered = Counter(row.op for row in computing if row.compute == low and facts_of(row.op).rule is Rule.FULL)
     for op, number in lowered.items():
-        yield f"{count(number, op)} in {low}, which autocast keeps in FP32: fxprec.audit tells what that costs"
+        yield f"{count(number, op)} in {low}, which autocast keeps in FP32: fxprec.numerics.audit tells what that costs"
     left = len(conversion.captured)
     if conversion.captures - left >= _OFTEN:
         yield (
@@ -285,6 +319,7 @@ def _row(place: Place) -> Row:
     node = place.node
     precision = notes(node).precision
     rule, why = reason(node)
+    prefix = place.name.removesuffix(node.name)
     computes = not is_inserted(node) and node.op != "placeholder"
     return Row(
         node=place.name,
@@ -297,6 +332,11 @@ def _row(place: Place) -> Row:
         why=why,
         source=source_line(node),
         region=notes(node).region,
+        reads=tuple(
+            weight_path(source) if source.op == "get_attr" else prefix + source.name
+            for source in dict.fromkeys(node.all_input_nodes)
+        ),
+        bytes=bytes_of(node),
     )
 
 

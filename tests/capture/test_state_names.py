@@ -141,10 +141,10 @@ def test_the_state_is_that_of_the_model():
 def test_the_report_and_policies_go_by_the_users_paths():
     policy = fxprec.Policy.preset("O1").override(modules={"code": torch.float32})
     model, _ = fxprec.convert(nn.Sequential(Named("code", "module")), (X,), dtype=torch.bfloat16)
-    assert "0.code" in str(fxprec.explain(model, "0.code")) and "code_" not in str(fxprec.report(model))
+    assert "0.code" in str(fxprec.explain(model, "0.code")) and "code_" not in str(fxprec.report(model).nodes)
     model, _ = fxprec.convert(Named("code", "module"), (X,), dtype=torch.bfloat16)
     explained = str(fxprec.explain(model, "code"))
     assert "code.weight as its bfloat16 shadow" in explained and "code_" not in explained
-    assert "code_" not in str(fxprec.report(model))
+    assert "code_" not in str(fxprec.report(model).nodes)
     model, _ = fxprec.convert(Named("code", "module"), (X,), dtype=torch.bfloat16, policy=policy)
     fxprec.testing.assert_precision(model, "code", torch.float32)

@@ -150,6 +150,12 @@ def test_nodes_settings_and_json(nets: Path, capsys: pytest.CaptureFixture[str])
     assert status == 0 and json.loads(out)["headline"]["low"] == "float16"
 
 
+def test_a_page(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = ran(capsys, "report", "nets:whole", "--html", "page.html")
+    assert (status, err) == (0, "written to page.html\n")
+    assert Path("page.html").read_text().startswith("<!doctype html>")
+
+
 def test_a_policy(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = fxprec.Policy.preset("O1").override(modules={"last": fxprec.passes.policy.policy.Rule.FULL})
     Path("policy.toml").write_text(policy.to_toml())

@@ -262,7 +262,7 @@ def test_the_nodes_and_what_the_passes_say_of_them_are_kept():
         assert copied.code == case.gm.code and type(copied).__name__ == type(case.gm).__name__
         assert format_graph(copied) == format_graph(case.gm)
         copied(X)  # a region says what ran
-        assert str(fxprec.report(copied)) == str(fxprec.report(case.gm))
+        assert str(fxprec.report(copied).nodes) == str(fxprec.report(case.gm).nodes)
         assert copied.graph is not case.gm.graph and copied.training == case.gm.training
 
 

@@ -1,0 +1,98 @@
+"""One self-contained HTML file of a report's data: no request is made, and no text of the model is ever markup.
+
+The data lie in the file as JSON in which ``<`` is written ``\\u003c``, so that no name can end its element; the script
+puts every text into the page as text. Texts that repeat are stored once: a node is a row of numbers.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any, Final
+
+#: A node that a reason names.
+_NAME: Final = re.compile(r"(?:%|for )([\w.]+)")
+#: Fields of a node that are texts, in the order in which the script reads them.
+_TEXTS: Final = ("node", "kind", "module", "op", "compute", "output", "rule", "why", "source", "region")
+
+
+def render(report: Mapping[str, Any], lines: Sequence[tuple[str, str]], other: Mapping[str, Any] | None = None) -> str:
+    """The file's text.
+
+    Args:
+        report: ``Report.to_dict()``; its rows may have an "error", the part of a ledger's.
+        lines: label and text of the lines at a glance.
+        other: another report to compare with, likewise.
+    """
+    strings: dict[str, int] = {}
+    headline = report["headline"]
+    data = {
+        "title": headline["model"],
+        "verdict": headline["verdict"],
+        "lines": lines,
+        "nodes": _nodes(report, strings),
+        "graphs": [f"{graph['method']}({', '.join(graph['inputs'])})" for graph in report["graphs"]],
+        "other": None if other is None else {"verdict": other["headline"]["verdict"], "nodes": _nodes(other, strings)},
+        "strings": [*strings],
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")
+    page = _asset("page.html")
+    parts = {
+        "TITLE": html.escape(f"{headline['model']}: fxprec"),
+        "STYLE": _asset("page.css"),
+        "LAYOUT": _asset("dagre.min.js"),
+        "SCRIPT": _asset("page.js"),
+        "DATA": text,
+    }
+    for name, part in parts.items():
+        page = page.replace(f"@@{name}@@", part, 1)
+    return page
+
+
+def framed(page: str) -> str:
+    """For a notebook: a frame of its own, whose styles and scripts touch nothing else."""
+    return (
+        f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" title="fxprec report" '
+        'style="width: 100%; height: 640px; border: 0"></iframe>'
+    )
+
+
+def _nodes(report: Mapping[str, Any], strings: dict[str, int]) -> list[list[Any]]:
+    """A row a node: texts as numbers, the node that its reason names, the graph, bytes, error, and what it reads.
+
+    Casts of weights are no rows: shadows are read in their place, and their readers say so.
+    """
+    rows: list[list[Any]] = []
+
+    def number_of(text: str) -> int:
+        return strings.setdefault(text, len(strings))
+
+    for number, graph in enumerate(report["graphs"]):
+        shadows = {row["node"]: row for row in graph["rows"] if row["kind"] == "shadow"}
+        shown = [row for row in graph["rows"] if row["kind"] != "shadow"]
+        places = {row["node"]: len(rows) + position for position, row in enumerate(shown)}
+        for row in shown:
+            reads = []
+            for name in row["reads"]:
+                if name in shadows:
+                    name = f"{', '.join(shadows[name]['reads'])} as its {shadows[name]['output']} shadow"
+                reads.append(places[name] if name in places else -1 - number_of(name))
+            why, named = _reason(row["why"], places)
+            texts = [number_of(why if field == "why" else row[field]) for field in _TEXTS]
+            rows.append([*texts, number_of(named), number, row["bytes"], row.get("error"), reads])
+    return rows
+
+
+def _reason(why: str, places: Mapping[str, int]) -> tuple[str, str]:
+    """A reason with ``@`` for the node that it names, and that name: reasons that are alike are one text."""
+    for found in _NAME.finditer(why):
+        if found[1] in places:
+            return f"{why[: found.start(1)]}@{why[found.end(1) :]}", found[1]
+    return why, ""
+
+
+def _asset(name: str) -> str:
+    return resources.files("fxprec.page").joinpath("assets", name).read_text(encoding="utf-8")

@@ -1,0 +1,224 @@
+"""The page in a real browser: no request, no error, and what one clicks and types does what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxprec
+from fxprec.inspection.report import Report
+from fxprec.numerics import audit
+from fxprec.page.render import render
+from fxprec.passes.graph.annotations import Rule
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+in_a_browser = pytest.mark.skipif(
+    CHROMIUM is None or importlib.util.find_spec("playwright") is None, reason="wants chromium and playwright"
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(layers)), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).softmax(-1)
+
+
+def report_of(model: nn.Module, **how: Any) -> Report:
+    return fxprec.report(fxprec.convert(model, (torch.randn(5, 16),), dtype=torch.bfloat16, **how).module)
+
+
+def data_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def written(report: Report, folder: Path, **more: Any) -> str:
+    report.to_html(folder / "page.html", **more)
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """``opened(page)``: the page in the browser; afterwards it has said nothing and asked nobody."""
+    told: list[str] = []
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    page.on("console", lambda message: told.append(message.text))
+    page.on("pageerror", lambda error: told.append(str(error)))
+    page.on("dialog", lambda dialog: told.append(dialog.message))
+    page.on("request", lambda request: request.url.startswith("file:") or told.append(request.url))
+
+    def opens(text: str, where: str = "") -> Any:
+        (tmp_path / "open.html").write_text(text, encoding="utf-8")
+        page.goto(f"file://{tmp_path}/open.html{where}")
+        page.wait_for_selector("#list tr")
+        return page
+
+    yield opens
+    page.close()
+    assert not told
+
+
+def test_the_data_are_those_of_the_report(tmp_path: Path) -> None:
+    report = report_of(Net())
+    data = data_of(written(report, tmp_path))
+    rows = [row for row in report.graphs[0].rows if row.kind != "shadow"]
+    assert [data["strings"][node[0]] for node in data["nodes"]] == [row.node for row in rows]
+    for row, node in zip(rows, data["nodes"], strict=True):
+        reads = [data["strings"][data["nodes"][at][0]] if at >= 0 else data["strings"][-1 - at] for at in node[-1]]
+        told = [name for name in row.reads if not name.endswith("_bf16") or any(r.node == name for r in rows)]
+        assert len(reads) == len(row.reads) and reads[: len(told[:1])] == told[:1]
+        assert data["strings"][node[7]].replace("@", data["strings"][node[10]]) == row.why
+    (linear,) = [node for node in data["nodes"] if data["strings"][node[0]] == "linear"]
+    assert "blocks.0.up.weight as its bfloat16 shadow" in [data["strings"][-1 - at] for at in linear[-1] if at < 0]
+    assert linear[12] == 5 * 32 * 2, "bytes that it puts out"
+
+
+def test_a_page_of_ten_thousand_nodes_is_below_a_megabyte(tmp_path: Path) -> None:
+    """From data, as converting so large a model takes minutes."""
+    data, (graph,) = report_of(Net(1)).to_dict(), report_of(Net(1)).to_dict()["graphs"]
+    rows = []
+    for layer in range(10_000 // len(graph["rows"]) + 1):
+        for row in graph["rows"]:
+            renamed = {"node": f"{row['node']}_{layer}", "module": row["module"].replace("blocks.0", f"blocks.{layer}")}
+            rows.append(row | renamed | {"reads": [f"{name}_{layer}" for name in row["reads"]]})
+    data["graphs"] = [graph | {"rows": rows}]
+    page = render(data, [])
+    assert len(rows) >= 10_000 and len(page.encode()) < 1_000_000
+
+
+def test_in_a_notebook_it_is_a_frame_of_its_own() -> None:
+    frame = report_of(Net())._repr_html_()
+    assert frame.startswith("<iframe srcdoc=") and 'sandbox="allow-scripts"' in frame
+    assert "<script" not in frame and "&lt;script" in frame
+
+
+@in_a_browser
+def test_clicks_search_and_filters(opened: Any, tmp_path: Path) -> None:
+    page = opened(written(report_of(Net()), tmp_path))
+    assert page.text_content("#title") == "Net"
+    assert page.text_content("#verdict").startswith("all 7 matrix products in bfloat16")
+    every = page.text_content("#found")
+    page.fill("#search", "softmax exponentials")
+    assert page.text_content("#found").startswith("1 of ") and page.locator("#list tbody tr").count() == 1
+    page.locator("#list tbody tr").click()
+    card = page.text_content("#card")
+    assert "%softmax" in card and "full: exponentials and their sum" in card and "test_page.py" in card
+    assert page.url.endswith("#node=0%2Fsoftmax")
+    page.fill("#search", "")
+    assert page.text_content("#found") == every
+    page.select_option("#dtype", "bfloat16")
+    assert {*page.locator("#list tbody tr td:nth-child(3)").all_text_contents()} == {"bfloat16"}
+    page.select_option("#dtype", "")
+    page.click('#tree button[data-module="blocks"]')
+    page.click('#tree button[data-module="blocks.1"]')
+    assert {*page.locator("#list tbody tr td:nth-child(5)").all_text_contents()} == {
+        "blocks.1", "blocks.1.norm", "blocks.1.up", "blocks.1.down",
+    }  # fmt: skip
+    boxes = page.locator("#drawing text").all_text_contents()
+    assert {"norm", "up", "down", "gelu", "add"} <= {*boxes}
+    page.locator("#drawing g", has_text="up").first.click()
+    assert page.locator('#tree button.chosen[data-module="blocks.1.up"]').count() == 1
+
+
+@in_a_browser
+def test_links_keys_and_colours(opened: Any, tmp_path: Path) -> None:
+    page = opened(written(report_of(Net()), tmp_path), "#node=0%2Fgelu_1")
+    assert "%gelu_1" in page.text_content("#card")
+    page.keyboard.press("j")
+    following = page.text_content("#card h2")
+    page.keyboard.press("k")
+    assert following != "%gelu_1" == page.text_content("#card h2")
+    page.locator("#card a").first.click()
+    assert page.text_content("#card h2") == "%linear_2"
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "search"
+    page.keyboard.press("Escape")
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.keyboard.press("t")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
+    page.mouse.click(*[page.locator("#strip").bounding_box()[side] + 3 for side in ("x", "y")])
+    assert page.text_content("#card h2") == "%x", "the first column is the first node"
+
+
+@in_a_browser
+def test_two_reports_and_a_ledger(opened: Any, tmp_path: Path) -> None:
+    policy = fxprec.Policy.preset("O1").override(modules={"head": Rule.FULL})
+    model = fxprec.convert(Net(), (torch.randn(5, 16),), dtype=torch.bfloat16).module
+    ledger = audit(model, [(torch.randn(5, 16), torch.randint(4, (5,)))], F.cross_entropy)
+    page = opened(written(fxprec.report(model), tmp_path, ledger=ledger, before=report_of(Net(), policy=policy)))
+    differ = page.locator("#compared tbody tr", has_text="head").all_text_contents()
+    assert any("linear_6" in line and "float32" in line and "bfloat16" in line for line in differ)
+    page.locator("#compared tbody tr", has_text="linear_6").first.click()
+    assert page.text_content("#card h2") == "%linear_6" and "% of the loss's" in page.text_content("#card")
+    page.select_option("#measure", "error")
+
+
+@in_a_browser
+def test_it_opens_in_a_second(opened: Any, tmp_path: Path) -> None:
+    text = written(report_of(Net(40)), tmp_path)
+    begun = time.monotonic()
+    opened(text)
+    assert time.monotonic() - begun < 20, "how long it takes is told by the closing note; a hang is found here"
+
+
+HOSTILE = [
+    "<script>alert(1)</script>", "</script><script>alert(2)</script>", "<img src=x onerror=alert(3)>", "<!--<script>",
+    '"><svg onload=alert(4)>', "javascript:alert(5)", "&lt;b&gt;", "{{7*7}}", "${alert(6)}", "@@DATA@@", "__proto__",
+    "\u2028", "]]>", "%00", "'+alert(7)+'",
+]  # fmt: skip
+
+
+@in_a_browser
+def test_two_hundred_hostile_names(opened: Any, tmp_path: Path) -> None:
+    """In every text that a page shows: nothing runs, and all is shown as it is."""
+    data = report_of(Net(6)).to_dict()
+    names = [f"{text}{number}" for number in range(14) for text in HOSTILE]
+    assert len(names) > 200
+    rows = data["graphs"][0]["rows"]
+    for number, name in enumerate(names):
+        row = rows[number % len(rows)]
+        row[("module", "op", "why", "source", "output", "region")[number % 6]] = name
+    data["headline"] |= {"model": HOSTILE[0], "verdict": HOSTILE[1]}
+    data["graphs"][0]["inputs"] = HOSTILE
+    page = opened(render(data, [(name, name) for name in names], data))
+    assert page.text_content("#title") == HOSTILE[0] and page.text_content("#verdict") == HOSTILE[1]
+    assert page.locator("#lines dd").all_text_contents() == names
+    for row in page.locator("#list tbody tr").all()[:40]:
+        row.click()
+    assert page.locator("img, svg[onload], #card script, #list script").count() == 0
