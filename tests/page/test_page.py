@@ -172,6 +172,7 @@ def test_links_keys_and_colours(opened: Any, tmp_path: Path) -> None:
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.keyboard.press("t")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
+    assert page.evaluate("getComputedStyle(document.getElementById('strip')).color").startswith("rgb"), "of the mark"
     page.mouse.click(*[page.locator("#strip").bounding_box()[side] + 3 for side in ("x", "y")])
     assert page.text_content("#card h2") == "%x", "the first column is the first node"
 

@@ -94,7 +94,7 @@
     }
     if (state.node) {
       pen.globalAlpha = 1;
-      pen.strokeStyle = style.getPropertyValue("--mark");
+      pen.strokeStyle = getComputedStyle(canvas).color; /* the variable itself is a function of the theme */
       pen.lineWidth = 2;
       pen.strokeRect(state.node.index * step - 1, 1, Math.max(3, step) + 1, height - 2);
     }
