@@ -15,7 +15,7 @@ from torch import nn
 
 import fxprec.numerics as numerics
 from fxprec.command_line import calibrate
-from fxprec.command_line.target import Target, TargetError, load
+from fxprec.command_line.target import Target, TargetError, load, told
 from fxprec.command_line.waiting import Waiting
 from fxprec.convert import convert
 from fxprec.errors import FxprecError, FxprecWarning
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Waiting() as waiting, warnings.catch_warnings():
             warnings.showwarning = _show_warning
             return options.run(options, waiting)
-    except (TargetError, FxprecError, ValueError, TypeError, OSError) as error:
+    except (FxprecError, ValueError, TypeError, OSError) as error:
         print(f"fxprec {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
@@ -141,7 +141,8 @@ def _target(options: argparse.Namespace, waiting: Waiting, wants_batches: bool =
     if target.batches:
         waiting.say("capturing")
         with torch.random.fork_rng(devices=[]):
-            Problem.of(model, target.loss, options.command).run(target.batches[0])
+            run = Problem.of(model, target.loss, options.command).run
+            told(f"{options.target}: the model failed on the first batch", run, target.batches[0])
     return Target(model, target.batches, target.loss)
 
 

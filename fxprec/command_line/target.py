@@ -56,7 +56,7 @@ def load(name: str, most: int) -> Target:
     if not isinstance(value, nn.Module):
         if not callable(value):
             raise TargetError(f"{name} is a {type(value).__name__}: a factory is a function that gives the model")
-        value = _told(f"{name} failed", value)
+        value = told(f"{name} failed", value)
     return _target(name, value, most)
 
 
@@ -68,7 +68,7 @@ def _imported(where: str) -> ModuleType:
             found = None
         if found is None:
             raise TargetError(f"no module {where!r}: packages are looked for below the working directory")
-        return _told(f"importing {where} failed", importlib.import_module, where)
+        return told(f"importing {where} failed", importlib.import_module, where)
     path = Path(where).resolve()
     if not path.is_file():
         raise TargetError(f"no file {where}")
@@ -77,12 +77,16 @@ def _imported(where: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickles look there
     sys.path.insert(0, str(path.parent))  # as where python runs the file
-    _told(f"importing {where} failed", spec.loader.exec_module, module)
+    told(f"importing {where} failed", spec.loader.exec_module, module)
     return module
 
 
-def _told(what: str, function: Any, *arguments: Any) -> Any:
-    """Call what is the user's: an error of it is one of the target, with the line where it happened."""
+def told(what: str, function: Any, *arguments: Any) -> Any:
+    """Call what is the user's: an error of it is one of the target, with the line where it happened.
+
+    Raises:
+        TargetError: it failed.
+    """
     try:
         return function(*arguments)
     except Exception as error:
@@ -100,5 +104,5 @@ def _target(name: str, given: Any, most: int) -> Target:
         )
     if not isinstance(batches, Iterable):
         raise TargetError(f"{name} gives a {type(batches).__name__} as batches: a list or a loader of them is wanted")
-    taken = _told(f"the batches of {name} failed", lambda: tuple(itertools.islice(batches, most)))
+    taken = told(f"the batches of {name} failed", lambda: tuple(itertools.islice(batches, most)))
     return Target(model, taken, loss)

@@ -75,11 +75,12 @@ def explain(model: nn.Module, pattern: str) -> Explanation:
 def _folded(shown: list[Place], pattern: str) -> Iterator[str]:
     """The description of each node; of layers that are alike the first one's only."""
     layers = [(name, [*own]) for name, own in itertools.groupby(shown, lambda place: _layer(place, pattern))]
+    likenesses = [_likeness(name, own) if name else (str(position),) for position, (name, own) in enumerate(layers)]
     alike: dict[tuple[str, ...], list[str]] = {}
-    for position, (name, own) in enumerate(layers):
-        alike.setdefault(_likeness(name, own) if name else (str(position),), []).append(name)
-    for position, (name, own) in enumerate(layers):
-        same = alike[_likeness(name, own) if name else (str(position),)]
+    for likeness, (name, _) in zip(likenesses, layers, strict=True):
+        alike.setdefault(likeness, []).append(name)
+    for likeness, (name, own) in zip(likenesses, layers, strict=True):
+        same = alike[likeness]
         if name != same[0]:
             continue
         if len(same) > 1:

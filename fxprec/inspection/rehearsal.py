@@ -41,8 +41,8 @@ class Traffic:
         casts: from one float dtype to another, those of weights apart.
         cast_bytes: what these write.
         weight_casts: of weights, at every step of a training.
-        kept: bytes of what autograd keeps for the backward, inputs and weights apart; of a fused region what its ops
-            would keep, one by one: kernels keep less.
+        kept: bytes of what autograd keeps for the backward, inputs and weights apart; 0 for a graph of eval mode. Of a
+            fused region it is what its ops would keep, one by one: kernels keep less.
     """
 
     casts: int = 0
@@ -64,7 +64,7 @@ class Rehearsal:
 
 
 def rehearse(captured: Iterable[Captured], device: str, low: torch.dtype) -> Rehearsal:
-    """Of all these graphs, one call of each."""
+    """Of all these graphs, one call of each, with gradients where the module was in training mode."""
     ours, autocast = Traffic(), Traffic()
     for each in captured:
         mode = _mode(each.gm)

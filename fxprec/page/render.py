@@ -47,9 +47,7 @@ def render(report: Mapping[str, Any], lines: Sequence[tuple[str, str]], other: M
         "SCRIPT": _asset("page.js"),
         "DATA": text,
     }
-    for name, part in parts.items():
-        page = page.replace(f"@@{name}@@", part, 1)
-    return page
+    return re.sub(r"@@([A-Z]+)@@", lambda place: parts[place[1]], page)  # at once: a part may hold "@@DATA@@" itself
 
 
 def framed(page: str) -> str:

@@ -17,6 +17,7 @@ import fxprec
 from fxprec.command_line.main import FAILURES, main
 from fxprec.command_line.target import TargetError, load
 from fxprec.command_line.waiting import Waiting
+from fxprec.passes.graph.annotations import Rule
 
 NETS = """
 import torch
@@ -101,6 +102,10 @@ def of_failing_batches():
     return Net(), (1 / 0 for _ in range(3))
 
 
+def of_other_sizes():
+    return Net(), [{"x": torch.ones(2, 3)}]
+
+
 def empty():
     return Net(), []
 """
@@ -157,7 +162,7 @@ def test_a_page(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_policy(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    policy = fxprec.Policy.preset("O1").override(modules={"last": fxprec.passes.policy.policy.Rule.FULL})
+    policy = fxprec.Policy.preset("O1").override(modules={"last": Rule.FULL})
     Path("policy.toml").write_text(policy.to_toml())
     status, out, _ = ran(capsys, "report", "nets:whole", "--policy", "policy.toml")
     assert status == 0 and "1 of 2 matrix products in bfloat16" in out
@@ -236,6 +241,10 @@ def test_tune(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["report", "nets:whole", "--level", "O2", "--policy", "p.toml"], "p.toml"),
         (["report", "nets:whole", "--batches", "0"], "--batches 0: at least one"),
         (["report", "nets:whole", "--fail-on", "slow"], "'slow' is none of outside, fp32-matmul"),
+        (
+            ["report", "nets:of_other_sizes"],
+            "nets:of_other_sizes: the model failed on the first batch: RuntimeError: mat1",
+        ),
         (["audit", "nets:Net"], "nets:Net gives no batches, which audit runs"),
         (["audit", "nets:empty"], "nets:empty gives no batches"),
         (["tune", "nets:whole"], "one of the arguments --error --time is required"),

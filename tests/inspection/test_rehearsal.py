@@ -125,7 +125,7 @@ def test_bytes_of_casts() -> None:
     assert (ours.casts, ours.cast_bytes) == (2, 3 * 8 * 2 + 3 * 4 * 4), "the input is lowered, the logits widened"
 
 
-def test_nothing_is_kept_without_a_backward() -> None:
+def test_of_eval_mode_nothing_is_told_to_be_kept() -> None:
     x = torch.randn(2, 5, 16)
     headline = fxprec.report(fxprec.convert(Blocks().eval(), (x,)).module).headline
     assert headline.rehearsal.ours.kept == 0 < headline.rehearsal.ours.casts and "backward" not in str(headline)

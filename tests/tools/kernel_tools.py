@@ -86,7 +86,7 @@ def _server() -> _Server:
 
 
 def _quicken_the_interpreter() -> None:
-    """Spare the interpreter what it does at every call and op: four fifths of its time.
+    """Spare the interpreter what it does at every call and op: most of its time.
 
     It puts its own functions into triton.language and takes them out again, makes a table of dtypes to look into,
     checks and wraps each size of each tensor, and computes all integers a second time in 64 bits, to say where 32 were
