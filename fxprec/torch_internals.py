@@ -228,16 +228,18 @@ class OpMode(TorchDispatchMode):
         return True
 
 
-def hide_from_dynamo(function: Any, why: str) -> None:
+def hide_from_dynamo(function: Any, why: str, callees: bool = False) -> None:
     """What ``torch._dynamo.disable`` does, without importing dynamo: a flag for its inliner, the frame itself skipped.
 
     Args:
         why: what an outer ``fullgraph=True`` says.
+        callees: what it calls is left alone too.
     """
     function.__dict__.pop("_torchdynamo_inline", None)  # if it wraps a compiled one
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = why
-    skip = eval_frame._FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
+    within = FrameAction.SKIP if callees else FrameAction.DEFAULT
+    skip = eval_frame._FrameExecStrategy(FrameAction.SKIP, within)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 

@@ -135,8 +135,8 @@ class Conversion:
             self._refuse_tracer("torch.export", "torch.export.export(fxprec.graph_module(model), inputs)")
         if is_fx_tracing() and any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
             self._refuse_tracer("torch.fx.symbolic_trace", "it is fxprec.graph_module(model)")
-        if torch.is_autocast_enabled(self.settings.device) and not self._warned_autocast and not inside_net():
-            self._warn_autocast()
+        if torch.is_autocast_enabled(self.settings.device) and not inside_net():
+            self.warn_autocast("called under")
         model = self.module()
         if model is None or module is not entry.owner():
             return self.run_in_net(entry, module, args, kwargs, "a replica of the converted module")
@@ -193,7 +193,10 @@ class Conversion:
                 found = static.find(names, constants, tensors)
                 if found is None and self._became_low(model):
                     return self._run_low(entry, module, args, kwargs)
-                found = found or self._trace(entry, model, names, constants, tensors)
+                if found is None:
+                    found = self._trace(entry, model, names, constants, tensors)
+                elif static.turn_to(found):  # what it reads of the model changed: its weights may have, unseen
+                    self.store.mark_stale()
             except CaptureDeclined as reason:
                 self._refuse_if_symbolic(entry, reason)
             else:
@@ -332,6 +335,7 @@ class Conversion:
             found = StaticEntry.of(capture, captured, tensors)
             self._captured_at_last(entry)
             self._drop(static.add(names, constants, found))
+            self.store.mark_stale()
             self.captured.append(captured)
             self.captures += 1
             self.remind(model)
@@ -551,14 +555,18 @@ class Conversion:
             f"Take the rewritten graph: {instead}"
         )
 
-    def _warn_autocast(self) -> None:
-        self._warned_autocast = True
-        warnings.warn(
-            f"the converted {self.name} was called under torch.autocast: its own graphs decide "
-            "what is lowered and run with autocast off. Leave the autocast context away",
-            category=UnusedSettingWarning,
-            stacklevel=user_level(),
-        )
+    def warn_autocast(self, how: str) -> None:
+        """Say once that somebody else's autocast has no effect."""
+        if not self._warned_autocast:
+            self._warned_autocast = True
+            warnings.warn(
+                f"the converted {self.name} was {how} torch.autocast: its own graphs decide what is lowered and run "
+                "with autocast off. Leave the autocast context away; where a framework has it, its switch: Lightning's "
+                "Trainer(precision='32-true'), TrainingArguments(bf16=False, fp16=False), "
+                "Accelerator(mixed_precision='no') (see docs/frameworks.md)",
+                category=UnusedSettingWarning,
+                stacklevel=user_level(),
+            )
 
     def _served(self) -> str:
         """How it runs where there is no graph."""

@@ -129,6 +129,15 @@ class StaticGraphs:
         """The graph that serves a call, if there is one."""
         return next((entry for entry in self._entries.get((names, constants), ()) if entry.serves(tensors)), None)
 
+    def turn_to(self, entry: StaticEntry) -> bool:
+        """Calls like this one are served by that graph now. Returns whether another one served the last of them."""
+        entries = self._entries[entry.captured.key]  # type: ignore[index]
+        if entries[0] is entry:
+            return False
+        entries.remove(entry)
+        entries.insert(0, entry)
+        return True
+
     def trace(
         self,
         traced: nn.Module,

@@ -19,6 +19,7 @@ from typing import Any, Final
 from torch import nn
 
 from fxprec.capture.originals import ORIGINAL, mark, original_class, original_function, unbound_method
+from fxprec.capture.surroundings import enters_autocast
 from fxprec.capture.user_line import user_level
 from fxprec.errors import CaptureError, ConversionError, NotLoweredWarning, PolicyError
 from fxprec.model.conversion import STATE, Conversion
@@ -247,12 +248,15 @@ def _follow(module: nn.Module, name: str, late: bool = False) -> None:
         if original is not None and original_function(function.__func__) is original:
             del module.__dict__[name]
             return
+    if enters_autocast(function):
+        conversion.warn_autocast("wrapped in")
     entry = conversion.entry_point(key)
     entry.adopt(module, function)
     entry.new = late
     module.__dict__[name] = wrapper = conversion.wrappers.of_instance(function, partial(_enter_function, entry))
-    mark(wrapper, ENTRY, entry)
-    conversion.forget_with(wrapper, entry)
+    plain = getattr(wrapper, "__func__", wrapper)
+    mark(plain, ENTRY, entry)
+    conversion.forget_with(plain, entry)
 
 
 for _function in (_enter_method, _enter_function, _enter, _follow):

@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 from torch import nn
@@ -48,14 +48,22 @@ class Wrappers:
 
         return self._add(method, lambda: getattr(cls, name))
 
-    def of_instance(self, function: Callable[..., Any], enter: Callable[..., Any]) -> FunctionType:
-        """What takes the place of a function, already bound, among the attributes of an instance."""
+    def of_instance(self, function: Callable[..., Any], enter: Callable[..., Any]) -> Callable[..., Any]:
+        """What takes the place of a function, already bound, among an instance's attributes: ``enter(args, kwargs)``.
+
+        A bound method for a bound method: some take its ``__func__``, wrap that, and bind it again.
+        """
+        if isinstance(function, MethodType):
+
+            @functools.wraps(function.__func__)
+            def bound(_: Any, *args: Any, **kwargs: Any) -> Any:
+                return function(*args, **kwargs) if is_dynamo_compiling() else enter(args, kwargs)
+
+            return MethodType(self._add(bound, lambda: function), function.__self__)
 
         @functools.wraps(function)
         def method(*args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling():
-                return function(*args, **kwargs)
-            return enter(args, kwargs)
+            return function(*args, **kwargs) if is_dynamo_compiling() else enter(args, kwargs)
 
         return self._add(method, lambda: function)
 

@@ -74,6 +74,7 @@ class Ran(threading.local):
 
     def __init__(self) -> None:
         self._runs: list[_Run] | None = None
+        self._in_the_last: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[list[_Run]]:
@@ -82,7 +83,12 @@ class Ran(threading.local):
         try:
             yield self._runs
         finally:
+            self._in_the_last = frozenset(id(calls) for calls, _, _ in self._runs)
             self._runs = before
+
+    def is_other(self, calls: Calls | None) -> bool:
+        """Whether the last call did not run that graph: an argument or something of the model is another one since."""
+        return id(calls) not in self._in_the_last
 
     def append(self, calls: Calls | None, inputs: Sequence[Any], results: Sequence[Any]) -> None:
         """A graph ran; ``calls``: None where nobody knows it any more."""

@@ -520,3 +520,37 @@ def test_a_wrapper_that_takes_over_attributes_is_no_function_of_ours() -> None:
     torch.testing.assert_close(model(x), expected * 4)
     fxprec.revert(model)
     torch.testing.assert_close(model(x), expected * 4, atol=0.05, rtol=0.05)
+
+
+def _doubled(inner, self, x):
+    return inner(self, x) * 2
+
+
+def test_a_bound_method_on_the_instance_stays_one_and_can_be_wrapped_again():
+    """As Accelerate does: it takes the ``__func__`` of what it finds there, wraps that and binds it, twice."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    model, _ = fxprec.convert(model)
+    plain = model(x)
+    for _ in range(2):
+        inner = model.forward.__func__
+        model.forward = types.MethodType(functools.partial(_doubled, inner), model)
+        model.forward = types.MethodType(lambda self, x, inner=model.forward.__func__: inner(self, x), model)
+    assert model.forward.__self__ is model and [*inspect.signature(model.forward).parameters] == ["x", "inner"]
+    for _ in range(2):  # the first call of a function that was just set runs in the net
+        torch.testing.assert_close(model(x), plain * 4, rtol=0.01, atol=0.01)
+    fxprec.revert(model)
+    torch.testing.assert_close(model(x), plain * 4, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("wrap", [torch.autocast("cpu"), lambda f: functools.partial(torch.autocast("cpu")(f))])
+def test_a_function_that_enters_autocast_is_told(late, wrap):
+    model = nn.Linear(4, 4)
+    if late:
+        fxprec.convert(model)
+    with pytest.warns(fxprec.UnusedSettingWarning, match="wrapped in torch.autocast"):
+        model.forward = wrap(model.forward)
+        if not late:
+            fxprec.convert(model)

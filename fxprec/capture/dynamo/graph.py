@@ -25,7 +25,7 @@ from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import clean_path, notes
 from fxprec.passes.graph.exact_graph import LazyGraphModule
 
-#: Of a placeholder in our copy: where its value came from, as ``_source_of`` writes it.
+#: Of a placeholder in our copy: where its value came from, as ``source_of`` writes it.
 SOURCE: Final = "argument_source"
 
 
@@ -71,7 +71,7 @@ def own_copy(gm: GraphModule, made: dict[GraphModule, GraphModule] | None = None
     for node in graph.find_nodes(op="placeholder", sort=False):
         # dynamo's note of the argument refers weakly to the weight, which ``torch.utils.swap_tensors`` refuses.
         if (note := node.meta.pop("grapharg", None)) is not None:
-            node.meta[SOURCE] = _source_of(note)
+            node.meta[SOURCE] = source_of(note)
     for node in graph.find_nodes(op="get_attr", sort=False):
         body = subgraph_of(gm, node)
         if body is not None:
@@ -146,7 +146,7 @@ def _ask_sizes(gm: GraphModule, positions: Sequence[int]) -> tuple[int, ...]:
     return tuple(left)
 
 
-def _source_of(note: Any) -> str | None:
+def source_of(note: Any) -> str | None:
     """Where an argument came from, in the words of the frame that was captured."""
     source = getattr(getattr(note, "source", None), "name", None)
     text = source() if callable(source) else source
