@@ -1,5 +1,6 @@
 # make demo: set up and run the main example.  make test: set up, lint, type-check and test.
 # Everything lives in .venv; a stamp there makes a second run start at once.
+# make docs: the pages and a reference of the public names, as a site.
 # make matrix: the tests on each version of torch in TORCH, in environments of their own under .venvs.
 
 PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
@@ -7,22 +8,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
 
-# CI also installs the packages whose models the tests marked "zoo" convert; elsewhere those skip where they are absent.
-EXTRAS := $(if $(filter true 1,$(CI)),dev$(comma)zoo,dev)
-STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+# CI also installs the frameworks and models that some tests want; elsewhere those skip where they are absent.
+DEV := $(VENV)/.installed-dev$(if $(filter true 1,$(CI)),-frameworks)
+# A demo runs in what the tests installed, or else in what it needs itself.
+DEMO := $(firstword $(wildcard $(VENV)/.installed-dev-frameworks $(VENV)/.installed-dev) $(VENV)/.installed-examples)
 
 # A file of tests stays in one process, where what its tests share is made once.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
+# Empty where somebody looks on: pip shows what it downloads.
+QUIET := $(if $(filter true 1,$(CI)),--quiet)
+
 TORCH ?= 2.10.0 2.11.0 2.13.0 2.14.1
 
-.PHONY: demo test matrix lint hooks install clean
+.PHONY: demo test matrix lint docs hooks install clean
 
-demo: install
+demo: $(DEMO)
 	$(BIN)/python examples/digits_cnn.py
 
 # Empty: processes that tests start find the bytecode of those before them.
-test: lint
+test: lint docs
 	PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 matrix:
@@ -34,14 +39,20 @@ lint: install
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 
+# The pages and a reference as a site, in build/site; a link that leads nowhere is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python docs/site.py
+
 hooks: install
 	$(BIN)/pre-commit install
 
-install: $(STAMP)
+install: $(DEV)
 
-$(STAMP): pyproject.toml constraints.txt
+# The stamp's name says which extras: .installed-dev-frameworks stands for [dev,frameworks].
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	@echo "Making $(VENV) with fxprec[$(subst -,$(comma),$*)]: PyTorch is downloaded once, and takes a while to unpack"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt -e ".[$(subst -,$(comma),$*)]"
 	touch $@
 
 clean:

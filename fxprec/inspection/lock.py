@@ -25,7 +25,8 @@ from torch import nn
 
 from fxprec.inspection.layers import fold, numbers_of, unfold
 from fxprec.inspection.nodes import moves_data
-from fxprec.inspection.report import GraphReport, Row, report
+from fxprec.inspection.report import GraphReport, Row, graph_reports, outside_of, settings_line
+from fxprec.model.module import conversion_of, is_converted
 
 _Texts = TypeVar("_Texts", str, tuple[str, str])
 _NUMBERS: Final = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
@@ -73,12 +74,13 @@ class Locked:
             ConversionError: the model is not converted.
             NotCapturedError: the model is captured at its first call, which did not happen yet.
         """
-        found = report(model)
+        conversion = conversion_of(model) if is_converted(model) else None
+        settings = settings_line(conversion)
         dtypes: dict[Name, str] = {}
         why: dict[Name, str] = {}
         seen: dict[str, list[dict[Name, str]]] = {}
         modes: dict[str, str] = {}
-        for graph in found.graphs:
+        for graph in graph_reports(model):
             own = {name: (dtype, reason) for name, dtype, reason in _nodes(graph)}
             plain = {name: dtype for name, (dtype, _) in own.items()}
             heading = f"{graph.method or 'graph'}({', '.join(graph.inputs)})"
@@ -92,10 +94,10 @@ class Locked:
             for name, (dtype, reason) in own.items():
                 name = Name(heading, name.module, name.node)
                 dtypes[name], why[name] = dtype, reason
-        for where, reason in found.headline.net.items():
+        for where, reason in outside_of(conversion).items():
             name = Name(_OUTSIDE, " ".join(_LINE_NUMBER.sub("", where).split()), "")
-            dtypes[name], why[name] = "as it is" if found.headline.settings.startswith("O0") else "autocast", reason
-        return cls(found.headline.settings, dtypes, why)
+            dtypes[name], why[name] = "as it is" if settings.startswith("O0") else "autocast", reason
+        return cls(settings, dtypes, why)
 
     @classmethod
     def parse(cls, settings: str, lines: Iterable[str]) -> Locked:

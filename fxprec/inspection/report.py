@@ -202,13 +202,44 @@ def report(model: nn.Module) -> Report:
         ConversionError: it is not converted.
     """
     conversion = conversion_of(model) if is_converted(model) else None
+    graphs, sections, found = _sections(model, conversion)
+    held = weights(model, graphs, found)
+    return Report(_headline(model, conversion, graphs, held, sections), tuple(sections))
+
+
+def graph_reports(model: nn.Module) -> list[GraphReport]:
+    """The graphs of ``report(model)``, without the headline, which takes longer.
+
+    Raises:
+        ConversionError, NotCapturedError: as for ``report``.
+    """
+    return _sections(model, conversion_of(model) if is_converted(model) else None)[1]
+
+
+def settings_line(conversion: Conversion | None) -> str:
+    """Level, dtype and placement; empty for a bare graph."""
+    if conversion is None:
+        return ""
+    settings = conversion.settings
+    return f"{settings.policy.level}, {dtype_name(settings.dtype)}, {settings.placement}"
+
+
+def outside_of(conversion: Conversion | None) -> dict[str, str]:
+    """Where -> why of what runs outside the graphs."""
+    net = conversion.net if conversion is not None else {}
+    return {short_paths(where): short_paths(why) for where, why in net.items()}
+
+
+def _sections(
+    model: nn.Module, conversion: Conversion | None
+) -> tuple[tuple[GraphModule, ...], list[GraphReport], list[Place]]:
     try:
         graphs = rewritten_graphs(model)
     except NotCapturedError:
         if conversion is None or not conversion.ran_in_net:
             raise
         graphs = ()  # what there is to say is why
-    sections = []
+    sections: list[GraphReport] = []
     found: list[Place] = []
     captured = captured_of(model)
     counted = conversion.in_present_mode(captured.values()) if conversion else ()
@@ -226,8 +257,7 @@ def report(model: nn.Module) -> Report:
             about = {"method": known.method, "mode": "training" if known.training else "eval", "guarded": guarded}
             about["counts"] = known in counted
         sections.append(GraphReport(inputs, rows, activity, declined, regions_of(gm), **about))
-    held = weights(model, graphs, found)
-    return Report(_headline(model, conversion, graphs, held, sections), tuple(sections))
+    return graphs, sections, found
 
 
 def _headline(
@@ -244,10 +274,10 @@ def _headline(
     computing = [row for row in rows if row.compute != "-"]
     captured = [each for gm, each in captured_of(model).items() if gm in graphs]
     settings = conversion.settings if conversion else None
-    net = {short_paths(where): short_paths(why) for where, why in (conversion.net if conversion else {}).items()}
+    net = outside_of(conversion)
     return Headline(
         model=conversion.original_class.__name__ if conversion else type(model).__name__,
-        settings=f"{settings.policy.level}, {dtype_name(settings.dtype)}, {settings.placement}" if settings else "",
+        settings=settings_line(conversion),
         low=dtype_name(settings.dtype) if settings else "",
         products=_by_dtype(row for row in computing if facts_of(row.op).rule is Rule.LOW),
         computes=_by_dtype(row for row in computing if not moves_data(row.op)),

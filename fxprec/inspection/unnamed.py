@@ -28,6 +28,9 @@ _NOTHING: Final = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL", "N
 #: What takes a submodule and calls nothing: it is returned, kept, or asked for.
 _NO_USE: Final = frozenset({"RETURN_VALUE", "STORE_ATTR", "IS_OP", "COMPARE_OP", "CONTAINS_OP", "POP_TOP"})
 
+#: So methods begin that change a module, and give nothing back: timm's ``set_grad_checkpointing``, ``init_weights``.
+_CHANGES: Final = ("set_", "init", "reset_", "fix_", "enable_", "disable_", "freeze", "load_", "save_")
+
 
 @dataclass(frozen=True, slots=True)
 class Unnamed:
@@ -78,6 +81,8 @@ def unnamed_methods(model: nn.Module, named: Collection[str]) -> list[Unnamed]:
         in_forward = _reached(methods, "forward") if path else ()
         for name in methods:
             if name.startswith("_") or name == "forward" or name in in_forward or _full(path, name) in named:
+                continue
+            if name.startswith(_CHANGES) and not any(read.gives for read in methods[name]):
                 continue
             calls = _calls(path, module, name, named, methods_of)
             if calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -151,16 +152,17 @@ def run_block(start: str, convert: bool = True) -> dict[str, Any]:
     return names
 
 
-def test_readme_quick_start(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_readmes_first_block_runs_by_itself(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
-    names = run_block("import fxprec")
-    assert names["loss"].dtype is torch.float32 and names["loss"].isfinite()
-    assert type(names["model"]) is not Model and isinstance(names["model"], Model)
-    assert not names["scaler"].is_enabled()
+    names: dict[str, Any] = {}
+    exec(compile(blocks("python")[0], "README.md", "exec"), names)
+    assert names["loss"].dtype is torch.float32 and names["loss"].isfinite() and not names["scaler"].is_enabled()
     printed = capsys.readouterr().out
-    assert "Model: O1, bfloat16, mincut: all" in printed and "4 softmax: exponentials and their sum" in printed
-    assert "encoder.layer.0-3.norm" in printed
-    assert "encoder.layer.3.norm" in printed and "softmax_3" in printed, "of the nodes"
+    assert "Sequential: O1, bfloat16, mincut: all 2 matrix products in bfloat16" in printed
+    assert "1 layer_norm: the variance sums squares" in printed
+    assert "linear_1" in printed, "of the nodes"
     assert (tmp_path / "report.html").stat().st_size > 50_000
 
 
@@ -216,7 +218,7 @@ def test_readme_numbers(capsys: pytest.CaptureFixture[str]):
 def test_every_python_block_of_readme_is_run_above():
     source = Path(__file__).read_text(encoding="utf-8")
     starts = re.findall(r'^ +(?:\w+ = )?run_block\((["\'])(.+?)\1[,)]', source, re.MULTILINE)
-    for block in blocks("python"):
+    for block in blocks("python")[1:]:
         assert any(block.startswith(start) for _, start in starts), block
 
 
@@ -227,3 +229,14 @@ def test_every_python_block_of_readme_is_run_above():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text(encoding="utf-8")):
         assert target.startswith("https://") or (ROOT / page).parent.joinpath(target).exists(), target
+
+
+def test_the_cells_of_the_notebook_run_in_order(capsys: pytest.CaptureFixture[str]):
+    cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    for cell in (each for each in cells if each["cell_type"] == "code"):
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+        assert not cell["outputs"], "they are the reader's"
+    printed = capsys.readouterr().out
+    assert "becomes" in printed and "2.up.weight of module 2.up has values that are not finite" in printed
+    assert "<iframe" in fxprec.report(names["model"])._repr_html_()

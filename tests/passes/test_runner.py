@@ -17,6 +17,7 @@ import fxprec
 from fxprec.passes.context import PassResult
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.runner import PIPELINE, run_passes
+from log_records import log_records
 
 INPUTS = torch.randn(2, 4), torch.randn(4, 4)
 
@@ -160,10 +161,10 @@ def test_an_invariant_counts_from_the_pass_on_that_sets_it_up(tools):
         run_passes(symbolic_trace(f), tools.context(), [propagate])
 
 
-def test_a_line_is_logged_for_every_pass(tools, caplog):
-    with caplog.at_level(logging.DEBUG, logger="fxprec.passes.runner"):
+def test_a_line_is_logged_for_every_pass(tools):
+    with log_records("fxprec.passes.runner") as records:
         run_passes(tools.traced(f, *INPUTS), tools.context())
-    lines = [re.sub(r"\d+\.\d ms$", "T", record.getMessage()) for record in caplog.records]
+    lines = [re.sub(r"\d+\.\d ms$", "T", record.getMessage()) for record in records]
     assert lines == [
         "canonicalize: unchanged, 5 nodes, T",
         "propagate: unchanged, 5 nodes, T",
@@ -173,7 +174,7 @@ def test_a_line_is_logged_for_every_pass(tools, caplog):
         "fuse: unchanged, 8 nodes, T",
         "verify: unchanged, 8 nodes, T",
     ]
-    assert {record.levelno for record in caplog.records} == {logging.DEBUG}
+    assert {record.levelno for record in records} == {logging.DEBUG}
 
 
 def test_what_passes_decline_is_collected(tools):

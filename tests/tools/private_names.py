@@ -37,6 +37,8 @@ AS_GOOD_AS_PUBLIC: Final = frozenset({
 })  # fmt: skip
 #: Of Python itself: namedtuple's, and sys's.
 OF_PYTHON: Final = frozenset({"_replace", "_fields", "_asdict", "_make", "_getframe"})
+#: Of Accelerate: the optimizers that it prepared, of which it has no public list.
+OF_ACCELERATE: Final = frozenset({"_optimizers"})
 
 _BY_NAME: Final = frozenset({"getattr", "setattr", "hasattr", "delattr", "attrgetter", "import_module"})
 _DOTTED: Final = re.compile(r"(torch|triton)(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*")
@@ -110,7 +112,7 @@ def defined_names(paths: Iterable[Path]) -> set[str]:
 
 def private_names(source: str, own: Iterable[str] = ()) -> list[tuple[int, str]]:
     """Line and name of each private name of torch or Triton; ``own``: names that this package defines."""
-    allowed = AS_GOOD_AS_PUBLIC | OF_PYTHON | frozenset(own)
+    allowed = AS_GOOD_AS_PUBLIC | OF_PYTHON | OF_ACCELERATE | frozenset(own)
     tree = ast.parse(source)
     theirs = _imported(tree)
     found = []
