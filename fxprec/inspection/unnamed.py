@@ -28,7 +28,7 @@ _NOTHING: Final = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL", "N
 #: What takes a submodule and calls nothing: it is returned, kept, or asked for.
 _NO_USE: Final = frozenset({"RETURN_VALUE", "STORE_ATTR", "IS_OP", "COMPARE_OP", "CONTAINS_OP", "POP_TOP"})
 
-#: So methods begin that change a module, and give nothing back: timm's ``set_grad_checkpointing``, ``init_weights``.
+#: So the names of methods begin that change a module and give nothing back, such as timm's initializers.
 _CHANGES: Final = ("set_", "init", "reset_", "fix_", "enable_", "disable_", "freeze", "load_", "save_")
 
 

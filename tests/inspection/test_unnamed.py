@@ -119,6 +119,13 @@ class Model(nn.Module):
             return None
         return x.detach()
 
+    def init_weights(self):
+        nn.init.zeros_(self.part.proj.weight)
+        self.part(torch.zeros(1, 4))
+
+    def fit(self, x):
+        self.part(x).sum().backward()
+
     @staticmethod
     def static(x):
         return x
@@ -142,6 +149,7 @@ class Model(nn.Module):
         ("explicit", ("part",)),
         ("decorated", ("head",)),
         ("deep", ("part.proj",)),
+        ("fit", ("part",)),
         ("part.alone", ("proj",)),
     ],
 )
@@ -153,7 +161,7 @@ def test_methods_that_call_submodules(method, calls):
 @pytest.mark.parametrize(
     "method",
     ["whole", "through_forward", "head_of", "weights", "set_head", "is_tied", "_private", "reset", "tie", "sizes",
-     "early", "static", "bias",
+     "early", "static", "bias", "init_weights",
      "part.helper", "part.width", "part.replace", "forward"],
 )  # fmt: skip
 def test_methods_that_do_not(method):
