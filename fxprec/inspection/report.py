@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -35,6 +35,7 @@ from fxprec.inspection.nodes import (
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
 from fxprec.inspection.rehearsal import Rehearsal, rehearse
 from fxprec.inspection.text import columns, plain, stacked, titled
+from fxprec.inspection.times import UNKNOWN, Times
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.conversion import Conversion
 from fxprec.model.module import conversion_of, is_converted
@@ -66,6 +67,7 @@ class Row:
     ``kind``: "op", "cast" (inserted, at every call), "shadow" (inserted cast of a weight), "absorbed" (an inserted cast
     within a fused region, where it costs nothing), "region" or "input". ``region``: the fused region that it is in.
     ``reads``: names of nodes, and paths of weights. ``bytes``: of its results, -1 where nobody knows their shape.
+    ``seconds``: that it takes in a step, by the costs of the device; -1 where they or the sizes are unknown.
     """
 
     node: str
@@ -80,6 +82,7 @@ class Row:
     region: str = ""
     reads: tuple[str, ...] = ()
     bytes: int = -1
+    seconds: float = field(default=UNKNOWN, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +250,11 @@ def _sections(
         own = list(places(number, gm))
         found += own
         inputs = tuple(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
-        rows = tuple(_row(place) for place in own if place.node.op not in ("get_attr", "output"))
+        known = captured.get(gm)
+        times = Times(conversion.settings, known.training) if conversion is not None and known is not None else None
+        rows = tuple(_row(place, times) for place in own if place.node.op not in ("get_attr", "output"))
         declined = tuple(short_paths(text) for text in gm.meta.get("declined", ()))
         activity = activations(place.node for place in own)
-        known = captured.get(gm)
         about: dict[str, Any] = {}
         if known is not None:
             guarded = known.guards.read_by_user if known.guards is not None else ()
@@ -345,7 +349,7 @@ def _cost_line(graphs: tuple[GraphModule, ...], rows: list[Row]) -> str:
     return f"{'; '.join(known)}: {count(stay, 'op')} not worth lowering" if known else ""
 
 
-def _row(place: Place) -> Row:
+def _row(place: Place, times: Times | None) -> Row:
     node = place.node
     precision = notes(node).precision
     rule, why = reason(node)
@@ -367,6 +371,7 @@ def _row(place: Place) -> Row:
             for source in dict.fromkeys(node.all_input_nodes)
         ),
         bytes=bytes_of(node),
+        seconds=UNKNOWN if times is None else times.of(node),
     )
 
 

@@ -31,11 +31,11 @@ def render(report: Mapping[str, Any], lines: Sequence[tuple[str, str]], other: M
     headline = report["headline"]
     data = {
         "title": headline["model"],
-        "verdict": headline["verdict"],
+        "verdict": _verdict(headline),
         "lines": lines,
         "nodes": _nodes(report, strings),
         "graphs": [f"{graph['method']}({', '.join(graph['inputs'])})" for graph in report["graphs"]],
-        "other": None if other is None else {"verdict": other["headline"]["verdict"], "nodes": _nodes(other, strings)},
+        "other": None if other is None else {"verdict": _verdict(other["headline"]), "nodes": _nodes(other, strings)},
         "strings": [*strings],
     }
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")
@@ -59,7 +59,7 @@ def framed(page: str) -> str:
 
 
 def _nodes(report: Mapping[str, Any], strings: dict[str, int]) -> list[list[Any]]:
-    """A row a node: texts as numbers, the node that its reason names, the graph, bytes, error, and what it reads.
+    """A row a node: texts as numbers, the node that its reason names, the graph, bytes, ns, error, what it reads.
 
     Casts of weights are no rows: shadows are read in their place, and their readers say so.
     """
@@ -80,8 +80,16 @@ def _nodes(report: Mapping[str, Any], strings: dict[str, int]) -> list[list[Any]
                 reads.append(places[name] if name in places else -1 - number_of(name))
             why, named = _reason(row["why"], places)
             texts = [number_of(why if field == "why" else row[field]) for field in _TEXTS]
-            rows.append([*texts, number_of(named), number, row["bytes"], row.get("error"), reads])
+            rows.append([*texts, number_of(named), number, row["bytes"], _nanoseconds(row), row.get("error"), reads])
     return rows
+
+
+def _verdict(headline: Mapping[str, Any]) -> str:
+    return ": ".join(filter(None, (headline["settings"], headline["verdict"])))
+
+
+def _nanoseconds(row: Mapping[str, Any]) -> int:
+    return round(row["seconds"] * 1e9) if row["seconds"] >= 0 else -1
 
 
 def _reason(why: str, places: Mapping[str, int]) -> tuple[str, str]:

@@ -107,6 +107,8 @@ def test_the_data_are_those_of_the_report(tmp_path: Path) -> None:
     (linear,) = [node for node in data["nodes"] if data["strings"][node[0]] == "linear"]
     assert "blocks.0.up.weight as its bfloat16 shadow" in [data["strings"][-1 - at] for at in linear[-1] if at < 0]
     assert linear[12] == 5 * 32 * 2, "bytes that it puts out"
+    (seconds,) = [row.seconds for row in rows if row.node == "linear"]
+    assert linear[13] == round(seconds * 1e9) > 0
 
 
 def test_a_page_of_ten_thousand_nodes_is_below_a_megabyte(tmp_path: Path) -> None:
@@ -193,8 +195,12 @@ def test_two_reports_and_a_ledger(opened: Any, tmp_path: Path) -> None:
     assert any("linear_6" in line and "float32" in line and "bfloat16" in line for line in differ)
     page.locator("#compared tbody tr", has_text="linear_6").first.click()
     shows(page, "%linear_6")
-    assert "% of the loss's" in page.text_content("#card")
-    page.select_option("#measure", "error")
+    assert "% of the loss's" in page.text_content("#card") and "us of a step" in page.text_content("#card")
+    strips = {}
+    for measure in ("bytes", "one", "time", "error"):
+        page.select_option("#measure", measure)
+        strips[measure] = page.evaluate("document.getElementById('strip').toDataURL()")
+    assert len({*strips.values()}) == 4, "each measure draws another strip"
 
 
 @in_a_browser

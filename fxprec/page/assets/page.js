@@ -17,7 +17,7 @@
 
   function read(rows) {
     const nodes = rows.map((row, index) => {
-      const node = { index, graph: row[11], bytes: row[12], error: row[13], reads: row[14], readers: [] };
+      const node = { index, graph: row[11], bytes: row[12], time: row[13], error: row[14], reads: row[15], readers: [] };
       FIELDS.forEach((field, position) => (node[field] = data.strings[row[position]]));
       const named = data.strings[row[10]];
       if (named) node.why = node.why.replace("@", () => named);
@@ -82,7 +82,7 @@
     pen.scale(scale, scale);
     const style = getComputedStyle(document.documentElement);
     const colour = Object.fromEntries(["low", "full", "cast", "none"].map((kind) => [kind, style.getPropertyValue(`--${kind}`)]));
-    const size = (node) => (state.measure === "one" ? 1 : state.measure === "error" ? Math.abs(node.error || 0) : Math.max(0, node.bytes));
+    const size = (node) => (state.measure === "one" ? 1 : state.measure === "error" ? Math.abs(node.error || 0) : Math.max(0, node[state.measure]));
     const largest = Math.max(1e-30, ...nodes.map(size));
     const step = width / Math.max(1, nodes.length);
     const visible = new Set(shown.map((node) => node.index));
@@ -249,6 +249,7 @@
     line("read by", ...node.readers.map(link));
     line("because", node.rule === "-" ? node.why : `${node.rule}: ${node.why}`);
     line("bytes", bytesText(node.bytes));
+    if (node.time >= 0) line("time", `${(node.time / 1e3).toPrecision(3)} us of a step, estimated by the costs of the device`);
     if (node.error !== null) line("error", `${(100 * node.error).toPrecision(3)} % of the loss's`);
     line("region", node.region);
     line("graph", data.graphs[node.graph]);
@@ -294,6 +295,7 @@
   for (const [label, text] of data.lines) $("lines").append(make("dt", label), make("dd", text));
   for (const [kind, text] of [["low", "low precision"], ["full", "FP32 and wider"], ["cast", "casts"], ["none", "no floats"]])
     $("legend").append(make("span", "", {}, make("i", "", { style: `background: var(--${kind})` }), text));
+  if (nodes.some((node) => node.time > 0)) $("measure").append(make("option", "height: time, estimated", { value: "time" }));
   if (nodes.some((node) => node.error !== null)) $("measure").append(make("option", "height: part in the error", { value: "error" }));
   const fill = (id, values) => {
     const counts = new Map();
