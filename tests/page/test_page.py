@@ -139,7 +139,7 @@ def shows(page: Any, node: str) -> None:
 def test_clicks_search_and_filters(opened: Any, tmp_path: Path) -> None:
     page = opened(written(report_of(Net()), tmp_path))
     assert page.text_content("#title") == "Net"
-    assert page.text_content("#verdict").startswith("all 7 matrix products in bfloat16")
+    assert page.text_content("#verdict").startswith("O1, bfloat16, mincut: all 7 matrix products in bfloat16")
     every = page.text_content("#found")
     page.fill("#search", "softmax exponentials")
     assert page.text_content("#found").startswith("1 of ") and page.locator("#list tbody tr").count() == 1
@@ -228,11 +228,11 @@ def test_two_hundred_hostile_names(opened: Any, tmp_path: Path) -> None:
     for number, name in enumerate(names):
         row = rows[number % len(rows)]
         row[("module", "op", "why", "source", "output", "region")[number % 6]] = name
-    data["headline"] |= {"model": HOSTILE[0], "verdict": HOSTILE[1]}
+    data["headline"] |= {"model": HOSTILE[0], "settings": HOSTILE[2], "verdict": HOSTILE[1]}
     data["graphs"][0]["inputs"] = HOSTILE
     page = opened(render(data, [(name, name) for name in names], data))
     assert data_of(render(data | {"headline": data["headline"] | {"model": "@@DATA@@"}}, []))["title"] == "@@DATA@@"
-    assert page.text_content("#title") == HOSTILE[0] and page.text_content("#verdict") == HOSTILE[1]
+    assert page.text_content("#title") == HOSTILE[0] and page.text_content("#verdict") == f"{HOSTILE[2]}: {HOSTILE[1]}"
     assert page.locator("#lines dd").all_text_contents() == names
     for row in page.locator("#list tbody tr").all()[:40]:
         row.click()
