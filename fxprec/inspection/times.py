@@ -33,7 +33,7 @@ class Times:
         self._of_graphs: dict[Graph, OpCosts] = {}
 
     def of(self, node: Node) -> float:
-        """Seconds of a step; 0 for inputs, shadows and casts within regions; ``UNKNOWN``."""
+        """Seconds of a step; 0 for inputs, shadows and casts within regions; ``UNKNOWN``, so of other dtypes."""
         if node.op == "placeholder" or is_shadow(node) or notes(node).state("in_region"):
             return 0.0
         costs = self._of_graph(node.graph)
@@ -43,12 +43,16 @@ class Times:
         if is_inserted(node):
             return costs.cast(node.all_input_nodes[0]) * 1e-12
         site = site_of(node, self._context)
-        if site.facts.cost is None:
-            return costs.stream(node, precision.output or torch.float32) * 1e-12
+        priced = site.facts.cost is not None
+        dtype = (precision.compute if priced else precision.output) or torch.float32
+        if dtype not in (torch.float32, self._context.low):  # float64, or a low dtype of this node's own
+            return UNKNOWN
+        if not priced:
+            return costs.stream(node, dtype) * 1e-12
         price = costs.price(site)
         if isinstance(price, str):
             return UNKNOWN
-        return (price.low if precision.compute is self._context.low else price.full) * 1e-12
+        return (price.low if dtype is self._context.low else price.full) * 1e-12
 
     def _of_graph(self, graph: Graph) -> OpCosts | None:
         if self._costs is None:

@@ -149,6 +149,8 @@ def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, ou
     compute = reads or (output if node.op.startswith("call") else None)
     if rule is Rule.FULL and compute is not None:
         compute = torch.float32
+    if output is torch.float64:  # of float64, which nothing casts, whatever the rule
+        compute = output
     arrival = reads or (Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES)
     if facts_at(node).arrives or not node.all_input_nodes:
         arrival = Arrival.AS_IT_ARRIVES

@@ -50,3 +50,18 @@ def test_the_backward_counts_where_there_is_one():
 def test_unknown_sizes_are_unknown():
     found = seconds(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
     assert found["linear"] == found["gelu"] == UNKNOWN
+
+
+class InDouble(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        exact = torch.sin(x.double())
+        return self.layer(x).half() @ x.half().mT, exact @ exact.mT
+
+
+def test_a_dtype_without_costs_is_unknown():
+    found = seconds(InDouble(), torch.randn(4, 8), lower=COSTS)
+    assert found["sin"] == found["matmul_1"] == UNKNOWN and found["matmul"] > 0

@@ -333,6 +333,16 @@ def test_integers_and_float64_are_untouched(decided):
     assert all(isinstance(p.reads, Arrival) for p in found.values())
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_float64_computes_in_float64_whatever_the_rule(decided, level):
+    def f(x):
+        return torch.exp(x), x @ x, x.float() @ x.float()
+
+    found, _ = decided(f, torch.randn(4, 4, dtype=torch.float64), level=level)
+    computes = {name: precision.compute for name, precision in found.items() if name.startswith(("exp", "matmul"))}
+    assert computes == {"exp": torch.float64, "matmul": torch.float64, "matmul_1": BF16}
+
+
 def test_comparisons_read_what_arrives(casts):
     assert casts(lambda x, w: F.linear(x, w) > 0.5, torch.randn(2, 4), torch.randn(4, 4))[0] == 2
 
