@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -34,15 +35,15 @@ class Case:
         return f"{self.fault}-{self.place}-{self.dtype}-{settings}".replace("torch.", "").removesuffix("-")
 
 
-CASES = [Case(fault, place, dtype) for fault in FAULTS for place in PLACES for dtype in (BF16, F16)]
+CASES = [Case(fault, place, BF16) for fault in FAULTS for place in PLACES]
 CASES += [Case(fault, place, F16) for fault in NARROW for place in PLACES if (fault, place) != ("a cube", "masked")]
-#: Within fused regions, and on a low stream.
+#: In the other dtype, within fused regions, and on a low stream each fault is at one place, the next at the next.
+CASES += [Case(fault, place, F16) for fault, place in zip(FAULTS, cycle(PLACES), strict=False)]
 CASES += [
-    Case(fault, place, dtype, settings)
+    Case(fault, place, dtype, (setting,))
+    for setting, places in ((("fuse", "aten"), ("plain", "residual", "looped")), (("level", "O2"), ("looped", "plain")))
     for faults, dtype in ((FAULTS, BF16), (NARROW, F16))
-    for fault in faults
-    for place in ("plain", "residual", "looped")
-    for settings in ((("fuse", "aten"),), (("level", "O2"),))
+    for fault, place in zip(faults, cycle(places), strict=False)
 ]
 
 
@@ -111,8 +112,7 @@ def test_sound_runs_have_no_finding(name: str, place: str) -> None:
         model = made(SOUND[name], place, dtype, seed)
         scaler = fxprec.LossScaler("cpu", init_scale=1024.0) if dtype is F16 else None
         with unchanged(model):
-            for data in (seed, seed + 2):
-                assert locate(model, batch(data), F.cross_entropy, scaler) is None
+            assert locate(model, batch(seed), F.cross_entropy, scaler) is None
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
