@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
 import kernel_tools as tools
@@ -29,6 +30,20 @@ pytestmark = [pytest.mark.zoo, pytest.mark.slow]
 
 #: 16 bytes.
 WIDE = {"v4.b32", "v2.b64"}
+
+
+class NoProducts(TorchDispatchMode):
+    """Matrix products give zeros: they are slow on some CPUs, and no region asks for values."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
+            rows, columns = args[-2:]
+            return rows.new_zeros(*rows.shape[:-1], columns.shape[-1])
+        return func(*args, **(kwargs or {}))
 
 
 @functools.cache
@@ -50,7 +65,8 @@ def regions(name: str) -> tuple[Any, ...]:
         patch.setattr(Launch, "__call__", lambda *arguments: None)
         patch.setattr(Spec, "empty", lambda spec, device: zeros(spec, device).zero_())  # some are indices later on
         model, _ = fxprec.convert(model.train(), dtype=torch.bfloat16, fuse=True)
-        model(**inputs).logits.float().sum().backward()
+        with NoProducts():
+            model(**inputs).logits.float().sum().backward()
     found = [region for gm in fxprec.graphs(model) for region in gm.modules() if hasattr(region, "plans")]
     assert found and all(region.path == "triton" for region in found), [region.reason for region in found]
     return tuple(found)
