@@ -220,13 +220,16 @@ def _gathered(tensor):
     return gathered
 
 
-@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}],
-    ids=lambda options: next(iter(options), "plain"),
+    ("block", "option"),
+    [
+        *((block, None) for block in BLOCKS),
+        *(("dynamic", option) for option in ("static_graph", "gradient_as_bucket_view", "find_unused_parameters")),
+        ("checkpointed", "static_graph"),
+    ],
 )
-def test_ddp_has_the_gradients_of_one_process(ask_two, block, options):
+def test_ddp_has_the_gradients_of_one_process(ask_two, block, option):
+    options = {option: True} if option else {}
     assert ask_two(ddp, block, options) == [({LOW: 7}, 1, {})] * WORLD
 
 
@@ -243,8 +246,7 @@ def test_ddp_no_sync(ask_two, block):
     assert ask_two(no_sync, block) == [(False, True)] * WORLD
 
 
-@pytest.mark.parametrize("called_before", [False, True])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("block", "called_before"), [*((block, False) for block in BLOCKS), ("dynamic", True)])
 def test_fsdp_per_block_and_around(ask_two, block, called_before):
     for trained, evaluated, shadows, in_net in ask_two(fsdp, block, called_before):
         assert trained == evaluated == {LOW: 7}

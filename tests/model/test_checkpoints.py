@@ -174,8 +174,10 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def resumes_bit_for_bit(case: Case, kind: type[Training] = Training) -> tuple[Training, list[dict[str, Any]]]:
-    """Train straight and from every point. The straight run, and the scaler's state in every file."""
+def resumes_bit_for_bit(
+    case: Case, kind: type[Training] = Training, points: slice = slice(None)
+) -> tuple[Training, list[dict[str, Any]]]:
+    """Train straight and from these points. The straight run, and the scaler's state in every file."""
     straight = kind(case, seed=1)
     files, outputs, states = {}, {}, []
     for point in straight.run():
@@ -185,7 +187,7 @@ def resumes_bit_for_bit(case: Case, kind: type[Training] = Training) -> tuple[Tr
             outputs[point] = straight.outputs()
     assert len(files) == STEPS * (kind.passes + 1) + 1
     end = straight.checkpoint()
-    for i, (point, file) in enumerate(files.items()):
+    for i, (point, file) in enumerate([*files.items()][points]):
         resumed = kind(case, seed=2 + i)
         saved = torch.load(io.BytesIO(file), weights_only=True)
         resumed.load(saved)
@@ -204,13 +206,15 @@ def resumes_bit_for_bit(case: Case, kind: type[Training] = Training) -> tuple[Tr
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
     [(name, torch.bfloat16) for name in OPTIMIZERS]
-    + [(name, torch.float16) for name in ("torch AdamW", "AdamW", "AdamW low gradients")],
+    + [(name, torch.float16) for name in ("torch AdamW", "AdamW low gradients")],
 )
 def test_every_optimizer_goes_on_from_every_point(optimizer, dtype):
+    """From every third; the first of them changes from one optimizer to the next."""
     if "low gradients" in optimizer and not hasattr(Tensor, "grad_dtype"):
         pytest.skip("this torch has no grad_dtype")
     level = "O1" if dtype is torch.bfloat16 else "O2"
-    straight, states = resumes_bit_for_bit(Case(optimizer, level, dtype))
+    points = slice([*OPTIMIZERS].index(optimizer) % 3, None, 3)
+    straight, states = resumes_bit_for_bit(Case(optimizer, level, dtype), points=points)
     assert straight.skips == [False, True, True, False, True, False]
     assert states[-1]["scale"] == 128 and states[-1]["_growth_tracker"] == 1
     if "low gradients" in optimizer:

@@ -148,7 +148,7 @@ def test_save_pretrained_round_trip(tmp_path):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5", "vit"])
+@pytest.mark.parametrize("name", ["llama", "vit"])
 @pytest.mark.filterwarnings("ignore:float16 on a CPU")
 def test_one_step_in_float16(name):
     """Tiny: float16 matmuls are slow here. Loss and gradients with a static scale, beside eager autocast's."""
@@ -170,7 +170,7 @@ def test_one_step_in_float16(name):
 
 @pytest.mark.parametrize(
     ("name", "gradients"),
-    [("deepseek", False), ("deepseek", True), ("gan", False), ("gan", True), ("mamba", False), ("wav2vec2", True)],
+    [("deepseek", True), ("gan", False), ("mamba", False), ("wav2vec2", True)],
 )
 def test_the_error_ledger_adds_up(name, gradients):
     """Routes that differ in the reference, weights made of others, a scan, and six graphs."""

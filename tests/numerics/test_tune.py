@@ -80,7 +80,7 @@ def test_an_error_is_kept_to_in_less_time_than_all_in_fp32_takes(level: str, cap
         model(x)
     start = tune(model, data, F.cross_entropy, error=1.0).start
     found = []
-    for share in (1e-3, 0.1, 0.5, 2.0):
+    for share in (1e-3, 0.1, 2.0):
         with unchanged(model):
             tuned = tune(model, data, F.cross_entropy, error=start.predicted_error * share)
         assert tuned.tuned.predicted_error <= start.predicted_error * share * (1 + 1e-9)
@@ -103,7 +103,7 @@ def test_a_time_is_kept_to(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, data = converted(Net()), batches()
     errors = []
-    for time in (0.95, 1.0, 1.3, 5.0):
+    for time in (0.95, 1.3, 5.0):
         tuned = tune(model, data, F.cross_entropy, time=time)
         assert tuned.predicted_time <= time * (1 + 1e-9)
         errors.append(tuned.tuned.predicted_error)
@@ -161,7 +161,7 @@ def test_a_stream_in_fp32_is_rounded_for_its_branches_only(reads: str) -> None:
     torch.manual_seed(0)
     model = converted(Stream(reads))
     problem, settings = Problem(model, F.cross_entropy), conversion_of(model).settings
-    study = Study.of(problem, settings, batches(32, 1))
+    study = Study.of(problem, settings, batches(16, 1))
     start = study.decided(settings.policy)
     wide = [node for node in study.trade.choices if node.name.startswith("add") or node.name in ("linear", "linear_9")]
     full = study.all_low
@@ -177,7 +177,7 @@ def test_a_stream_in_fp32_is_rounded_for_its_branches_only(reads: str) -> None:
     policy, _, reached = study.policy_for(stream, start)
     assert reached.square == pytest.approx(stream.square, rel=0.1, abs=0)
     assert stream.square < study.trade.outcome(study.all_low).square / 50
-    measured = abs(ledger_of(Problem(trial(model, policy=policy), F.cross_entropy), batches(48, 2)).measured)
+    measured = abs(ledger_of(Problem(trial(model, policy=policy), F.cross_entropy), batches(24, 2)).measured)
     assert measured / 1.5 < math.sqrt(stream.square + study.constant) < measured * 1.5
 
 
