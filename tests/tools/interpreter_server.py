@@ -12,11 +12,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+# Most of these are imported for the forks, which would spend more time on them than on kernels.
+import hypothesis  # noqa: F401
 import pytest
 import torch
-import triton  # noqa: F401  imported here, once for all forks
+import torch._dynamo
+import torch.testing._internal.optests
+import triton  # noqa: F401
+from torch.fx.experimental import symbolic_shapes  # noqa: F401
 
+import fxprec.convert
 import fxprec.kernels
+import fxprec.passes.runner
 import fxprec.testing  # noqa: F401
 
 
