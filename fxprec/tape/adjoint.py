@@ -122,26 +122,26 @@ class _Walk:
         for number, place in enumerate(operation.outputs):
             if not place.is_float or place.storage not in self._adjoints:
                 continue
-            weight, low, exact = place.of(self._adjoints[place.storage]), memory.low(place), memory.exact(place)
+            weight, low, error = place.of(self._adjoints[place.storage]), memory.low(place), memory.error(place)
             if number >= fresh:
-                adjoint, (weight, low, exact) = weight, (weight.clone(), low.clone(), exact.clone())
+                adjoint, (weight, low) = weight, (weight.clone(), low.clone())
                 adjoint.zero_()
             if bool(weight.any()):
-                found[number] = Result(weight, low, exact)
+                found[number] = Result(weight, low, error)
         for place, (low_before, exact_before) in zip(operation.outputs[fresh:], operation.before, strict=True):
             memory.low(place).copy_(low_before)
             memory.write_exact(place, exact_before)
         return found
 
     def add(self, place: Place, gradient: Tensor) -> None:
-        """Add to the adjoint of a place, of which several elements may be one in memory (``expand``, ``unfold``)."""
+        """Add to the adjoint of a place, of which several elements may be one in memory."""
         if place.conjugate or place.negative:
             gradient = gradient.conj() if place.conjugate else -gradient
             place = place._replace(conjugate=False, negative=False)
         if place.dtype.is_complex:
             place, gradient = place.as_real(), torch.view_as_real(gradient.resolve_conj())
         flat = self._adjoints.get(place.storage)
-        overlaps = _overlaps(place)
+        overlaps = place.overlaps
         if flat is None:
             flat = self._adjoints[place.storage] = self._memory.adjoint(place)
             if not overlaps and math.prod(place.size) == len(flat):
@@ -152,18 +152,8 @@ class _Walk:
             if stride == 0 and size > 1:
                 gradient = gradient.sum(dimension, keepdim=True)
                 place = place._replace(size=(*place.size[:dimension], 1, *place.size[dimension + 1 :]))
-        if overlaps and _overlaps(place):
+        if overlaps and place.overlaps:
             index = place._replace(dtype=torch.int64).of(torch.arange(len(flat), device=flat.device))
             flat.index_add_(0, index.flatten(), gradient.flatten())
         else:
             place.of(flat).add_(gradient)
-
-
-def _overlaps(place: Place) -> bool:
-    """Whether two elements may be one in memory."""
-    reach = 1
-    for stride, size in sorted((t, s) for s, t in zip(place.size, place.stride, strict=True) if s > 1):
-        if stride < reach:
-            return True
-        reach = stride * (size - 1) + reach
-    return False

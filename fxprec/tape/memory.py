@@ -7,18 +7,25 @@ same elements in both::
     storage of 6 bfloat16    [1.0078, 2.0000, ...]        place (size (2, 3), stride (3, 1), offset 0)
     its twin, 6 float64      [1.0081, 1.9994, ...]        the same place
 
+A float64 twin would be most of what there is to keep. So a storage that was written as a whole keeps its error instead,
+in FP32: the run's values less the reference's. That tells the reference's to 2^-24 of the error, and what it loses is a
+part of the op's rounding. Before a write the twin is made from it.
+
 What is no float (indices, masks) has a twin only once the reference decides otherwise than the run did.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxprec.torch_internals import negated, storage_key
+
+#: In which the errors of storages are kept.
+_ERRORS: Final = torch.float32
 
 
 class Place(NamedTuple):
@@ -36,6 +43,16 @@ class Place(NamedTuple):
     def is_float(self) -> bool:
         """Whether the reference has values of its own there."""
         return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether two elements may be one in memory (``expand``, ``unfold``)."""
+        reach = 1
+        for stride, size in sorted((t, s) for s, t in zip(self.size, self.stride, strict=True) if s > 1):
+            if stride < reach:
+                return True
+            reach = stride * (size - 1) + reach
+        return False
 
     def as_real(self) -> Place:
         """That of ``torch.view_as_real`` of a complex tensor."""
@@ -64,6 +81,7 @@ class Memory:
         self.reference = reference
         self._storages: dict[int, Any] = {}
         self._twins: dict[int, Tensor] = {}
+        self._errors: dict[int, Tensor] = {}  # instead of a twin
         self._casts: dict[int, Place] = {}  # storage -> where its values of the reference are
 
     def place(self, tensor: Tensor) -> Place:
@@ -87,12 +105,27 @@ class Memory:
         """The tensor of the reference, not to be written to; that of the run itself, where it has no other values."""
         if (source := self._casts.get(place.storage)) is not None:
             place = place._replace(storage=source.storage, dtype=source.dtype)
+        if (error := self._errors.get(place.storage)) is not None:
+            return self.low(place).to(self.reference) - place.of(error)
         twin = self._twins.get(place.storage)
         if not place.is_float:
             return self.low(place) if twin is None or twin.dtype is not place.dtype else place.of(twin)
         if twin is None or not twin.is_floating_point():
-            return self.low(place).to(self.reference.to_complex() if place.dtype.is_complex else self.reference)
+            return self.low(place).to(self.dtype_of(place))
         return place.of(twin)
+
+    def error(self, place: Place) -> Tensor:
+        """The run's floats less the reference's, in its dtype; 0 where both are the same inf, as of a mask."""
+        if place.storage in self._errors and place.storage not in self._casts:
+            return place.of(self._errors[place.storage]).to(self.reference)
+        exact = self.exact(place)
+        return difference(self.low(place).to(exact.dtype), exact)
+
+    def dtype_of(self, place: Place) -> torch.dtype:
+        """That of the reference's values there."""
+        if not place.is_float:
+            return place.dtype
+        return self.reference.to_complex() if place.dtype.is_complex else self.reference
 
     def prepare_write(self, place: Place) -> None:
         """Before the run writes there: what the reference took over from it gets memory of its own."""
@@ -125,7 +158,7 @@ class Memory:
         if not isinstance(value, Tensor) or tuple(value.shape) != place.size:
             return False
         if place.is_float:
-            if not (fresh and self._adopt(place, value)):
+            if not self._keep_error(place, value) and not (fresh and self._adopt(place, value)):
                 place.of(self._twin(place)).copy_(value)
             return True
         if place.storage not in self._twins:
@@ -140,12 +173,28 @@ class Memory:
         """Let a storage and its twin go: nobody asks for a place in it any more."""
         self._storages.pop(place.storage, None)
         self._twins.pop(place.storage, None)
+        self._errors.pop(place.storage, None)
         self._casts.pop(place.storage, None)
 
     def adjoint(self, place: Place) -> Tensor:
         """A vector of the reference's dtype with as many elements as a storage of floats has; nothing is in it yet."""
         flat = self._flat(place)
         return torch.empty(len(flat), dtype=self.reference, device=flat.device)
+
+    def _keep_error(self, place: Place, value: Tensor) -> bool:
+        """Keep how far the run is from a value, where that is less than the value and tells it: finite, in FP32."""
+        flat = self._flat(place)
+        wide = self.reference.itemsize <= _ERRORS.itemsize or place.dtype.itemsize > _ERRORS.itemsize
+        wide |= place.dtype.is_complex
+        if wide or math.prod(place.size) != len(flat) or place.overlaps:
+            return False
+        error = torch.empty(len(flat), dtype=_ERRORS, device=flat.device)
+        place.of(error).copy_(place.of(flat).to(self.reference).sub_(value))
+        if not math.isfinite(float(error.sum())):
+            return False
+        self._errors[place.storage] = error
+        self._twins.pop(place.storage, None)
+        return True
 
     def _adopt(self, place: Place, value: Tensor) -> bool:
         """Let a value be the twin, where its elements lie as the run's do."""
@@ -163,8 +212,17 @@ class Memory:
             flat = self._flat(place)
             flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
             twin = self._twins[place.storage] = flat.to(self.reference, copy=True)
+            if (error := self._errors.pop(place.storage, None)) is not None:
+                twin -= error
         return twin
 
     def _flat(self, place: Place) -> Tensor:
         storage = self._storages[place.storage]
         return torch.empty(0, dtype=place.dtype, device=storage.device).set_(storage)
+
+
+def difference(low: Tensor, exact: Tensor) -> Tensor:
+    """low - exact; 0 where both are the same inf: that of a mask."""
+    found = low - exact
+    total = found.sum()
+    return torch.where(low == exact, 0.0, found) if bool(total != total) else found
