@@ -60,7 +60,7 @@ def audit(
     loss: Loss | None = None,
     *,
     gradients: bool = False,
-    reference: torch.dtype = torch.float64,
+    reference: torch.dtype | None = None,
 ) -> Ledger:
     """Run batches as the model runs them and, op by op beside that, in the reference's dtype; explain the difference.
 
@@ -68,8 +68,8 @@ def audit(
     inputs that it had, "bend" what is not linear in what came in. Of one batch all of them add up to the measured error
     exactly. Over batches a row's share is of the sum of squares, as roundings are as good as independent.
 
-    The reference reads the FP32 weights and the same random numbers. An audit takes one to five times the memory of a
-    training step in FP32, and four to seven times its time besides the run itself; of tiny models, whose time is that
+    The reference reads the FP32 weights and the same random numbers. An audit takes one to four times the memory of a
+    training step in FP32, and three to five times its time besides the run itself; of tiny models, whose time is that
     of calls, more. The model is left as it was; one that was never called is captured, as by its first call.
 
     Args:
@@ -79,7 +79,8 @@ def audit(
             a ``loss``; if neither, the error of the outputs themselves is explained, along its own direction.
         gradients: explain the error of the gradients of all parameters instead, along its own direction: the ops of the
             backward get rows as well. Of outputs that are no loss it is that of the gradients of their sum.
-        reference: ``torch.float64`` or ``torch.float32``.
+        reference: ``torch.float64`` or ``torch.float32``, whose products are then of full precision whatever is set for
+            others (TF32). None: float64 on a CPU; elsewhere FP32, as accelerators are slow in float64, or have none.
 
     Raises:
         ConversionError: the model is not converted, or frozen.
@@ -90,7 +91,7 @@ def audit(
     Sources: Becker and Rannacher, Acta Numerica 2001 (dual-weighted residuals); the signed form at midpoints is ours.
     """
     problem = Problem.of(model, loss, "audit")
-    if reference not in (torch.float64, torch.float32):
+    if reference not in (None, torch.float64, torch.float32):
         raise ValueError(f"reference must be torch.float64 or torch.float32, not {reference}")
     if gradients and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("gradients=True, and no parameter of the model wants a gradient")
@@ -101,7 +102,7 @@ def ledger_of(
     problem: Problem,
     batches: Iterable[Batch],
     gradients: bool = False,
-    reference: torch.dtype = torch.float64,
+    reference: torch.dtype | None = None,
     opened: bool = False,
     reads: Reads | None = None,
 ) -> Ledger:
@@ -111,8 +112,11 @@ def ledger_of(
         opened: fused regions run op by op, with a row an op.
         reads: is filled, which takes an inner product more for each input of an op.
     """
+    settings = conversion_of(problem.model).settings
+    if reference is None:
+        reference = torch.float64 if settings.device == "cpu" else torch.float32
     wants = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in problem.model.parameters())
-    books = _Books(Alternatives(conversion_of(problem.model).settings, wants))
+    books = _Books(Alternatives(settings, wants))
     for batch in batches:
         done = False
         while not done:

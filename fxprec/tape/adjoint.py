@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fxprec.tape.full_fp32 import full_fp32
 from fxprec.tape.memory import Place
 from fxprec.tape.operation import Operation
 from fxprec.tape.recorder import Recorder
@@ -96,7 +97,8 @@ class _Walk:
             return None
         if operation.draws:
             return Term(operation, 0.0, 0.0, 0.0, 0.0, results)
-        pulled = pull(operation, Inputs(self._memory), results, drawn, self._made)
+        with full_fp32():
+            pulled = pull(operation, Inputs(self._memory), results, drawn, self._made)
         reads: dict[int, float] = {}
         for place, gradient in pulled.gradients:
             if self._rounded is not None and place in operation.inputs:

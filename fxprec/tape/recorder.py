@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fxprec.model.module import conversion_of
 from fxprec.tape.attribution import Attribution, observe, written_by
+from fxprec.tape.full_fp32 import full_fp32
 from fxprec.tape.memory import Memory, Place
 from fxprec.tape.nodes import NodeOf
 from fxprec.tape.operation import Operation
@@ -168,7 +169,7 @@ class Recorder(Attribution):
         if operation.keeps_values and memory.share(operation.outputs[0], operation.leaves[0]):
             self.operations.append(operation)
             return
-        with torch.no_grad():
+        with torch.no_grad(), full_fp32():
             values = [memory.low(place) for place in operation.outputs]
             if not operation.draws:
                 try:

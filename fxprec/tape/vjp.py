@@ -274,7 +274,8 @@ def _sampled(operation: Operation, args: list[Any], kwargs: dict[str, Any], low:
     args[position] = args[position].index_select(dimension, index)
     if position and args[0].dim() == low.dim() and args[0].shape[dimension] == rows:  # a matrix that is added
         args[0] = args[0].index_select(dimension, index)
-    local = EXACT.get(operation.name, operation.function)(*args, **kwargs)
+    function: Any = EXACT.get(operation.name, operation.function)
+    local = function(*args, **kwargs)
     own = low.index_select(dimension, index) - local
     scale = rows / max(1, len(chosen))
     return inner(own, own) * scale, inner(local, local) * scale

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from as_it_was import unchanged
+from fxprec.model.module import conversion_of
 from fxprec.numerics import audit
 from fxprec.numerics.audit import Reads, ledger_of
 from fxprec.numerics.problem import Problem
@@ -230,3 +231,22 @@ def test_what_each_reader_would_lose_is_told_where_it_is_asked_for() -> None:
         }.items():
             assert found[key] == pytest.approx(part, rel=0.05, abs=1e-6)
         assert (0, "linear_1", 1) in found, "weights are read as well"
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float64), ("cuda", torch.float32)])
+def test_by_default_the_reference_is_float64_where_that_is_fast_enough(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(model: nn.Module, run: object, reference: torch.dtype, *_: object) -> None:
+        raise Stopped(reference)
+
+    model, _ = converted("norms")
+    monkeypatch.setitem(ledger_of.__globals__, "record", stop)
+    object.__setattr__(conversion_of(model).settings, "device", device)
+    for wish, expected in ((None, dtype), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+        with pytest.raises(Stopped) as stopped:
+            audit(model, [batch()], F.cross_entropy, reference=wish)
+        assert stopped.value.args == (expected,)
