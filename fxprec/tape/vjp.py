@@ -3,14 +3,14 @@
 J is taken at the midpoint of run and reference in general. Less is to be done where an op is
 
 - a copy in another dtype: J is the identity;
-- linear in what has an error: J is the same everywhere, and autograd gives it of the one run at low inputs. Not so
-  where it reads an index or a mask that the reference has otherwise: then it is another linear function there;
+- linear in what has an error: J is the same everywhere, and autograd gives it of the one run at low inputs. Where the
+  op reads an index or a mask that the reference has otherwise, its bend is what that makes of it;
 - a product, such as a matrix product or a convolution: J^T m is written down below, and no run is needed at all. For a
   quadratic function f(low) - f(reference) is J at the midpoint times the difference of the inputs, so that::
 
       rounding = <m, low result - reference's result> - <J^T m, low inputs - reference's inputs>
 
-None of these has a bend, but for what ``memory`` rounds, 2^-24 of the error of a result.
+None of these has another bend, but for what ``memory`` rounds, 2^-24 of the error of a result.
 """
 
 from __future__ import annotations
@@ -52,10 +52,6 @@ class Inputs:
         if place not in self._errors:
             self._errors[place] = self._memory.error(place)
         return self._errors[place]
-
-    def decided_otherwise(self, place: Place) -> bool:
-        """Whether what is no float, such as an index or a mask, is another in the reference."""
-        return not place.is_float and not torch.equal(self._memory.low(place), self._memory.exact(place))
 
     def midpoint(self, place: Place, dtype: torch.dtype) -> Tensor:
         """Of both, in memory of its own."""
@@ -115,9 +111,7 @@ def pull(
         gradients = [(place, results[0].weight)] if place in reads else []
         return _told(inputs, results, {0: inputs.low(place)}, gradients)
     if not operation.why_inexact:
-        if _is_linear(operation, [*reads]) and not any(
-            inputs.decided_otherwise(leaf) for leaf in operation.leaves if isinstance(leaf, Place)
-        ):
+        if _is_linear(operation, [*reads]):
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 return _of_linear(operation, inputs, results, drawn, reads)
         if operation.name in _PRODUCTS and [*results] == [0]:

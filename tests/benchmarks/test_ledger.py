@@ -19,7 +19,7 @@ from benchmarks.measure.results import device_name
 from benchmarks.reports.ledger import Cost, Place, Planted, Sum, Variances
 from benchmarks.workloads.subjects import ADDED_UP, SMALL, Subject, small, to_add_up, unserved
 from fxprec.numerics import audit
-from fxprec.tape import vjp
+from fxprec.tape import adjoint
 from fxprec.tape.attribution import Attribution
 
 BFLOAT16 = torch.bfloat16
@@ -81,17 +81,19 @@ def test_an_audit_that_adds_up(gradients):
 
 
 def test_one_that_does_not_is_noticed(monkeypatch):
-    """The bend of a routed net, whose routes differ, left out."""
+    """Of a value that two ops read, the part of one is forgotten."""
     subject = small("routed")
-    monkeypatch.setattr(vjp.Inputs, "decided_otherwise", lambda *_: False)
-    seeds = [seed for seed in range(40) if not added_up(_at(subject, seed), BFLOAT16, "O1", False).adds_up]
+    add, seen = adjoint._Walk.add, set()
+
+    def first_only(self, place, gradient):
+        if place.storage not in seen:
+            add(self, place, gradient)
+        seen.add(place.storage)
+
+    monkeypatch.setattr(adjoint._Walk, "add", first_only)
+    assert not added_up(subject, BFLOAT16, "O1", False).adds_up
     monkeypatch.undo()
-    assert seeds
-    assert added_up(_at(subject, seeds[0]), BFLOAT16, "O1", False).adds_up
-
-
-def _at(subject: Subject, seed: int) -> Subject:
-    return replace(subject, batch=lambda _: subject.batch(seed))
+    assert added_up(subject, BFLOAT16, "O1", False).adds_up
 
 
 def test_six_digits_or_next_to_nothing():
@@ -154,10 +156,15 @@ def test_planting_elsewhere_changes_nothing():
     assert [row.rounding for row in found.rows] == pytest.approx([row.rounding for row in plain.rows])
     with ledgers._planted(0, "linear_1", 4, wide=False):
         found = audit(model, [(x, y)], subject.loss)
-    assert found.rows[0].node == "linear_1" and found.samples[0].reference == plain.samples[0].reference
+    assert found.rows[0].node == "linear_1" and _reference(found) == pytest.approx(_reference(plain), rel=1e-9)
     with ledgers._planted(0, "linear_1", 4, wide=True):
-        [sample] = audit(model, [(x, y)], subject.loss).samples
-    assert sample.low == plain.samples[0].low and sample.reference != plain.samples[0].reference
+        wide = audit(model, [(x, y)], subject.loss)
+    assert wide.samples[0].low == plain.samples[0].low
+    assert _reference(wide) != pytest.approx(_reference(plain), rel=1e-5)
+
+
+def _reference(ledger):
+    return ledger.samples[0].reference
 
 
 def test_ranks_where_they_are_due_and_elsewhere():
@@ -209,7 +216,7 @@ def test_errors_are_those_of_the_converted_model_against_float64():
     model = fxprec.convert(subject.seeded()).module
     [expected] = audit(model, [subject.sample(5)], subject.loss).samples
     found = ledgers._error(subject, model, subject.seeded().double(), subject.sample(5))
-    assert found == pytest.approx(expected.measured, rel=1e-9)
+    assert found == pytest.approx(expected.measured, rel=1e-7)
 
 
 def test_what_correlates_is_told():

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fxprec.tape.adjoint import measured, terms
 from fxprec.tape.exact_ops import EXACT, draws
 from fxprec.tape.recorder import Recorder
-from fxprec.tape.vjp import _PRODUCTS, inner
+from fxprec.tape.vjp import _LINEAR, _PRODUCTS, inner
 
 OPS = [
     op
@@ -62,7 +62,12 @@ def added_up(recorder: Recorder, results: Any) -> tuple[float, float, float] | N
     if not places or not math.isfinite(error):
         return None
     size = sum(float((weight * recorder.memory.exact(place)).abs().nan_to_num(0, 0).sum()) for place, weight in targets)
-    return error, sum(term.rounding + term.bend for term in terms(recorder, targets)), size
+    explained = 0.0
+    for term in terms(recorder, targets):
+        explained += term.rounding + term.bend
+        if term.operation.name in _LINEAR:
+            assert abs(term.bend) <= KEPT * max(size, 1e-3), f"{term.operation.name} is linear"
+    return error, explained, size
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.name}-{op.variant_test_name}")
