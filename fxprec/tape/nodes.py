@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.model.module import conversion_of
+from fxprec.passes.graph.retrace import plain
 from fxprec.programs.program import Program, without_autocast
 
 
@@ -103,6 +104,9 @@ class NodeByNode(Interpreter):
         run = super().run_node
         inputs = tuple(self.env[each] for each in inputs_of(n))
         return self._look(NodeOf(self._graph, self._prefix + n.name, n, inputs), lambda: run(n))
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return plain(super().output(target, args, kwargs))  # a loss may write to a dict that the model gives
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)

@@ -59,17 +59,17 @@ class Copying(Interpreter):
         return self._tracer.create_proxy(n.op, target, args, kwargs, n.name, n.type)
 
     def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _plain(args[0])
+        return plain(args[0])
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A result without torch.fx's immutable lists and dicts, as the source would give it."""
     if isinstance(value, list):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: plain(part) for key, part in value.items()}
     if isinstance(value, tuple):
-        parts = [_plain(part) for part in value]
+        parts = [plain(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fxprec
 from as_it_was import unchanged
 from fxprec.model.module import conversion_of
-from fxprec.numerics import audit
+from fxprec.numerics import audit, locate
 from fxprec.numerics.audit import Reads, ledger_of
 from fxprec.numerics.problem import Problem
 
@@ -250,3 +250,31 @@ def test_by_default_the_reference_is_float64_where_that_is_fast_enough(
         with pytest.raises(Stopped) as stopped:
             audit(model, [batch()], F.cross_entropy, reference=wish)
         assert stopped.value.args == (expected,)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = self.first(x)
+        return {"logits": self.last(h), "rest": [h, {"own": h * 2}, (h,)]}
+
+
+def test_a_loss_may_write_to_what_the_model_gives() -> None:
+    seen: list[Any] = []
+
+    def loss(output: dict[str, Any], target: Tensor) -> Tensor:
+        seen.append((type(output), *map(type, output["rest"])))
+        output["rest"].append(1)
+        output["rest"][1].clear()
+        del output["rest"]
+        return F.cross_entropy(output.pop("logits"), target)
+
+    model = fxprec.convert(Named()).module
+    x, y = batch()
+    loss(model(x), y)
+    assert audit(model, [(x, y)], loss).samples[0].measured != 0
+    assert locate(model, (x, y), loss) is None
+    assert set(seen) == {(dict, Tensor, dict, tuple)}

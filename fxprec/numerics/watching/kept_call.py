@@ -19,8 +19,9 @@ from fxprec.capture.pytrees import leaves_of
 from fxprec.capture.untouched import RandomState
 from fxprec.model.method_names import MethodName
 from fxprec.numerics.births import Source
+from fxprec.numerics.kept import kept
 from fxprec.numerics.step import Results, Step, gradients_of, is_finite
-from fxprec.torch_internals import foreach_copy_, tree_flatten, tree_unflatten
+from fxprec.torch_internals import foreach_copy_, sequence_number, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class KeptCall:
 
     Attributes:
         largest: output -> its largest element, on its device; of those that a gradient came to.
-        gradients: output -> the gradients that came.
+        gradients: output -> the gradients that came; of outputs that others are computed of, those and what came
+            through the others, until ``keep_what_came_from_outside``.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class KeptCall:
         self.largest: dict[int, Tensor] = {}
         self.gradients: dict[int, list[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
+        self._from_outside = False
 
     def look(self, output: Any, came: Callable[[KeptCall], object]) -> None:
         """Look at the outputs; ``came``: told when the backward comes to one of them."""
@@ -115,6 +118,38 @@ class KeptCall:
     def changed(self) -> str | None:
         """The first argument that was written to since; None: all are as they were."""
         return next((name for name, tensor, version in self._versions if _version(tensor) != version), None)
+
+    def keep_what_came_from_outside(self, model: nn.Module) -> None:
+        """Take from the gradients what came through other outputs, as a backward in a replay makes that anew.
+
+        That is what the call's graph makes of the gradients of those outputs: it runs again, as far as that. Where it
+        is not finite nobody knows what came from outside, and nothing is kept. Idempotent.
+        """
+        if self._from_outside or len(self.gradients) < 2:
+            return
+        with kept(model), torch.enable_grad():
+            outputs = self.outputs(model)
+            # A node was made after those that it reads; of one node outputs do not read each other.
+            order = sorted(self.gradients, key=lambda number: -_sequence(outputs[number]))
+            totals = {number: _sum(self.gradients[number]) for number in order}
+            for position, number in enumerate(order):
+                rest = order[position + 1 :]
+                given = totals[number].to(outputs[number].dtype)
+                read = [outputs[other] for other in rest]
+                found = torch.autograd.grad(
+                    outputs[number], read, given, retain_graph=True, allow_unused=True
+                ) if rest else ()  # fmt: skip
+                for other, inner in zip(rest, found, strict=True):
+                    if inner is not None:
+                        totals[other] = torch.where(inner.isfinite(), totals[other] - inner, 0.0)
+        self.gradients = {number: [totals[number]] for number in self.gradients}
+        self._from_outside = True
+
+    def outputs(self, model: nn.Module) -> Sequence[Tensor]:
+        """The outputs that a gradient may come to, of the call run again on a model, or on a copy."""
+        self.prepare(model)
+        args, kwargs = self.arguments()
+        return _floats(getattr(model.get_submodule(self.method.path), self.method.name)(*args, **kwargs))
 
     def prepare(self, model: nn.Module) -> None:
         """Buffers of the model, or of a copy, and random numbers as they were before the call."""
@@ -169,11 +204,8 @@ class KeptStep(Step):
 
     def run(self) -> Results:
         call = self.call
-        call.prepare(self.model)
-        args, kwargs = call.arguments()
         with torch.enable_grad():
-            output = getattr(self.model.get_submodule(call.method.path), call.method.name)(*args, **kwargs)
-            outputs = _floats(output)
+            outputs = call.outputs(self.model)
             values = [outputs[number] for number in call.gradients]
             torch.autograd.backward(values, [*map(self._gradient, call.gradients.values(), values)])
         return Results("outputs", [value.detach() for value in values], gradients_of(self.model))
@@ -182,7 +214,7 @@ class KeptStep(Step):
         return self.call.brought()
 
     def _gradient(self, gradients: list[Tensor], output: Tensor) -> Tensor:
-        total = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+        total = _sum(gradients)
         if self.call.had_bad_outputs and not is_finite(total):
             total = torch.full_like(total, self.made_at / total.numel())
         if self.scale != self.made_at:
@@ -194,6 +226,14 @@ def _floats(output: Any) -> Sequence[Tensor]:
     """The tensors of an output that a gradient may come to."""
     leaves = (leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+
+
+def _sum(gradients: list[Tensor]) -> Tensor:
+    return gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+
+
+def _sequence(output: Tensor) -> int:
+    return -1 if output.grad_fn is None else sequence_number(output.grad_fn)
 
 
 def _version(tensor: Tensor) -> int:

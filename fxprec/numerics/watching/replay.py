@@ -35,6 +35,8 @@ def is_finite_unscaled(model: nn.Module, step: Taken, scale: float) -> bool:
     """Whether the same step is finite without the loss scale that its gradients have."""
     steps = [KeptStep(model, 1.0, call, scale) for call in step.calls]
     try:
+        for call in step.calls:
+            call.keep_what_came_from_outside(model)
         return bool(steps) and all(each.as_it_is().is_finite for each in steps)
     except Exception:  # of the user's code, which is not to end a training
         return False
@@ -45,6 +47,8 @@ def outputs_alone(model: nn.Module, flagged: Sequence[KeptCall]) -> bool:
     if not all(is_finite(each) for call in flagged for gradients in call.gradients.values() for each in gradients):
         return False
     try:
+        for call in flagged:
+            call.keep_what_came_from_outside(model)
         runs = [KeptStep(model, 1.0, call, 1.0).as_it_is() for call in flagged]
     except Exception:  # as above
         return False
@@ -70,6 +74,7 @@ def trip_of(model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: f
     for call, at in itertools.product(suspects, dict.fromkeys((1.0, scale))):
         kept = KeptStep(model, at, call, scale)
         try:
+            call.keep_what_came_from_outside(model)
             finding = fault_of(kept, kept.watched(flushed=False))
         except Exception as error:
             why = f"the replay failed: {error}"
