@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -193,11 +194,13 @@ def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
 def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     scaler = None if options.scale is None else LossScaler(init_scale=options.scale)
-    for batch in waiting.count("batches", target.batches):
+    count = len(target.batches)
+    for number, batch in enumerate(waiting.count("batches", target.batches), 1):
         if (found := numerics.locate(target.model, batch, target.loss, scaler)) is not None:
-            _write(options, found)
+            _write(options, {"batch": number, **found.to_dict()}, f"batch {number} of {count}: {found}")
             return 1
-    _write(options, None, "all is finite, and nothing was flushed that counts")
+    looked = "the 1 batch" if count == 1 else f"the {count} batches"
+    _write(options, None, f"in {looked} taken (--batches) all is finite, and nothing was flushed that counts")
     return 0
 
 
@@ -219,10 +222,20 @@ def _tune(options: argparse.Namespace, waiting: Waiting) -> int:
 
 
 def _write(options: argparse.Namespace, found: Any, text: str = "") -> None:
-    data = json.dumps(None if found is None else found.to_dict(), indent=1)
+    """As text, and as JSON, which has no numbers that are not finite: null."""
+    data = found.to_dict() if hasattr(found, "to_dict") else found
+    data = json.dumps(_finite(data), indent=1, allow_nan=False)
     if options.json == "-":
         print(data)
         return
     if options.json is not None:
         Path(options.json).write_text(data + "\n", encoding="utf-8")
     print(text or found)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -259,7 +259,7 @@ class _Books:
 
 def _row(entry: _Entry, total: float, alternatives: Alternatives) -> Row:
     origin, node = entry.origin, entry.origin.node
-    module, op, compute, why = "", origin.name, "", "outside of the graphs, under torch.autocast"
+    module, op, compute, why = "", origin.name, "", "outside of the graphs: in the loss, or under torch.autocast"
     source = short_paths(origin.source)
     if origin.kind == "weight":
         module, op, why = origin.name.rpartition(".")[0], "shadow", "the low copy of a weight"

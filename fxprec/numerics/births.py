@@ -60,6 +60,8 @@ class Birth:
         source: what brought it, where it came in.
         share: of the elements, those that are so.
         flushed: where an input lost its values to 0 before.
+        index: of the first of those elements.
+        masked: it is a row that a mask hides as a whole: -inf, all of it, before a softmax.
     """
 
     number: int
@@ -72,6 +74,8 @@ class Birth:
     share: float
     source: Source | None = None
     flushed: Birth | None = None
+    index: tuple[int, ...] = ()
+    masked: bool = False
 
 
 class Births(Attribution):
@@ -167,7 +171,9 @@ class Births(Attribution):
     def _came_in(self, tensor: Tensor, source: Source) -> Birth:
         bad = ~tensor.isfinite()
         origin = Origin("weight" if source.phase == "weight" else "outside", source.name)
-        birth = Birth(self._count, origin, "", "came in", tensor.dtype, math.nan, "", _share(bad), source)
+        birth = Birth(
+            self._count, origin, "", "came in", tensor.dtype, math.nan, "", _share(bad), source, index=first_of(bad)
+        )
         master = source.master
         if master is not None and master.dtype is not tensor.dtype and _is_finite(master):
             return replace(birth, kind="overflow", op="aten::_to_copy", magnitude=float(master.detach().abs().max()))
@@ -180,7 +186,7 @@ class Births(Attribution):
         makes_nan = bool(result.isnan().any())
         normalizes = "softmax" in call.name or "scaled_dot_product" in call.name
         if makes_nan and normalizes and all(b.kind == "came in" and _is_mask(value) for value, b in inherited):
-            return call.birth(result, self._flushed)  # a row that a mask among the inputs hides whole
+            return replace(call.birth(result, self._flushed), masked=True)
         faults = [birth for birth in births if birth.kind != "meant"]
         if faults:
             return min(faults, key=lambda birth: birth.number)
@@ -235,7 +241,7 @@ class _Call:
         zeros = [] if overflows else [flushed[key] for key in self.storages if flushed and key in flushed]
         return Birth(
             self.number, self.origin, self.name, "overflow" if overflows else "invalid", result.dtype, magnitude,
-            self._example(result, bad), _share(bad), None, zeros[0] if zeros else None,
+            self._example(result, bad), _share(bad), None, zeros[0] if zeros else None, first_of(bad),
         )  # fmt: skip
 
     def flush(self, result: Tensor) -> Birth | None:
@@ -249,7 +255,7 @@ class _Call:
         magnitude = float(wide[lost].abs().max())
         return Birth(
             self.number, self.origin, self.name, "underflow", result.dtype, magnitude, self._example(result, lost),
-            _share(lost),
+            _share(lost), index=first_of(lost),
         )  # fmt: skip
 
     def _wide(self, result: Tensor) -> Tensor | None:
@@ -284,7 +290,9 @@ class _Call:
 
     def _example(self, result: Tensor, bad: Tensor) -> str:
         """``div(0, 0) = nan``: of an elementwise op."""
-        index = tuple(int(each) for each in bad.nonzero()[0])
+        if torch.Tag.pointwise not in self.function.tags:
+            return ""
+        index = first_of(bad)
         shown = []
         for leaf in self.given:
             if isinstance(leaf, Tensor):
@@ -320,6 +328,12 @@ def _is_finite(tensor: Tensor) -> bool:
 def _is_mask(tensor: Tensor) -> bool:
     """Whether all that is not finite in it is -inf."""
     return not bool((tensor.isnan() | (tensor == torch.inf)).any())
+
+
+def first_of(bad: Tensor) -> tuple[int, ...]:
+    """The index of the first element that is so; () where none is."""
+    places = bad.nonzero()
+    return tuple(int(each) for each in places[0]) if len(places) else ()
 
 
 def _share(bad: Tensor) -> float:

@@ -26,12 +26,14 @@ class Finding:
         magnitude: of the largest value in a wider dtype that is not one in this; nan where there is none.
         limit: the largest value of the dtype; of an underflow its smallest.
         share: of the elements of the value, those that are so.
+        index: of the first of them in the value: mostly it begins with the sample's number in the batch.
         example: the op on the first of them: ``div(0, 0) = nan``.
         reached: what it spoiled: "loss", "outputs", or "the gradient of" a parameter; "" where it reached nothing.
         fails_in_fp32: the same run of the original model in FP32 is not finite either.
         scale: the loss scale of the run; 1.0 without a scaler.
         cure: what to change, as code that can be pasted where there is such.
         remarks: what else is known.
+        masked: the op is a softmax, or attention, and a mask hides a whole row: -inf, all of it.
     """
 
     phase: Phase
@@ -50,6 +52,8 @@ class Finding:
     scale: float
     cure: str
     remarks: tuple[str, ...] = ()
+    index: tuple[int, ...] = ()
+    masked: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -57,8 +61,9 @@ class Finding:
 
     def __str__(self) -> str:
         lines = [self.headline]
-        if self.example:
-            lines.append(f"  {self.example}")
+        place = f"at [{', '.join(map(str, self.index))}]" if self.index else ""
+        if self.example or place:
+            lines.append(f"  {self.example or 'first'}{' ' if place else ''}{place}")
         lines += [f"  {remark}" for remark in self.remarks]
         if self.fails_in_fp32:
             lines.append("  the original model in FP32 fails here as well: no precision cures that")
@@ -74,6 +79,8 @@ class Finding:
             got = f"{self.reached} got them" if self.reached else "neither loss nor gradients show it"
             return f"{where} has values that are not finite ({_percent(self.share)} of them); {got}"
         end = f"; {self.reached} got it"
+        if self.masked:
+            return f"{self.phase}: {where}, {computes}, gives nan for rows that are masked as a whole{end}"
         if self.kind == "invalid":
             return f"{self.phase}: {where}, {computes}, gives what is no number, of finite values{end}"
         if self.kind == "underflow":

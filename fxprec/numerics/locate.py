@@ -14,7 +14,7 @@ from torch.fx import Node
 from fxprec.capture.pytrees import leaves_of
 from fxprec.inspection.nodes import op_name, short_paths, source_line
 from fxprec.model.module import conversion_of
-from fxprec.numerics.births import Birth, Source
+from fxprec.numerics.births import Birth, Source, first_of
 from fxprec.numerics.finding import Finding
 from fxprec.numerics.problem import Batch, Loss, Problem
 from fxprec.numerics.step import Results, Run, Step, dense, is_finite
@@ -111,8 +111,11 @@ def _bad_weight(step: Step) -> Finding | None:
     for name, parameter in step.model.named_parameters():
         if not is_finite(parameter.detach()):
             bad = ~dense(parameter.detach()).isfinite()
-            share, source = float(bad.sum() / bad.numel()), Source("weight", name)
-            birth = Birth(0, Origin("weight", name), "", "came in", parameter.dtype, math.nan, "", share, source)
+            share, index = float(bad.sum() / bad.numel()), first_of(bad)
+            birth = Birth(
+                0, Origin("weight", name), "", "came in", parameter.dtype, math.nan, "", share, Source("weight", name),
+                index=index,
+            )  # fmt: skip
             return _finding(step, birth, "", fails_in_fp32=False)
     return None
 
@@ -178,6 +181,8 @@ def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool) -> Fin
         scale=step.scale,
         cure=_cure(step, birth, kind, smaller, fails_in_fp32),
         remarks=tuple(remarks),
+        index=birth.index,
+        masked=birth.masked,
     )
 
 
@@ -208,6 +213,8 @@ def _cure(step: Step, birth: Birth, kind: str, smaller: float | None, fails_in_f
         }[birth.source.phase]
     if smaller is not None:
         return f"scaler.update(new_scale={smaller:g}), or fxprec.LossScaler(init_scale={smaller:g}) from the start"
+    if birth.masked:
+        return "leave a key of each row unmasked, or a large negative number in the mask in place of -inf"
     if fails_in_fp32:
         return "mend the model: an eps in the divisor, a clamp before the logarithm or the exponent, a smaller step"
     if kind == "underflow" and origin.backward:

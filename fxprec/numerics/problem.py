@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +52,21 @@ class Problem:
         """Run the model: its loss, or else its float outputs.
 
         Raises:
+            TypeError: the model takes other arguments.
             ValueError: the loss is no scalar, or there is nothing to judge.
         """
-        if isinstance(batch, Mapping):
-            output, target = self.model(**batch), batch
-        elif self.loss is not None:
-            *inputs, target = batch
-            output = self.model(*inputs)
-        else:
-            output, target = self.model(*batch), None
+        named = dict(batch) if isinstance(batch, Mapping) else {}
+        inputs, target = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), None)
+        if self.loss is not None and not named:
+            *inputs, target = inputs
+        self._check_arguments(inputs, named)
+        output = self.model(*inputs, **named)
         if self.loss is not None:
             value = self.loss(output, target)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
                 what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"loss(output, target) must be a scalar, not {what}: take its mean")
+                cure = ": take its mean" if isinstance(value, Tensor) else ""
+                raise ValueError(f"loss(output, target) must be a scalar, a tensor of floats, not {what}{cure}")
             return value
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(own, Tensor) and own.numel() == 1:
@@ -73,6 +75,17 @@ class Problem:
         if not values:
             raise ValueError(f"{type(self.model).__name__} gives no tensor of floats: give a loss(output, target)")
         return values[0] if len(values) == 1 and values[0].numel() == 1 else values
+
+    def _check_arguments(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
+        forward = inspect.signature(type(self.model).forward)
+        try:
+            forward.bind(self.model, *inputs, **named)
+        except TypeError as error:
+            takes = ", ".join([*forward.parameters][1:])
+            of_batch = "a batch is the inputs alone where no loss is given: leave the target out, or give loss="
+            if named or self.loss is not None:
+                of_batch = "a batch is (*inputs, target), or a dict of arguments"
+            raise TypeError(f"{error}: {type(self.model).__name__}.forward({takes}); {of_batch}") from None
 
     def step(self, batch: Batch, scale: float) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Forward and backward, at a loss scale: the loss or else the outputs, and path -> gradient of the parameter.

@@ -145,8 +145,13 @@ class ParameterNames:
     def __init__(self) -> None:
         self.model: weakref.ref[nn.Module] | None = None
 
+    @property
+    def known_model(self) -> nn.Module | None:
+        """The converted one, while it lives."""
+        return None if self.model is None else self.model()
+
     def __call__(self, optimizer: Optimizer) -> dict[int, str]:
-        model = None if self.model is None else self.model()
+        model = self.known_model
         known = {} if model is None else {id(p): name for name, p in model.named_parameters()}
         names: dict[int, str] = {}
         for i, group in enumerate(optimizer.param_groups):

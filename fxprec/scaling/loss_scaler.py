@@ -244,7 +244,7 @@ class LossScaler(torch.amp.GradScaler):
 
         Raises:
             ClosureError: (TypeError and RuntimeError) a closure. NoGradientsError: no parameter has a gradient.
-            RuntimeError: as ``unscale_``; or a second step since the last ``update``.
+            TypeError: no optimizer. RuntimeError: as ``unscale_``; or a second step since the last ``update``.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -276,7 +276,7 @@ class LossScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         found = state["found_inf_per_device"]
         if not found:
-            raise no_gradients(optimizer)
+            raise no_gradients(optimizer, self._names.known_model)
         if not on_device and any(flag.item() for flag in found.values()):
             result = None
             records.skips.note_skip(optimizer, self.parameter_names(optimizer))

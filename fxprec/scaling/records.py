@@ -62,6 +62,11 @@ class Records:
 
     def state_of(self, optimizer: Optimizer, call: str | None = None) -> dict[str, Any]:
         """The iteration's state of an optimizer; with ``call``: a RuntimeError within its ``scale_loss``."""
+        if not hasattr(optimizer, "param_groups"):
+            kind = type(optimizer).__name__
+            raise TypeError(
+                f"{call or 'the scaler'} wants an optimizer, not a {kind}: scaler.{call or 'step'}(optimizer)"
+            )
         self.known[id(optimizer)] = optimizer
         if self.blocks and id(optimizer) not in self.states:
             resume(optimizer, self.blocks, self.scales.first.device, self.states[id(optimizer)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 
+from torch import nn
 from torch.optim import Optimizer
 
 from fxprec.errors import NoGradientsError
@@ -42,9 +43,16 @@ def claim(optimizer: Optimizer, owners: dict[int, weakref.ref[Optimizer]]) -> No
         owners.update(dict.fromkeys(map(id, group["params"]), reference))
 
 
-def no_gradients(optimizer: Optimizer) -> NoGradientsError:
-    """The error for a step without any gradient: names the optimizer and the likely causes."""
+def no_gradients(optimizer: Optimizer, model: nn.Module | None) -> NoGradientsError:
+    """The error for a step without any gradient: names the optimizer and the likely causes; ``model``: converted."""
     count = sum(1 for _ in parameters_of(optimizer))
+    known = set() if model is None else {id(parameter) for parameter in model.parameters()}
+    if known and not any(id(parameter) in known for parameter in parameters_of(optimizer)):
+        return NoGradientsError(
+            f"No inf checks were recorded for this optimizer: none of the {count} parameters of "
+            f"{type(optimizer).__name__} has a gradient, and none of them is one of {type(model).__name__}'s: was it "
+            "made for another model or a copy, or before model.to() or fully_shard(), which may replace parameters?"
+        )
     return NoGradientsError(
         f"No inf checks were recorded for this optimizer: none of the {count} parameters of "
         f"{type(optimizer).__name__} has a gradient. Was backward() called; are they frozen (requires_grad=False); "

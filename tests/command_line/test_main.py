@@ -57,6 +57,12 @@ def batches():
     return [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(40)]
 
 
+def late():
+    given = batches()
+    given[2][0][5, 7] = torch.nan
+    return Net(), given, F.cross_entropy
+
+
 def whole():
     torch.manual_seed(0)
     return Net(), batches(), F.cross_entropy
@@ -199,12 +205,15 @@ def test_audit(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_locate(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ran(capsys, "locate", "nets:whole", "--batches", "2") == (
-        0, "all is finite, and nothing was flushed that counts\n", "",
+        0, "in the 2 batches taken (--batches) all is finite, and nothing was flushed that counts\n", "",
     )  # fmt: skip
     status, out, err = ran(capsys, "locate", "nets:nan")
-    assert (status, err) == (1, "") and out.startswith("forward: log (nets.py:") and "cure: " in out
+    assert (status, err) == (1, "") and out.startswith("batch 1 of 1: forward: log (nets.py:") and "cure: " in out
     status, out, _ = ran(capsys, "locate", "nets:nan", "--json", "-")
-    assert status == 1 and json.loads(out)["phase"] == "forward"
+    found = json.loads(out, parse_constant=pytest.fail)  # NaN and Infinity are none of JSON's
+    assert status == 1 and (found["phase"], found["batch"], found["magnitude"]) == ("forward", 1, None)
+    status, out, _ = ran(capsys, "locate", "nets:late", "--batches", "9")
+    assert status == 1 and out.startswith("batch 3 of 9: batch[0] has values")
     status, out, _ = ran(capsys, "locate", "nets:whole", "--json", "-", "--scale", "8")
     assert status == 0 and json.loads(out) is None
 
@@ -296,5 +305,5 @@ def test_waiting_is_told_after_two_seconds_only(
 def test_as_a_process(nets: Path) -> None:
     command = [sys.executable, "-m", "fxprec", "locate", "nets.py:nan"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stdout.startswith("forward: log (nets.py:"), done.stderr
+    assert done.returncode == 1 and done.stdout.startswith("batch 1 of 1: forward: log (nets.py:"), done.stderr
     assert "Traceback" not in done.stderr

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fxprec
 from as_it_was import unchanged
 from faults import FAULTS, NARROW, PLACES, BadBackward, Function, Net, batch, made
-from fxprec.numerics import Finding, locate
+from fxprec.numerics import Finding, audit, locate
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -127,6 +127,8 @@ def test_what_came_in(what: str, value: float) -> None:
     name = {"weight": "first.weight", "norm": "norm.bias"}.get(what, "batch[0]")
     assert (found.kind, found.phase, found.node) == ("came in", "input" if what == "input" else "weight", name)
     assert found.share == pytest.approx(1 / place.numel()) and found.fails_in_fp32 == bool(found.reached)
+    assert found.index == tuple(int(each) for each in (~place.detach().isfinite()).nonzero()[0])
+    assert f"at [{', '.join(map(str, found.index))}]" in str(found)
 
 
 def test_a_buffer_that_is_nan() -> None:
@@ -244,3 +246,41 @@ def test_errors(call: Callable[[nn.Module], Any], error: type[Exception], text: 
     model(batch()[0])
     with pytest.raises(error, match=text):
         call(model.eval())
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.first(x) + mask).softmax(-1)
+
+
+def test_a_row_that_is_masked_as_a_whole_is_told_as_such() -> None:
+    model = fxprec.convert(Masked(), dtype=BF16)[0]
+    x, mask = torch.randn(4, 12), torch.zeros(4, 12)
+    mask[:, 3:] = -torch.inf
+    assert locate(model, (x, mask, x), lambda output, _: output.square().mean()) is None
+    mask[2] = -torch.inf
+    found = located(model, (x, mask, x), lambda output, _: output.square().mean())
+    assert found.masked and (found.op, found.kind, found.index) == ("softmax", "invalid", (2, 0))
+    assert "gives nan for rows that are masked as a whole" in str(found) and "-1" not in str(found)
+    assert "leave a key of each row unmasked" in found.cure
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss", "words"),
+    [
+        ((0, 0, 0), None, r"too many .*Masked.forward\(x, mask\); a batch is the inputs alone where no loss is given"),
+        ((0, 0), F.mse_loss, r"missing .*'mask'.*Masked.forward\(x, mask\); a batch is \(\*inputs, target\)"),
+        ({"x": 0, "masks": 0}, F.mse_loss, r"Masked.forward\(x, mask\).* or a dict of arguments"),
+    ],
+)
+def test_batches_of_other_arguments_are_refused_with_what_the_model_takes(batch: Any, loss: Any, words: str) -> None:
+    model = fxprec.convert(Masked(), dtype=BF16)[0]
+    x = torch.zeros(4, 12)
+    given = {name: x for name in batch} if isinstance(batch, dict) else tuple(x for _ in batch)
+    for asks in (lambda: locate(model, given, loss), lambda: audit(model, [given], loss)):
+        with pytest.raises(TypeError, match=words):
+            asks()

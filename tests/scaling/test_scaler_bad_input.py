@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxprec
 from fxprec.errors import ClosureError, LossScaleError, LossScaleFloorError, NoGradientsError
 from fxprec.scaling.loss_scaler import LossScaler
 
@@ -381,3 +382,26 @@ def test_a_process_group_is_not_lost_in_a_pickle():
     scaler = LossScaler("cpu", process_group=object())
     with pytest.raises(TypeError, match=r"with a process_group cannot be pickled or copied: save its state_dict\(\)"):
         pickle.dumps(scaler)
+
+
+def test_what_is_no_optimizer_is_refused_and_forgotten():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = LossScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    for method in ("step", "unscale_"):
+        with pytest.raises(
+            TypeError, match=rf"{method} wants an optimizer, not a Linear: scaler.{method}\(optimizer\)"
+        ):
+            getattr(scaler, method)(model)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.step_was_skipped
+
+
+def test_an_optimizer_of_another_model_is_told_as_such():
+    model, scaler = fxprec.convert(torch.nn.Linear(2, 2), dtype=torch.bfloat16, scaler=LossScaler("cpu"))
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(NoGradientsError, match="none of the 2 parameters of SGD .* none of them is one of Linear's"):
+        scaler.step(other)
