@@ -56,9 +56,9 @@ class Problem:
             ValueError: the loss is no scalar, or there is nothing to judge.
         """
         named = dict(batch) if isinstance(batch, Mapping) else {}
-        inputs, target = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), None)
-        if self.loss is not None and not named:
-            *inputs, target = inputs
+        inputs, target = ([], batch) if isinstance(batch, Mapping) else ([*batch], None)
+        if self.loss is not None and inputs:
+            target = inputs.pop()
         self._check_arguments(inputs, named)
         output = self.model(*inputs, **named)
         if self.loss is not None:

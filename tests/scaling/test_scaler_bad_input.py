@@ -403,5 +403,5 @@ def test_an_optimizer_of_another_model_is_told_as_such():
     model, scaler = fxprec.convert(torch.nn.Linear(2, 2), dtype=torch.bfloat16, scaler=LossScaler("cpu"))
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(NoGradientsError, match="none of the 2 parameters of SGD .* none of them is one of Linear's"):
+    with pytest.raises(NoGradientsError, match=r"none of the 2 parameters of SGD .* none of them is one of Linear's"):
         scaler.step(other)
