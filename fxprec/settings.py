@@ -87,8 +87,7 @@ class Settings:
         return (
             "this CPU has no bfloat16 units (AVX512-BF16, AMX, Arm BF16): products in bfloat16 are slower than in "
             "FP32, with AVX2 alone 44 to 499 times (pytorch#146508). Measure with `python -m fxprec calibrate`, then "
-            'convert(model, example_inputs, lower="pays") lowers only what gains; without example inputs the first '
-            "call tells the sizes"
+            'convert(model, example_inputs, lower="pays") lowers only what gains'
         )
 
     @property

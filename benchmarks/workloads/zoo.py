@@ -53,7 +53,8 @@ def _bert() -> nn.Module:
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=200, n_positions=32, n_embd=64, n_layer=2, n_head=4))
+    layers = SIZE["num_hidden_layers"]
+    return GPT2LMHeadModel(GPT2Config(vocab_size=200, n_positions=32, n_embd=64, n_layer=layers, n_head=4))
 
 
 def _llama() -> nn.Module:
@@ -80,8 +81,9 @@ def _vit() -> nn.Module:
 def _whisper() -> nn.Module:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
+    layers = SIZE["num_hidden_layers"]
     config = WhisperConfig(
-        vocab_size=200, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        vocab_size=200, d_model=64, encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, max_source_positions=16,
         max_target_positions=32, num_mel_bins=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
@@ -92,7 +94,8 @@ def _whisper() -> nn.Module:
 def _mamba() -> nn.Module:
     from transformers import MambaConfig, MambaForCausalLM
 
-    return MambaForCausalLM(MambaConfig(vocab_size=200, hidden_size=64, num_hidden_layers=2, state_size=8))
+    layers = SIZE["num_hidden_layers"]
+    return MambaForCausalLM(MambaConfig(vocab_size=200, hidden_size=64, num_hidden_layers=layers, state_size=8))
 
 
 def _mixtral() -> nn.Module:

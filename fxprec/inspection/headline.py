@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -14,6 +15,8 @@ from fxprec.inspection.text import columns, plain, titled
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+#: Modules that are named for an op.
+_PLACES: Final = 3
 #: Lines of a kind that are shown; ``Headline`` has all.
 _MOST: Final = {"stays": 8, "outside": 4, "not static": 2, "declined": 3, "not named": 8}
 
@@ -24,18 +27,27 @@ class Stay:
 
     Attributes:
         ops: op -> how many.
-        modules: the modules that they are in, each once.
+        modules: op -> the modules that it is in, each once.
     """
 
     why: str
     ops: Mapping[str, int]
-    modules: tuple[str, ...]
+    modules: Mapping[str, tuple[str, ...]]
 
     def __str__(self) -> str:
-        ops = ", ".join(f"{number} {op}" for op, number in self.ops.items())
-        places = [name or "the model itself" for name in folded(self.modules)]
-        where = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
-        return f"{ops}: {self.why} (in {where})"
+        ops = [f"{number} {op}" for op, number in self.ops.items()]
+        everywhere = [*dict.fromkeys(itertools.chain(*self.modules.values()))]
+        if len(ops) == 1 or len(folded(everywhere)) <= _PLACES:
+            return f"{', '.join(ops)}: {self.why} ({_places(everywhere)})"
+        each = (f"{what} ({_places(modules)})" for what, modules in zip(ops, self.modules.values(), strict=True))
+        return f"{', '.join(each)}: {self.why}"
+
+
+def _places(modules: Sequence[str]) -> str:
+    """``in encoder.0-3.norm``; a module of a number only is not to be taken for a count."""
+    places = [f"module {name}" if name.isdigit() else name or "the model itself" for name in folded(modules)]
+    more = f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
+    return f"in {', '.join(places[:_PLACES])}{more}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -64,6 +76,7 @@ class Headline:
         not_named: those that call submodules and run in FP32 by themselves, with the argument that converts them.
         declined: what passes declined, "pass: node: reason".
         risks: what to look at, and what to do about it.
+        slow: why what is lowered is slow on this machine; "" where it is not.
     """
 
     model: str
@@ -92,6 +105,7 @@ class Headline:
     not_named: tuple[str, ...] = ()
     risks: tuple[str, ...] = ()
     other_mode: int = 0
+    slow: str = ""
 
     def __str__(self) -> str:
         return plain(self)
@@ -111,8 +125,8 @@ class Headline:
         parts.append(
             f"{count(outside, 'piece')} of code outside the graphs" if outside else "nothing outside the graphs"
         )
-        if self.risks:
-            parts.append(count(len(self.risks), "risk"))
+        if risks := len(self.risks) + bool(self.slow):
+            parts.append(count(risks, "risk"))
         return ", ".join(parts)
 
     def _products(self) -> str:
@@ -154,7 +168,7 @@ class Headline:
         ):
             for what in _first(label, found):
                 yield label, what
-        for what in self.risks:
+        for what in (*self.risks, *([self.slow] if self.slow else [])):
             yield "risk", what
 
     def _traffic(self) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -308,6 +308,7 @@ def _headline(
         not_named=tuple(map(str, unnamed_methods(model, conversion.methods))) if conversion else (),
         risks=tuple(_risks(conversion, computing)) if conversion else (),
         other_mode=apart,
+        slow=_slow(conversion, computing),
     )
 
 
@@ -322,10 +323,13 @@ def _stays(computing: Iterable[Row]) -> tuple[Stay, ...]:
         if row.compute == "float32" and not moves_data(row.op):
             reasons.setdefault((row.rule, row.why.partition("; ")[0]), []).append(row)
     ordered = sorted(reasons.items(), key=lambda item: [*Rule].index(Rule(item[0][0])))
-    return tuple(
-        Stay(why, dict(Counter(row.op for row in rows).most_common()), tuple(dict.fromkeys(row.module for row in rows)))
-        for (_, why), rows in ordered
-    )
+    return tuple(_stay(why, rows) for (_, why), rows in ordered)
+
+
+def _stay(why: str, rows: Sequence[Row]) -> Stay:
+    ops = dict(Counter(row.op for row in rows).most_common())
+    modules = {op: tuple(dict.fromkeys(row.module for row in rows if row.op == op)) for op in ops}
+    return Stay(why, ops, modules)
 
 
 def _risks(conversion: Conversion, computing: Iterable[Row]) -> Iterator[str]:
@@ -339,8 +343,12 @@ def _risks(conversion: Conversion, computing: Iterable[Row]) -> Iterator[str]:
             f"captured {conversion.captures} times, {count(left, 'graph')} left: calls differ in what graphs are made "
             "for; print(report.nodes) tells what they are guarded by"
         )
-    if conversion.settings.why_slow:
-        yield conversion.settings.why_slow.partition(". ")[0]
+
+
+def _slow(conversion: Conversion | None, computing: Iterable[Row]) -> str:
+    if conversion is None or not any(row.compute == dtype_name(conversion.settings.dtype) for row in computing):
+        return ""
+    return conversion.settings.why_slow.partition(". ")[0]
 
 
 def _cost_line(graphs: tuple[GraphModule, ...], rows: list[Row]) -> str:

@@ -146,9 +146,14 @@ class Study:
         fraction = self.trade.cut(0.0).seconds / start.seconds
         return f"time={time:g} cannot be met: the fastest policy takes {fraction:.3g} of the time"
 
-    def remarks(self, wanted: Outcome, reached: Outcome) -> Iterator[str]:
-        """What else is to be known."""
-        yield f"times by the costs of {self.context.costs}"
+    def remarks(self, start: Outcome, wanted: Outcome, reached: Outcome, error: float | None) -> Iterator[str]:
+        """What else is to be known; ``error``: the budget, if it is one of the error."""
+        if error is not None and start.square + self.constant <= error**2:
+            yield "the start keeps to the budget already: what is changed saves time"
+        variables = set(self.trade.choices.values())
+        if all(reached.full[v] for v in variables) and not all(start.full[v] for v in variables):
+            yield "all is FP32, as at level O0: by these costs nothing gains from being lower"
+        yield f"times by the costs of {self.context.costs}; python -m fxprec calibrate measures those of this machine"
         if reached.full != wanted.full:
             others = sum(reached.full[v] is not wanted.full[v] for v in set(self.trade.choices.values()))
             if others:

@@ -90,7 +90,7 @@ def tune(
         Figures(math.sqrt(each.square + study.constant), own, each.seconds, taken)
         for each, own, taken in zip((start, reached), errors, seconds, strict=True)
     )
-    return Tuned(policy, lines, before, after, asked, tuple(study.remarks(found, reached)))
+    return Tuned(policy, lines, before, after, asked, tuple(study.remarks(start, found, reached, error)))
 
 
 def _settings_of(model: nn.Module) -> Settings:

@@ -491,6 +491,14 @@ class LossScaler(torch.amp.GradScaler):
             if not self._scales.placed:
                 self._scales.place(torch.device(self._device))
 
+    def __repr__(self) -> str:
+        """Without the scale, which may lie on a device: ``get_scale`` reads it."""
+        if not self._enabled:
+            return "LossScaler(disabled)"
+        moves = "static" if self._scales.backoff_factor == self._scales.growth_factor == 1.0 else "dynamic"
+        losses = f", {len(self._scales.losses)} losses" if len(self._scales.losses) > 1 else ""
+        return f"LossScaler({moves}{losses}, on {self._device})"
+
     def __getstate__(self) -> dict[str, Any]:
         """For pickle, copy and deepcopy, between two iterations, as torch's.
 

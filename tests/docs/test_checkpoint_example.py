@@ -24,7 +24,7 @@ import fxprec
 from examples import checkpoint as example
 
 ROOT = Path(__file__).parents[2]
-STEPS, KILLS = 18, 5
+STEPS, KILLS = 18, 3
 SIZE = ["--steps", str(STEPS), "--every", "1", "--width", "2", "--batch", "16"]
 
 

@@ -69,7 +69,12 @@ def test_what_stays_is_told_by_reason_and_equal_layers_as_one() -> None:
 
 
 def test_few_places_are_named() -> None:
-    assert str(Stay("it sums", {"sum": 5}, ("a", "b", "c", "d", "e"))) == "5 sum: it sums (in a, b, c and 2 more)"
+    many: tuple[str, ...] = ("a", "b", "c", "d", "e")
+    assert str(Stay("it sums", {"sum": 5}, {"sum": many})) == "5 sum: it sums (in a, b, c and 2 more)"
+    two = Stay("it sums", {"sum": 5, "mean": 1}, {"sum": many, "mean": ("norm",)})
+    assert str(two) == "5 sum (in a, b, c and 2 more), 1 mean (in norm): it sums"
+    few = Stay("it sums", {"sum": 2, "mean": 1}, {"sum": ("a", ""), "mean": ("2",)})
+    assert str(few) == "2 sum, 1 mean: it sums (in a, the model itself, module 2)"
 
 
 def test_views_are_apart() -> None:
@@ -143,3 +148,11 @@ def test_capturing_again_and_again_is_a_risk() -> None:
         model(torch.randn(2, 4), float(scale))
     headline = fxprec.report(model).headline
     assert any(risk.startswith(f"captured {headline.captures} times, ") for risk in headline.risks)
+
+
+def test_what_is_slow_is_told_where_something_is_lowered() -> None:
+    model = fxprec.convert(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), dtype=torch.float16).module
+    assert "hundreds of times slower" in fxprec.report(model).headline.slow
+    model = fxprec.convert(nn.Sequential(nn.ReLU(), nn.Flatten()), dtype=torch.float16).module
+    headline = fxprec.report(model).headline
+    assert headline.slow == "" and "risk" not in str(headline)

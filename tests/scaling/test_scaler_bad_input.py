@@ -405,3 +405,9 @@ def test_an_optimizer_of_another_model_is_told_as_such():
     other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(NoGradientsError, match=r"none of the 2 parameters of SGD .* none of them is one of Linear's"):
         scaler.step(other)
+
+
+def test_a_scaler_shows_whether_it_is_on():
+    assert repr(LossScaler("cpu", enabled=False)) == "LossScaler(disabled)"
+    assert repr(LossScaler("cpu")) == "LossScaler(dynamic, on cpu)"
+    assert repr(LossScaler("cpu", dynamic=False)) == "LossScaler(static, on cpu)"

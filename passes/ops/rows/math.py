@@ -8,8 +8,8 @@ from typing import Final
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.ops.rule import OpRule, facts, rows, table
 
-_WIDEST: Final = "several float inputs: the widest wins, inside the kernel"
-_ONE_DTYPE: Final = "several float inputs: the widest wins; the kernel wants them all in it"
+_WIDEST: Final = "the widest of its float inputs wins, inside the kernel"
+_ONE_DTYPE: Final = "the widest of its float inputs wins; the kernel wants them all in it"
 _RANGE: Final = "its results leave the range of low precision, or lose their digits there"
 _ANGLE: Final = "periodic or singular: a rounded argument gives another value (rotary and position tables)"
 _SUM: Final = "a long sum loses small terms"
