@@ -108,8 +108,10 @@ def parser() -> argparse.ArgumentParser:
     own = command("audit", _audit, "which op costs how much of the loss's error", 8, "The parts add up to the error.")
     own.add_argument("--gradients", action="store_true", help="explain the error of the gradients, too")
     own = command("locate", _locate, "the first op that gives a NaN, an inf or a lost gradient", 1, "1: there is one.")
-    own.add_argument("--scale", type=float, metavar="S", help="the loss scale that the step is run with")
-    command("ranges", _ranges, "how large all values are", 8, "Exponents, what is flushed and saturated, headroom.")
+    scale = {"type": float, "metavar": "S", "help": "the loss scale that steps are run with; default: 1"}
+    own.add_argument("--scale", **scale)
+    own = command("ranges", _ranges, "how large all values are", 8, "Exponents, flushed and saturated, headroom.")
+    own.add_argument("--scale", **scale)
     own = command("tune", _tune, "a policy for an error or a time", 32, "Predicted, then measured on other batches.")
     budget = own.add_mutually_exclusive_group(required=True)
     budget.add_argument("--error", type=float, metavar="E", help="of the loss, root mean square: keep to it")
@@ -193,7 +195,7 @@ def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
 
 def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
-    scaler = None if options.scale is None else LossScaler(init_scale=options.scale)
+    scaler = _scaler(options)
     count = len(target.batches)
     for number, batch in enumerate(waiting.count("batches", target.batches), 1):
         if (found := numerics.locate(target.model, batch, target.loss, scaler)) is not None:
@@ -206,8 +208,13 @@ def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
 
 def _ranges(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
-    _write(options, numerics.ranges(target.model, waiting.count("batches", target.batches), target.loss))
+    batches = waiting.count("batches", target.batches)
+    _write(options, numerics.ranges(target.model, batches, target.loss, _scaler(options)))
     return 0
+
+
+def _scaler(options: argparse.Namespace) -> LossScaler | None:
+    return None if options.scale is None else LossScaler(init_scale=options.scale)
 
 
 def _tune(options: argparse.Namespace, waiting: Waiting) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -56,8 +57,20 @@ def load(name: str, most: int) -> Target:
     if not isinstance(value, nn.Module):
         if not callable(value):
             raise TargetError(f"{name} is a {type(value).__name__}: a factory is a function that gives the model")
+        if wanted := _wanted(value):
+            raise TargetError(f"{name} wants {', '.join(wanted)}: a factory is called without arguments")
         value = told(f"{name} failed", value)
     return _target(name, value, most)
+
+
+def _wanted(factory: Callable[..., Any]) -> list[str]:
+    """Arguments that a function cannot be called without."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # written in C
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
 
 
 def _imported(where: str) -> ModuleType:

@@ -32,6 +32,13 @@ def refresh(model: nn.Module) -> None:
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Gradient accumulation: the weights stay as they are in the block, so only its first forward refreshes shadows.
 
+    ::
+
+        with fxprec.accumulate(model):
+            for x, y in micro_batches:
+                scaler.scale(loss(model(x), y) / len(micro_batches)).backward()
+        scaler.step(optimizer)
+
     Gradients that an optimizer keeps low (``low_gradients=True``) become FP32 for good, with a warning: sums over
     micro-batches lose too much. ``low_gradients="accumulate"`` keeps them.
     """

@@ -57,6 +57,10 @@ def batches():
     return [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(40)]
 
 
+def wants(width, depth, *more, heads=2, **options):
+    return Net()
+
+
 def late():
     given = batches()
     given[2][0][5, 7] = torch.nan
@@ -225,6 +229,10 @@ def test_locate(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_ranges(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = ran(capsys, "ranges", "nets:whole", "--batches", "2")
     assert (status, err) == (0, "") and "largest safe loss scale" in out
+    float16 = ("ranges", "nets:whole", "--dtype", "float16", "--batches", "1")
+    assert "float16 trains unscaled" in ran(capsys, *float16)[1]
+    status, out, _ = ran(capsys, *float16, "--scale", "1024")
+    assert status == 0 and "unscaled" not in out
 
 
 def test_tune(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +246,7 @@ def test_tune(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["report", "nets:wants"], "nets:wants wants width, depth: a factory is called without arguments"),
         (["report", "nets"], "'nets' is no target: write package.module:factory or file.py:factory"),
         (["report", ":whole"], "is no target"),
         (["report", "nothing:whole"], "no module 'nothing'"),

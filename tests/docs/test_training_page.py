@@ -24,7 +24,7 @@ def test_the_blocks_run_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[s
     loader = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
     space: dict[str, Any] = {"torch": torch, "F": F, "fxprec": fxprec, "model": model, "loader": loader}
     space["path"] = tmp_path / "checkpoint.pt"
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     for block in BLOCKS:
         exec(compile(block, "docs/training.md", "exec"), space)
     assert space["scaler"].get_scale(1) == 65536
