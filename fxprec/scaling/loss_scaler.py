@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from fxprec.errors import GradientsWarning, LossScaleError, LossScaleFloorError, NoGradientsError
+from fxprec.errors import (
+    GradientsWarning,
+    LossScaleError,
+    LossScaleFloorError,
+    NoGradientsError,
+    UnusedSettingWarning,
+)
 from fxprec.scaling import arguments
 from fxprec.scaling.cuda_graphs import capturing
 from fxprec.scaling.device_step import can_skip_on_device, step_on_device, wants_scaler
@@ -473,11 +479,20 @@ class LossScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of ours or of ``torch.amp.GradScaler``. Nothing changes if it is refused.
 
+        A disabled scaler has no use for a state that is not empty, and warns.
+
         Raises:
             TypeError: no dict. RuntimeError: empty, or keys are missing. LossScaleError: (a ValueError) numbers out of
                 range, or another number of losses.
         """
         if not self._enabled:
+            if state_dict:
+                warnings.warn(
+                    "a state of a loss scaler has no effect on one that is disabled, as bfloat16's is: was the "
+                    "checkpoint trained in float16?",
+                    category=UnusedSettingWarning,
+                    stacklevel=2,
+                )
             return
         losses = arguments.checked_state(state_dict, len(self._scales.losses))
         extra = state_dict.get("fxprec", {})

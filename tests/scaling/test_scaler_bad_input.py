@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec.errors import ClosureError, LossScaleError, LossScaleFloorError, NoGradientsError
+from fxprec.errors import (
+    ClosureError,
+    LossScaleError,
+    LossScaleFloorError,
+    NoGradientsError,
+    UnusedSettingWarning,
+)
 from fxprec.scaling.loss_scaler import LossScaler
 
 INF, NAN = float("inf"), float("nan")
@@ -411,3 +417,10 @@ def test_a_scaler_shows_whether_it_is_on():
     assert repr(LossScaler("cpu", enabled=False)) == "LossScaler(disabled)"
     assert repr(LossScaler("cpu")) == "LossScaler(dynamic, on cpu)"
     assert repr(LossScaler("cpu", dynamic=False)) == "LossScaler(static, on cpu)"
+
+
+def test_a_state_that_has_no_effect_is_told():
+    disabled = LossScaler("cpu", enabled=False)
+    disabled.load_state_dict(disabled.state_dict())
+    with pytest.warns(UnusedSettingWarning, match="no effect on one that is disabled"):
+        disabled.load_state_dict(LossScaler("cpu").state_dict())
