@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -45,7 +44,7 @@ FAILURES: Final[dict[str, tuple[Callable[[Headline], str], str]]] = {
     "outside": (lambda headline: "; ".join(headline.net), "code runs outside of the graphs"),
     "fp32-matmul": (_in_fp32, "a matrix product, convolution or attention computes in FP32"),
     "not-named": (lambda headline: "; ".join(headline.not_named), "methods call submodules and are not converted"),
-    "risk": (lambda headline: "; ".join(headline.risks), "the report names a risk"),
+    "risk": (lambda headline: "; ".join(headline.risks), "the report names a risk that is not the machine's"),
 }
 
 
@@ -229,20 +228,11 @@ def _tune(options: argparse.Namespace, waiting: Waiting) -> int:
 
 
 def _write(options: argparse.Namespace, found: Any, text: str = "") -> None:
-    """As text, and as JSON, which has no numbers that are not finite: null."""
-    data = found.to_dict() if hasattr(found, "to_dict") else found
-    data = json.dumps(_finite(data), indent=1, allow_nan=False)
+    """``found``: None, what JSON takes, or what has a ``to_dict``."""
+    data = json.dumps(found.to_dict() if hasattr(found, "to_dict") else found, indent=1, allow_nan=False)
     if options.json == "-":
         print(data)
         return
     if options.json is not None:
         Path(options.json).write_text(data + "\n", encoding="utf-8")
     print(text or found)
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {name: _finite(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -69,7 +69,7 @@ def audit(
     exactly. Over batches a row's share is of the sum of squares, as roundings are as good as independent.
 
     The reference reads the FP32 weights and the same random numbers. An audit takes one to four times the memory of a
-    training step in FP32, and three to five times its time besides the run itself; of tiny models, whose time is that
+    training step in FP32, and three to six times its time besides the run itself; of tiny models, whose time is that
     of calls, more. The model is left as it was; one that was never called is captured, as by its first call.
 
     Args:

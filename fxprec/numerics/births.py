@@ -186,7 +186,8 @@ class Births(Attribution):
         makes_nan = bool(result.isnan().any())
         normalizes = "softmax" in call.name or "scaled_dot_product" in call.name
         if makes_nan and normalizes and all(b.kind == "came in" and _is_mask(value) for value, b in inherited):
-            return replace(call.birth(result, self._flushed), masked=True)
+            birth = call.birth(result, self._flushed)
+            return replace(birth, masked=birth.kind == "invalid" and bool(inherited or call.reads_a_mask))
         faults = [birth for birth in births if birth.kind != "meant"]
         if faults:
             return min(faults, key=lambda birth: birth.number)
@@ -224,6 +225,7 @@ class _Call:
         self.function, self.given, self.spec, self.origin, self.number = function, given, spec, origin, number
         self.name: str = function.name().partition(".")[0]
         self.names_infinity = any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves)
+        self.reads_a_mask = any(isinstance(leaf, Tensor) and leaf.dtype is torch.bool for leaf in leaves)
         self.storages = {storage_key(leaf) for leaf in leaves if _is_float(leaf)}
         self._results = [result for result in tree_leaves(output) if isinstance(result, Tensor)]
         self._written = tuple(number for number, leaf in enumerate(leaves) if id(leaf) in written)

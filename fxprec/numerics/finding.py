@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -56,8 +57,8 @@ class Finding:
     masked: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON: a magnitude that is not known, or not finite, is None."""
+        return asdict(self) | {"magnitude": self.magnitude if math.isfinite(self.magnitude) else None}
 
     def __str__(self) -> str:
         lines = [self.headline]

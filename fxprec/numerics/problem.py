@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,15 +76,15 @@ class Problem:
         return values[0] if len(values) == 1 and values[0].numel() == 1 else values
 
     def _check_arguments(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
-        forward = inspect.signature(type(self.model).forward)
+        conversion = conversion_of(self.model)
+        signature = conversion.method("forward").signature
         try:
-            forward.bind(self.model, *inputs, **named)
+            signature.bind(*inputs, **named)
         except TypeError as error:
-            takes = ", ".join([*forward.parameters][1:])
             of_batch = "a batch is the inputs alone where no loss is given: leave the target out, or give loss="
             if named or self.loss is not None:
                 of_batch = "a batch is (*inputs, target), or a dict of arguments"
-            raise TypeError(f"{error}: {type(self.model).__name__}.forward({takes}); {of_batch}") from None
+            raise TypeError(f"{error}: {conversion.name}.forward{signature}; {of_batch}") from None
 
     def step(self, batch: Batch, scale: float) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Forward and backward, at a loss scale: the loss or else the outputs, and path -> gradient of the parameter.

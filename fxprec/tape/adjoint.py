@@ -124,12 +124,12 @@ class _Walk:
         for number, place in enumerate(operation.outputs):
             if not place.is_float or place.storage not in self._adjoints:
                 continue
-            weight, low, error = place.of(self._adjoints[place.storage]), memory.low(place), memory.error(place)
+            weight, low = place.of(self._adjoints[place.storage]), memory.low(place)
             if number >= fresh:
                 adjoint, (weight, low) = weight, (weight.clone(), low.clone())
                 adjoint.zero_()
             if bool(weight.any()):
-                found[number] = Result(weight, low, error)
+                found[number] = Result(weight, low, memory.error(place))
         for place, (low_before, exact_before) in zip(operation.outputs[fresh:], operation.before, strict=True):
             memory.low(place).copy_(low_before)
             memory.write_exact(place, exact_before)

@@ -115,6 +115,19 @@ def test_a_time_is_kept_to(tmp_path: Any) -> None:
         assert f'"{line.precision}"  # {line}' in tuned.to_toml()
 
 
+def test_it_tells_where_nothing_had_to_be_done_and_where_all_became_fp32() -> None:
+    torch.manual_seed(0)
+    model, data = converted(Net()), batches(8)
+    kept, fp32 = "keeps to the budget already", "all is FP32, as at level O0"
+    assert any(kept in remark for remark in tune(model, data, F.cross_entropy, error=1.0).remarks)
+    assert not any(kept in remark for remark in tune(model, data, F.cross_entropy, error=1e-6).remarks)
+    study = Study.of(Problem(model, F.cross_entropy), conversion_of(model).settings, batches(4))
+    start, wide = study.decided(study.context.policy), study.trade.outcome([True] * len(study.all_low))
+    assert any(fp32 in remark for remark in study.remarks(start, wide, wide, None))
+    assert not any(fp32 in remark for remark in study.remarks(start, start, start, None))
+    assert not any(fp32 in remark for remark in study.remarks(wide, wide, wide, None))
+
+
 def test_figures_are_what_they_say() -> None:
     torch.manual_seed(0)
     model, data = converted(Net()), batches(16)

@@ -132,13 +132,11 @@ class KeptCall:
             # A node was made after those that it reads; of one node outputs do not read each other.
             order = sorted(self.gradients, key=lambda number: -_sequence(outputs[number]))
             totals = {number: _sum(self.gradients[number]) for number in order}
-            for position, number in enumerate(order):
-                rest = order[position + 1 :]
-                given = totals[number].to(outputs[number].dtype)
+            for position, number in enumerate(order[:-1], 1):
+                rest, output = order[position:], outputs[number]
+                given = totals[number].to(output.dtype)
                 read = [outputs[other] for other in rest]
-                found = torch.autograd.grad(
-                    outputs[number], read, given, retain_graph=True, allow_unused=True
-                ) if rest else ()  # fmt: skip
+                found = torch.autograd.grad(output, read, given, retain_graph=True, allow_unused=True)
                 for other, inner in zip(rest, found, strict=True):
                     if inner is not None:
                         totals[other] = torch.where(inner.isfinite(), totals[other] - inner, 0.0)
