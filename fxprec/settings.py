@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from math import inf
 from typing import Any, Literal, get_args
 
 import torch
@@ -109,8 +110,19 @@ class Settings:
             region_choices=tuple(self.fuse.items()) if isinstance(self.fuse, Mapping) else (),
             costs=costs,
             gradients=gradients,
+            attention=self._attention,
             casts_fuse=self.regions == "triton" or self.executor == "inductor",
         )
+
+    @property
+    def _attention(self) -> tuple[float, float] | None:
+        """Where attention by products gains, as ``Context.attention``: in bfloat16, on a CPU, run op by op."""
+        serves = self.device == "cpu" and self.dtype is torch.bfloat16 and self.executor == "eager"
+        if not serves or self.fuse is False or self.policy.level == "O0":
+            return None
+        costs = self.device_costs
+        alone, trained = costs.products_from(self.dtype)
+        return None if min(alone, trained) == inf else (alone, trained)
 
     @property
     def chooses(self) -> bool:

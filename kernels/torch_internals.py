@@ -68,6 +68,10 @@ with needed:
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes  # a context
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+    #: (query, key, value, mask, dropout, causal, enable_gqa=): which kernel torch would take; 0: none, but plain ops.
+    attention_choice = getattr(torch, "_fused_sdp_choice")  # noqa: B009 (the stubs lack it)
+    #: (gradient, probabilities, dim, dtype, grad_input=)
+    softmax_backward = getattr(torch, "_softmax_backward_data")  # noqa: B009 (the stubs lack it)
     set_jit_tracing_state = getattr(torch._C, "_set_tracing_state")  # noqa: B009 (None pauses; the stubs lack it)
     forward_ad._current_level  # noqa: B018
     # torch 2.14 made the flag of the process one of the thread.

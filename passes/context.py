@@ -29,6 +29,8 @@ class Context:
         region_choices: (pattern of region names, whether to fuse them); the last match wins, without one: yes.
         costs: of the device: LOW ops stay FP32 where lowering them loses time. None: all are lowered.
         gradients: whether a backward pass is to be counted.
+        attention: FLOP from which on low attention is faster by plain products, of a forward alone and with its
+            backward; None: it never is, or is left to torch.
         casts_fuse: casts are part of the kernels between matrix products, and cost nothing there.
     """
 
@@ -42,6 +44,7 @@ class Context:
     region_choices: tuple[tuple[str, bool], ...] = ()
     costs: DeviceCosts | None = None
     gradients: bool = True
+    attention: tuple[float, float] | None = None
     casts_fuse: bool = False
 
     def fuses(self, region: str) -> bool:

@@ -33,6 +33,7 @@ from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.promotion import is_zero_dim
+from fxprec.passes.fusion.attention_calls import call_attention
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
@@ -56,6 +57,8 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
         changed |= result.changed
         declined += result.declined
     changed |= accumulate_wide(gm)
+    if context.attention is not None:
+        changed |= call_attention(gm.graph, context.low, context.attention)
     if context.regions:
         formed, reasons = _form(gm, context)
         changed |= formed

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxprec.costs.files import processor_name
 from fxprec.errors import ServiceWarning
+from fxprec.kernels.nn.attention import attention
 from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
 
 #: Seconds for one size and dtype, and runs at least.
@@ -70,7 +71,11 @@ def calibrate(
     disturbed: list[str] = []
     for work, cases in _CASES.items():
         bench = _Bench(clock, device, cases[:2] if quick else cases, 0.0 if quick else _SECONDS)
-        bench.run(low if work is Work.CAST else [torch.float32, *low])
+        if work in _BY_PRODUCTS:
+            served = [dtype for dtype in low if dtype is torch.bfloat16 and device.type == "cpu"]
+        else:
+            served = low if work is Work.CAST else [torch.float32, *low]
+        bench.run(served)
         for dtype, of_dtype in bench.curves().items():
             curves[dtype][work] = of_dtype
         disturbed += [str(work)] if bench.disturbed() and not quick else []
@@ -191,13 +196,16 @@ def _convolution(batch: int, channels: int, size: int, out: int, backward: bool)
     return _Case(2 * 9 * batch * channels * size * size * out, make)
 
 
-def _attention(batch: int, heads: int, length: int, width: int, backward: bool) -> _Case:
+def _attention(batch: int, heads: int, length: int, width: int, backward: bool, products: bool = False) -> _Case:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, key, value) if products else F.scaled_dot_product_attention(query, key, value)
+
     def make(device: torch.device, dtype: torch.dtype) -> Run:
         shape = (batch, heads, length, width)
         query, key, value = (_random(device, dtype, *shape, gradient=backward) for _ in range(3))
         if not backward:
-            return lambda: F.scaled_dot_product_attention(query, key, value)
-        out, gradient = F.scaled_dot_product_attention(query, key, value), _random(device, dtype, *shape)
+            return lambda: attend(query, key, value)
+        out, gradient = attend(query, key, value), _random(device, dtype, *shape)
         return lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)
 
     return _Case(4 * batch * heads * length * length * width, make)
@@ -240,9 +248,17 @@ _CONVOLUTIONS: Final = (
 )
 _THIN: Final = ((1, 1, 14, 8), (1, 1, 28, 32), (8, 1, 28, 32), (64, 1, 28, 32), (4, 3, 112, 64))
 #: (batch, heads, length, width)
-_HEADS: Final = ((1, 2, 16, 16), (1, 4, 32, 16), (2, 4, 64, 32), (4, 8, 128, 64), (4, 8, 256, 64))
+_HEADS: Final = (
+    (1, 2, 16, 16),
+    (1, 4, 32, 16),
+    (2, 4, 64, 32),
+    (4, 8, 64, 64),
+    (4, 8, 128, 64),
+    (4, 8, 256, 64),
+)
 _ELEMENTS: Final = tuple(2**power for power in (9, 12, 15, 18, 20, 22, 24))
 
+_BY_PRODUCTS: Final = (Work.ATTENTION_PRODUCTS, Work.ATTENTION_PRODUCTS_BACKWARD)
 _CASES: Final[dict[Work, tuple[_Case, ...]]] = {
     Work.MATMUL: tuple(_Case(2 * n**3, _product(n, n, n)) for n in (16, 32, 64, 128, 256, 512, 1024)),
     Work.STREAM: tuple(_Case(n * n + 16 * n, _product(8, n, n)) for n in (64, 128, 256, 512, 1024, 2048)),
@@ -252,6 +268,8 @@ _CASES: Final[dict[Work, tuple[_Case, ...]]] = {
     Work.THIN_CONVOLUTION_BACKWARD: tuple(_convolution(*sizes, backward=True) for sizes in _THIN),
     Work.ATTENTION: tuple(_attention(*sizes, backward=False) for sizes in _HEADS),
     Work.ATTENTION_BACKWARD: tuple(_attention(*sizes, backward=True) for sizes in _HEADS),
+    Work.ATTENTION_PRODUCTS: tuple(_attention(*sizes, backward=False, products=True) for sizes in _HEADS),
+    Work.ATTENTION_PRODUCTS_BACKWARD: tuple(_attention(*sizes, backward=True, products=True) for sizes in _HEADS),
     Work.POINTWISE: tuple(map(_pointwise, _ELEMENTS)),
     Work.CAST: tuple(map(_cast, _ELEMENTS)),
 }  # fmt: skip

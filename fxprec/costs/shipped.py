@@ -1,6 +1,6 @@
 """Device costs for machines that were not calibrated: one measured CPU, and estimates for the rest.
 
-- A CPU with bfloat16 units: an AMD EPYC 9004 (AVX512-BF16), torch 2.13, measured with one thread and with two
+- A CPU with bfloat16 units: an AMD EPYC 9005 (Zen 5, AVX512-BF16), torch 2.13, measured with one thread and with two
   (``costs/*.json``, the fastest of three runs of ``python -m fxprec calibrate``). More threads are taken to do 0.85
   times as much more work each in the same time, while a call costs the same.
 - Another CPU: an estimate. FP32 as above; products in a low dtype are converted on the way and take longer than FP32.
@@ -21,9 +21,10 @@ import torch
 from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
 
 #: Threads of the CPU that was measured -> its file.
-_MEASURED: Final = {1: "costs/epyc-9004-1-thread.json", 2: "costs/epyc-9004-2-threads.json"}
+_MEASURED: Final = {1: "costs/epyc-9005-1-thread.json", 2: "costs/epyc-9005-2-threads.json"}
 _THREAD: Final = 0.85
-_PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.POINTWISE, Work.CAST}
+_BY_PRODUCTS: Final = frozenset({Work.ATTENTION_PRODUCTS, Work.ATTENTION_PRODUCTS_BACKWARD})
+_PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.POINTWISE, Work.CAST} - _BY_PRODUCTS
 #: Work in a low dtype that a CPU without units for it does in the time of one unit of FP32 work.
 _EMULATED: Final = 0.6
 
@@ -71,6 +72,8 @@ def _cpu(threads: int, bfloat16_units: bool) -> dict[torch.dtype, dict[Work, Cur
     if not bfloat16_units:
         full = curves[torch.float32]
         curves[torch.bfloat16] |= {work: full[work].faster(_EMULATED) for work in _PRODUCTS}
+        for work in _BY_PRODUCTS:  # how these compare with torch's kernel there, nobody knows
+            curves[torch.bfloat16].pop(work, None)
     factor = 1 + _THREAD * (threads / base - 1)
     return {dtype: {work: curve.faster(factor) for work, curve in of.items()} for dtype, of in curves.items()}
 

@@ -184,7 +184,7 @@ class Births(Attribution):
         with_nan = [birth for value, birth in inherited if bool(value.isnan().any())]
         births = with_nan or [birth for _, birth in inherited]
         makes_nan = bool(result.isnan().any())
-        normalizes = "softmax" in call.name or "scaled_dot_product" in call.name
+        normalizes = "softmax" in call.name or "attention" in call.name
         if makes_nan and normalizes and all(b.kind == "came in" and _is_mask(value) for value, b in inherited):
             birth = call.birth(result, self._flushed)
             return replace(birth, masked=birth.kind == "invalid" and bool(inherited or call.reads_a_mask))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from math import exp, isfinite, log
+from math import exp, inf, isfinite, log
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,8 @@ from fxprec.passes.graph.text import dtype_name
 
 #: Of files that ``to_dict`` wrote; another number is not read.
 _FORMAT: Final = 1
+#: Sizes at which two ways are compared.
+_STEPS: Final = 64
 
 
 class Work(StrEnum):
@@ -32,6 +34,8 @@ class Work(StrEnum):
     CONVOLUTION_BACKWARD       FLOP of the forward, for both gradients; THIN_CONVOLUTION_BACKWARD likewise
     ATTENTION                  FLOP of the two products of a fused attention's forward
     ATTENTION_BACKWARD         the same FLOP, for the backward
+    ATTENTION_PRODUCTS         the same FLOP, for a forward by plain products (``fxprec.kernels.nn.attention``), of
+                               bfloat16 on a CPU; ATTENTION_PRODUCTS_BACKWARD: for its backward. Both may be absent
     POINTWISE                  elements of a result
     CAST                       elements; forward and backward each cost this. Kept with the low dtype
     =========================  =====================================================================================
@@ -45,8 +49,13 @@ class Work(StrEnum):
     THIN_CONVOLUTION_BACKWARD = "thin convolution backward"
     ATTENTION = "attention"
     ATTENTION_BACKWARD = "attention backward"
+    ATTENTION_PRODUCTS = "attention by products"
+    ATTENTION_PRODUCTS_BACKWARD = "attention by products backward"
     POINTWISE = "pointwise"
     CAST = "cast"
+
+
+_PRODUCTS: Final = frozenset({Work.ATTENTION_PRODUCTS, Work.ATTENTION_PRODUCTS_BACKWARD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +128,7 @@ class DeviceCosts:
     def __post_init__(self) -> None:
         full = self.curves.get(torch.float32, {})
         for dtype, curves in self.curves.items():
-            wanted = {kind for kind in Work if kind is not Work.CAST or dtype is not torch.float32}
+            wanted = set(Work) - _PRODUCTS - ({Work.CAST} if dtype is torch.float32 else set())
             if missing := sorted(wanted - curves.keys()):
                 raise ValueError(f"costs of {self.name}: {dtype_name(dtype)} has no curve for {', '.join(missing)}")
         if not full:
@@ -136,6 +145,42 @@ class DeviceCosts:
     def product(self, dtype: torch.dtype, flop: float, elements: float) -> float:
         """Seconds of a matrix product: limited by arithmetic, or by what it reads and writes."""
         return max(self.seconds(Work.MATMUL, dtype, flop), self.seconds(Work.STREAM, dtype, elements))
+
+    def attention(self, dtype: torch.dtype, flop: float, gradients: float) -> float:
+        """Seconds of attention, by the faster way. ``gradients``: the share of a backward that runs."""
+        return min(
+            self.seconds(forward, dtype, flop) + gradients * self.seconds(backward, dtype, flop)
+            for forward, backward in self._ways(dtype)
+        )
+
+    def products_from(self, dtype: torch.dtype) -> tuple[float, float]:
+        """FLOP from which attention by products is the faster way: of a forward alone, and with its backward.
+
+        Infinite where it never is, or nobody measured it.
+        """
+        fused, *products = self._ways(dtype)
+        if not products:
+            return inf, inf
+        sizes = [work for work, _ in self.curves[dtype][Work.ATTENTION].points]
+        grid = [min(sizes) * (max(sizes) / min(sizes)) ** (step / _STEPS) for step in range(_STEPS + 1)]
+        found = []
+        for gradients in (0, 1):
+            loses = [
+                flop
+                for flop in grid
+                if self.seconds(products[0][0], dtype, flop) + gradients * self.seconds(products[0][1], dtype, flop)
+                >= self.seconds(fused[0], dtype, flop) + gradients * self.seconds(fused[1], dtype, flop)
+            ]
+            last = max(loses, default=0.0)
+            found.append(inf if last == grid[-1] else min(flop for flop in grid if flop > last))
+        return found[0], found[1]
+
+    def _ways(self, dtype: torch.dtype) -> list[tuple[Work, Work]]:
+        """Work of a forward and a backward: of torch's kernel, and of products where they were measured."""
+        fused, products = (Work.ATTENTION, Work.ATTENTION_BACKWARD), (
+            Work.ATTENTION_PRODUCTS, Work.ATTENTION_PRODUCTS_BACKWARD,
+        )  # fmt: skip
+        return [fused, products] if _PRODUCTS <= self.curves[dtype].keys() else [fused]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for json."""

@@ -187,7 +187,7 @@ class OpCosts:
         flop = 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
         gradients = any(map(self._flows, (query, key, value)))
         what = f"attention of {_text(q)} over {_text(k)}"
-        return self._there_and_back(what, Work.ATTENTION, Work.ATTENTION_BACKWARD, flop, gradients)
+        return self._price(what, lambda dtype: self.costs.attention(dtype, flop, gradients))
 
     def _there_and_back(self, what: str, forward: Work, backward: Work, flop: float, gradients: float) -> Price:
         """``gradients``: the share of the backward that runs."""

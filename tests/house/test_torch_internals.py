@@ -133,6 +133,24 @@ def test_modes_of_torchs_own_are_found_by_key() -> None:
     assert type(seen[0]).__name__ == "ProxyTorchDispatchMode"
 
 
+@contract("kernels", "attention_choice")
+def test_torch_tells_where_it_has_no_fused_attention():
+    q = torch.randn(1, 2, 4, 8)
+    assert of_kernels.attention_choice(q, q, q, None, 0.0, True, enable_gqa=False) != 0
+    assert of_kernels.attention_choice(q, q, q[..., :3], None, 0.0, True, enable_gqa=False) == 0
+    assert of_kernels.attention_choice(q, q, q, None, 0.1, True, enable_gqa=False) == 0
+
+
+@contract("kernels", "softmax_backward")
+def test_the_derivative_of_a_softmax_can_be_written_over_its_gradient():
+    x, gradient = torch.randn(2, 3, 5, requires_grad=True), torch.randn(2, 3, 5)
+    p = x.softmax(-1)
+    (expected,) = torch.autograd.grad(p, x, gradient)
+    result = of_kernels.softmax_backward(gradient, p.detach(), -1, torch.float32, grad_input=gradient)
+    assert result is gradient
+    torch.testing.assert_close(gradient, expected)
+
+
 @contract("kernels", "disable_current_modes")
 def test_modes_are_off_within_a_block() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,0 +1,231 @@
+"""Attention by products: float64's results and gradients, what is left to torch, and whoever looks on."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fxprec.kernels.nn import attention as module
+from fxprec.kernels.nn.attention import attention, reference, serves
+from fxprec.testing import count_casts
+
+BF16 = torch.bfloat16
+
+#: (batch, heads, heads of key and value, rows, keys, width)
+SHAPES = [
+    (1, 1, 1, 1, 1, 1),
+    (2, 3, 3, 5, 7, 4),
+    (1, 2, 2, 17, 3, 8),
+    (2, 4, 2, 9, 9, 8),
+    (1, 6, 1, 12, 5, 4),
+    (3, 2, 2, 130, 130, 8),
+    (1, 4, 2, 257, 200, 4),
+    (1, 2, 1, 70, 300, 4),
+]
+KINDS = ["plain", "causal", "bool", "float"]
+
+
+def operands(shape: tuple[int, ...], scale: float = 2.0) -> list[Tensor]:
+    """Query, key and value as models have them: heads are a view of [N, T, H, E]."""
+    batch, heads, groups, rows, keys, width = shape
+    sizes = [(batch, rows, heads, width), (batch, keys, groups, width), (batch, keys, groups, width)]
+    made = [(torch.randn(size) * (scale if number < 2 else 1)).to(BF16) for number, size in enumerate(sizes)]
+    return [each.transpose(1, 2) for each in made]
+
+
+def options(kind: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    batch, heads, _, rows, keys, *_ = shape
+    mask = None
+    if kind == "bool":
+        mask = torch.rand(batch, 1, rows, keys) < 0.7
+        mask[..., 0] = True
+    if kind == "float":
+        mask = torch.randn(1, heads, rows, keys).masked_fill(torch.rand(1, heads, rows, keys) < 0.2, -math.inf)
+        mask[..., -1] = 0.0
+        mask = mask.to(BF16)
+    return {"mask": mask, "causal": kind == "causal"}
+
+
+def torchs(query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Tensor:
+    if mask is not None and mask.dtype is not torch.bool:
+        mask = mask.to(query.dtype)
+    return F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, enable_gqa=True)
+
+
+def results(function: Any, tensors: list[Tensor], given: dict[str, Any], upstream: Tensor) -> list[Tensor]:
+    inputs = [each.detach().requires_grad_() for each in tensors]
+    out = function(*inputs, **given)
+    return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(out.dtype))]
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return (found.double() - truth).norm().item()
+
+
+@pytest.fixture(params=[1 << 22, 1 << 12], ids=["whole", "cut"])
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Everything in one chunk, or a few heads, or a head, at a time."""
+    monkeypatch.setattr(module, "_AT_ONCE", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_results_and_gradients_are_as_near_to_float64_as_torchs(
+    shape: tuple[int, ...], kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_KEPT", math.inf)
+    torch.manual_seed(sum(shape))
+    tensors, given = operands(shape), options(kind, shape)
+    assert serves(*tensors, given["mask"], given["causal"], True)
+    upstream = torch.randn(tensors[0].shape).to(BF16)
+    truth = results(torchs, [each.double() for each in tensors], given, upstream)
+    theirs = results(torchs, tensors, given, upstream)
+    ours = results(attention, tensors, given, upstream)
+    for got, eager, exact in zip(ours, theirs, truth, strict=True):
+        assert got.shape == exact.shape and got.dtype is BF16
+        assert error(got, exact) <= 2 * error(eager, exact) + 1e-3 * exact.norm().item()
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, -1.5])
+def test_a_scale_of_ones_own(scale: float) -> None:
+    tensors = operands((2, 2, 2, 6, 7, 4), scale=1.0)
+    truth = F.scaled_dot_product_attention(*(each.double() for each in tensors), scale=scale)
+    torch.testing.assert_close(attention(*tensors, scale=scale).double(), truth, rtol=0.02, atol=0.02)
+
+
+def test_the_result_lies_in_memory_as_torchs_does() -> None:
+    tensors = operands((2, 3, 3, 4, 4, 8))
+    ours, theirs = attention(*tensors), F.scaled_dot_product_attention(*tensors)
+    assert ours.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "float"])
+def test_a_second_derivative(kind: str) -> None:
+    shape = (1, 2, 1, 4, 5, 4)
+    tensors, given = operands(shape, scale=1.0), options(kind, shape)
+    upstream = torch.randn(1, 2, 4, 4)
+
+    def second(function: Any, inputs: list[Tensor]) -> list[Tensor]:
+        inputs = [each.detach().requires_grad_() for each in inputs]
+        out = function(*inputs, **given)
+        first = torch.autograd.grad(out, inputs, upstream.to(out.dtype), create_graph=True)
+        return list(torch.autograd.grad(sum((each.float() ** 2).sum() for each in first), inputs))  # type: ignore[arg-type]
+
+    def wide(query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Tensor:
+        return reference(query, key, value, None if mask is None else mask.double(), causal, 0.5)
+
+    for got, exact in zip(second(attention, tensors), second(wide, [each.double() for each in tensors]), strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=0.05, atol=0.05 * exact.abs().max().item())
+
+
+def test_in_a_checkpoint() -> None:
+    tensors = operands((1, 2, 2, 8, 8, 4))
+    upstream = torch.randn(1, 2, 8, 4)
+
+    def checkpointed(*inputs: Any, **given: Any) -> Any:
+        return checkpoint(lambda *each: attention(*each, **given), *inputs, use_reentrant=False)
+
+    given = {"causal": True}
+    for got, plain in zip(
+        results(checkpointed, tensors, given, upstream), results(attention, tensors, given, upstream), strict=True
+    ):
+        assert torch.equal(got, plain)
+
+
+def test_only_what_wants_a_gradient_gets_one() -> None:
+    query, key, value = operands((1, 2, 2, 4, 4, 4))
+    value.requires_grad_()
+    out = attention(query, key, value)
+    out.sum().backward()
+    assert value.grad is not None and query.grad is None
+    assert not attention(query, key, value.detach()).requires_grad
+
+
+def test_a_mode_sees_one_op_and_no_casts() -> None:
+    tensors = [each.requires_grad_() for each in operands((1, 2, 2, 4, 4, 4))]
+    with count_casts() as casts:
+        attention(*tensors).sum().backward()
+    assert casts.total == 0
+
+
+def test_saved_tensors_are_left_alone_by_the_backward() -> None:
+    tensors = [each.requires_grad_() for each in operands((1, 2, 2, 4, 4, 4))]
+    out = attention(*tensors, causal=True)
+    once = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
+    again = torch.autograd.grad(out.sum(), tensors)
+    for first, second in zip(once, again, strict=True):
+        assert torch.equal(first, second)
+
+
+NO_ROW = torch.tensor([[True, False], [False, False]])
+REFUSED = {
+    "float32": lambda q, k, v: ((q.float(), k.float(), v.float()), {}),
+    "mixed": lambda q, k, v: ((q, k.float(), v), {}),
+    "three dimensions": lambda q, k, v: ((q[0], k[0], v[0]), {}),
+    "empty": lambda q, k, v: ((q[:, :, :0], k, v), {}),
+    "no keys": lambda q, k, v: ((q, k[:, :, :0], v[:, :, :0]), {}),
+    "other widths": lambda q, k, v: ((q, k[..., :1], v), {}),
+    "values of another width": lambda q, k, v: ((q, k, v[..., :1]), {}),
+    "other batches": lambda q, k, v: ((q, torch.cat([k, k]), v), {}),
+    "ungrouped heads": lambda q, k, v: ((q, k[:, :1], v[:, :1]), {}),
+    "mask and causal": lambda q, k, v: ((q, k, v), {"mask": torch.ones(2, 2, dtype=torch.bool), "causal": True}),
+    "a mask that learns": lambda q, k, v: ((q, k, v), {"mask": torch.zeros(2, 2, requires_grad=True)}),
+    "a row that sees nothing": lambda q, k, v: ((q, k, v), {"mask": NO_ROW}),
+    "such a row in floats": lambda q, k, v: ((q, k, v), {"mask": torch.zeros(2, 2).masked_fill(~NO_ROW, -math.inf)}),
+}
+
+
+@pytest.mark.parametrize("case", [*REFUSED])
+def test_what_is_left_to_torch(case: str) -> None:
+    query, key, value = operands((1, 2, 2, 2, 2, 4))
+    plain: dict[str, Any] = {"mask": None, "causal": False, "grouped": False}
+    assert serves(query, key, value, **plain)
+    tensors, given = REFUSED[case](query, key, value)
+    assert not serves(*tensors, **(plain | given))
+
+
+def test_p_is_kept_up_to_a_limit() -> None:
+    tensors = operands((1, 1, 1, 64, 64, 8))  # P: 4096; query, key, value and output: 4 * 512
+    assert serves(*tensors, None, False, False), "without a backward nothing is kept"
+    tensors = [each.requires_grad_() for each in tensors]
+    assert serves(*tensors, None, False, False)
+    assert not serves(*[each[..., :7] for each in tensors], None, False, False)
+
+
+@pytest.mark.parametrize("watcher", ["vmap", "jvp", "trace"])
+def test_who_looks_into_the_ops_gets_torchs(watcher: str) -> None:
+    tensors, seen = operands((2, 2, 2, 4, 4, 4)), []
+
+    def asked(query: Tensor) -> Tensor:
+        seen.append(serves(query, tensors[1], tensors[2], None, False, False))
+        return query
+
+    match watcher:
+        case "vmap":
+            torch.func.vmap(lambda x: asked(x[None])[0])(tensors[0])
+        case "jvp":
+            torch.func.jvp(asked, (tensors[0],), (tensors[0],))
+        case _:
+            torch.jit.trace(asked, (tensors[0],), check_trace=False)
+    assert seen and not any(seen)
+
+
+def test_an_op_of_torch_with_a_fake_form() -> None:
+    for kind in ("causal", "float"):
+        shape = (2, 4, 2, 6, 7, 4)
+        tensors, given = operands(shape), options(kind, shape)
+        mask = None if given["mask"] is None else given["mask"].float().expand(2, 4, 6, 7)
+        inputs = (*tensors, mask, given["causal"], 0.5, True)
+        torch.library.opcheck(torch.ops.fxprec.attention.default, inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_module_that_holds_one_can_be_copied() -> None:
+    assert copy.deepcopy(module._op) is module._op
