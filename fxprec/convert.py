@@ -127,7 +127,8 @@ def convert(
             first call, also for later calls with other sizes; forward alone counts where gradients are off then.
             Or costs of one's own, a ``fxprec.passes.costs.device_costs.DeviceCosts``.
         fuse: "auto": regions between matmuls become Triton kernels on CUDA, elsewhere native mixed kernels serve;
-            True: Triton regions, or an error; "aten": regions that run op by op, to look at; False: neither, every
+            True: Triton regions, on a CPU attention as compiled C++ (by the first call that needs it), or an error;
+            "aten": regions that run op by op, to look at; False: neither, every
             node stays visible; ``{"fused_*gelu*": False}``: as "auto", but not the regions with such names.
         capture: "auto", "symbolic" (torch.fx, at once, no inputs) or "dynamo" (at the first call).
         executor: "eager" runs the rewritten graph, "inductor" compiles it.
@@ -144,8 +145,8 @@ def convert(
         ValueError: an unknown level, dtype, placement, capture or executor; PolicyError for a policy that disagrees
             with the level or matches nothing; ``lower="pays"`` with placement "autocast" or level O3.
         ConversionError: converted already; wrapped in DDP, FSDP or DataParallel; only low, quantized or complex
-            weights; an active torch.autocast; ``fuse=True`` where no kernel runs. The model is
-            left as it was.
+            weights; an active torch.autocast; ``fuse=True`` where no kernel runs, or no C++ compiler is.
+            The model is left as it was.
         CaptureError: ``capture="symbolic"`` and the forward depends on data; names the line.
 
     Sources: DESIGN of torch.autocast (https://docs.pytorch.org/docs/stable/amp.html); Micikevicius et al.,

@@ -14,7 +14,7 @@ import torch
 from fxprec.costs.files import costs_of, cpu_flags, has_bfloat16_units
 from fxprec.errors import PolicyError
 from fxprec.passes.context import Context
-from fxprec.passes.costs.device_costs import DeviceCosts
+from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
 from fxprec.passes.policy.policy import Policy
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.program import Executor
@@ -115,14 +115,23 @@ class Settings:
         )
 
     @property
-    def _attention(self) -> tuple[float, float] | None:
-        """Where attention by products gains, as ``Context.attention``: in bfloat16, on a CPU, run op by op."""
+    def _attention(self) -> tuple[AttentionWay, float, float] | None:
+        """Where another way than torch's gains, as ``Context.attention``: in bfloat16, on a CPU, run op by op."""
         serves = self.device == "cpu" and self.dtype is torch.bfloat16 and self.executor == "eager"
         if not serves or self.fuse is False or self.policy.level == "O0":
             return None
-        costs = self.device_costs
-        alone, trained = costs.products_from(self.dtype)
-        return None if min(alone, trained) == inf else (alone, trained)
+        way: AttentionWay = "compiled" if self.fuse is True else "products"
+        alone, trained = self.device_costs.attention_from(self.dtype, way)
+        return None if min(alone, trained) == inf else (way, alone, trained)
+
+    @property
+    def why_not_compiled(self) -> str:
+        """Why ``fuse=True`` compiles nothing on a CPU; "" where it does."""
+        if self.dtype is not torch.bfloat16:
+            return "C++ kernels are of bfloat16"
+        if self._attention is None:
+            return f"no C++ kernel gains here by the costs of {self.device_costs}"
+        return why_no_compiler()
 
     @property
     def chooses(self) -> bool:
@@ -187,6 +196,13 @@ def why_no_kernels(device: str) -> str:
     from fxprec.kernels.launch.triton_support import why_not  # which loads Triton
 
     return why_not(device)
+
+
+def why_no_compiler() -> str:
+    """Why C++ kernels cannot be made here; "" where they can."""
+    from fxprec.kernels.launch import cpp  # which loads what torch compiles extensions with
+
+    return cpp.why_no_compiler()
 
 
 def one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:

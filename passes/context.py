@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch.fx import GraphModule
 
-from fxprec.passes.costs.device_costs import DeviceCosts
+from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
 from fxprec.passes.policy.policy import Policy
 
 
@@ -29,8 +29,8 @@ class Context:
         region_choices: (pattern of region names, whether to fuse them); the last match wins, without one: yes.
         costs: of the device: LOW ops stay FP32 where lowering them loses time. None: all are lowered.
         gradients: whether a backward pass is to be counted.
-        attention: FLOP from which on low attention is faster by plain products, of a forward alone and with its
-            backward; None: it never is, or is left to torch.
+        attention: another way than torch's kernel for low attention, and from how many FLOP on it is faster: a forward
+            alone, and with its backward. None: all is torch's.
         casts_fuse: casts are part of the kernels between matrix products, and cost nothing there.
     """
 
@@ -44,7 +44,7 @@ class Context:
     region_choices: tuple[tuple[str, bool], ...] = ()
     costs: DeviceCosts | None = None
     gradients: bool = True
-    attention: tuple[float, float] | None = None
+    attention: tuple[AttentionWay, float, float] | None = None
     casts_fuse: bool = False
 
     def fuses(self, region: str) -> bool:

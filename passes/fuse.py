@@ -58,7 +58,7 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
         declined += result.declined
     changed |= accumulate_wide(gm)
     if context.attention is not None:
-        changed |= call_attention(gm.graph, context.low, context.attention)
+        changed |= call_attention(gm.graph, context.low, *context.attention)
     if context.regions:
         formed, reasons = _form(gm, context)
         changed |= formed

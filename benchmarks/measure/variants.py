@@ -209,6 +209,10 @@ _TABLE: Final = (
         partial(_converted, own=True, low=True, compiled=True), devices=("cpu",),
         why="compiled=True is for CPUs; on a GPU the update is one kernel in any case",
     ),
+    Variant(
+        "o1-fused", "fxprec O1, fuse=True, its AdamW", partial(_converted, own=True, fuse=True), devices=("cpu",),
+        why="on a GPU regions are fused in any case",
+    ),
     Variant("o1-loss", "fxprec O1 with the loss inside, its AdamW", partial(_converted, own=True, inside=True)),
     Variant("o2", "fxprec O2, torch's AdamW(fused=True)", partial(_converted, level="O2")),
     Variant("o2-own", "fxprec O2, its AdamW", partial(_converted, level="O2", own=True)),

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import date
+from itertools import chain
 from math import inf
 from typing import Final, NamedTuple
 
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from fxprec.costs.files import processor_name
 from fxprec.errors import ServiceWarning
+from fxprec.kernels.launch.cpp import why_no_compiler
 from fxprec.kernels.nn.attention import attention
-from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
+from fxprec.kernels.nn.compiled_attention import compiled_attention
+from fxprec.passes.costs.device_costs import ATTENTION_WAYS, AttentionWay, Curve, DeviceCosts, Work
 
 #: Seconds for one size and dtype, and runs at least.
 _SECONDS: Final = 0.04
@@ -69,13 +72,12 @@ def calibrate(
     clock = _cuda_seconds if device.type == "cuda" else _seconds
     curves: dict[torch.dtype, dict[Work, Curve]] = {dtype: {} for dtype in (torch.float32, *low)}
     disturbed: list[str] = []
-    for work, cases in _CASES.items():
+    for work, cases in [*_CASES.items(), *_ways_of_attention(device)]:
         bench = _Bench(clock, device, cases[:2] if quick else cases, 0.0 if quick else _SECONDS)
-        if work in _BY_PRODUCTS:
-            served = [dtype for dtype in low if dtype is torch.bfloat16 and device.type == "cpu"]
+        if work in _BFLOAT16_ALONE:
+            bench.run([dtype for dtype in low if dtype is torch.bfloat16])
         else:
-            served = low if work is Work.CAST else [torch.float32, *low]
-        bench.run(served)
+            bench.run(low if work is Work.CAST else [torch.float32, *low])
         for dtype, of_dtype in bench.curves().items():
             curves[dtype][work] = of_dtype
         disturbed += [str(work)] if bench.disturbed() and not quick else []
@@ -196,10 +198,25 @@ def _convolution(batch: int, channels: int, size: int, out: int, backward: bool)
     return _Case(2 * 9 * batch * channels * size * size * out, make)
 
 
-def _attention(batch: int, heads: int, length: int, width: int, backward: bool, products: bool = False) -> _Case:
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(query, key, value) if products else F.scaled_dot_product_attention(query, key, value)
+def _ways_of_attention(device: torch.device) -> list[tuple[Work, tuple[_Case, ...]]]:
+    """Those that this machine has besides torch's kernel."""
+    ways: dict[AttentionWay, Callable[..., Tensor]] = {}
+    if device.type == "cpu":
+        ways["products"] = attention
+        if not why_no_compiler():
+            ways["compiled"] = compiled_attention
+    return [
+        (work, tuple(_attention(*sizes, backward=work is works[1], attend=attend) for sizes in _HEADS))
+        for way, attend in ways.items()
+        for works in (ATTENTION_WAYS[way],)
+        for work in works
+    ]
 
+
+def _attention(
+    batch: int, heads: int, length: int, width: int, backward: bool,
+    attend: Callable[..., Tensor] = F.scaled_dot_product_attention,
+) -> _Case:  # fmt: skip
     def make(device: torch.device, dtype: torch.dtype) -> Run:
         shape = (batch, heads, length, width)
         query, key, value = (_random(device, dtype, *shape, gradient=backward) for _ in range(3))
@@ -258,7 +275,7 @@ _HEADS: Final = (
 )
 _ELEMENTS: Final = tuple(2**power for power in (9, 12, 15, 18, 20, 22, 24))
 
-_BY_PRODUCTS: Final = (Work.ATTENTION_PRODUCTS, Work.ATTENTION_PRODUCTS_BACKWARD)
+_BFLOAT16_ALONE: Final = frozenset(chain(*ATTENTION_WAYS.values()))
 _CASES: Final[dict[Work, tuple[_Case, ...]]] = {
     Work.MATMUL: tuple(_Case(2 * n**3, _product(n, n, n)) for n in (16, 32, 64, 128, 256, 512, 1024)),
     Work.STREAM: tuple(_Case(n * n + 16 * n, _product(8, n, n)) for n in (64, 128, 256, 512, 1024, 2048)),
@@ -268,8 +285,6 @@ _CASES: Final[dict[Work, tuple[_Case, ...]]] = {
     Work.THIN_CONVOLUTION_BACKWARD: tuple(_convolution(*sizes, backward=True) for sizes in _THIN),
     Work.ATTENTION: tuple(_attention(*sizes, backward=False) for sizes in _HEADS),
     Work.ATTENTION_BACKWARD: tuple(_attention(*sizes, backward=True) for sizes in _HEADS),
-    Work.ATTENTION_PRODUCTS: tuple(_attention(*sizes, backward=False, products=True) for sizes in _HEADS),
-    Work.ATTENTION_PRODUCTS_BACKWARD: tuple(_attention(*sizes, backward=True, products=True) for sizes in _HEADS),
     Work.POINTWISE: tuple(map(_pointwise, _ELEMENTS)),
     Work.CAST: tuple(map(_cast, _ELEMENTS)),
 }  # fmt: skip

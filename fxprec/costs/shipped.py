@@ -14,17 +14,18 @@ import functools
 import json
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import chain
 from typing import Final
 
 import torch
 
-from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
+from fxprec.passes.costs.device_costs import ATTENTION_WAYS, Curve, DeviceCosts, Work
 
 #: Threads of the CPU that was measured -> its file.
 _MEASURED: Final = {1: "costs/epyc-9005-1-thread.json", 2: "costs/epyc-9005-2-threads.json"}
 _THREAD: Final = 0.85
-_BY_PRODUCTS: Final = frozenset({Work.ATTENTION_PRODUCTS, Work.ATTENTION_PRODUCTS_BACKWARD})
-_PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.POINTWISE, Work.CAST} - _BY_PRODUCTS
+_OTHER_WAYS: Final = frozenset(chain(*ATTENTION_WAYS.values()))
+_PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.POINTWISE, Work.CAST} - _OTHER_WAYS
 #: Work in a low dtype that a CPU without units for it does in the time of one unit of FP32 work.
 _EMULATED: Final = 0.6
 
@@ -72,7 +73,7 @@ def _cpu(threads: int, bfloat16_units: bool) -> dict[torch.dtype, dict[Work, Cur
     if not bfloat16_units:
         full = curves[torch.float32]
         curves[torch.bfloat16] |= {work: full[work].faster(_EMULATED) for work in _PRODUCTS}
-        for work in _BY_PRODUCTS:  # how these compare with torch's kernel there, nobody knows
+        for work in _OTHER_WAYS:  # how these compare with torch's kernel there, nobody knows
             curves[torch.bfloat16].pop(work, None)
     factor = 1 + _THREAD * (threads / base - 1)
     return {dtype: {work: curve.faster(factor) for work, curve in of.items()} for dtype, of in curves.items()}

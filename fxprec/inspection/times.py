@@ -59,6 +59,6 @@ class Times:
             return None
         if graph not in self._of_graphs:
             context = self._context
-            self._of_graphs[graph] = OpCosts(self._costs, context.low, context.gradients, context.casts_fuse)
+            self._of_graphs[graph] = OpCosts.of(self._costs, context)
             self._of_graphs[graph].enter(graph)
         return self._of_graphs[graph]

@@ -84,6 +84,11 @@ def _refuse_no_kernels(settings: Settings) -> None:
         why = "level O0 is equal bit for bit, which no kernel of another order is: take O1"
     elif settings.executor == "inductor":
         why = "executor='inductor' fuses by itself: leave one of them out"
+    elif settings.fuse is True and settings.device == "cpu":
+        why = settings.why_not_compiled
+        if not why:
+            return
+        why += ". fuse='auto' takes native mixed-precision kernels"
     else:
         why = (
             f"{why_no_kernels(settings.device)}. fuse='auto' takes native mixed-precision kernels there, "

@@ -106,7 +106,7 @@ class Alternatives:
     def _of_graph(self, graph: Graph, costs: DeviceCosts) -> OpCosts:
         if graph not in self._priced:
             context = self._context
-            self._priced[graph] = OpCosts(costs, context.low, context.gradients, context.casts_fuse)
+            self._priced[graph] = OpCosts.of(costs, context)
             self._priced[graph].enter(graph)
         return self._priced[graph]
 

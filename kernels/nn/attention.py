@@ -11,8 +11,8 @@ products of blocks that stay in the cache::
     dq = scale * dS k,  dk = scale * dS^T q,  dv = P^T dout
 
 Under a causal mask rows come in up to four blocks, each with the keys that it sees, so that most of what is masked is
-not computed. The backward reads the P of the forward, whose memory grows with T * S: up to a limit (``serves``), beyond
-which torch's kernel serves. Made again in the backward, P costs what the products gain.
+not computed. The backward reads the P of the forward, whose memory grows with T * S: up to a limit (``keeps_little``),
+beyond which torch's kernel serves. Made again in the backward, P costs what the products gain.
 
 With dropout nothing is gained: the draws take most of the time, and torch computes the rest in FP32.
 
@@ -156,7 +156,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output, and P of all blocks, one after the other, if it is kept."""
     wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)
-    out, probabilities = _empty(query, value), query.new_empty(sum(plan.sizes) if kept else 0)
+    out, probabilities = empty_like(query), query.new_empty(sum(plan.sizes) if kept else 0)
     pieces = iter(probabilities.split(plan.sizes)) if kept else None
     softmax = _Softmax(plan, mask, causal, scale, wide)
     for chunk in plan.chunks:
@@ -168,10 +168,10 @@ def _forward(
     return out, probabilities
 
 
-def _empty(query: Tensor, value: Tensor) -> Tensor:
-    """[N, H, T, width of value], in memory [N, T, H, width], as torch's kernel gives it."""
-    batch, heads, rows, _ = query.shape
-    return query.new_empty(batch, rows, heads, value.shape[3]).transpose(1, 2)
+def empty_like(x: Tensor) -> Tensor:
+    """For [N, H, T, E], in memory [N, T, H, E], as torch's kernel gives it."""
+    batch, heads, rows, width = x.shape
+    return x.new_empty(batch, rows, heads, width).transpose(1, 2)
 
 
 def _put(out: Tensor, part: Tensor, chunk: _Chunk, block: _Block) -> None:
@@ -180,7 +180,7 @@ def _put(out: Tensor, part: Tensor, chunk: _Chunk, block: _Block) -> None:
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool, scale: Any, kept: bool) -> Any:
-    return _empty(query, value), query.new_empty(sum(_Plan.of(query, key, causal).sizes) if kept else 0)
+    return empty_like(query), query.new_empty(sum(_Plan.of(query, key, causal).sizes) if kept else 0)
 
 
 def _backward(
@@ -223,7 +223,7 @@ def _backward(
 
 
 def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(query, query), _empty(key, key), _empty(value, value)
+    return empty_like(query), empty_like(key), empty_like(value)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -264,7 +264,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
 
     Not where torch has no fused kernel, but computes in FP32. Not where somebody looks into the ops: vmap and forward
     mode have no rule for ours, a tracer would unroll them. Not where a row attends to nothing and has no softmax:
-    torch's kernel knows what it wants there. Not where P is to be kept for a backward and would take too much memory.
+    torch's kernel knows what it wants there.
     """
     if (
         query.device.type != "cpu"
@@ -280,10 +280,6 @@ def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
             return False
     except RuntimeError:  # torch refuses the arguments, and is to say so
         return False
-    if wants_gradients(query, key, value):
-        kept = query.numel() + key.numel() + value.numel() + query.numel()
-        if sum(_Plan.of(query, key, causal).sizes) > _KEPT * kept:
-            return False
     if mask is None:
         return True
     return not causal and bool((mask if mask.dtype is torch.bool else mask > -math.inf).any(-1).all())
@@ -309,13 +305,28 @@ def attention(
     Returns:
         [N, H, T, E], bfloat16, in memory [N, T, H, E].
     """
-    if mask is not None:
-        if mask.dtype is torch.bool:
-            mask = torch.zeros(mask.shape).masked_fill_(~mask, -math.inf)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        mask = mask.to(wide).expand(*query.shape[:3], key.shape[2])
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    return _op(query, key, value, mask, causal, scale, wants_gradients(query, key, value))[0]
+    kept = wants_gradients(query, key, value)
+    return _op(query, key, value, additive(mask, query, key), causal, scale, kept)[0]
+
+
+def keeps_little(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+    """Whether the P that is kept, if a backward may follow, takes no more memory than it may."""
+    if not wants_gradients(query, key, value):
+        return True
+    beside = 2 * query.numel() + key.numel() + value.numel()
+    return sum(_Plan.of(query, key, causal).sizes) <= _KEPT * beside
+
+
+def additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """What a mask adds to scores, wide, as [N, H, T, S]; of a broadcast dimension but the last nothing is copied."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill_(~mask, -math.inf)
+    mask = mask.to(torch.promote_types(query.dtype, torch.float32))
+    mask = mask.expand(*mask.shape[:-1], key.shape[2]).contiguous()
+    return mask.expand(*query.shape[:3], key.shape[2])
 
 
 def wants_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:

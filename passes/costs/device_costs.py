@@ -9,9 +9,9 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import exp, inf, isfinite, log
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -35,7 +35,9 @@ class Work(StrEnum):
     ATTENTION                  FLOP of the two products of a fused attention's forward
     ATTENTION_BACKWARD         the same FLOP, for the backward
     ATTENTION_PRODUCTS         the same FLOP, for a forward by plain products (``fxprec.kernels.nn.attention``), of
-                               bfloat16 on a CPU; ATTENTION_PRODUCTS_BACKWARD: for its backward. Both may be absent
+                               bfloat16 on a CPU; ATTENTION_PRODUCTS_BACKWARD: for its backward. May be absent
+    ATTENTION_COMPILED         likewise, by a compiled loop (``fxprec.kernels.nn.compiled_attention``), and
+                               ATTENTION_COMPILED_BACKWARD
     POINTWISE                  elements of a result
     CAST                       elements; forward and backward each cost this. Kept with the low dtype
     =========================  =====================================================================================
@@ -51,11 +53,21 @@ class Work(StrEnum):
     ATTENTION_BACKWARD = "attention backward"
     ATTENTION_PRODUCTS = "attention by products"
     ATTENTION_PRODUCTS_BACKWARD = "attention by products backward"
+    ATTENTION_COMPILED = "compiled attention"
+    ATTENTION_COMPILED_BACKWARD = "compiled attention backward"
     POINTWISE = "pointwise"
     CAST = "cast"
 
 
-_PRODUCTS: Final = frozenset({Work.ATTENTION_PRODUCTS, Work.ATTENTION_PRODUCTS_BACKWARD})
+#: Ways to compute attention in bfloat16 on a CPU.
+AttentionWay = Literal["products", "compiled"]
+#: Way -> work of the forward, and of the backward.
+ATTENTION_WAYS: Final[Mapping[AttentionWay, tuple[Work, Work]]] = {
+    "products": (Work.ATTENTION_PRODUCTS, Work.ATTENTION_PRODUCTS_BACKWARD),
+    "compiled": (Work.ATTENTION_COMPILED, Work.ATTENTION_COMPILED_BACKWARD),
+}
+_TORCHS: Final = (Work.ATTENTION, Work.ATTENTION_BACKWARD)
+_MAY_BE_ABSENT: Final = frozenset(chain(*ATTENTION_WAYS.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +140,7 @@ class DeviceCosts:
     def __post_init__(self) -> None:
         full = self.curves.get(torch.float32, {})
         for dtype, curves in self.curves.items():
-            wanted = set(Work) - _PRODUCTS - ({Work.CAST} if dtype is torch.float32 else set())
+            wanted = set(Work) - _MAY_BE_ABSENT - ({Work.CAST} if dtype is torch.float32 else set())
             if missing := sorted(wanted - curves.keys()):
                 raise ValueError(f"costs of {self.name}: {dtype_name(dtype)} has no curve for {', '.join(missing)}")
         if not full:
@@ -146,41 +158,46 @@ class DeviceCosts:
         """Seconds of a matrix product: limited by arithmetic, or by what it reads and writes."""
         return max(self.seconds(Work.MATMUL, dtype, flop), self.seconds(Work.STREAM, dtype, elements))
 
-    def attention(self, dtype: torch.dtype, flop: float, gradients: float) -> float:
-        """Seconds of attention, by the faster way. ``gradients``: the share of a backward that runs."""
-        return min(
-            self.seconds(forward, dtype, flop) + gradients * self.seconds(backward, dtype, flop)
-            for forward, backward in self._ways(dtype)
-        )
+    def attention(self, dtype: torch.dtype, flop: float, gradients: float, way: AttentionWay | None = None) -> float:
+        """Seconds of attention, by torch's kernel or by a way that was measured, whichever is faster.
 
-    def products_from(self, dtype: torch.dtype) -> tuple[float, float]:
-        """FLOP from which attention by products is the faster way: of a forward alone, and with its backward.
+        Args:
+            gradients: the share of the backward that runs.
+            way: the other one that there is.
+        """
+        ways: list[tuple[Work, Work]] = [_TORCHS]
+        if way is not None and self._knows(dtype, way):
+            ways.append(ATTENTION_WAYS[way])
+        return min(self._there_and_back(dtype, flop, gradients, works) for works in ways)
+
+    def attention_from(self, dtype: torch.dtype, way: AttentionWay) -> tuple[float, float]:
+        """FLOP from which on attention is faster that way than by torch's kernel: alone, and with its backward.
 
         Infinite where it never is, or nobody measured it.
         """
-        fused, *products = self._ways(dtype)
-        if not products:
+        if not self._knows(dtype, way):
             return inf, inf
         sizes = [work for work, _ in self.curves[dtype][Work.ATTENTION].points]
         grid = [min(sizes) * (max(sizes) / min(sizes)) ** (step / _STEPS) for step in range(_STEPS + 1)]
         found = []
-        for gradients in (0, 1):
-            loses = [
-                flop
-                for flop in grid
-                if self.seconds(products[0][0], dtype, flop) + gradients * self.seconds(products[0][1], dtype, flop)
-                >= self.seconds(fused[0], dtype, flop) + gradients * self.seconds(fused[1], dtype, flop)
-            ]
-            last = max(loses, default=0.0)
-            found.append(inf if last == grid[-1] else min(flop for flop in grid if flop > last))
+        for gradients in (0.0, 1.0):
+            first = inf
+            for flop in reversed(grid):
+                ours, torchs = (
+                    self._there_and_back(dtype, flop, gradients, works) for works in (ATTENTION_WAYS[way], _TORCHS)
+                )
+                if ours >= torchs:
+                    break
+                first = flop
+            found.append(first)
         return found[0], found[1]
 
-    def _ways(self, dtype: torch.dtype) -> list[tuple[Work, Work]]:
-        """Work of a forward and a backward: of torch's kernel, and of products where they were measured."""
-        fused, products = (Work.ATTENTION, Work.ATTENTION_BACKWARD), (
-            Work.ATTENTION_PRODUCTS, Work.ATTENTION_PRODUCTS_BACKWARD,
-        )  # fmt: skip
-        return [fused, products] if _PRODUCTS <= self.curves[dtype].keys() else [fused]
+    def _knows(self, dtype: torch.dtype, way: AttentionWay) -> bool:
+        return dtype in self.curves and self.curves[dtype].keys() >= {*ATTENTION_WAYS[way]}
+
+    def _there_and_back(self, dtype: torch.dtype, flop: float, gradients: float, works: tuple[Work, Work]) -> float:
+        forward, backward = works
+        return self.seconds(forward, dtype, flop) + gradients * self.seconds(backward, dtype, flop)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for json."""

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from fxprec.passes.context import Context
 from fxprec.passes.costs.byte_costs import elements
-from fxprec.passes.costs.device_costs import DeviceCosts, Work, time_text
+from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts, Work, time_text
 from fxprec.passes.dtypes.fake_results import hint, numel_of
 from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import argument, notes
@@ -75,15 +76,25 @@ class OpCosts:
         low: the low dtype; the costs have curves for it.
         gradients: whether a backward pass follows.
         fused: kernels that cast what they read and write for nothing run between matrix products.
+        way: another one than torch's kernel that attention may go.
     """
 
-    def __init__(self, costs: DeviceCosts, low: torch.dtype, gradients: bool, fused: bool) -> None:
+    def __init__(
+        self, costs: DeviceCosts, low: torch.dtype, gradients: bool, fused: bool, way: AttentionWay | None = None
+    ) -> None:
         self.costs = costs
         self.low = low
         self._gradients = gradients
         self._fused = fused
+        self._attention_way: AttentionWay | None = way
         self._differentiable: set[Node] = set()
         self._inside = False
+
+    @classmethod
+    def of(cls, costs: DeviceCosts, context: Context) -> OpCosts:
+        """Prices as a conversion has them."""
+        way = None if context.attention is None else context.attention[0]
+        return cls(costs, context.low, context.gradients, context.casts_fuse, way)
 
     def start(self) -> None:
         """Another graph comes next, no body of the last one."""
@@ -187,7 +198,7 @@ class OpCosts:
         flop = 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
         gradients = any(map(self._flows, (query, key, value)))
         what = f"attention of {_text(q)} over {_text(k)}"
-        return self._price(what, lambda dtype: self.costs.attention(dtype, flop, gradients))
+        return self._price(what, lambda dtype: self.costs.attention(dtype, flop, gradients, self._attention_way))
 
     def _there_and_back(self, what: str, forward: Work, backward: Work, flop: float, gradients: float) -> Price:
         """``gradients``: the share of the backward that runs."""

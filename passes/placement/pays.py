@@ -36,7 +36,7 @@ def ops_kept_in_fp32(gm: GraphModule, context: Context) -> Verdict:
     """
     if context.costs is None:
         return Verdict()
-    costs = OpCosts(context.costs, context.low, context.gradients, context.casts_fuse)
+    costs = OpCosts.of(context.costs, context)
     walk = PricedWalk(context, costs)
     walk.run(gm)
     walk.widen_unless_read_low()

@@ -82,7 +82,7 @@ class TradeOff:
         reads: Mapping[tuple[Node, Node], float],
     ) -> None:
         assert context.costs is not None
-        costs = OpCosts(context.costs, context.low, context.gradients, context.casts_fuse)
+        costs = OpCosts.of(context.costs, context)
         walk = FreeWalk(context, costs)
         for gm in graphs:
             costs.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import fxprec
+from fxprec.passes.costs.device_costs import DeviceCosts
 
 
 @pytest.fixture
@@ -79,10 +81,29 @@ def test_integer_weights_beside_nothing_else_are_no_reason():
     fxprec.testing.assert_precision(model, "matmul", torch.bfloat16)
 
 
-def test_regions_where_no_kernel_runs():
+@pytest.mark.parametrize(
+    ("dtype", "gains", "compiler", "why"),
+    [
+        (torch.float16, True, "", "C\\+\\+ kernels are of bfloat16"),
+        (torch.bfloat16, False, "", "no C\\+\\+ kernel gains here"),
+        (torch.bfloat16, True, "no compiler", "no compiler"),
+        (torch.bfloat16, True, "", ""),
+    ],
+)
+def test_compiled_kernels_on_a_cpu(
+    dtype: torch.dtype, gains: bool, compiler: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fxprec import settings
+
+    limits = (1.0, 1.0) if gains else (math.inf, math.inf)
+    monkeypatch.setattr(DeviceCosts, "attention_from", lambda *_: limits)
+    monkeypatch.setattr(settings, "why_no_compiler", lambda: compiler)
     model = nn.Linear(2, 2)
-    with pytest.raises(fxprec.ConversionError, match="fuse='auto'"):
-        fxprec.convert(model, fuse=True)
+    if not why:
+        assert "bfloat16" in str(fxprec.report(fxprec.convert(model, dtype=dtype, fuse=True).module))
+        return
+    with pytest.raises(fxprec.ConversionError, match=f"fuse=True: {why}.*fuse='auto'"):
+        fxprec.convert(model, dtype=dtype, fuse=True)
     assert type(model) is nn.Linear
 
 

@@ -1,4 +1,4 @@
-"""Attention by products: float64's results and gradients, what is left to torch, and whoever looks on."""
+"""Attention by products, and compiled: float64's results and gradients, what is left to torch, whoever looks on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fxprec.kernels.launch.cpp import why_no_compiler
 from fxprec.kernels.nn import attention as module
-from fxprec.kernels.nn.attention import attention, reference, serves
+from fxprec.kernels.nn.attention import additive, attention, keeps_little, reference, serves
+from fxprec.kernels.nn.compiled_attention import compiled_attention
 from fxprec.testing import count_casts
 
 BF16 = torch.bfloat16
@@ -69,6 +71,14 @@ def error(found: Tensor, truth: Tensor) -> float:
     return (found.double() - truth).norm().item()
 
 
+@pytest.fixture(params=[attention, compiled_attention], ids=["products", "compiled"])
+def attend(request: pytest.FixtureRequest) -> Any:
+    """Each way to compute it."""
+    if request.param is compiled_attention and (why := why_no_compiler()):
+        pytest.skip(why)
+    return request.param
+
+
 @pytest.fixture(params=[1 << 22, 1 << 12], ids=["whole", "cut"])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Everything in one chunk, or a few heads, or a head, at a time."""
@@ -79,36 +89,35 @@ def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_results_and_gradients_are_as_near_to_float64_as_torchs(
-    shape: tuple[int, ...], kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], kind: str, attend: Any, at_once: int
 ) -> None:
-    monkeypatch.setattr(module, "_KEPT", math.inf)
     torch.manual_seed(sum(shape))
     tensors, given = operands(shape), options(kind, shape)
     assert serves(*tensors, given["mask"], given["causal"], True)
     upstream = torch.randn(tensors[0].shape).to(BF16)
     truth = results(torchs, [each.double() for each in tensors], given, upstream)
     theirs = results(torchs, tensors, given, upstream)
-    ours = results(attention, tensors, given, upstream)
+    ours = results(attend, tensors, given, upstream)
     for got, eager, exact in zip(ours, theirs, truth, strict=True):
         assert got.shape == exact.shape and got.dtype is BF16
         assert error(got, exact) <= 2 * error(eager, exact) + 1e-3 * exact.norm().item()
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, -1.5])
-def test_a_scale_of_ones_own(scale: float) -> None:
+def test_a_scale_of_ones_own(scale: float, attend: Any) -> None:
     tensors = operands((2, 2, 2, 6, 7, 4), scale=1.0)
     truth = F.scaled_dot_product_attention(*(each.double() for each in tensors), scale=scale)
-    torch.testing.assert_close(attention(*tensors, scale=scale).double(), truth, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(attend(*tensors, scale=scale).double(), truth, rtol=0.02, atol=0.02)
 
 
-def test_the_result_lies_in_memory_as_torchs_does() -> None:
+def test_the_result_lies_in_memory_as_torchs_does(attend: Any) -> None:
     tensors = operands((2, 3, 3, 4, 4, 8))
-    ours, theirs = attention(*tensors), F.scaled_dot_product_attention(*tensors)
+    ours, theirs = attend(*tensors), F.scaled_dot_product_attention(*tensors)
     assert ours.stride() == theirs.stride()
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "float"])
-def test_a_second_derivative(kind: str) -> None:
+def test_a_second_derivative(kind: str, attend: Any) -> None:
     shape = (1, 2, 1, 4, 5, 4)
     tensors, given = operands(shape, scale=1.0), options(kind, shape)
     upstream = torch.randn(1, 2, 4, 4)
@@ -122,43 +131,43 @@ def test_a_second_derivative(kind: str) -> None:
     def wide(query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Tensor:
         return reference(query, key, value, None if mask is None else mask.double(), causal, 0.5)
 
-    for got, exact in zip(second(attention, tensors), second(wide, [each.double() for each in tensors]), strict=True):
+    for got, exact in zip(second(attend, tensors), second(wide, [each.double() for each in tensors]), strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=0.05, atol=0.05 * exact.abs().max().item())
 
 
-def test_in_a_checkpoint() -> None:
+def test_in_a_checkpoint(attend: Any) -> None:
     tensors = operands((1, 2, 2, 8, 8, 4))
     upstream = torch.randn(1, 2, 8, 4)
 
     def checkpointed(*inputs: Any, **given: Any) -> Any:
-        return checkpoint(lambda *each: attention(*each, **given), *inputs, use_reentrant=False)
+        return checkpoint(lambda *each: attend(*each, **given), *inputs, use_reentrant=False)
 
     given = {"causal": True}
     for got, plain in zip(
-        results(checkpointed, tensors, given, upstream), results(attention, tensors, given, upstream), strict=True
+        results(checkpointed, tensors, given, upstream), results(attend, tensors, given, upstream), strict=True
     ):
         assert torch.equal(got, plain)
 
 
-def test_only_what_wants_a_gradient_gets_one() -> None:
+def test_only_what_wants_a_gradient_gets_one(attend: Any) -> None:
     query, key, value = operands((1, 2, 2, 4, 4, 4))
     value.requires_grad_()
-    out = attention(query, key, value)
+    out = attend(query, key, value)
     out.sum().backward()
     assert value.grad is not None and query.grad is None
-    assert not attention(query, key, value.detach()).requires_grad
+    assert not attend(query, key, value.detach()).requires_grad
 
 
-def test_a_mode_sees_one_op_and_no_casts() -> None:
+def test_a_mode_sees_one_op_and_no_casts(attend: Any) -> None:
     tensors = [each.requires_grad_() for each in operands((1, 2, 2, 4, 4, 4))]
     with count_casts() as casts:
-        attention(*tensors).sum().backward()
+        attend(*tensors).sum().backward()
     assert casts.total == 0
 
 
-def test_saved_tensors_are_left_alone_by_the_backward() -> None:
+def test_saved_tensors_are_left_alone_by_the_backward(attend: Any) -> None:
     tensors = [each.requires_grad_() for each in operands((1, 2, 2, 4, 4, 4))]
-    out = attention(*tensors, causal=True)
+    out = attend(*tensors, causal=True)
     once = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
     again = torch.autograd.grad(out.sum(), tensors)
     for first, second in zip(once, again, strict=True):
@@ -194,10 +203,11 @@ def test_what_is_left_to_torch(case: str) -> None:
 
 def test_p_is_kept_up_to_a_limit() -> None:
     tensors = operands((1, 1, 1, 64, 64, 8))  # P: 4096; query, key, value and output: 4 * 512
-    assert serves(*tensors, None, False, False), "without a backward nothing is kept"
-    tensors = [each.requires_grad_() for each in tensors]
-    assert serves(*tensors, None, False, False)
-    assert not serves(*[each[..., :7] for each in tensors], None, False, False)
+    narrow = [each[..., :7] for each in tensors]
+    assert keeps_little(*narrow, False), "without a backward nothing is kept"
+    for each in (*tensors, *narrow):
+        each.requires_grad_()
+    assert keeps_little(*tensors, False) and not keeps_little(*narrow, False)
 
 
 @pytest.mark.parametrize("watcher", ["vmap", "jvp", "trace"])
@@ -218,14 +228,79 @@ def test_who_looks_into_the_ops_gets_torchs(watcher: str) -> None:
     assert seen and not any(seen)
 
 
-def test_an_op_of_torch_with_a_fake_form() -> None:
-    for kind in ("causal", "float"):
-        shape = (2, 4, 2, 6, 7, 4)
-        tensors, given = operands(shape), options(kind, shape)
-        mask = None if given["mask"] is None else given["mask"].float().expand(2, 4, 6, 7)
+@pytest.mark.parametrize("kind", ["causal", "float"])
+def test_an_op_of_torch_with_a_fake_form(kind: str, attend: Any) -> None:
+    tensors, given = operands((2, 4, 2, 6, 7, 4)), options(kind, (2, 4, 2, 6, 7, 4))
+    mask = additive(given["mask"], *tensors[:2])
+    tests = ("test_schema", "test_faketensor")
+    if attend is attention:
         inputs = (*tensors, mask, given["causal"], 0.5, True)
-        torch.library.opcheck(torch.ops.fxprec.attention.default, inputs, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(torch.ops.fxprec.attention.default, inputs, test_utils=tests)
+    else:
+        inputs = (*tensors, mask, given["causal"], 0.5)
+        torch.library.opcheck(torch.ops.fxprec.compiled_attention.default, inputs, test_utils=tests)
 
 
 def test_a_module_that_holds_one_can_be_copied() -> None:
     assert copy.deepcopy(module._op) is module._op
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("attend", [attention, compiled_attention], ids=["products", "compiled"])
+def test_in_float64_it_is_exact(kind: str, attend: Any) -> None:
+    shape = (2, 4, 2, 6, 7, 4)
+    tensors, given = operands(shape), options(kind, shape)
+    tensors, upstream = [each.double() for each in tensors], torch.randn(2, 4, 6, 4)
+    for got, exact in zip(
+        results(attend, tensors, given, upstream), results(torchs, tensors, given, upstream), strict=True
+    ):
+        torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_is_not_finite_stays_so(bad: float, which: int, attend: Any) -> None:
+    tensors = operands((1, 2, 2, 9, 40, 8))
+    tensors[which][0, 1, 3, 2] = bad
+    ours = attend(*tensors)
+    exact = reference(*(each.double() for each in tensors), None, False, 8**-0.5)  # torch's kernel hides some
+    assert torch.equal(ours.isfinite(), exact.isfinite()) and not ours.isfinite().all()
+
+
+def test_large_scores_do_not_overflow(attend: Any) -> None:
+    tensors = [each * 60 for each in operands((1, 1, 1, 16, 16, 8))]
+    truth = torchs(*(each.double() for each in tensors), None, False)
+    torch.testing.assert_close(attend(*tensors).double(), truth, rtol=0.02, atol=1.0)
+
+
+@pytest.mark.parametrize("where", ["rows", "heads", "width", "expanded"])
+def test_operands_may_lie_anywhere(where: str, attend: Any) -> None:
+    shape = (2, 4, 4, 6, 6, 8)
+    tensors = operands(shape)
+    match where:
+        case "rows":
+            tensors = [torch.cat([each, each], 3)[..., 8:] for each in tensors]
+        case "heads":
+            tensors = [torch.cat([each, each], 1)[:, ::2] for each in tensors]
+        case "width":
+            tensors = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in tensors]
+        case _:
+            tensors[1], tensors[2] = (each[:, :1].expand(-1, 4, -1, -1) for each in tensors[1:])
+    plain = [each.clone(memory_format=torch.contiguous_format) for each in tensors]
+    upstream = torch.randn(())
+    for got, expected in zip(
+        results(attend, tensors, {}, upstream.expand(2, 4, 6, 8)),
+        results(attend, plain, {}, upstream.expand(2, 4, 6, 8)),
+        strict=True,
+    ):
+        assert torch.equal(got, expected)
+
+
+def test_compiled_it_keeps_nothing_that_grows_with_both_lengths() -> None:
+    if why := why_no_compiler():
+        pytest.skip(why)
+    saved: list[int] = []
+    tensors = [each.requires_grad_() for each in operands((1, 2, 2, 96, 96, 4))]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        compiled_attention(*tensors)
+    assert max(saved) == 2 * 96 * 4

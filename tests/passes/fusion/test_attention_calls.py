@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from torch.fx import GraphModule, symbolic_trace
 import fxprec
 from benchmarks.workloads.models import GPT
 from fxprec.costs.files import path_of, processor_name, write
+from fxprec.kernels.launch.cpp import why_no_compiler
 from fxprec.kernels.nn import attention as products
-from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
+from fxprec.kernels.nn import compiled_attention as compiled
+from fxprec.passes.costs.device_costs import ATTENTION_WAYS, Curve, DeviceCosts, Work
 from fxprec.passes.fuse import fuse
 from fxprec.passes.fusion.attention_calls import cpu_attention
 from fxprec.passes.graph.text import format_graph
@@ -38,37 +41,42 @@ def calls(gm: GraphModule) -> list[Any]:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Filled with True for each call of the products."""
+    """Filled with True for each call that goes another way than torch's kernel."""
     found: list[bool] = []
-    original = products.attention
 
-    def attention(*args: Any) -> Tensor:
-        found.append(True)
-        return original(*args)
+    def noted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attend(*args: Any) -> Tensor:
+            found.append(True)
+            return original(*args)
 
-    monkeypatch.setattr(products, "attention", attention)
+        return attend
+
+    monkeypatch.setattr(products, "attention", noted(products.attention))
+    monkeypatch.setattr(compiled, "compiled_attention", noted(compiled.compiled_attention))
     return found
 
 
 def test_the_graph_after(tools: Any) -> None:
-    gm = tools.rewritten(tools.traced(attend, X), tools.context(attention=(2e6, 3e5)), until="fuse")
+    gm = tools.rewritten(tools.traced(attend, X), tools.context(attention=("products", 2e3, 3e2)), until="fuse")
     expecttest.assert_expected_inline(
         format_graph(gm),
         """\
 %x: float32 = placeholder
 %x_bf16: bfloat16 = to(%x, torch.bfloat16)
-%scaled_dot_product_attention: bfloat16 = scaled_dot_product_attention(%x_bf16, %x_bf16, %x_bf16, is_causal=True, products_from=(2000000, 300000))
+%scaled_dot_product_attention: bfloat16 = scaled_dot_product_attention(%x_bf16, %x_bf16, %x_bf16, is_causal=True, way='products', from_flop=(2000, 300))
 %relu: bfloat16 = relu(%scaled_dot_product_attention)
 %relu_f32: float32 = to(%relu, torch.float32)
 return %relu_f32""",  # noqa: E501
     )
     (node,) = calls(gm)
-    assert node.meta["precision"].why.endswith("; plain products from 0.3 MFLOP on, without a backward from 2 MFLOP")
-    again = fuse(gm, tools.context(attention=(2e6, 3e5)))
+    assert node.meta["precision"].why.endswith(
+        "; plain products from 0.0003 MFLOP on, without a backward from 0.002 MFLOP"
+    )
+    again = fuse(gm, tools.context(attention=("products", 2e3, 3e2)))
     assert not again.changed
 
 
-@pytest.mark.parametrize("settings", [{}, {"attention": (1.0, 1.0), "level": "O0"}], ids=["never", "O0"])
+@pytest.mark.parametrize("settings", [{}, {"attention": ("products", 1.0, 1.0), "level": "O0"}], ids=["never", "O0"])
 def test_it_stays_torchs(tools: Any, settings: dict[str, Any]) -> None:
     gm = tools.rewritten(tools.traced(attend, X), tools.context(**settings), until="fuse")
     assert not calls(gm)
@@ -78,7 +86,7 @@ def test_it_stays_torchs(tools: Any, settings: dict[str, Any]) -> None:
 def test_other_dtypes_are_torchs(dtype: torch.dtype, taken: list[bool]) -> None:
     q = torch.randn(1, 2, 4, 4, dtype=dtype)
     torch.testing.assert_close(
-        cpu_attention(q, q, q, products_from=(0, 0)), F.scaled_dot_product_attention(q, q, q), rtol=0, atol=0
+        cpu_attention(q, q, q, from_flop=(0, 0)), F.scaled_dot_product_attention(q, q, q), rtol=0, atol=0
     )
     assert not taken
 
@@ -90,15 +98,15 @@ def test_other_dtypes_are_torchs(dtype: torch.dtype, taken: list[bool]) -> None:
 )  # fmt: skip
 def test_sizes_decide(limits: tuple[Any, Any], alone: bool, trained: bool, taken: list[bool]) -> None:
     q = torch.randn(1, 2, 4, 4).to(BF16)  # 4 * 32 * 4 FLOP
-    cpu_attention(q, q, q, products_from=limits)
+    cpu_attention(q, q, q, from_flop=limits)
     assert bool(taken) is alone
     taken.clear()
     wanted = q.detach().requires_grad_()
-    cpu_attention(wanted, q, q, products_from=limits)
+    cpu_attention(wanted, q, q, from_flop=limits)
     assert bool(taken) is trained
     taken.clear()
     with torch.no_grad():
-        cpu_attention(wanted, q, q, products_from=limits)
+        cpu_attention(wanted, q, q, from_flop=limits)
     assert bool(taken) is alone
 
 
@@ -114,7 +122,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("form", [*FORMS])
 def test_forms_of_the_call(tools: Any, form: str, taken: list[bool]) -> None:
     inputs = [torch.randn(1, 2, 2, 4) for _ in range(3)]
-    gm = tools.rewritten(tools.traced(FORMS[form], *inputs), tools.context(attention=(0.0, 0.0)))
+    gm = tools.rewritten(tools.traced(FORMS[form], *inputs), tools.context(attention=("products", 0.0, 0.0)))
     ours, exact = gm(*inputs), FORMS[form](*inputs)
     assert taken
     torch.testing.assert_close(ours, exact, rtol=0.03, atol=0.03)
@@ -125,7 +133,7 @@ def test_dropout_is_torchs_draw_for_draw(tools: Any, taken: list[bool]) -> None:
     outputs = []
     for function in (cpu_attention, F.scaled_dot_product_attention):
         torch.manual_seed(1)
-        options = {"products_from": (0, 0)} if function is cpu_attention else {}
+        options = {"from_flop": (0, 0)} if function is cpu_attention else {}
         outputs.append(function(q, q, q, dropout_p=0.5, **options))
     assert torch.equal(*outputs) and not taken
 
@@ -133,14 +141,14 @@ def test_dropout_is_torchs_draw_for_draw(tools: Any, taken: list[bool]) -> None:
 def test_what_torch_refuses_torch_refuses() -> None:
     q = torch.randn(1, 2, 4, 4).to(BF16)
     with pytest.raises(RuntimeError):
-        cpu_attention(q, q[..., :1], q, products_from=(0, 0))
+        cpu_attention(q, q[..., :1], q, from_flop=(0, 0))
 
 
 def test_whoever_traces_the_graph_again_finds_the_call(tools: Any) -> None:
-    gm = tools.rewritten(tools.traced(attend, X), tools.context(attention=(0.0, 0.0)))
+    gm = tools.rewritten(tools.traced(attend, X), tools.context(attention=("products", 0.0, 0.0)))
     for other in (symbolic_trace(gm), copy.deepcopy(gm)):
         (node,) = calls(other)
-        assert node.kwargs["products_from"] == (0, 0)
+        assert node.kwargs["from_flop"] == (0, 0)
         torch.testing.assert_close(other(X), gm(X), rtol=0, atol=0)
 
 
@@ -148,33 +156,35 @@ def test_whoever_traces_the_graph_again_finds_the_call(tools: Any) -> None:
 
 
 def costs(
-    products_take: float, dtype: torch.dtype = BF16, fused: tuple[tuple[float, float], ...] = ((1e3, 1e-3), (1e9, 1.0))
+    seconds: float, dtype: torch.dtype = BF16, fused: tuple[tuple[float, float], ...] = ((1e3, 1e-3), (1e9, 1.0))
 ) -> DeviceCosts:
-    """Costs of this machine: torch's attention takes a millisecond and more, and products so many seconds."""
+    """Costs of this machine: torch's attention takes a millisecond and more, and other ways so many seconds."""
     curves = {work: Curve(((1.0, 1e-6),)) for work in Work}
     curves |= dict.fromkeys((Work.ATTENTION, Work.ATTENTION_BACKWARD), Curve(fused))
-    by_products = (Work.ATTENTION_PRODUCTS, Work.ATTENTION_PRODUCTS_BACKWARD)
-    low = curves | dict.fromkeys(by_products, Curve(((1e3, products_take), (1e9, products_take))))
+    low = curves | dict.fromkeys(chain(*ATTENTION_WAYS.values()), Curve(((1e3, seconds), (1e9, seconds))))
     name, threads = processor_name("cpu"), torch.get_num_threads()
     return DeviceCosts("cpu", name, threads, "made by hand", {torch.float32: curves, dtype: low})
 
 
-def test_products_from_is_where_the_curves_cross() -> None:
-    alone, trained = costs(1e-2).products_from(BF16)
-    assert alone == trained == pytest.approx(1e3 * 10 ** (1 / 0.5), rel=0.3)  # a tenth of a second: 1e3 * 100**(1/1)
-    assert costs(1e-9).products_from(BF16) == (1e3, 1e3)
-    assert costs(1e9).products_from(BF16) == (inf, inf)
-    without = costs(1e-9)
-    plain = {work: curve for work, curve in without.curves[BF16].items() if "products" not in work}
-    without = DeviceCosts("cpu", "a CPU", 2, "older", {torch.float32: plain, BF16: plain})
-    assert without.products_from(BF16) == (inf, inf)
-    assert without.attention(BF16, 1e3, 1.0) == pytest.approx(2e-3)
-    assert costs(1e-4).attention(BF16, 1e3, 1.0) == pytest.approx(2e-4)
+def test_a_way_is_taken_from_where_the_curves_cross() -> None:
+    alone, trained = costs(1e-2).attention_from(BF16, "products")
+    assert alone == trained == pytest.approx(1e5, rel=0.3), "where torch's takes as long"
+    assert costs(1e-9).attention_from(BF16, "products") == (1e3, 1e3)
+    assert costs(1e9).attention_from(BF16, "products") == (inf, inf)
+    assert costs(1e-9).attention_from(torch.float16, "products") == (inf, inf)
+    known = costs(1e-9).curves[BF16]
+    without = {work: curve for work, curve in known.items() if work not in ATTENTION_WAYS["products"]}
+    older = DeviceCosts("cpu", "a CPU", 2, "older", {torch.float32: without, BF16: without})
+    assert older.attention_from(BF16, "products") == (inf, inf)
+    assert older.attention_from(BF16, "compiled") == (1e3, 1e3)
+    assert older.attention(BF16, 1e3, 1.0, "products") == pytest.approx(2e-3)
+    assert costs(1e-4).attention(BF16, 1e3, 1.0, "products") == pytest.approx(2e-4)
+    assert costs(1e-4).attention(BF16, 1e3, 1.0) == pytest.approx(2e-3)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float], None]:
-    """Makes this machine one whose attention by products takes so many seconds."""
+    """Makes this machine one whose attention takes, but for torch's, so many seconds."""
     monkeypatch.setenv("FXPREC_CACHE_DIR", str(tmp_path))
     return lambda seconds: write(costs(seconds), path_of("cpu"))
 
@@ -186,20 +196,26 @@ def trained(model: nn.Module, codes: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
-def test_a_model_trains_by_products(machine: Callable[[float], None], taken: list[bool], capture: Any) -> None:
+@pytest.mark.parametrize("fuse", ["auto", True])
+def test_a_model_trains_another_way(
+    machine: Callable[[float], None], taken: list[bool], capture: Any, fuse: Any
+) -> None:
+    if fuse is True and (why := why_no_compiler()):
+        pytest.skip(why)
     machine(1e-9)
     torch.manual_seed(0)
     codes = torch.randint(0, 64, (2, 16))
     model = GPT(layers=2, dim=16, heads=2, vocabulary=64, context=16)
     full = trained(model, codes)
     model.zero_grad()
-    model, _ = fxprec.convert(model, (codes, codes), capture=capture)
+    model, _ = fxprec.convert(model, (codes, codes), capture=capture, fuse=fuse)
     low = trained(model, codes)
     assert len(taken) >= 2
     torch.testing.assert_close(low[0], full[0], rtol=0.01, atol=0.01)
     for got, exact in zip(low[1], full[1], strict=True):
         assert (got - exact).norm() <= 0.05 * exact.norm() + 1e-3
-    assert "plain products from 0.001 MFLOP on" in str(fxprec.report(model).nodes)
+    way = "plain products" if fuse == "auto" else "a compiled loop"
+    assert f"{way} from 0.001 MFLOP on" in str(fxprec.report(model).nodes)
 
 
 @pytest.mark.parametrize("options", [{"fuse": False}, {"dtype": torch.float16}, {"level": "O0"}], ids=str)
@@ -210,12 +226,16 @@ def test_a_conversion_that_leaves_attention_to_torch(machine: Callable[[float], 
     assert not calls(fxprec.graph_module(model))
 
 
-def test_the_ledger_adds_up_over_products(machine: Callable[[float], None], taken: list[bool]) -> None:
+@pytest.mark.parametrize("fuse", ["auto", True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_ledger_adds_up(machine: Callable[[float], None], taken: list[bool], fuse: Any, gradients: bool) -> None:
+    if fuse is True and (why := why_no_compiler()):
+        pytest.skip(why)
     machine(1e-9)
     torch.manual_seed(0)
     codes = torch.randint(0, 64, (2, 8))
-    model, _ = fxprec.convert(GPT(layers=1, dim=16, heads=2, vocabulary=64, context=8), (codes, codes))
-    ledger = fxprec.numerics.audit(model, [(codes, codes)])
+    model, _ = fxprec.convert(GPT(layers=1, dim=16, heads=2, vocabulary=64, context=8), (codes, codes), fuse=fuse)
+    ledger = fxprec.numerics.audit(model, [(codes, codes)], gradients=gradients)
     assert taken
     assert ledger.explained == pytest.approx(ledger.measured, rel=1e-6, abs=1e-10)
     assert any("attention" in row.node for row in ledger.rows)

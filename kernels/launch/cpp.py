@@ -1,0 +1,129 @@
+"""C++ that is compiled on the machine that runs it: once for each source, compiler, torch and CPU; kept on disk.
+
+``compiled("nn/attention.cpp")`` gives a library, whose functions take addresses and sizes. The first call in a process
+compiles, or finds what another process compiled::
+
+    ~/.cache/fxprec/cpp/attention-<hash of source, compiler, flags, torch and CPU>.so
+
+The folder is private, since what lies in it is run: one that others own or may write to is refused.
+``$FXPREC_CACHE_DIR`` and ``$XDG_CACHE_HOME`` move it, ``$CXX`` names the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch.utils import cpp_extension
+
+#: No fast math: what is NaN or infinite stays so.
+_FLAGS: Final = (
+    "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared", "-fopenmp",
+)  # fmt: skip
+_COMPILERS: Final = ("c++", "g++", "clang++")
+_LOCK: Final = threading.Lock()
+
+
+class CompilerError(RuntimeError):
+    """There is no C++ compiler, or it failed, or there is no safe place for what it makes."""
+
+
+def why_no_compiler() -> str:
+    """Why nothing can be compiled here; "" where it can."""
+    if platform.system() != "Linux":
+        return f"C++ kernels are built on Linux, and this is {platform.system()}"
+    if _compiler() is None:
+        named = os.environ.get("CXX")
+        looked = f"$CXX is {named}" if named else f"none of {', '.join(_COMPILERS)} is there"
+        return f"no C++ compiler was found: {looked}"
+    return ""
+
+
+@functools.cache
+def compiled(source: str) -> ctypes.CDLL:
+    """The library of a source file of this package, such as "nn/attention.cpp".
+
+    Raises:
+        CompilerError: see there; with what the compiler said.
+    """
+    text = files("fxprec.kernels").joinpath(source).read_text(encoding="utf-8")
+    with _LOCK:  # two threads: one compiles
+        if why := why_no_compiler():
+            raise CompilerError(f"{source} cannot be compiled: {why}. Install g++, or convert with fuse='auto'")
+        compiler = _compiler()
+        assert compiler is not None
+        parts = (text, _version(compiler), *_FLAGS, torch.__version__, _cpu())
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+        library = _private(_folder()) / f"{Path(source).stem}-{key}.so"
+        if not library.exists():
+            _compile(compiler, text, library)
+        _check_owner(library)
+        return ctypes.CDLL(str(library))
+
+
+def _compile(compiler: str, text: str, library: Path) -> None:
+    """All of it or nothing, whoever compiles the same meanwhile."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        source, made = Path(folder) / "source.cpp", Path(folder) / library.name
+        source.write_text(text, encoding="utf-8")
+        places = [f"-I{path}" for path in cpp_extension.include_paths()]
+        torchs = str(Path(torch.__file__).parent / "lib")
+        command = [compiler, *_FLAGS, *places, str(source), "-o", str(made), f"-L{torchs}", "-ltorch_cpu", "-lc10"]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            raise CompilerError(f"{' '.join(command)}\nfailed with status {ran.returncode}:\n{ran.stderr[-4000:]}")
+        made.replace(library)
+
+
+def _compiler() -> str | None:
+    if named := os.environ.get("CXX"):
+        return shutil.which(named)
+    return next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    ran = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return f"{compiler} {ran.stdout}"
+
+
+@functools.cache
+def _cpu() -> str:
+    """What ``-march=native`` looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model", "flags", "cpu family", "CPU "))))
+
+
+def _folder() -> Path:
+    own, general = os.environ.get("FXPREC_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    return (Path(own) if own else Path(general or Path.home() / ".cache") / "fxprec") / "cpp"
+
+
+def _private(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder)
+    return folder
+
+
+def _check_owner(path: Path) -> None:
+    found = path.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CompilerError(
+            f"{path} belongs to somebody else, or others may write to it: what lies there is not run. "
+            "Set FXPREC_CACHE_DIR to a folder of your own, or chmod 700 it"
+        )

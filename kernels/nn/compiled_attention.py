@@ -1,0 +1,152 @@
+"""Attention on a CPU as one compiled loop: ``attention.cpp``, forward and backward.
+
+The same as ``attention``, which is made of torch's ops, with its softmax in FP32 between products that put out FP32.
+Scores never leave the cache: the forward keeps one number a row (the logarithm of its sum), the backward makes the
+probabilities anew, and no memory grows with T * S. Errors against float64 are those of torch's kernel in the output,
+and a half to three quarters of them in the gradients.
+
+The first call compiles (``launch.cpp``): two seconds, once a machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.launch.cpp import compiled
+from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.nn.attention import additive, empty_like, reference, serves
+
+__all__ = ["compiled_attention", "serves"]
+
+_SOURCE: Final = "nn/attention.cpp"
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the output, and for each row the logarithm of the sum of its exponentials: [N, H, T], wide."""
+    if query.dtype is not torch.bfloat16:  # a reference's
+        scores = _scores(query, key, mask, causal, scale)
+        return reference(query, key, value, mask, causal, scale), scores.logsumexp(-1)
+    query, key, value = map(_packed, (query, key, value))
+    out, norms = _fake(query)
+    _call("forward", (query, key, value, mask, out, norms), query, key, (query, key, value, out), mask, causal, scale)
+    return out, norms
+
+
+def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    norms: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
+    if query.dtype is not torch.bfloat16:
+        return _plain_backward(grad, query, key, value, mask, norms, causal, scale)
+    grad, query, key, value = map(_packed, (grad, query, key, value))
+    made = _backward_fake(grad, query, key, value)
+    tensors = (grad, query, key, value, mask, norms, *made)
+    _call("backward", tensors, query, key, (grad, query, key, value), mask, causal, scale)
+    return made
+
+
+def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like(query), empty_like(key), empty_like(value)
+
+
+def _call(
+    name: str, tensors: tuple[Tensor | None, ...], query: Tensor, key: Tensor, strided: tuple[Tensor, ...],
+    mask: Tensor | None, causal: bool, scale: float,
+) -> None:  # fmt: skip
+    batch, heads, rows, width = query.shape
+    shape = (batch, heads, key.shape[1], rows, key.shape[2], width)
+    strides = [step for each in strided for step in each.stride()[:3]]
+    strides += [0, 0, 0] if mask is None else mask.stride()[:3]
+    function = getattr(compiled(_SOURCE), f"fxprec_attention_{name}")
+    function(
+        *(ctypes.c_void_p(0 if each is None else each.data_ptr()) for each in tensors),
+        (ctypes.c_int64 * len(shape))(*shape),
+        (ctypes.c_int64 * len(strides))(*strides),
+        ctypes.c_int64(causal),
+        ctypes.c_double(scale),
+    )
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Elements of a row next to each other; rows and heads may lie anywhere."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2) * scale
+    if causal:
+        scores = scores + torch.full(scores.shape[-2:], -math.inf, dtype=scores.dtype).triu(1)
+    return scores if mask is None else scores + mask
+
+
+def _plain_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, norms: Tensor, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
+    p = (_scores(query, key, mask, causal, scale) - norms.unsqueeze(-1)).exp()
+    of_p = grad @ values.transpose(-1, -2)
+    of_scores = scale * p * (of_p - (p * of_p).sum(-1, keepdim=True))
+    of_keys, of_values = of_scores.transpose(-1, -2) @ query, p.transpose(-1, -2) @ grad
+    together = (x.unflatten(1, (-1, group)).sum(2) for x in (of_keys, of_values))
+    results = _backward_fake(grad, query, key, value)
+    for result, found in zip(results, (of_scores @ keys, *together), strict=True):
+        result.copy_(found)
+    return results
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, causal, scale = inputs
+    ctx.set_materialize_grads(False)
+    ctx.settings = causal, scale
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    *tensors, norms = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return eager_gradients(reference, (*tensors, *ctx.settings), (grad,))
+    return *_backward_op(grad, *tensors, norms, *ctx.settings), None, None, None
+
+
+_backward_op = KernelOp("compiled_attention_backward", _backward, _backward_fake)
+_op = KernelOp("compiled_attention", _forward, _fake, backward=_gradients, setup_context=_setup_context)
+
+
+def compiled_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """As ``attention``, whose arguments and result these are.
+
+    Raises:
+        CompilerError: nothing can be compiled here.
+    """
+    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    return _op(query, key, value, additive(mask, query, key), causal, scale)[0]
