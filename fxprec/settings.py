@@ -111,6 +111,7 @@ class Settings:
             costs=costs,
             gradients=gradients,
             attention=self._attention,
+            channels_last=self.fuse is True and self.device == "cpu" and self.executor == "eager",
             casts_fuse=self.regions == "triton" or self.executor == "inductor",
         )
 

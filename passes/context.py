@@ -31,6 +31,7 @@ class Context:
         gradients: whether a backward pass is to be counted.
         attention: another way than torch's kernel for low attention, and from how many FLOP on it is faster: a forward
             alone, and with its backward. None: all is torch's.
+        channels_last: convolutions on a CPU may have images whose channels are next to each other in memory.
         casts_fuse: casts are part of the kernels between matrix products, and cost nothing there.
     """
 
@@ -45,6 +46,7 @@ class Context:
     costs: DeviceCosts | None = None
     gradients: bool = True
     attention: tuple[AttentionWay, float, float] | None = None
+    channels_last: bool = False
     casts_fuse: bool = False
 
     def fuses(self, region: str) -> bool:

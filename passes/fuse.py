@@ -34,6 +34,7 @@ from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.fusion.attention_calls import call_attention
+from fxprec.passes.fusion.channels_last import lay_out
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
@@ -57,6 +58,10 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
         changed |= result.changed
         declined += result.declined
     changed |= accumulate_wide(gm)
+    if context.channels_last:
+        laid_out, reasons = lay_out(gm.graph, context.low)
+        changed |= laid_out
+        declined += reasons
     if context.attention is not None:
         changed |= call_attention(gm.graph, context.low, *context.attention)
     if context.regions:

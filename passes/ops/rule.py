@@ -115,6 +115,8 @@ class OpRule:
 
         cost: how its time is told from its shapes; None: by the bytes it moves, or nobody knows.
         factors: positions of the two operands of a product.
+        layouts: of images with channels last in memory it makes such, as fast as of others or faster; or it asks for
+            sizes alone.
         bias: how many dimensions of the result lie behind that of its bias, where it takes one.
     """
 
@@ -151,6 +153,7 @@ class OpRule:
     exponential: bool = False
     sums: bool = False
     cost: Cost | None = None
+    layouts: bool = False
     factors: tuple[int, int] = (0, 1)
     bias: int | None = None
 

@@ -241,7 +241,7 @@ def test_a_pattern_that_names_no_region():
         ({"fuse": "aten", "level": "O0"}, "bit for bit"),
         ({"fuse": "aten", "executor": "inductor"}, "fuses by itself"),
         ({"fuse": {"*": False}, "level": "O0"}, "bit for bit"),
-        ({"fuse": True}, "fuse='aten' forms the regions"),
+        ({"fuse": True, "dtype": torch.float16}, "are of bfloat16"),
     ],
 )
 def test_where_there_can_be_no_regions(settings, says):

@@ -44,6 +44,7 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.KEEP, "the next number depends on the dtype itself", "nextafter"),
     rows(Rule.KEEP, "computes in float64", "float_power", result="float64"),
     facts("add sub mul div clamp", rank="kept"),
+    facts("add sub mul cat", layouts=True),
     facts("add sub rsub mul div clamp clamp_min clamp_max where maximum minimum", numbers="operands"),
     facts("div", singular=1, special="div"),
     facts("where", special="where"),

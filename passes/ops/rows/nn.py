@@ -45,6 +45,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("addmm addbmm baddbmm addmm_activation einsum", cost="product", factors=(1, 2)),
     facts("conv1d conv2d conv3d convolution", cost="convolution"),
     facts("conv_transpose1d conv_transpose2d conv_transpose3d", cost="transposed convolution"),
+    facts("conv2d conv_transpose2d", layouts=True),
     facts("linear addmm", bias=0), facts("conv1d", bias=1), facts("conv2d", bias=2), facts("conv3d", bias=3),
     facts("scaled_dot_product_attention", cost="attention", masks=(3, "attn_mask")),
     facts("multi_head_attention_forward", masks=(14, 16, "key_padding_mask", "attn_mask")),
@@ -62,6 +63,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
            result="float"),
     rows(Rule.FULL, "divides by a norm: sums squares", "normalize weight_norm weight_norm_interface", result="first"),
     facts("batch_norm instance_norm", fp32_ports=True),
+    facts("batch_norm", layouts=True),
     facts("layer_norm group_norm batch_norm", special="native_norm"),
     facts("layer_norm rms_norm group_norm local_response_norm normalize weight_norm", autocast=Rule.FULL),
     # softmax and its kin
@@ -110,6 +112,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("threshold hardtanh dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", inplace=3),
     facts("rrelu", inplace=4, random=True),
     facts("threshold hardtanh", numbers="operands"),
+    facts("relu relu6 leaky_relu elu gelu silu mish tanh sigmoid hardtanh hardsigmoid hardswish", layouts=True),
     # pooling
     rows(Rule.FOLLOW, _PICKS, "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d "
          "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d", result="first"),
@@ -122,6 +125,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.FULL, "no low kernel on CPU", "avg_pool3d", result="first", low_kernel=False),
     rows(Rule.FULL, "raises to a power and sums", "lp_pool1d lp_pool2d lp_pool3d", result="first",
          autocast=Rule.FULL),
+    facts("max_pool2d avg_pool2d adaptive_avg_pool2d", layouts=True),
     facts("max_pool1d max_pool2d max_pool3d", special="pool", return_indices=6, exact=True),
     facts("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d", special="pool", return_indices=2, exact=True),
     facts("fractional_max_pool2d fractional_max_pool3d", special="pool", return_indices=4),

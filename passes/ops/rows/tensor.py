@@ -101,6 +101,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
          "sym_max sym_min sym_not sym_float sym_int sym_ite sym_sqrt sym_sum nnz", ports=(), result="none"),
     facts("numpy tolist item storage typed_storage untyped_storage data_ptr", reads_values=True),
     facts("item", gradient=False),
+    facts("size shape dim numel is_floating_point is_complex len get_device", layouts=True),
     facts("sym_float sym_sqrt", float_number=True),
     # sparse tensors
     rows(Rule.KEEP, _SPARSE, "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_dense "

@@ -1,0 +1,150 @@
+"""Convolutions on a CPU, and what runs between them, have their channels last in memory, where sizes say that it pays.
+
+Before::
+
+    %x_bf16: bfloat16 = cast(%x, torch.bfloat16)                      # [8, 64, 56, 56], rows of pixels in memory
+    %conv2d: bfloat16 = conv2d(%x_bf16, %w, ...)
+    %relu: bfloat16 = relu(%conv2d)
+    %flatten: bfloat16 = flatten(%relu, 1)
+
+After::
+
+    %x_bf16_last: bfloat16 = channels_last(%x_bf16)                   # channels next to each other
+    %conv2d: bfloat16 = conv2d(%x_bf16_last, %w, ...)                 # takes over the layout of its input
+    %relu: bfloat16 = relu(%conv2d)
+    %relu_first: bfloat16 = contiguous(%relu)
+    %flatten: bfloat16 = flatten(%relu_first, 1)
+
+oneDNN multiplies channels, and brings an image that has rows of pixels into another order, and its result back, at each
+call. Whoever is not known to take either layout (``OpRule.layouts``: views, random draws, outputs) reads a copy as it
+was, so that only the order of sums differs. Weights are brought into order at each call in any case; where they have
+more elements than the images, nothing is gained.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node, Proxy
+
+from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, argument, notes
+from fxprec.passes.graph.leaves import leaf
+from fxprec.passes.ops.aliases import alias_roots, written_by
+from fxprec.passes.ops.table import facts_of
+
+
+def channels_last(x: Any) -> Any:
+    """[N, C, H, W] with channels next to each other in memory, also where a size of 1 leaves the order open."""
+    if isinstance(x, Proxy):
+        return leaf(channels_last, x)
+    if x.dim() != 4 or min(x.shape[1:]) > 1:
+        return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+    _, channels, height, width = x.shape
+    strides = (channels * height * width, 1, channels * width, channels)
+    return x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+def lay_out(graph: Graph, low: torch.dtype) -> tuple[bool, list[str]]:
+    """Give the low 2-D convolutions of a graph, and what runs between them, that layout.
+
+    Returns:
+        whether it changed; and "node: reason" where it does not pay, or nobody can tell.
+    """
+    convolutions = [node for node in graph.nodes if _is_convolution(node, low)]
+    if not convolutions or any(node.target is channels_last for node in graph.nodes):
+        return False, []
+    images, weights = 0, 0
+    for node in convolutions:
+        shapes = [_shape(argument(node, 0, "input")), _shape(argument(node, 1, "weight")), _shape(node)]
+        if None in shapes:
+            return False, [f"{node.name}: whether channels last pay is not known without sizes"]
+        image, weight, result = (prod(shape) for shape in shapes if shape is not None)
+        images, weights = images + image + result, weights + weight
+    if images <= weights:
+        return False, [f"{convolutions[0].name}: channels last do not pay, weights are larger than images"]
+    inside = _inside(graph, set(convolutions))
+    if (writer := _writes_across(graph, inside)) is not None:
+        return False, [f"{writer.name}: writes to what would be a copy with channels last"]
+    for node in [*graph.nodes]:
+        if node in inside:
+            for source in _images(node):
+                if source not in inside:
+                    node.replace_input_with(source, _copy(graph, source, last=True))
+        elif not _asks_for_sizes(node):
+            for source in node.all_input_nodes:
+                if source in inside:
+                    node.replace_input_with(source, _copy(graph, source, last=False))
+    return True, []
+
+
+def _images(node: Node) -> list[Node]:
+    """The operands whose layout counts: of a convolution not its weight."""
+    if facts_of(notes(node).op.name).cost in ("convolution", "transposed convolution"):
+        return [first] if isinstance(first := argument(node, 0, "input"), Node) else []
+    return [source for source in node.all_input_nodes if len(_shape(source) or ()) == 4]
+
+
+def _is_convolution(node: Node, low: torch.dtype) -> bool:
+    facts, shape = facts_of(notes(node).op.name), _shape(node)
+    images = shape is None or len(shape) == 4
+    return facts.layouts and facts.cost == "convolution" and notes(node).precision.compute is low and images
+
+
+def _asks_for_sizes(node: Node) -> bool:
+    """Whether no tensor comes out, and the layout does not matter."""
+    op = notes(node).op.name
+    attribute = op == "getattr" and argument(node, 1, "name") in ("shape", "ndim", "dtype", "device")
+    return attribute or (facts_of(op).layouts and notes(node).dtype is NON_TENSOR)
+
+
+def _inside(graph: Graph, convolutions: set[Node]) -> set[Node]:
+    """The convolutions, and what takes over the layout of their results: its operands are images, or numbers."""
+    inside: set[Node] = set()
+    for node in graph.nodes:
+        follows = facts_of(notes(node).op.name).layouts and any(source in inside for source in node.all_input_nodes)
+        if node in convolutions or (follows and len(_shape(node) or ()) == 4):
+            inside.add(node)
+    return inside
+
+
+def _writes_across(graph: Graph, inside: set[Node]) -> Node | None:
+    """A node that writes to memory which one side has by then, and the other a copy of."""
+    roots = alias_roots(graph)
+    seen: dict[Node, set[bool]] = {}
+    for node in graph.nodes:
+        if notes(node).dtype is NON_TENSOR:
+            continue
+        sides = seen.setdefault(roots[node], set())
+        sides.add(node in inside)
+        if len(sides) > 1 and any(roots.get(source) is roots[node] for source in written_by(node)):
+            return node
+    return None
+
+
+def _copy(graph: Graph, source: Node, last: bool) -> Node:
+    """One copy of a value in the other layout, for all that read it from there on."""
+    suffix = "last" if last else "first"
+    name = f"{source.name}_{suffix}"
+    known = next((user for user in source.users if user.name == name), None)
+    if known is not None:
+        return known
+    with graph.inserting_after(source):
+        if last:
+            copy = graph.create_node("call_function", channels_last, (source,), name=name)
+        else:
+            copy = graph.create_node("call_method", "contiguous", (source,), name=name)
+    kept = ("nn_module_stack", "stack_trace", "numel", "dtype", "val", "scalar")
+    copy.meta = {key: source.meta[key] for key in kept if key in source.meta} | {"op": Op("contiguous")}
+    why = "channels next to each other in memory" if last else "rows of pixels again, for what reads it"
+    notes(copy).precision = Precision.arriving(None, notes(source).precision.output, Rule.FOLLOW, why)
+    return copy
+
+
+def _shape(node: Any) -> tuple[int, ...] | None:
+    value = node.meta.get("val", node.meta.get("example_value")) if isinstance(node, Node) else None
+    if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return None
+    return tuple(value.shape)
