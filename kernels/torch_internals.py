@@ -80,6 +80,16 @@ _keeps_graph = optional(
 _use_count = optional("torch._C:_storage_Use_Count", "gradients made in a forward are copied in its backward")
 _fx_tracing = getattr(_symbolic_trace, "_get_is_fx_tracing", None)
 
+#: oneDNN's products on weights in the layout that its kernels read: what makes such a weight, and what takes it.
+_NO_PACKING: Final = "frozen models run on weights as they are, which oneDNN reorders at each call"
+reorder_linear_weight: Final[Any] = optional("torch:ops.mkldnn._reorder_linear_weight.default", _NO_PACKING)
+linear_pointwise: Final[Any] = optional("torch:ops.mkldnn._linear_pointwise.default", _NO_PACKING)
+linear_binary: Final[Any] = optional("torch:ops.mkldnn._linear_pointwise.binary", _NO_PACKING)
+reorder_conv_weight: Final[Any] = optional("torch:ops.mkldnn._reorder_convolution_weight.default", _NO_PACKING)
+conv_pointwise: Final[Any] = optional("torch:ops.mkldnn._convolution_pointwise.default", _NO_PACKING)
+conv_binary: Final[Any] = optional("torch:ops.mkldnn._convolution_pointwise.binary", _NO_PACKING)
+has_bfloat16_kernels: Final[Any] = optional("torch:ops.mkldnn._is_mkldnn_bf16_supported.default", _NO_PACKING)
+
 
 def is_fx_tracing() -> bool:
     """Whether torch.fx traces symbolically: in this thread, or before torch 2.14 in any."""

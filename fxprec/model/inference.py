@@ -25,7 +25,10 @@ def refresh(model: nn.Module) -> None:
     the shadows, before any forward (a WGAN's ``p.data.clamp_()``). After a step of any other optimizer training
     forwards refresh by themselves.
     """
-    conversion_of(model).store.refresh()
+    conversion = conversion_of(model)
+    conversion.store.refresh()
+    if conversion.packed is not None:
+        conversion.packed.clear()
 
 
 @contextlib.contextmanager
@@ -57,7 +60,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def freeze(model: _Model) -> _Model:
+def freeze(model: _Model, pack: bool = True) -> _Model:
     """Drop the FP32 masters of the lowered weights, for deployment: half the memory. Returns the model, in eval mode.
 
     A weight that every graph reads in the low dtype becomes low itself; one that some graph reads in FP32 stays. All
@@ -74,8 +77,13 @@ def freeze(model: _Model) -> _Model:
         raise ConversionError("freeze within fxprec.original(model): leave that block first")
     graphs(model)
     model.eval()
+    packed = conversion.new_packed() if pack else None
+    if packed is not None:
+        conversion.capture_present(model)  # norms are folded into FP32 weights while these are there
+        for captured in conversion.captured:
+            packed.take(captured.program, captured.gm)
     names = conversion.lowered_weights(model)
-    with torch.no_grad():
+    with torch.no_grad(), contextlib.nullcontext() if packed is None else packed.folded_before(model):
         for name in names:
             path, _, leaf = name.rpartition(".")
             parameter = model.get_submodule(path)._parameters[leaf]
@@ -87,5 +95,5 @@ def freeze(model: _Model) -> _Model:
         parameter.grad = None  # as large as the weights, and of no use any more
     conversion.store.clear()
     conversion.reminders.remove()
-    conversion.frozen = frozenset(names)
+    conversion.frozen, conversion.packed = frozenset(names), packed
     return model
