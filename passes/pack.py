@@ -74,12 +74,14 @@ class Packing:
         norm: likewise of the convolution's bias and of the batch norm's mean, variance, weight and bias, each None
             where there is none; None: no batch norm.
         eps: the batch norm's.
+        low_bias: the bias that comes out is low: the kernel that adds another operand takes no FP32 one.
     """
 
     weight: str
     conv: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int] | None = None
     norm: tuple[str | None, ...] | None = None
     eps: float = 0.0
+    low_bias: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -120,7 +122,8 @@ class _Product:
     def packing(self) -> Packing:
         """Of its weight."""
         norm = None if self.norm is None else tuple(None if each is None else str(each.target) for each in self.norm)
-        return Packing(str(self.weight.target), self.conv, norm, self.eps)
+        low_bias = norm is not None and self.other is not None
+        return Packing(str(self.weight.target), self.conv, norm, self.eps, low_bias)
 
 
 def pack(gm: GraphModule, context: Context) -> PassResult:
@@ -329,7 +332,9 @@ class _Packer:
         if product.norm is None:
             return weight, None
         bias = self._graph.placeholder(f"{name}_bias")
-        bias.meta.update(dtype=torch.float32, precision=_FP32)
+        output = self._low if product.other is not None else torch.float32
+        precision = Precision.arriving(None, output, Rule.KEEP, "of a folded batch norm")
+        bias.meta.update(dtype=torch.float32, precision=precision)
         return weight, bias
 
     def _call(self, product: _Product, packed: Node, folded: Node | None) -> None:
@@ -383,5 +388,4 @@ class _Packer:
         return node
 
 
-_FP32: Final = Precision.arriving(None, torch.float32, Rule.KEEP, "of a folded batch norm")
 _LINEARS: Final = (linear_pointwise, packed_linear_of_many, packed_linear_with)

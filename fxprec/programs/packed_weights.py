@@ -142,7 +142,7 @@ def _make(packing: Packing, weights: Sequence[Tensor | None], low: torch.dtype) 
         if packing.norm is not None:
             given: Any = norm
             weight, shift = fold_norm(weight, *given, packing.eps)
-            bias = (shift,)
+            bias = (shift.to(low) if packing.low_bias else shift,)
         weight = weight.to(low)
         return (pack_linear(weight) if packing.conv is None else pack_conv(weight, *packing.conv), *bias)
 
