@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, FX, SCRIPT, TRANSFORM, watcher
-from fxprec.kernels.nn.packed import fold_norm, pack_conv, pack_linear
+from fxprec.kernels.nn.packed import PackedConv, fold_norm, pack_linear
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.pack import Packing, pack
@@ -35,6 +35,8 @@ _PLAIN_TYPES: Final = (Tensor, nn.Parameter)
 
 #: What tells a weight from another one, and from itself as it was.
 _Key = tuple[Any, ...]
+#: What a program takes in the place of a weight.
+_Copy = Tensor | PackedConv
 #: Versions and addresses of weights in a call.
 _Seen = tuple[list[int], list[int]]
 
@@ -44,7 +46,7 @@ class _Packed:
     """Packed copies, and the keys of what they were made from."""
 
     keys: tuple[_Key, ...]
-    copies: tuple[Tensor, ...]
+    copies: tuple[_Copy, ...]
 
 
 class PackedWeights:
@@ -87,7 +89,10 @@ class PackedWeights:
     @property
     def bytes(self) -> int:
         """That the packed copies hold by now."""
-        return sum(copy.numel() * copy.element_size() for each in self._packed.values() for copy in each.copies)
+        copies = [copy for each in self._packed.values() for copy in each.copies]
+        return sum(
+            copy.nbytes if isinstance(copy, PackedConv) else copy.numel() * copy.element_size() for copy in copies
+        )
 
     def clear(self) -> None:
         """Forget all: the next calls pack anew."""
@@ -107,7 +112,7 @@ class PackedWeights:
         for packing, copies in folded.items():
             self._packed[packing] = _Packed(_keys(_weights(packing, tensors)), copies)
 
-    def packed(self, packing: Packing, weights: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    def packed(self, packing: Packing, weights: Sequence[Tensor | None]) -> tuple[_Copy, ...]:
         """The packed copy of a weight, with a folded batch norm its bias too.
 
         Args:
@@ -134,17 +139,17 @@ def _keys(weights: Sequence[Tensor | None]) -> tuple[_Key, ...]:
     )
 
 
-def _make(packing: Packing, weights: Sequence[Tensor | None], low: torch.dtype) -> tuple[Tensor, ...]:
+def _make(packing: Packing, weights: Sequence[Tensor | None], low: torch.dtype) -> tuple[_Copy, ...]:
     weight, *norm = weights
     assert weight is not None
     with torch.no_grad():
-        bias: tuple[Tensor, ...] = ()
+        bias: tuple[_Copy, ...] = ()
         if packing.norm is not None:
             given: Any = norm
             weight, shift = fold_norm(weight, *given, packing.eps)
             bias = (shift.to(low) if packing.low_bias else shift,)
         weight = weight.to(low)
-        return (pack_linear(weight) if packing.conv is None else pack_conv(weight, *packing.conv), *bias)
+        return (pack_linear(weight) if packing.conv is None else PackedConv(weight, *packing.conv), *bias)
 
 
 def _weights(packing: Packing, by_name: Mapping[str, Tensor]) -> list[Tensor | None]:
@@ -171,7 +176,7 @@ class _PackedFunction:
         self._inputs = len(program.low) + len(program.plain)
         self._store, self._plain, self._forward = store, program.function, gm.forward
         self._seen: _Seen | None = None
-        self._known: tuple[_Seen | None, tuple[Tensor, ...]] = None, ()
+        self._known: tuple[_Seen | None, tuple[_Copy, ...]] = None, ()
 
     def __call__(self, *given: Any) -> Any:
         if watcher(COMPILER, TRANSFORM, DUAL, SCRIPT, FX, ANY_MODE) is not None:
@@ -195,7 +200,7 @@ class _PackedFunction:
         """What is packed is out of date."""
         self._seen, self._known = None, (None, ())
 
-    def _take(self, weights: Sequence[Tensor], seen: _Seen) -> tuple[Tensor, ...] | None:
+    def _take(self, weights: Sequence[Tensor], seen: _Seen) -> tuple[_Copy, ...] | None:
         """Pack weights that are others than those known. None: not yet, or not these."""
         again, self._seen = self._seen is None or self._seen == seen, seen
         if not again or not all(type(each) in _PLAIN_TYPES and each.device.type == "cpu" for each in weights):
