@@ -84,7 +84,6 @@ _fx_tracing = getattr(_symbolic_trace, "_get_is_fx_tracing", None)
 _NO_PACKING: Final = "frozen models run on weights as they are, which oneDNN reorders at each call"
 reorder_linear_weight: Final[Any] = optional("torch:ops.mkldnn._reorder_linear_weight.default", _NO_PACKING)
 linear_pointwise: Final[Any] = optional("torch:ops.mkldnn._linear_pointwise.default", _NO_PACKING)
-linear_binary: Final[Any] = optional("torch:ops.mkldnn._linear_pointwise.binary", _NO_PACKING)
 reorder_conv_weight: Final[Any] = optional("torch:ops.mkldnn._reorder_convolution_weight.default", _NO_PACKING)
 conv_pointwise: Final[Any] = optional("torch:ops.mkldnn._convolution_pointwise.default", _NO_PACKING)
 conv_binary: Final[Any] = optional("torch:ops.mkldnn._convolution_pointwise.binary", _NO_PACKING)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.passes.graph.annotations import notes, weight_path
+from fxprec.passes.graph.annotations import Precision, Rule, notes, weight_path
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import leaf, tracer_of
 from fxprec.passes.graph.new_node import new_node
@@ -80,7 +80,8 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
         placeholders[kind, path] = graph.create_node("placeholder", name, (), {}, name)
         placeholders[kind, path].meta.update(node.meta)
         if kind == "low":
-            notes(placeholders[kind, path]).kind = "parameter"
+            why = "the shadow of a parameter"
+            notes(placeholders[kind, path]).precision = Precision.arriving(None, low, Rule.KEEP, why)
     values: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         if node in shadows:

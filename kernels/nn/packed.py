@@ -22,14 +22,13 @@ from fxprec.kernels.torch_internals import (
     conv_binary,
     conv_pointwise,
     has_bfloat16_kernels,
-    linear_binary,
     linear_pointwise,
     reorder_conv_weight,
     reorder_linear_weight,
 )
 
 _PARTS: Final = (
-    reorder_linear_weight, linear_pointwise, linear_binary, reorder_conv_weight, conv_pointwise, conv_binary,
+    reorder_linear_weight, linear_pointwise, reorder_conv_weight, conv_pointwise, conv_binary,
     has_bfloat16_kernels,
 )  # fmt: skip
 #: Multiply-adds up to which torch multiplies bfloat16 matrices by a loop of its own, which is faster than a call of
@@ -37,7 +36,6 @@ _PARTS: Final = (
 FEW: Final = 16**3
 #: Sizes of input for which a weight is packed: each takes as much memory as the weight.
 _SIZES: Final = 4
-_BINARY: Final = {"add": torch.add, "mul": torch.mul}
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -114,13 +112,6 @@ def packed_linear_of_many(x: Tensor, weight: Tensor, packed: Tensor, bias: Tenso
     return linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def packed_linear_with(x: Tensor, packed: Tensor, bias: Tensor | None, how: str, other: Tensor) -> Tensor:
-    """``how(F.linear(...), other)``, ``how`` being "add" or "mul": in one kernel where the two are of one shape."""
-    if other.dtype is x.dtype and other.shape == (*x.shape[:-1], packed.shape[0]):
-        return linear_binary(x, other, packed, bias, how)
-    return _BINARY[how](linear_pointwise(x, packed, bias, "none", [], ""), other)
-
-
 def packed_conv(
     x: Tensor, packed: PackedConv, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], groups: int, act: str = "none", numbers: Sequence[float] = (), algorithm: str = "",
@@ -133,16 +124,15 @@ def packed_conv(
     return conv_pointwise(x, weight, bias, padding, stride, dilation, groups, act, numbers, algorithm)
 
 
-def packed_conv_with(
+def packed_conv_plus(
     x: Tensor, packed: PackedConv, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], groups: int, how: str, other: Tensor, relu: bool = False,
+    dilation: Sequence[int], groups: int, other: Tensor, relu: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``relu?(how(conv(...), other))``: in one kernel where the two are of one shape."""
+    """``relu?(conv(...) + other)``: in one kernel where the two are of one shape."""
     if other.dtype is x.dtype and other.shape == _conv_shape(x, packed, stride, padding, dilation):
-        act = "relu" if relu else None
-        weight = packed.for_input(x.shape)
-        return conv_binary(x, other, weight, bias, padding, stride, dilation, groups, how, 1.0, act, [], None)
-    y = _BINARY[how](packed_conv(x, packed, bias, stride, padding, dilation, groups), other)
+        weight, act = packed.for_input(x.shape), "relu" if relu else None
+        return conv_binary(x, other, weight, bias, padding, stride, dilation, groups, "add", 1.0, act, [], None)
+    y = packed_conv(x, packed, bias, stride, padding, dilation, groups) + other
     return F.relu(y) if relu else y
 
 

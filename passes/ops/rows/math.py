@@ -52,7 +52,6 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("div rdiv", float_number=True),
     facts("rdiv", autocast=Rule.FULL),
     facts("add", epilogue=Epilogue("add", binary=True)),
-    facts("mul", epilogue=Epilogue("mul", binary=True)),
     facts("add sub mul div clamp maximum minimum cat", any_format=True),
     # of one
     rows(Rule.FOLLOW, "exact, or one rounding", "neg nan_to_num", result="first"),
