@@ -68,6 +68,7 @@ with needed:
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes  # a context
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+    version_of: Final[Any] = Tensor._version.__get__  # type: ignore[attr-defined]  # how often it was written to
     set_jit_tracing_state = getattr(torch._C, "_set_tracing_state")  # noqa: B009 (None pauses; the stubs lack it)
     forward_ad._current_level  # noqa: B018
     # torch 2.14 made the flag of the process one of the thread.

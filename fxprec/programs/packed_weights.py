@@ -23,13 +23,13 @@ from torch.fx import Graph, GraphModule
 
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, FX, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.nn.packed import PackedConv, fold_norm, pack_linear
+from fxprec.kernels.torch_internals import version_of
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.pack import Packing, pack
 from fxprec.passes.runner import run_passes
 from fxprec.programs.program import Program, without_autocast
 
-_version: Final = Tensor._version.__get__  # type: ignore[attr-defined]
 _pointer: Final = Tensor.data_ptr
 _PLAIN_TYPES: Final = (Tensor, nn.Parameter)
 
@@ -87,7 +87,7 @@ class PackedWeights:
         program.function = without_autocast(function, self.context.device)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """That the packed copies hold by now."""
         copies = [copy for each in self._packed.values() for copy in each.copies]
         return sum(
@@ -133,7 +133,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def _keys(weights: Sequence[Tensor | None]) -> tuple[_Key, ...]:
     return tuple(
-        (id(each), each._version, each.data_ptr(), each.dtype, each.shape, each.stride())
+        (id(each), version_of(each), each.data_ptr(), each.dtype, each.shape, each.stride())
         for each in weights
         if each is not None
     )
@@ -188,7 +188,7 @@ class _PackedFunction:
                 return self._plain(*given)
         weights = self._weights(given)
         try:
-            seen = [*map(_version, weights)], [*map(_pointer, weights)]
+            seen = [*map(version_of, weights)], [*map(_pointer, weights)]
         except RuntimeError:  # inference tensors count no versions, others have no address
             return self._plain(*given)
         known, copies = self._known
