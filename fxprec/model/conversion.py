@@ -110,7 +110,9 @@ class Conversion:
 
     def new_packed(self) -> PackedWeights | None:
         """A store of packed weights, where what runs the graphs is not inductor, which has its own."""
-        return PackedWeights(self.settings.context(gradients=False)) if self.settings.executor == "eager" else None
+        if self.settings.executor != "eager":
+            return None
+        return PackedWeights(self.settings.context(gradients=False), self.store)
 
     def entry_point(self, name: str) -> EntryPoint:
         """A new one, which nobody knows yet."""

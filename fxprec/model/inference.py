@@ -67,6 +67,22 @@ def freeze(model: _Model, pack: bool = True) -> _Model:
     gradients are dropped. Training forwards and ``load_state_dict`` afterwards raise ConversionError; there is no way
     back but the checkpoint.
 
+    On a CPU for whose bfloat16 oneDNN has kernels, linears and convolutions then run on copies of the weights that are
+    packed at the first call, in the layout of these kernels, with what follows them in the same kernel: an activation,
+    behind a convolution also its batch norm (folded into the weight, from the FP32 one where that is still there) and a
+    sum. What is joined is rounded once less: results differ in the last bits, and are no less exact. A copy or a loaded
+    model folds norms into low weights, and differs from this one so, too. ``report`` says what is packed.
+
+    The parameters stay as they are: what is saved, copied or moved holds plain weights only. A weight that changes is
+    packed again; after a write through ``.data``, which torch does not record, call ``refresh``. Where an input wants a
+    gradient, and under ``torch.func``, ``torch.jit.trace``, compilers and dispatch modes, plain weights serve.
+
+    Args:
+        model: a converted module.
+        pack: False: no packed copies. They take as much memory as the low weights (a convolution's as much for each
+            size of its input, up to four, and the plain one from the second on): with them a model holds what its FP32
+            weights did.
+
     Raises:
         NotCapturedError: nothing captured yet: which weights are lowered is known from the graphs.
         ConversionError: frozen already, or not converted.

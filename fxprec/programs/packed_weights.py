@@ -29,6 +29,7 @@ from fxprec.passes.graph.annotations import notes
 from fxprec.passes.pack import Packing, pack
 from fxprec.passes.runner import run_passes
 from fxprec.programs.program import Program, without_autocast
+from fxprec.shadows import ShadowStore
 
 _pointer: Final = Tensor.data_ptr
 _PLAIN_TYPES: Final = (Tensor, nn.Parameter)
@@ -37,15 +38,15 @@ _PLAIN_TYPES: Final = (Tensor, nn.Parameter)
 _Key = tuple[Any, ...]
 #: What a program takes in the place of a weight.
 _Copy = Tensor | PackedConv
-#: Versions and addresses of weights in a call.
-_Seen = tuple[list[int], list[int]]
+#: Versions and addresses of weights in a call, and how often shadows were refreshed, which may show in neither.
+_Seen = tuple[list[int], list[int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
     """Packed copies, and the keys of what they were made from."""
 
-    keys: tuple[_Key, ...]
+    keys: tuple[Any, ...]
     copies: tuple[_Copy, ...]
 
 
@@ -54,10 +55,12 @@ class PackedWeights:
 
     Attributes:
         context: of the passes.
+        shadows: of the weights that stay FP32: those are packed from their shadows.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, shadows: ShadowStore) -> None:
         self.context = context
+        self.shadows = shadows
         self._packed: dict[Packing, _Packed] = {}  # by paths in the model
         self._functions: weakref.WeakSet[_PackedFunction] = weakref.WeakSet()
 
@@ -110,16 +113,17 @@ class PackedWeights:
         yield
         tensors = _tensors_of(model)
         for packing, copies in folded.items():
-            self._packed[packing] = _Packed(_keys(_weights(packing, tensors)), copies)
+            self._packed[packing] = _Packed((0, *_keys(_weights(packing, tensors))), copies)
 
-    def packed(self, packing: Packing, weights: Sequence[Tensor | None]) -> tuple[_Copy, ...]:
+    def packed(self, packing: Packing, weights: Sequence[Tensor | None], refreshes: int) -> tuple[_Copy, ...]:
         """The packed copy of a weight, with a folded batch norm its bias too.
 
         Args:
             packing: what makes it, by paths in the model.
             weights: the weight; with a norm its bias, then the norm's mean, variance, weight and bias.
+            refreshes: of shadows so far, where some of these are shadows.
         """
-        found, keys = self._packed.pop(packing, None), _keys(weights)
+        found, keys = self._packed.pop(packing, None), (refreshes, *_keys(weights))
         if found is None or found.keys != keys:
             del found  # before there is another one
             found = _Packed(keys, _make(packing, weights, self.context.low))
@@ -139,14 +143,20 @@ def _keys(weights: Sequence[Tensor | None]) -> tuple[_Key, ...]:
     )
 
 
+def _stays(weight: Tensor) -> bool:
+    """Whether it can be packed, and nothing writes to it unseen, as another process does to memory that it shares."""
+    return type(weight) in _PLAIN_TYPES and weight.device.type == "cpu" and not weight.is_shared()
+
+
 def _make(packing: Packing, weights: Sequence[Tensor | None], low: torch.dtype) -> tuple[_Copy, ...]:
     weight, *norm = weights
     assert weight is not None
     with torch.no_grad():
         bias: tuple[_Copy, ...] = ()
         if packing.norm is not None:
-            given: Any = norm
-            weight, shift = fold_norm(weight, *given, packing.eps)
+            old, mean, var, gamma, beta = norm
+            assert mean is not None and var is not None
+            weight, shift = fold_norm(weight, old, mean, var, gamma, beta, packing.eps)
             bias = (shift.to(low) if packing.low_bias else shift,)
         weight = weight.to(low)
         return (pack_linear(weight) if packing.conv is None else PackedConv(weight, *packing.conv), *bias)
@@ -173,6 +183,7 @@ class _PackedFunction:
         self._weights: Callable[[Sequence[Any]], Any] = (
             itemgetter(*positions) if len(positions) > 1 else lambda given: (given[positions[0]],)
         )
+        self._of_shadows = bool(program.low)
         self._inputs = len(program.low) + len(program.plain)
         self._store, self._plain, self._forward = store, program.function, gm.forward
         self._seen: _Seen | None = None
@@ -188,13 +199,16 @@ class _PackedFunction:
                 return self._plain(*given)
         weights = self._weights(given)
         try:
-            seen = [*map(version_of, weights)], [*map(_pointer, weights)]
+            seen = [*map(version_of, weights)], [*map(_pointer, weights)], self._refreshes()
         except RuntimeError:  # inference tensors count no versions, others have no address
             return self._plain(*given)
         known, copies = self._known
         if known != seen:
             copies = self._take(weights, seen)
         return self._plain(*given) if copies is None else self._forward(*copies, *given)
+
+    def _refreshes(self) -> int:
+        return self._store.shadows.refreshes if self._of_shadows else 0
 
     def forget(self) -> None:
         """What is packed is out of date."""
@@ -203,10 +217,10 @@ class _PackedFunction:
     def _take(self, weights: Sequence[Tensor], seen: _Seen) -> tuple[_Copy, ...] | None:
         """Pack weights that are others than those known. None: not yet, or not these."""
         again, self._seen = self._seen is None or self._seen == seen, seen
-        if not again or not all(type(each) in _PLAIN_TYPES and each.device.type == "cpu" for each in weights):
+        if not again or not all(map(_stays, weights)):
             return None
         by_path = dict(zip(self._paths, weights, strict=True))
-        each = [self._store.packed(packing, _weights(packing, by_path)) for packing in self.packings]
+        each = [self._store.packed(each, _weights(each, by_path), seen[2]) for each in self.packings]
         copies = tuple(copy for copies in each for copy in copies)
         self._known = seen, copies
         return copies
