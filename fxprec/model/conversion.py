@@ -300,6 +300,8 @@ class Conversion:
 
         Of outputs that run later, step by step, each step is in the net, and what it gives is restored.
         """
+        if type(output) is torch.Tensor and output.dtype is not self.settings.dtype:
+            return output  # as mostly: a model of a few microseconds notices the rest
         as_it_comes = not self.settings.keep_output_dtype or has_low_input((args, kwargs), self.settings.dtype)
 
         def restore(value: Any) -> Any:

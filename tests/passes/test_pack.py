@@ -13,6 +13,7 @@ from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.pack import Packing, pack
 from fxprec.passes.policy.policy import Policy
+from fxprec.passes.torch_internals import set_grad_enabled
 from tests.tools.graph_text import graph_of
 
 CONTEXT = Context(torch.bfloat16, Policy.preset("O1"))
@@ -24,12 +25,17 @@ def _kernels_are_there(monkeypatch):
     monkeypatch.setattr(module, "can_pack", lambda dtype: dtype is torch.bfloat16)
 
 
-def packed(text, weights="w w2 b", large=True, context=CONTEXT):
-    """The text of the graph afterwards, without its placeholders, and the graph."""
+def small_graph(text, weights, large):
     gm = graph_of(text)
     for node in gm.graph.find_nodes(op="placeholder"):
         if node.name in weights.split():
             notes(node).kind, notes(node).numel = "parameter", 8192 if large else 64
+    return gm
+
+
+def packed(text, weights="w w2 b", large=True, context=CONTEXT):
+    """The text of the graph afterwards, without its placeholders, and the graph."""
+    gm = small_graph(text, weights, large)
     result = pack(gm, context)
     gm.graph.lint()
     assert result.changed == bool(gm.meta["packings"])
@@ -210,6 +216,14 @@ def test_nothing_on_other_devices_and_in_other_dtypes():
     for context in (Context(torch.bfloat16, CONTEXT.policy, device="cuda"), Context(torch.float16, CONTEXT.policy)):
         _, gm, result = packed(LINEAR + "    return %linear", context=context)
         assert not result.changed and gm.meta["packings"] == ()
+
+
+def test_a_graph_that_turns_gradients_on_is_left():
+    gm = small_graph(LINEAR + "    return %linear", "w b", True)
+    with gm.graph.inserting_before(gm.graph.find_nodes(op="call_function")[0]):
+        gm.graph.call_function(set_grad_enabled, (True,))
+    result = pack(gm, CONTEXT)
+    assert not result.changed and "turns gradients on" in result.declined[0]
 
 
 def test_twice_is_as_once():
