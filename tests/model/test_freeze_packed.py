@@ -145,6 +145,17 @@ def test_convolutions_take_any_shape(shape):
         assert model(x).stride() == plain(x).stride()
 
 
+@pytest.mark.parametrize("who", ["image", "weights", "nobody"])
+def test_results_lie_as_they_would_by_plain_ops(who):
+    model, x = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2)), torch.randn(2, 8, 9, 9)
+    if who == "weights":
+        model = model.to(memory_format=torch.channels_last)
+    x = x.to(memory_format=torch.channels_last) if who == "image" else x
+    plain, model = frozen(copy.deepcopy(model), x, pack=False), frozen(model, x)
+    with torch.no_grad():
+        assert runs_packed(model, x) and model(x).stride() == plain(x).stride()
+
+
 def test_a_sum_of_other_shapes_is_broadcast():
     class Shifted(nn.Module):
         def __init__(self):
@@ -156,25 +167,36 @@ def test_a_sum_of_other_shapes_is_broadcast():
 
     x, y = torch.randn(2, 8, 5, 5), torch.randn(2, 8, 5, 5)
     model = Shifted().eval()
-    exact = copy.deepcopy(model)(x, y[:1, :, :1])
+    part = y[:1, :, :1]
+    exact, other = copy.deepcopy(model)(x, part), copy.deepcopy(model)(part, x)
     model, _ = fxprec.convert(model, dtype=torch.bfloat16)
     with torch.no_grad():
         model(x, y)
         fxprec.freeze(model)
         model(x, y)
-        torch.testing.assert_close(model(x, y[:1, :, :1]), exact, atol=0.05, rtol=0.05)
+        torch.testing.assert_close(model(x, part), exact, atol=0.05, rtol=0.05)
+        torch.testing.assert_close(model(part, x), other, atol=0.05, rtol=0.05)
     assert ("add", "relu") in joined(model)
 
 
-def test_a_norm_is_folded_into_the_fp32_weight():
+@pytest.mark.parametrize("training", [False, True])
+def test_a_norm_is_folded_into_the_fp32_weight(training):
     """From the low weight it would be rounded twice."""
     model = nn.Sequential(nn.Conv2d(64, 64, 3, bias=False), nn.BatchNorm2d(64))
     nn.init.uniform_(model[1].weight, 0.5, 1.5)
     nn.init.uniform_(model[1].running_var, 0.5, 2)
     norm = model.eval()[1]
+    if training:  # there is no graph of eval mode before the model is frozen
+        model, _ = fxprec.convert(model.train(), dtype=torch.bfloat16)
+        model(torch.randn(2, 64, 5, 5)).sum().backward()
     scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
     exact = (model[0].weight.double() * scale.view(-1, 1, 1, 1)).float().bfloat16()
-    model = frozen(model, torch.randn(1, 64, 5, 5))
+    if training:
+        fxprec.freeze(model)
+        with torch.no_grad():
+            model(torch.randn(1, 64, 5, 5))
+    else:
+        model = frozen(model, torch.randn(1, 64, 5, 5))
     folded, _ = packs(model)["0.weight"].copies
     assert torch.equal(folded.for_input(torch.Size([1, 64, 5, 5])).to_dense(), exact)
     again = copy.deepcopy(model)  # which has but the low weight, and is close
@@ -210,22 +232,22 @@ def test_a_changed_weight_is_packed_anew(how):
     with torch.no_grad():
         before = model(IMAGES)
         if how == "in place":
-            model.down.weight.mul_(2)
+            model.up.weight.mul_(2)
         elif how == "data":
-            model.down.weight.data = 2 * model.down.weight.data
+            model.up.weight.data = 2 * model.up.weight.data
         elif how == "parameter":
-            model.down.weight = nn.Parameter(2 * model.down.weight, requires_grad=False)
+            model.up.weight = nn.Parameter(2 * model.up.weight, requires_grad=False)
         elif how == "statistics":
             model.stem_norm.running_mean.add_(1)
         else:
-            model.down.weight.data.mul_(2)
+            model.up.weight.data.mul_(2)
             fxprec.refresh(model)
         after = copy.deepcopy(model)
         first, second, third = model(IMAGES), model(IMAGES), model(IMAGES)
         assert not torch.equal(first, before)
-        torch.testing.assert_close(first, second, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(first, second, atol=0.05, rtol=0.05)
         assert torch.equal(second, third) and runs_packed(model, IMAGES)
-        torch.testing.assert_close(second, after(IMAGES), atol=0.02, rtol=0.02)
+        torch.testing.assert_close(second, after(IMAGES), atol=0.05, rtol=0.05)
 
 
 def test_weights_that_change_at_each_call_are_not_packed(monkeypatch):

@@ -220,7 +220,7 @@ def test_nothing_on_other_devices_and_in_other_dtypes():
 
 def test_a_graph_that_turns_gradients_on_is_left():
     gm = small_graph(LINEAR + "    return %linear", "w b", True)
-    with gm.graph.inserting_before(gm.graph.find_nodes(op="call_function")[0]):
+    with gm.graph.inserting_before(next(node for node in gm.graph.nodes if node.op == "call_function")):
         gm.graph.call_function(set_grad_enabled, (True,))
     result = pack(gm, CONTEXT)
     assert not result.changed and "turns gradients on" in result.declined[0]
