@@ -9,14 +9,15 @@ A table stands between two comments, and everything between them is generated::
     <!-- end -->
 
 There are ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy TASK [DTYPE]``, ``convert``, ``convert-budgets``,
-``ledger QUESTION``, ``tuning``; the dtype is bfloat16 where none is named. Where there are results of several devices,
-``device=NAME`` says which. Below each table stand device, versions, date and commit. A ratio within the noise is
-printed as "=", never as a win.
+``ledger QUESTION``, ``tuning``, ``inference SIZE``; the dtype is bfloat16 where none is named. Where there are results
+of several devices, ``device=NAME`` says which. Below each table stand device, versions, date and commit. A ratio within
+the noise is printed as "=", never as a win.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import pathlib
 import re
 import sys
@@ -43,6 +44,10 @@ _STEP: Final = {
 _MEMORY: Final = {
     "FP32": "fp32", "torch.compile": "compile", "O1": "o1", "O1, low gradients": "o1-low",
     "O1, loss inside": "o1-loss", "O1, chunked loss": "o1-chunked", "O2, own optimizer": "o2-own",
+}  # fmt: skip
+_INFERENCE: Final = {
+    "FP32": "fp32", "model.bfloat16()": "bfloat16", "O1": "converted", "frozen, pack=False": "frozen-plain",
+    "frozen": "frozen", "torch.compile, freezing": "compile",
 }  # fmt: skip
 
 
@@ -317,6 +322,31 @@ def _tuning(words: Sequence[str], device: str | None, root: pathlib.Path) -> str
     )
 
 
+def _inference(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a model and batch."""
+    if len(words) != 1:
+        raise ResultsError(f"{' '.join(words)!r}: a table is 'inference SIZE'")
+    found = _found([f"inference-{words[0]}-{name}" for name in NAMES], device, root)
+    rows, noises, frozen, prepare = [], [0.0], [], []
+    for data in found:
+        for batch in data["batches"]:
+            variants = batch["variants"]
+            ratios = [variants.get(name, {}).get("ratio", {}).get(_BASELINE) for name in _INFERENCE.values()]
+            base = variants[_BASELINE]
+            rows.append((data["model"], str(batch["batch"]), _three_digits(base["median_ms"]), *map(_ratio, ratios)))
+            noises += [batch["noise"]] if batch["noise"] is not None else []
+            if (ratio := variants.get("frozen", {}).get("ratio", {}).get(_BASELINE)) is not None:
+                frozen.append(ratio["value"])
+                prepare.append(variants["frozen"]["prepare_s"])
+    mean = math.exp(sum(map(math.log, frozen)) / len(frozen)) if frozen else 0.0
+    meaning = (
+        f"How many times as fast as eager autocast; =: within the noise (at most {100 * max(noises):.1f} %). Frozen: "
+        f"geometric mean {mean:.2f}, least {min(frozen, default=0.0):.2f}; ready after "
+        f"{max(prepare, default=0.0):.2f} s at most"
+    )
+    return f"{_markdown(('model', 'batch', 'autocast, ms', *_INFERENCE), rows)}\n{meaning}. {_measured(found)}.\n"
+
+
 TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]]] = {
     "step": _step,
     "memory": _memory,
@@ -325,6 +355,7 @@ TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]
     "convert-budgets": _convert_budgets,
     "ledger": _ledger,
     "tuning": _tuning,
+    "inference": _inference,
 }
 
 

@@ -128,8 +128,9 @@ def convert(
             Or costs of one's own, a ``fxprec.passes.costs.device_costs.DeviceCosts``.
         fuse: "auto": regions between matmuls become Triton kernels on CUDA, elsewhere native mixed kernels serve;
             True: Triton regions, or an error; on a CPU attention as compiled C++ (by the first call that needs it) and,
-            with example inputs, convolutions with channels last in memory; "aten": regions that run op by op, to look at; False: neither, every
-            node stays visible; ``{"fused_*gelu*": False}``: as "auto", but not the regions with such names.
+            with example inputs, convolutions with channels last in memory; "aten": regions that run op by op, to look
+            at; False: neither, every node stays visible; ``{"fused_*gelu*": False}``: as "auto", but not the regions
+            with such names.
         capture: "auto", "symbolic" (torch.fx, at once, no inputs) or "dynamo" (at the first call).
         executor: "eager" runs the rewritten graph, "inductor" compiles it.
         keep_output_dtype: outputs keep the dtypes of the original program.

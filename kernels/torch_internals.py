@@ -72,6 +72,7 @@ with needed:
     attention_choice = getattr(torch, "_fused_sdp_choice")  # noqa: B009 (the stubs lack it)
     #: (gradient, probabilities, dim, dtype, grad_input=)
     softmax_backward = getattr(torch, "_softmax_backward_data")  # noqa: B009 (the stubs lack it)
+    version_of: Final[Any] = Tensor._version.__get__  # type: ignore[attr-defined]  # how often it was written to
     set_jit_tracing_state = getattr(torch._C, "_set_tracing_state")  # noqa: B009 (None pauses; the stubs lack it)
     forward_ad._current_level  # noqa: B018
     # torch 2.14 made the flag of the process one of the thread.
@@ -83,6 +84,15 @@ _keeps_graph = optional(
 )
 _use_count = optional("torch._C:_storage_Use_Count", "gradients made in a forward are copied in its backward")
 _fx_tracing = getattr(_symbolic_trace, "_get_is_fx_tracing", None)
+
+#: oneDNN's products on weights in the layout that its kernels read: what makes such a weight, and what takes it.
+_NO_PACKING: Final = "frozen models run on weights as they are, which oneDNN reorders at each call"
+reorder_linear_weight: Final[Any] = optional("torch:ops.mkldnn._reorder_linear_weight.default", _NO_PACKING)
+linear_pointwise: Final[Any] = optional("torch:ops.mkldnn._linear_pointwise.default", _NO_PACKING)
+reorder_conv_weight: Final[Any] = optional("torch:ops.mkldnn._reorder_convolution_weight.default", _NO_PACKING)
+conv_pointwise: Final[Any] = optional("torch:ops.mkldnn._convolution_pointwise.default", _NO_PACKING)
+conv_binary: Final[Any] = optional("torch:ops.mkldnn._convolution_pointwise.binary", _NO_PACKING)
+has_bfloat16_kernels: Final[Any] = optional("torch:ops.mkldnn._is_mkldnn_bf16_supported.default", _NO_PACKING)
 
 
 def is_fx_tracing() -> bool:

@@ -119,6 +119,8 @@ def _describe(place: Place) -> Iterator[str]:
     precision = notes(node).precision
     if precision.compute is not None and not is_inserted(node):
         yield f"    computes  {dtype_name(precision.compute)}"
+    if notes(node).fused:
+        yield f"    served by {notes(node).fused}"
     yield "    puts out  " + _put_out(node)
     rule, why = reason(node)
     yield f"    because   {why}" if rule == "-" or is_inserted(node) else f"    because   {rule}: {why}"

@@ -76,6 +76,7 @@ class Headline:
         not_named: those that call submodules and run in FP32 by themselves, with the argument that converts them.
         declined: what passes declined, "pass: node: reason".
         risks: what to look at, and what to do about it.
+        packed: of a frozen model, what runs on packed weights, and what these hold; "" where nothing does.
         slow: why what is lowered is slow on this machine; "" where it is not.
     """
 
@@ -105,6 +106,7 @@ class Headline:
     not_named: tuple[str, ...] = ()
     risks: tuple[str, ...] = ()
     other_mode: int = 0
+    packed: str = ""
     slow: str = ""
 
     def __str__(self) -> str:
@@ -151,6 +153,8 @@ class Headline:
             yield "regions", self.regions
         yield "activations", str(self.activations) + (f" (all {self.graphs} graphs)" if self.graphs > 1 else "")
         yield "weights", str(self.weights)
+        if self.packed:
+            yield "packed", self.packed
         if self.methods:
             yield "methods", ", ".join(("forward", *self.methods))
         apart = f"; {self.other_mode} of the other mode apart" if self.other_mode else ""

@@ -6,6 +6,7 @@ It prints short, as the headline; ``print(fxprec.report(model).nodes)`` lists ev
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxprec.errors import NotCapturedError
-from fxprec.inspection.figures import Activations, Weights, activations, bytes_of, count, weights
+from fxprec.inspection.figures import Activations, Weights, activations, bytes_of, count, size_text, weights
 from fxprec.inspection.headline import Headline, Stay
 from fxprec.inspection.nodes import (
     Place,
@@ -308,7 +309,21 @@ def _headline(
         not_named=tuple(map(str, unnamed_methods(model, conversion.methods))) if conversion else (),
         risks=tuple(_risks(conversion, computing)) if conversion else (),
         other_mode=apart,
+        packed=_packed(conversion, graphs) if conversion else "",
         slow=_slow(conversion, computing),
+    )
+
+
+def _packed(conversion: Conversion, graphs: Iterable[GraphModule]) -> str:
+    if conversion.packed is None:
+        return ""
+    products = [joined for gm in graphs for joined in gm.meta.get("packed", {}).values()]
+    joined = [count(number, op) for op, number in Counter(itertools.chain(*products)).most_common()]
+    held = conversion.packed.nbytes
+    return (
+        f"{count(len(products), 'product')} on weights that oneDNN packed once"
+        + (f", with {', '.join(joined)} in the same kernels" if joined else "")
+        + (f"; {size_text(held)} beside the weights" if held else "; packed at the first call")
     )
 
 

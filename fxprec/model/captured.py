@@ -14,6 +14,7 @@ from fxprec.capture.symbolic.guards import Guards
 from fxprec.passes.graph.annotations import notes, weight_path
 from fxprec.passes.runner import run_passes
 from fxprec.programs.calls import Calls, modes_of
+from fxprec.programs.packed_weights import PackedWeights
 from fxprec.programs.program import Program, lift
 from fxprec.settings import Settings
 
@@ -59,7 +60,10 @@ class Captured:
         return True
 
 
-def rewrite(gm: GraphModule, settings: Settings) -> Program:
-    """Run the passes on a captured graph, in place, and make its program."""
+def rewrite(gm: GraphModule, settings: Settings, packed: PackedWeights | None = None) -> Program:
+    """Run the passes on a captured graph, in place, and make its program; on packed weights where there are some."""
     run_passes(gm, settings.context(gradients=torch.is_grad_enabled()))
-    return lift(gm, settings.dtype, settings.executor, settings.device)
+    program = lift(gm, settings.dtype, settings.executor, settings.device)
+    if packed is not None:
+        packed.take(program, gm)
+    return program

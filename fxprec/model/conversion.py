@@ -47,6 +47,7 @@ from fxprec.passes.fuse import region_names
 from fxprec.passes.graph.annotations import Rule, notes
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.call_form import CallForm, form_of_key
+from fxprec.programs.packed_weights import PackedWeights
 from fxprec.settings import Settings
 from fxprec.shadows import ShadowStore
 
@@ -71,6 +72,7 @@ class Conversion:
         calls: how often a method was called.
         bypassed: how many ``fxprec.original`` blocks are open.
         frozen: names of the weights whose FP32 masters ``fxprec.freeze`` dropped.
+        packed: the packed copies of the weights of a frozen model; None: it runs on plain ones.
         settled: a call has gone through: what is refused from now on does not undo the conversion.
         converting: ``convert`` is still at it, and will undo what is refused.
         undo: puts back what the conversion changed besides class and forward, until then.
@@ -78,7 +80,9 @@ class Conversion:
             what runs the call.
     """
 
-    def __init__(self, settings: Settings, module: nn.Module, frozen: frozenset[str] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, module: nn.Module, frozen: frozenset[str] | None = None, packs: bool = False
+    ) -> None:
         self.settings = settings
         self.module = weakref.ref(module)
         self.original_class = type(module)
@@ -95,6 +99,7 @@ class Conversion:
         self.calls = 0
         self.bypassed = 0
         self.frozen = frozen
+        self.packed = self.new_packed() if packs else None
         self.settled = False
         self.converting = False
         self.undo: Callable[[], None] | None = None
@@ -102,6 +107,12 @@ class Conversion:
         self._forget()
         self._warned_autocast = False
         self._policy_checked = not settings.policy.overrides and not settings.policy.rules and not settings.chooses
+
+    def new_packed(self) -> PackedWeights | None:
+        """A store of packed weights, where what runs the graphs is not inductor, which has its own."""
+        if self.settings.executor != "eager":
+            return None
+        return PackedWeights(self.settings.context(gradients=False), self.store)
 
     def entry_point(self, name: str) -> EntryPoint:
         """A new one, which nobody knows yet."""
@@ -289,6 +300,8 @@ class Conversion:
 
         Of outputs that run later, step by step, each step is in the net, and what it gives is restored.
         """
+        if type(output) is torch.Tensor and output.dtype is not self.settings.dtype:
+            return output  # as mostly: a model of a few microseconds notices the rest
         as_it_comes = not self.settings.keep_output_dtype or has_low_input((args, kwargs), self.settings.dtype)
 
         def restore(value: Any) -> Any:
@@ -322,7 +335,7 @@ class Conversion:
                 self.declined.append(entry.declined[-1])
                 self._drop(static.give_up())
                 raise
-            program = rewrite(capture.gm, self.settings)
+            program = rewrite(capture.gm, self.settings, self.packed)
             captured = Captured(
                 entry.key,
                 entry.number,
@@ -415,6 +428,12 @@ class Conversion:
             self._trace(entry, model, *(key or default_key(entry.signature, entry.name.name)), None)
         except CaptureDeclined as reason:
             self._refuse_if_symbolic(entry, reason)
+
+    def capture_present(self, model: nn.Module) -> None:
+        """Capture each method statically for the present modes, if it can be, and has graphs for others only."""
+        for entry in self.entries():
+            if (found := self._captured_of(entry)) and self._present(entry, model) is None:
+                self._capture_alike(entry, model, found[-1])
 
     def active(self, model: nn.Module, method: str = "forward") -> Captured:
         """The whole graph of a method that was captured last for the present modes.

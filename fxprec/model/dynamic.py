@@ -155,7 +155,8 @@ class DynamicGraphs:
         else:
             placeholders = gm.graph.find_nodes(op="placeholder")
             mark_shared(gm, dict(zip(placeholders, [inputs[i] for i in arguments.inputs], strict=True)))
-        program = rewrite(gm, self._entry.conversion.settings)
+        conversion = self._entry.conversion
+        program = rewrite(gm, conversion.settings, conversion.packed)
         self.found.append((gm, program, module.training, calls))
         return ArgumentProgram.of(program, arguments, inputs, any_memory, calls)
 

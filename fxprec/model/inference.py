@@ -25,7 +25,10 @@ def refresh(model: nn.Module) -> None:
     the shadows, before any forward (a WGAN's ``p.data.clamp_()``). After a step of any other optimizer training
     forwards refresh by themselves.
     """
-    conversion_of(model).store.refresh()
+    conversion = conversion_of(model)
+    conversion.store.refresh()
+    if conversion.packed is not None:
+        conversion.packed.clear()
 
 
 @contextlib.contextmanager
@@ -57,12 +60,28 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def freeze(model: _Model) -> _Model:
+def freeze(model: _Model, pack: bool = True) -> _Model:
     """Drop the FP32 masters of the lowered weights, for deployment: half the memory. Returns the model, in eval mode.
 
     A weight that every graph reads in the low dtype becomes low itself; one that some graph reads in FP32 stays. All
     gradients are dropped. Training forwards and ``load_state_dict`` afterwards raise ConversionError; there is no way
     back but the checkpoint.
+
+    On a CPU for whose bfloat16 oneDNN has kernels, linears and convolutions then run on copies of the weights that are
+    packed at the first call, in the layout of these kernels, with what follows them in the same kernel: an activation,
+    behind a convolution also its batch norm (folded into the weight, from the FP32 one where that is still there) and a
+    sum. What is joined is rounded once less: results differ in the last bits, and are no less exact. A copy or a loaded
+    model folds norms into low weights, and differs from this one so, too. ``report`` says what is packed.
+
+    The parameters stay as they are: what is saved, copied or moved holds plain weights only. A weight that changes is
+    packed again; after a write through ``.data``, which torch does not record, call ``refresh``. Where an input wants a
+    gradient, and under ``torch.func``, ``torch.jit.trace``, compilers and dispatch modes, plain weights serve.
+
+    Args:
+        model: a converted module.
+        pack: False: no packed copies. They take as much memory as the low weights (a convolution's as much for each
+            size of its input, up to four, and the plain one from the second on): with them a model holds what its FP32
+            weights did.
 
     Raises:
         NotCapturedError: nothing captured yet: which weights are lowered is known from the graphs.
@@ -74,8 +93,13 @@ def freeze(model: _Model) -> _Model:
         raise ConversionError("freeze within fxprec.original(model): leave that block first")
     graphs(model)
     model.eval()
+    packed = conversion.new_packed() if pack else None
+    if packed is not None:
+        conversion.capture_present(model)  # norms are folded into FP32 weights while these are there
+        for captured in conversion.captured:
+            packed.take(captured.program, captured.gm)
     names = conversion.lowered_weights(model)
-    with torch.no_grad():
+    with torch.no_grad(), contextlib.nullcontext() if packed is None else packed.folded_before(model):
         for name in names:
             path, _, leaf = name.rpartition(".")
             parameter = model.get_submodule(path)._parameters[leaf]
@@ -87,5 +111,5 @@ def freeze(model: _Model) -> _Model:
         parameter.grad = None  # as large as the weights, and of no use any more
     conversion.store.clear()
     conversion.reminders.remove()
-    conversion.frozen = frozenset(names)
+    conversion.frozen, conversion.packed = frozenset(names), packed
     return model

@@ -54,9 +54,11 @@ def conversion_of(module: object) -> Conversion:
     return module.__dict__[STATE]  # type: ignore[attr-defined]
 
 
-def attach(module: torch.nn.Module, settings: Settings, frozen: frozenset[str] | None = None) -> Conversion:
+def attach(
+    module: torch.nn.Module, settings: Settings, frozen: frozenset[str] | None = None, packs: bool = False
+) -> Conversion:
     """Swap the class of ``module``; nothing is captured yet."""
-    conversion = Conversion(settings, module, frozen)
+    conversion = Conversion(settings, module, frozen, packs)
     swap_class(module, _Converted, conversion, "", _namespace(module))
     module.__dict__[STATE] = conversion
     follow_all(module)
@@ -139,7 +141,8 @@ class _Converted(Swapped):
         cls = conversion.original_class
         make, args, *rest = super().__reduce_ex__(protocol)
         args = tuple(cls if argument is type(self) else portable(argument) for argument in args)
-        return (_rebuild, (conversion.settings, conversion.frozen, make, args), *map(portable, rest))
+        packs = conversion.packed is not None
+        return (_rebuild, (conversion.settings, conversion.frozen, make, args, packs), *map(portable, rest))
 
     def __setstate__(self: Any, state: Any) -> None:
         if isinstance(state, dict) and _FORWARD in state:
@@ -191,7 +194,7 @@ def _copied(module: torch.nn.Module, copied: Callable[[Any], Any]) -> Any:
     with as_original(module):
         result = copied(module)
     if isinstance(result, torch.nn.Module) and not is_converted(result):
-        attach(result, conversion.settings, conversion.frozen)
+        attach(result, conversion.settings, conversion.frozen, conversion.packed is not None)
     return result
 
 
@@ -207,8 +210,13 @@ def _recompile(module: GraphModule) -> Any:
 
 
 def _rebuild(
-    settings: Settings, frozen: frozenset[str] | None, make: Callable[..., Any], args: tuple[Any, ...]
+    settings: Settings,
+    frozen: frozenset[str] | None,
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+    packs: bool | None = None,
 ) -> torch.nn.Module:
     module = make(*args)
-    attach(module, settings, frozen)
+    # What an older version saved says nothing of packing, which freeze does where it is not told otherwise.
+    attach(module, settings, frozen, frozen is not None if packs is None else packs)
     return module

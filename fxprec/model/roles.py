@@ -12,16 +12,18 @@ from torch import nn
 
 from fxprec.model.method_names import MethodName
 from fxprec.model.wrappers import Wrappers
+from fxprec.programs.packed_weights import PackedWeights
 from fxprec.settings import Settings
 from fxprec.shadows.store import ShadowStore
 
 
 class Home(Protocol):
-    """A conversion: its settings, what its graphs read low weights from, what captures see through, the net."""
+    """A conversion: its settings, what its graphs read low and packed weights from, captures, the net."""
 
     settings: Settings
     store: ShadowStore
     wrappers: Wrappers
+    packed: PackedWeights | None
 
     def net_context(self) -> contextlib.AbstractContextManager[Any]: ...
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.passes.graph.annotations import notes, weight_path
+from fxprec.passes.graph.annotations import Precision, Rule, notes, weight_path
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import leaf, tracer_of
 from fxprec.passes.graph.new_node import new_node
@@ -35,9 +35,9 @@ from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 Executor = Literal["eager", "inductor"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Program:
-    """``function(*low, *plain, *inputs)``.
+    """``function(*low, *plain, *inputs)``. Only ``PackedWeights`` changes it, once: its function, and ``packed``.
 
     Attributes:
         function: runs the graph, with torch.autocast off: the graph itself says what is lowered.
@@ -48,6 +48,7 @@ class Program:
             other as they did when it was captured.
         watched: of ``plain`` those for which that matters: what it writes, and what it reads a copy of.
         writes_weights: it writes to parameters: afterwards their shadows are stale.
+        packed: the lifted graph on packed weights, which its function runs where it can.
     """
 
     function: Callable[..., Any]
@@ -57,6 +58,7 @@ class Program:
     writes: bool = False
     watched: tuple[str, ...] = ()
     writes_weights: bool = False
+    packed: GraphModule | None = None
 
 
 #: What cannot be part of a Python name.
@@ -77,6 +79,9 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
         name = _argument(f"{kind}_{path}", taken)
         placeholders[kind, path] = graph.create_node("placeholder", name, (), {}, name)
         placeholders[kind, path].meta.update(node.meta)
+        if kind == "low":
+            why = "the shadow of a parameter"
+            notes(placeholders[kind, path]).precision = Precision.arriving(None, low, Rule.KEEP, why)
     values: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         if node in shadows:

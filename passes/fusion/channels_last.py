@@ -16,9 +16,9 @@ After::
     %flatten: bfloat16 = flatten(%relu_first, 1)
 
 oneDNN multiplies channels, and brings an image that has rows of pixels into another order, and its result back, at each
-call. Whoever is not known to take either layout (``OpRule.layouts``: views, random draws, outputs) reads a copy as it
-was, so that only the order of sums differs. Weights are brought into order at each call in any case; where they have
-more elements than the images, nothing is gained.
+call. Whoever is not known to take either order (``OpRule.any_format``), and views, random draws and outputs read a copy
+as it was, so that only the order of sums differs. Weights are brought into order at each call in any case; where they
+have more elements than the images, nothing is gained.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.fx import Graph, Node, Proxy
 
 from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, argument, notes
+from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.leaves import leaf
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.table import facts_of
@@ -73,7 +74,7 @@ def lay_out(graph: Graph, low: torch.dtype) -> tuple[bool, list[str]]:
             for source in _images(node):
                 if source not in inside:
                     node.replace_input_with(source, _copy(graph, source, last=True))
-        elif not _asks_for_sizes(node):
+        elif not _may_read_either(node):
             for source in node.all_input_nodes:
                 if source in inside:
                     node.replace_input_with(source, _copy(graph, source, last=False))
@@ -90,21 +91,28 @@ def _images(node: Node) -> list[Node]:
 def _is_convolution(node: Node, low: torch.dtype) -> bool:
     facts, shape = facts_of(notes(node).op.name), _shape(node)
     images = shape is None or len(shape) == 4
-    return facts.layouts and facts.cost == "convolution" and notes(node).precision.compute is low and images
+    return facts.any_format and facts.cost == "convolution" and notes(node).precision.compute is low and images
 
 
-def _asks_for_sizes(node: Node) -> bool:
-    """Whether no tensor comes out, and the layout does not matter."""
-    op = notes(node).op.name
-    attribute = op == "getattr" and argument(node, 1, "name") in ("shape", "ndim", "dtype", "device")
-    return attribute or (facts_of(op).layouts and notes(node).dtype is NON_TENSOR)
+def _takes_over(node: Node) -> bool:
+    """Whether its values are the same in either order, and its result has that of its operands."""
+    facts = facts_of(notes(node).op.name)
+    return node.target in CASTS or (facts.any_format and not facts.view and not facts.random)
+
+
+def _may_read_either(node: Node) -> bool:
+    """Whether what comes out is no image, and the order does not matter: a size, a mean over pixels."""
+    if notes(node).op.name == "getattr":
+        return argument(node, 1, "name") in ("shape", "ndim", "dtype", "device")
+    shape = _shape(node)
+    return _takes_over(node) and (notes(node).dtype is NON_TENSOR or (shape is not None and len(shape) != 4))
 
 
 def _inside(graph: Graph, convolutions: set[Node]) -> set[Node]:
     """The convolutions, and what takes over the layout of their results: its operands are images, or numbers."""
     inside: set[Node] = set()
     for node in graph.nodes:
-        follows = facts_of(notes(node).op.name).layouts and any(source in inside for source in node.all_input_nodes)
+        follows = _takes_over(node) and any(source in inside for source in node.all_input_nodes)
         if node in convolutions or (follows and len(_shape(node) or ()) == 4):
             inside.add(node)
     return inside

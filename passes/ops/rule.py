@@ -15,6 +15,20 @@ Rank: TypeAlias = Literal["reduced", "kept"]
 Cost: TypeAlias = Literal["product", "convolution", "transposed convolution", "attention", "pointwise"]
 
 
+class Epilogue(NamedTuple):
+    """An op as oneDNN has it behind a product: its name there, and the numbers that it wants.
+
+    ``options``: (position, name, default) of the arguments that give them; ``numbers``: those that are always the same;
+    ``algorithm``: (position, name, default) of the one that says how it is computed; ``binary``: it has two operands.
+    """
+
+    name: str
+    options: tuple[tuple[int, str, float], ...] = ()
+    numbers: tuple[float, ...] = ()
+    algorithm: tuple[int, str, str] | None = None
+    binary: bool = False
+
+
 class Writes(NamedTuple):
     """Ports that are written to unless a flag (its position, its name, what it is where it is left out) says no."""
 
@@ -115,9 +129,13 @@ class OpRule:
 
         cost: how its time is told from its shapes; None: by the bytes it moves, or nobody knows.
         factors: positions of the two operands of a product.
-        layouts: of images with channels last in memory it makes such, as fast as of others or faster; or it asks for
-            sizes alone.
         bias: how many dimensions of the result lie behind that of its bias, where it takes one.
+
+    What a product that it follows can do for it, and where its values lie:
+
+        epilogue: how a product's kernel is asked to apply it to its result (see ``passes.pack``).
+        any_format: it computes the same however its arguments lie in memory (contiguous, channels_last), and its
+            result, as far as it is a tensor of theirs, lies as they do.
     """
 
     rule: Rule
@@ -153,9 +171,10 @@ class OpRule:
     exponential: bool = False
     sums: bool = False
     cost: Cost | None = None
-    layouts: bool = False
     factors: tuple[int, int] = (0, 1)
     bias: int | None = None
+    epilogue: Epilogue | None = None
+    any_format: bool = False
 
 
 class Further(NamedTuple):

@@ -57,6 +57,14 @@ def results(tmp_path: pathlib.Path) -> pathlib.Path:
         "noise": 0.01,
         "variants": variants,
     }
+    base = {"median_ms": 12.345}
+    frozen = [{"ratio": ratio(value, verdict), "prepare_s": 0.5} for value, verdict in ((4.0, "faster"), (1.01, "="))]
+    batches = [
+        {"batch": size, "noise": 0.02, "variants": {"autocast": base, "frozen": each}}
+        for size, each in zip((1, 16), frozen, strict=True)
+    ]
+    inference = {"environment": ENVIRONMENT, "model": "mlp", "shape": "mlp's", "batches": batches}
+    save("inference-cpu-mlp", inference, root)
     save("accuracy-bfloat16-digits", accuracy, root)
     stacks = [
         {
@@ -114,6 +122,13 @@ def test_memory(results):
     text, _ = rendered(page("memory cpu bfloat16"), results)
     assert "| model |  | autocast, MB | O1 |\n" in text
     assert "| gpt | small | 200 | 0.80 (0.70) |\n" in text and MEASURED in text
+
+
+def test_inference(results):
+    text, _ = rendered(page("inference cpu"), results)
+    assert "| model | batch | autocast, ms | frozen |\n" in text
+    assert "| mlp | 1 | 12.3 | **4.00** |\n| mlp | 16 | 12.3 | = |\n" in text
+    assert "geometric mean 2.01, least 1.01; ready after 0.50 s at most" in text and MEASURED in text
 
 
 def test_accuracy(results):

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -222,6 +223,47 @@ def test_wrappers_of_tensors_are_known() -> None:
 
     assert of_kernels.is_traceable_wrapper_subclass(TwoTensor(torch.ones(1), torch.ones(1)))
     assert not of_kernels.is_traceable_wrapper_subclass(torch.nn.Parameter(torch.ones(1)))
+
+
+@contract("kernels", "version_of")
+def test_writes_are_counted_but_those_to_inference_tensors() -> None:
+    x = torch.ones(2)
+    before = of_kernels.version_of(x)
+    x.add_(1)
+    assert of_kernels.version_of(x) == before + 1
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="version"):
+        of_kernels.version_of(torch.ones(2))
+
+
+@contract(
+    "kernels", "reorder_linear_weight", "linear_pointwise", "reorder_conv_weight", "conv_pointwise", "conv_binary",
+    "has_bfloat16_kernels",
+)  # fmt: skip
+def test_onednn_takes_weights_that_were_packed_once() -> None:
+    if not (torch.backends.mkldnn.is_available() and of_kernels.has_bfloat16_kernels()):
+        pytest.skip("no oneDNN with bfloat16")
+    x, w, b = (torch.randn(size).bfloat16() for size in ((3, 20), (130, 20), (130,)))
+    packed = of_kernels.reorder_linear_weight(w, None)
+    linear = F.linear(x, w, b)
+    assert torch.equal(of_kernels.linear_pointwise(x, packed, b, "none", [], ""), linear)
+    for name, numbers, algorithm, apart in (
+        ("relu", [], "", F.relu), ("gelu", [], "none", F.gelu), ("swish", [], "", F.silu),
+        ("gelu", [], "tanh", lambda y: F.gelu(y, approximate="tanh")), ("tanh", [], "", torch.tanh),
+        ("leaky_relu", [0.2], "", lambda y: F.leaky_relu(y, 0.2)), ("hardtanh", [0.0, 6.0], "", F.relu6),
+        ("sigmoid", [], "", torch.sigmoid), ("hardswish", [], "", F.hardswish), ("hardsigmoid", [], "", F.hardsigmoid),
+    ):  # fmt: skip
+        joined = of_kernels.linear_pointwise(x, packed, b, name, numbers, algorithm)
+        torch.testing.assert_close(joined, apart(linear), atol=0.05, rtol=0.02)
+    image, kernel, bias = (torch.randn(size).bfloat16() for size in ((2, 8, 5, 5), (16, 8, 3, 3), (16,)))
+    around = [1, 1], [1, 1], [1, 1], 1
+    packed = of_kernels.reorder_conv_weight(kernel, *around, [2, 8, 5, 5])
+    assert torch.equal(packed.to_dense(), kernel)  # nothing is lost in it
+    apart = F.conv2d(image, kernel, bias, padding=1)
+    joined = of_kernels.conv_pointwise(image, packed, bias.float(), *around, "relu", [], "")
+    torch.testing.assert_close(joined, F.relu(apart), atol=0.05, rtol=0.02)
+    other = torch.randn_like(apart)
+    joined = of_kernels.conv_binary(image, other, packed, bias, *around, "add", 1.0, "relu", [], None)
+    torch.testing.assert_close(joined, F.relu(apart + other), atol=0.05, rtol=0.02)
 
 
 class _Asks(torch.autograd.Function):

@@ -305,7 +305,7 @@ O1 = fxprec.Policy.preset("O1")
         ({"level": "O2", "policy": fxprec.Policy.preset("O1")}, ValueError, "carries its level"),
         ({"policy": "O1"}, TypeError, "Policy.preset"),
         ({"scaler": "big"}, TypeError, "LossScaler"),
-        ({"fuse": True}, fxprec.ConversionError, "fuse='auto'"),
+        ({"fuse": True, "dtype": torch.float16}, fxprec.ConversionError, "fuse='auto'"),
         ({"policy": O1.override(modules={"encodr": torch.float32})}, fxprec.PolicyError, "encodr"),
         ({"policy": O1.override(ops={"conv2d": torch.float32})}, fxprec.PolicyError, "conv2d"),
         ({"policy": O1.override(nodes={"linaer": torch.float32})}, fxprec.PolicyError, "linear"),

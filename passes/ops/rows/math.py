@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.ops.rule import OpRule, facts, rows, table
+from fxprec.passes.ops.rule import Epilogue, OpRule, facts, rows, table
 
 _WIDEST: Final = "the widest of its float inputs wins, inside the kernel"
 _ONE_DTYPE: Final = "the widest of its float inputs wins; the kernel wants them all in it"
@@ -44,7 +44,6 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.KEEP, "the next number depends on the dtype itself", "nextafter"),
     rows(Rule.KEEP, "computes in float64", "float_power", result="float64"),
     facts("add sub mul div clamp", rank="kept"),
-    facts("add sub mul cat", layouts=True),
     facts("add sub rsub mul div clamp clamp_min clamp_max where maximum minimum", numbers="operands"),
     facts("div", singular=1, special="div"),
     facts("where", special="where"),
@@ -52,6 +51,8 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("eq ne lt le gt ge where mul maximum minimum", boolean=True),
     facts("div rdiv", float_number=True),
     facts("rdiv", autocast=Rule.FULL),
+    facts("add", epilogue=Epilogue("add", binary=True)),
+    facts("add sub mul div clamp maximum minimum cat", any_format=True),
     # of one
     rows(Rule.FOLLOW, "exact, or one rounding", "neg nan_to_num", result="first"),
     rows(Rule.FOLLOW, "gives its input back", "positive", result="first", view=True, same=True),
@@ -99,6 +100,7 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.FOLLOW, _PICKS, "argmax argmin argsort count_nonzero nonzero argwhere nonzero_static", result="int64"),
     rows(Rule.FOLLOW, _PICKS, "all any is_all_true is_any_true", result="bool"),
     facts("sum mean prod max min amax amin norm std var", rank="reduced"),
+    facts("sum mean amax amin", any_format=True),
     facts("sum mean nansum nanmean prod cumsum cumprod var std norm linalg_norm linalg_vector_norm", sums=True),
     facts("max min median nanmedian", special="extreme"),
     facts("amax amin", exact=True),

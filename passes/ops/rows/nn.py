@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.ops.rule import OpRule, Writes, facts, rows, table
+from fxprec.passes.ops.rule import Epilogue, OpRule, Writes, facts, rows, table
 
 _INPUT: Final = (0, "input")
 #: Running statistics, in torch.nn.functional's order of arguments and in aten's.
@@ -45,7 +45,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("addmm addbmm baddbmm addmm_activation einsum", cost="product", factors=(1, 2)),
     facts("conv1d conv2d conv3d convolution", cost="convolution"),
     facts("conv_transpose1d conv_transpose2d conv_transpose3d", cost="transposed convolution"),
-    facts("conv2d conv_transpose2d", layouts=True),
+    facts("conv2d conv3d conv_transpose2d conv_transpose3d", any_format=True),
     facts("linear addmm", bias=0), facts("conv1d", bias=1), facts("conv2d", bias=2), facts("conv3d", bias=3),
     facts("scaled_dot_product_attention", cost="attention", masks=(3, "attn_mask")),
     facts("multi_head_attention_forward", masks=(14, 16, "key_padding_mask", "attn_mask")),
@@ -63,7 +63,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
            result="float"),
     rows(Rule.FULL, "divides by a norm: sums squares", "normalize weight_norm weight_norm_interface", result="first"),
     facts("batch_norm instance_norm", fp32_ports=True),
-    facts("batch_norm", layouts=True),
+    facts("batch_norm group_norm", any_format=True),
     facts("layer_norm group_norm batch_norm", special="native_norm"),
     facts("layer_norm rms_norm group_norm local_response_norm normalize weight_norm", autocast=Rule.FULL),
     # softmax and its kin
@@ -112,7 +112,18 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("threshold hardtanh dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", inplace=3),
     facts("rrelu", inplace=4, random=True),
     facts("threshold hardtanh", numbers="operands"),
-    facts("relu relu6 leaky_relu elu gelu silu mish tanh sigmoid hardtanh hardsigmoid hardswish", layouts=True),
+    facts("relu", epilogue=Epilogue("relu")),
+    facts("gelu", epilogue=Epilogue("gelu", algorithm=(1, "approximate", "none"))),
+    facts("silu", epilogue=Epilogue("swish")),
+    facts("tanh", epilogue=Epilogue("tanh")),
+    facts("sigmoid", epilogue=Epilogue("sigmoid")),
+    facts("hardswish", epilogue=Epilogue("hardswish")),
+    facts("hardsigmoid", epilogue=Epilogue("hardsigmoid")),
+    facts("leaky_relu", epilogue=Epilogue("leaky_relu", ((1, "negative_slope", 0.01),))),
+    facts("hardtanh", epilogue=Epilogue("hardtanh", ((1, "min_val", -1.0), (2, "max_val", 1.0)))),
+    facts("relu6", epilogue=Epilogue("hardtanh", numbers=(0.0, 6.0))),
+    facts("relu relu6 leaky_relu elu celu selu gelu silu mish tanh sigmoid softsign tanhshrink hardtanh hardsigmoid "
+          "hardswish hardshrink softshrink threshold dropout dropout1d dropout2d dropout3d", any_format=True),
     # pooling
     rows(Rule.FOLLOW, _PICKS, "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d "
          "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d", result="first"),
@@ -125,12 +136,13 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.FULL, "no low kernel on CPU", "avg_pool3d", result="first", low_kernel=False),
     rows(Rule.FULL, "raises to a power and sums", "lp_pool1d lp_pool2d lp_pool3d", result="first",
          autocast=Rule.FULL),
-    facts("max_pool2d avg_pool2d adaptive_avg_pool2d", layouts=True),
     facts("max_pool1d max_pool2d max_pool3d", special="pool", return_indices=6, exact=True),
     facts("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d", special="pool", return_indices=2, exact=True),
     facts("fractional_max_pool2d fractional_max_pool3d", special="pool", return_indices=4),
     facts("fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
           "fractional_max_pool3d_with_indices", random=True),
+    facts("max_pool2d max_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d adaptive_avg_pool2d "
+          "adaptive_avg_pool3d", any_format=True),
     # resampling
     rows(Rule.FULL, "weights of neighbours are fractions: FP32 as under autocast",
          "interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d", result="first"),
@@ -151,6 +163,8 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("interpolate_nearest interpolate_area", numbers="aside"),
     facts("interpolate upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
           "upsample_bilinear2d_aa upsample_bicubic2d_aa", autocast=Rule.FULL),
+    facts("interpolate upsample_bilinear2d interpolate_nearest upsample_nearest2d upsample_nearest3d pad",
+          any_format=True),
     # rotary embedding
     rows(Rule.FOLLOW, "turns pairs by FP32 angles inside its kernel: follows its input", "rope", ports=(0, "x"),
          result="first"),

@@ -38,6 +38,8 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("alias detach contiguous resolve_conj resolve_neg as_subclass", same=True),
     facts("broadcast_tensors meshgrid", special="each"),
     facts("contiguous", boolean=True),
+    facts("reshape flatten squeeze unsqueeze transpose permute expand narrow select slice chunk split getitem detach "
+          "contiguous", any_format=True),
     facts("detach", gradient=False),
     # copies
     rows(Rule.FOLLOW, _COPY, "clone flip fliplr flipud roll rot90 repeat tile repeat_interleave tril triu diag "
@@ -62,6 +64,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("clone masked_fill", boolean=True),
     # casts
     rows(Rule.KEEP, _CAST, "to", result="unknown", view=True, same=True, arrives=True, special="cast", rank="kept"),
+    facts("to", any_format=True),
     # creation
     rows(Rule.FOLLOW, "constants in the dtype of their example", "zeros_like ones_like empty_like full_like new_zeros "
          "new_ones new_empty new_full new_empty_strided new", ports=_SELF, result="first"),
@@ -101,7 +104,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
          "sym_max sym_min sym_not sym_float sym_int sym_ite sym_sqrt sym_sum nnz", ports=(), result="none"),
     facts("numpy tolist item storage typed_storage untyped_storage data_ptr", reads_values=True),
     facts("item", gradient=False),
-    facts("size shape dim numel is_floating_point is_complex len get_device", layouts=True),
+    facts("size shape dim numel len is_floating_point", any_format=True),
     facts("sym_float sym_sqrt", float_number=True),
     # sparse tensors
     rows(Rule.KEEP, _SPARSE, "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_dense "

@@ -67,7 +67,7 @@ MODELS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "one column": (lambda x, w: F.conv2d(x, w).relu(), (torch.randn(2, 40, 9, 1), torch.randn(2, 40, 1, 1)), 2),
     "transposed": (lambda x, w: F.conv_transpose2d(F.conv2d(x, w), w).sigmoid(), (X, W), 2),
     "view": (lambda x, w: F.conv2d(x, w).view(2, -1), (X, W), 2),
-    "read twice": (lambda x, w: (lambda y: (y.flatten(1), y.mean((2, 3)), y.relu()))(F.conv2d(x, w)), (X, W), 2),
+    "read twice": (lambda x, w: (lambda y: (y.flatten(1), y.mean((2, 3)), y.relu()))(F.conv2d(x, w)), (X, W), 3),
 }
 
 

@@ -1,0 +1,234 @@
+"""The packed weights of a frozen model, and its programs on them.
+
+A packed weight is a cache beside the plain one, which stays the parameter: it is never copied, saved or moved with the
+model. Programs that read one weight share its packed copy, and look at each call whether the weights are those that
+were packed (identity, version, address). If not, the first such call runs on the plain ones, and the second packs them
+again: weights that change at each call (``functional_call`` with several sets) are not packed each time.
+
+Whoever looks into the ops, or wants gradients of an input, gets the program on plain weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, FX, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.nn.packed import PackedConv, fold_norm, pack_linear
+from fxprec.kernels.torch_internals import version_of
+from fxprec.passes.context import Context
+from fxprec.passes.graph.annotations import notes
+from fxprec.passes.pack import Packing, pack
+from fxprec.passes.runner import run_passes
+from fxprec.programs.program import Program, without_autocast
+from fxprec.shadows import ShadowStore
+
+_pointer: Final = Tensor.data_ptr
+_PLAIN_TYPES: Final = (Tensor, nn.Parameter)
+
+#: What tells a weight from another one, and from itself as it was.
+_Key = tuple[Any, ...]
+#: What a program takes in the place of a weight.
+_Copy = Tensor | PackedConv
+#: Versions and addresses of weights in a call, and how often shadows were refreshed, which may show in neither.
+_Seen = tuple[list[int], list[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Packed copies, and the keys of what they were made from."""
+
+    keys: tuple[Any, ...]
+    copies: tuple[_Copy, ...]
+
+
+class PackedWeights:
+    """Those of one frozen model.
+
+    Attributes:
+        context: of the passes.
+        shadows: of the weights that stay FP32: those are packed from their shadows.
+    """
+
+    def __init__(self, context: Context, shadows: ShadowStore) -> None:
+        self.context = context
+        self.shadows = shadows
+        self._packed: dict[Packing, _Packed] = {}  # by paths in the model
+        self._functions: weakref.WeakSet[_PackedFunction] = weakref.WeakSet()
+
+    def take(self, program: Program, shown: GraphModule) -> None:
+        """Have a program run on packed weights where it can.
+
+        Args:
+            program: changed in place.
+            shown: the graph that users see: its nodes are told what serves them.
+        """
+        if program.packed is not None:
+            return
+        gm = _copy(program.gm)
+        run_passes(gm, self.context, [pack])
+        if gm.meta["declined"]:
+            shown.meta["declined"] = [*dict.fromkeys([*shown.meta.get("declined", ()), *gm.meta["declined"]])]
+        shown.meta["packed"] = gm.meta["packed"]
+        if not gm.meta["packings"]:
+            return
+        serving = {node.name: notes(node).fused for node in gm.graph.nodes}
+        for node in shown.graph.nodes:
+            if node.name in gm.meta["packed"]:
+                notes(node).fused = serving[node.name]
+        program.packed = gm
+        function = _PackedFunction(self, program, gm)
+        self._functions.add(function)
+        program.function = without_autocast(function, self.context.device)
+
+    @property
+    def nbytes(self) -> int:
+        """That the packed copies hold by now."""
+        copies = [copy for each in self._packed.values() for copy in each.copies]
+        return sum(
+            copy.nbytes if isinstance(copy, PackedConv) else copy.numel() * copy.element_size() for copy in copies
+        )
+
+    def clear(self) -> None:
+        """Forget all: the next calls pack anew."""
+        self._packed.clear()
+        for function in self._functions:
+            function.forget()
+
+    @contextlib.contextmanager
+    def folded_before(self, model: nn.Module) -> Iterator[None]:
+        """Within the block the FP32 masters of weights go: norms are folded into them before."""
+        tensors = _tensors_of(model)
+        packings = {packing for each in self._functions for packing in each.packings if packing.norm is not None}
+        known = [packing for packing in packings if all(name in tensors for name in packing.sources)]
+        folded = {packing: _make(packing, _weights(packing, tensors), self.context.low) for packing in known}
+        yield
+        tensors = _tensors_of(model)
+        for packing, copies in folded.items():
+            self._packed[packing] = _Packed((0, *_keys(_weights(packing, tensors))), copies)
+
+    def packed(self, packing: Packing, weights: Sequence[Tensor | None], refreshes: int) -> tuple[_Copy, ...]:
+        """The packed copy of a weight, with a folded batch norm its bias too.
+
+        Args:
+            packing: what makes it, by paths in the model.
+            weights: the weight; with a norm its bias, then the norm's mean, variance, weight and bias.
+            refreshes: of shadows so far, where some of these are shadows.
+        """
+        found, keys = self._packed.pop(packing, None), (refreshes, *_keys(weights))
+        if found is None or found.keys != keys:
+            del found  # before there is another one
+            found = _Packed(keys, _make(packing, weights, self.context.low))
+        self._packed[packing] = found
+        return found.copies
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _keys(weights: Sequence[Tensor | None]) -> tuple[_Key, ...]:
+    return tuple(
+        (id(each), version_of(each), each.data_ptr(), each.dtype, each.shape, each.stride())
+        for each in weights
+        if each is not None
+    )
+
+
+def _stays(weight: Tensor) -> bool:
+    """Whether it can be packed, and nothing writes to it unseen, as another process does to memory that it shares."""
+    return type(weight) in _PLAIN_TYPES and weight.device.type == "cpu" and not weight.is_shared()
+
+
+def _make(packing: Packing, weights: Sequence[Tensor | None], low: torch.dtype) -> tuple[_Copy, ...]:
+    weight, *norm = weights
+    assert weight is not None
+    with torch.no_grad():
+        bias: tuple[_Copy, ...] = ()
+        if packing.norm is not None:
+            old, mean, var, gamma, beta = norm
+            assert mean is not None and var is not None
+            weight, shift = fold_norm(weight, old, mean, var, gamma, beta, packing.eps)
+            bias = (shift.to(low) if packing.low_bias else shift,)
+        weight = weight.to(low)
+        return (pack_linear(weight) if packing.conv is None else PackedConv(weight, *packing.conv), *bias)
+
+
+def _weights(packing: Packing, by_name: Mapping[str, Tensor]) -> list[Tensor | None]:
+    return [None if name is None else by_name[name] for name in (packing.weight, *(packing.norm or ()))]
+
+
+class _PackedFunction:
+    """What runs for a program that has packed weights.
+
+    Attributes:
+        packings: of the packed weights that it takes before all others, by paths in the model.
+    """
+
+    def __init__(self, store: PackedWeights, program: Program, gm: GraphModule) -> None:
+        names = [str(node.target) for node in program.gm.graph.find_nodes(op="placeholder")]
+        paths = dict(zip(names, (*program.low, *program.plain), strict=False))
+        self.packings = tuple(packing.renamed(paths) for packing in gm.meta["packings"])
+        read = dict.fromkeys(name for packing in gm.meta["packings"] for name in packing.sources)
+        self._paths = tuple(paths[name] for name in read)
+        positions = [names.index(name) for name in read]
+        self._weights: Callable[[Sequence[Any]], Any] = (
+            itemgetter(*positions) if len(positions) > 1 else lambda given: (given[positions[0]],)
+        )
+        self._of_shadows = bool(program.low)
+        self._inputs = len(program.low) + len(program.plain)
+        self._store, self._plain, self._forward = store, program.function, gm.forward
+        self._seen: _Seen | None = None
+        self._known: tuple[_Seen | None, tuple[_Copy, ...]] = None, ()
+
+    def __call__(self, *given: Any) -> Any:
+        if watcher(COMPILER, TRANSFORM, DUAL, SCRIPT, FX, ANY_MODE) is not None:
+            return self._plain(*given)
+        if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in given):
+            return self._plain(*given)
+        for each in given[self._inputs :]:
+            if isinstance(each, Tensor) and (type(each) is not Tensor or each.is_nested or each.is_sparse):
+                return self._plain(*given)
+        weights = self._weights(given)
+        try:
+            seen = [*map(version_of, weights)], [*map(_pointer, weights)], self._refreshes()
+        except RuntimeError:  # inference tensors count no versions, others have no address
+            return self._plain(*given)
+        known, copies = self._known
+        if known != seen:
+            copies = self._take(weights, seen)
+        return self._plain(*given) if copies is None else self._forward(*copies, *given)
+
+    def _refreshes(self) -> int:
+        return self._store.shadows.refreshes if self._of_shadows else 0
+
+    def forget(self) -> None:
+        """What is packed is out of date."""
+        self._seen, self._known = None, (None, ())
+
+    def _take(self, weights: Sequence[Tensor], seen: _Seen) -> tuple[_Copy, ...] | None:
+        """Pack weights that are others than those known. None: not yet, or not these."""
+        again, self._seen = self._seen is None or self._seen == seen, seen
+        if not again or not all(map(_stays, weights)):
+            return None
+        by_path = dict(zip(self._paths, weights, strict=True))
+        each = [self._store.packed(each, _weights(each, by_path), seen[2]) for each in self.packings]
+        copies = tuple(copy for copies in each for copy in copies)
+        self._known = seen, copies
+        return copies
+
+
+def _copy(gm: GraphModule) -> GraphModule:
+    """The same on a graph of its own."""
+    graph = Graph()
+    output = graph.graph_copy(gm.graph, {})
+    graph.output(output)
+    return GraphModule(gm, graph, class_name="Program")

@@ -1,0 +1,158 @@
+"""Products on weights that oneDNN packed once: linears and convolutions, with what follows them in the same kernel.
+
+oneDNN's kernels read a weight in blocks. Given a plain one it reorders it at each call, which for a few rows takes
+longer than the product. A packed weight is an opaque tensor: it has no memory that others could read, no copy and no
+gradient, and its products record nothing for a backward. So who calls these keeps the plain weight, and runs torch's
+own ops wherever somebody watches or wants gradients.
+
+Convolutions on packed weights give channels_last, whatever they take: ``in_format_of`` puts a result back into the
+format that the plain ones would have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxprec.kernels.torch_internals import (
+    conv_binary,
+    conv_pointwise,
+    has_bfloat16_kernels,
+    linear_pointwise,
+    reorder_conv_weight,
+    reorder_linear_weight,
+)
+
+_PARTS: Final = (
+    reorder_linear_weight, linear_pointwise, reorder_conv_weight, conv_pointwise, conv_binary,
+    has_bfloat16_kernels,
+)  # fmt: skip
+#: Multiply-adds up to which torch multiplies bfloat16 matrices by a loop of its own, which is faster than a call of
+#: oneDNN. Source: ATen/native/mkldnn/Matmul.cpp, use_mkldnn_bf16_matmul.
+FEW: Final = 16**3
+#: Sizes of input for which a weight is packed: each takes as much memory as the weight.
+_SIZES: Final = 4
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether products in this dtype run on packed weights here: bfloat16, where oneDNN has kernels for it."""
+    if dtype is not torch.bfloat16 or any(part is None for part in _PARTS):
+        return False
+    mkldnn: Any = torch.backends.mkldnn
+    return mkldnn.is_available() and mkldnn.enabled and has_bfloat16_kernels()
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """The weight of ``F.linear`` in the layout of oneDNN's kernels. A hint of the batch changes nothing measurable."""
+    return reorder_linear_weight(weight.contiguous(), None)
+
+
+class PackedConv:
+    """The weight of a convolution, packed for each size of input that comes.
+
+    Which layout oneDNN's kernel reads depends on the size, and one in another layout is reordered at each call by a
+    loop that takes a hundred times as long as the convolution (measured: 1.5 ms against 0.03 ms).
+
+    Args:
+        weight: low, of 2 or 3 dimensions of an image.
+    """
+
+    def __init__(
+        self, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+    ) -> None:
+        self.shape = weight.shape
+        self._options = padding, stride, dilation, groups
+        self._plain: Tensor | None = weight.contiguous()
+        self._packed: dict[torch.Size, Tensor] = {}
+
+    def for_input(self, shape: torch.Size) -> Tensor:
+        """The packed weight for inputs of this shape; beyond a few shapes the plain one, as without packing."""
+        found = self._packed.get(shape)
+        return self._pack(shape) if found is None else found
+
+    def _pack(self, shape: torch.Size) -> Tensor:
+        plain = self._plain
+        if plain is None:  # packing loses nothing
+            plain = self._plain = next(iter(self._packed.values())).to_dense()
+        if len(self._packed) >= _SIZES or 0 in shape:
+            return plain
+        packed = reorder_conv_weight(plain, *self._options, [*shape])
+        self._packed[shape] = packed
+        if len(self._packed) == 1:
+            self._plain = None  # mostly there is but one size
+        return packed
+
+    @property
+    def nbytes(self) -> int:
+        """That it holds by now."""
+        held = [*self._packed.values(), *([] if self._plain is None else [self._plain])]
+        return sum(each.numel() * each.element_size() for each in held)
+
+
+def fold_norm(
+    weight: Tensor, bias: Tensor | None, mean: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Weight and bias of a convolution with the batch norm behind it, in FP32."""
+    scale = torch.rsqrt(var.double() + eps)
+    scale = scale if gamma is None else scale * gamma.double()
+    shift = -mean.double() if bias is None else bias.double() - mean.double()
+    shift = shift * scale if beta is None else shift * scale + beta.double()
+    return (weight.double() * scale.view(-1, *[1] * (weight.dim() - 1))).float(), shift.float()
+
+
+def packed_linear_of_many(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` with a small weight: on the packed one unless the input has so few rows that torch's loop wins."""
+    if x.numel() * weight.shape[0] <= FEW:
+        return F.linear(x, weight, bias)
+    return linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def packed_conv(
+    x: Tensor, packed: PackedConv, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int, act: str = "none", numbers: Sequence[float] = (), algorithm: str = "",
+) -> Tensor:  # fmt: skip
+    """A convolution, and what ``act`` makes of its result, in one kernel. Gives channels_last."""
+    if x.dim() != len(packed.shape):
+        batch = x.unsqueeze(0)
+        return packed_conv(batch, packed, bias, stride, padding, dilation, groups, act, numbers, algorithm).squeeze(0)
+    weight = packed.for_input(x.shape)
+    return conv_pointwise(x, weight, bias, padding, stride, dilation, groups, act, numbers, algorithm)
+
+
+def packed_conv_plus(
+    x: Tensor, packed: PackedConv, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int, other: Tensor, relu: bool = False,
+) -> Tensor:  # fmt: skip
+    """``relu?(conv(...) + other)``: in one kernel where the two are of one shape."""
+    if other.dtype is x.dtype and other.shape == _conv_shape(x, packed, stride, padding, dilation):
+        weight, act = packed.for_input(x.shape), "relu" if relu else None
+        return conv_binary(x, other, weight, bias, padding, stride, dilation, groups, "add", 1.0, act, [], None)
+    y = packed_conv(x, packed, bias, stride, padding, dilation, groups) + other
+    return F.relu(y) if relu else y
+
+
+def _conv_shape(
+    x: Tensor, packed: PackedConv, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, ...]:
+    """Of the result; () of an input without a batch."""
+    if x.dim() != len(packed.shape):
+        return ()
+    sizes = zip(x.shape[2:], packed.shape[2:], stride, padding, dilation, strict=True)
+    return (x.shape[0], packed.shape[0], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
+
+
+def in_format_of(y: Tensor, *sources: Tensor) -> Tensor:
+    """``y`` as it would lie in memory had it come from these by plain ops: channels_last if one of them does."""
+    if y.is_contiguous() or any(map(_is_channels_last, sources)):
+        return y
+    return y.contiguous()
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
