@@ -97,9 +97,9 @@ def _converted(model: nn.Module, inputs: Inputs) -> Call:
     return _plain(fxprec.convert(model, dtype=torch.bfloat16).module, inputs)
 
 
-def _frozen(pack: bool) -> Callable[[nn.Module, Inputs], Call]:
+def _frozen(pack: bool, **options: Any) -> Callable[[nn.Module, Inputs], Call]:
     def build(model: nn.Module, inputs: Inputs) -> Call:
-        run = _converted(model, inputs)
+        run = _plain(fxprec.convert(model, dtype=torch.bfloat16, **options).module, inputs)
         run()
         fxprec.freeze(model, pack=pack)
         return run
@@ -126,6 +126,7 @@ VARIANTS: Final = {
     "converted": Variant("fxprec O1", _converted),
     "frozen-plain": Variant("fxprec O1, frozen, pack=False", _frozen(False)),
     "frozen": Variant("fxprec O1, frozen", _frozen(True)),
+    "frozen-fused": Variant("fxprec O1, fuse=True, frozen", _frozen(True, fuse=True)),
     "compile": Variant("torch.compile, freezing", _compiled),
 }
 

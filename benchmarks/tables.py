@@ -38,7 +38,7 @@ _BASELINE: Final = "autocast"
 _STEP: Final = {
     "FP32": "fp32", "torch.compile": "compile", "its CUDA graphs": "compile-graphs", "O1": "o1",
     "O1, own optimizer": "o1-own", "O1, low gradients": "o1-low", "O1, compiled": "o1-compiled",
-    "O1, loss inside": "o1-loss", "O2, own optimizer": "o2-own", "O1, lower=pays": "o1-pays",
+    "O1, fuse=True": "o1-fused", "O1, fuse=True, low gradients": "o1-fused-low", "O1, loss inside": "o1-loss", "O2, own optimizer": "o2-own", "O1, lower=pays": "o1-pays",
     "O1, whole step": "o1-whole", "O2, whole step": "o2-whole",
 }  # fmt: skip
 _MEMORY: Final = {
@@ -47,7 +47,7 @@ _MEMORY: Final = {
 }  # fmt: skip
 _INFERENCE: Final = {
     "FP32": "fp32", "model.bfloat16()": "bfloat16", "O1": "converted", "frozen, pack=False": "frozen-plain",
-    "frozen": "frozen", "torch.compile, freezing": "compile",
+    "frozen": "frozen", "fuse=True, frozen": "frozen-fused", "torch.compile, freezing": "compile",
 }  # fmt: skip
 
 
@@ -327,7 +327,8 @@ def _inference(words: Sequence[str], device: str | None, root: pathlib.Path) -> 
     if len(words) != 1:
         raise ResultsError(f"{' '.join(words)!r}: a table is 'inference SIZE'")
     found = _found([f"inference-{words[0]}-{name}" for name in NAMES], device, root)
-    rows, noises, frozen, prepare = [], [0.0], [], []
+    rows, noises, prepare = [], [0.0], []
+    gains: dict[str, list[float]] = {"frozen": [], "frozen-fused": []}
     for data in found:
         for batch in data["batches"]:
             variants = batch["variants"]
@@ -335,14 +336,18 @@ def _inference(words: Sequence[str], device: str | None, root: pathlib.Path) -> 
             base = variants[_BASELINE]
             rows.append((data["model"], str(batch["batch"]), _three_digits(base["median_ms"]), *map(_ratio, ratios)))
             noises += [batch["noise"]] if batch["noise"] is not None else []
-            if (ratio := variants.get("frozen", {}).get("ratio", {}).get(_BASELINE)) is not None:
-                frozen.append(ratio["value"])
-                prepare.append(variants["frozen"]["prepare_s"])
-    mean = math.exp(sum(map(math.log, frozen)) / len(frozen)) if frozen else 0.0
+            for name, values in gains.items():
+                if (ratio := variants.get(name, {}).get("ratio", {}).get(_BASELINE)) is not None:
+                    values.append(ratio["value"])
+                    prepare.append(variants[name]["prepare_s"])
+    means = [
+        f"{label} geometric mean {math.exp(sum(map(math.log, values)) / len(values)):.2f}, least {min(values):.2f}"
+        for label, values in zip(("frozen", "with fuse=True"), gains.values(), strict=True)
+        if values
+    ]
     meaning = (
-        f"How many times as fast as eager autocast; =: within the noise (at most {100 * max(noises):.1f} %). Frozen: "
-        f"geometric mean {mean:.2f}, least {min(frozen, default=0.0):.2f}; ready after "
-        f"{max(prepare, default=0.0):.2f} s at most"
+        f"How many times as fast as eager autocast; =: within the noise (at most {100 * max(noises):.1f} %). "
+        f"{'; '.join(means).capitalize()}; ready after {max(prepare, default=0.0):.2f} s at most"
     )
     return f"{_markdown(('model', 'batch', 'autocast, ms', *_INFERENCE), rows)}\n{meaning}. {_measured(found)}.\n"
 
