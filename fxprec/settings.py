@@ -201,7 +201,7 @@ def why_no_kernels(device: str) -> str:
 
 def why_no_compiler() -> str:
     """Why C++ kernels cannot be made here; "" where they can."""
-    from fxprec.kernels.launch import cpp  # which loads what torch compiles extensions with
+    from fxprec.kernels.cpu import cpp  # which loads what torch compiles extensions with
 
     return cpp.why_no_compiler()
 

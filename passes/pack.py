@@ -37,7 +37,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.kernels.nn.packed import (
+from fxprec.kernels.cpu.packed import (
     FEW,
     can_pack,
     in_format_of,

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fxprec.costs.files import processor_name
 from fxprec.errors import ServiceWarning
-from fxprec.kernels.launch.cpp import why_no_compiler
-from fxprec.kernels.nn.attention import attention
-from fxprec.kernels.nn.compiled_attention import compiled_attention
+from fxprec.kernels.cpu.attention import attention
+from fxprec.kernels.cpu.compiled_attention import compiled_attention
+from fxprec.kernels.cpu.cpp import why_no_compiler
 from fxprec.passes.costs.device_costs import ATTENTION_WAYS, AttentionWay, Curve, DeviceCosts, Work
 
 #: Seconds for one size and dtype, and runs at least.

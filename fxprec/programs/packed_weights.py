@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
+from fxprec.kernels.cpu.packed import PackedConv, fold_norm, pack_linear
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, FX, SCRIPT, TRANSFORM, watcher
-from fxprec.kernels.nn.packed import PackedConv, fold_norm, pack_linear
 from fxprec.kernels.torch_internals import version_of
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import notes

@@ -34,9 +34,9 @@ class Work(StrEnum):
     CONVOLUTION_BACKWARD       FLOP of the forward, for both gradients; THIN_CONVOLUTION_BACKWARD likewise
     ATTENTION                  FLOP of the two products of a fused attention's forward
     ATTENTION_BACKWARD         the same FLOP, for the backward
-    ATTENTION_PRODUCTS         the same FLOP, for a forward by plain products (``fxprec.kernels.nn.attention``), of
+    ATTENTION_PRODUCTS         the same FLOP, for a forward by plain products (``fxprec.kernels.cpu.attention``), of
                                bfloat16 on a CPU; ATTENTION_PRODUCTS_BACKWARD: for its backward. May be absent
-    ATTENTION_COMPILED         likewise, by a compiled loop (``fxprec.kernels.nn.compiled_attention``), and
+    ATTENTION_COMPILED         likewise, by a compiled loop (``fxprec.kernels.cpu.compiled_attention``), and
                                ATTENTION_COMPILED_BACKWARD
     POINTWISE                  elements of a result
     CAST                       elements; forward and backward each cost this. Kept with the low dtype

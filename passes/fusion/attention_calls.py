@@ -8,8 +8,8 @@ After::
 
     %attended: bfloat16 = cpu_attention(%q, %k, %v, is_causal=True, way="products", from_flop=(19000000, 1100000))
 
-The way is that of the conversion: "products" (``fxprec.kernels.nn.attention``), or with ``fuse=True`` "compiled"
-(``fxprec.kernels.nn.compiled_attention``). It is taken from so many FLOP on, by a forward alone and by one with a
+The way is that of the conversion: "products" (``fxprec.kernels.cpu.attention``), or with ``fuse=True`` "compiled"
+(``fxprec.kernels.cpu.compiled_attention``). It is taken from so many FLOP on, by a forward alone and by one with a
 backward; what is smaller is torch's, and what the kernels do not serve. The numbers are where the curves of the
 device's costs cross.
 """
@@ -41,7 +41,7 @@ def cpu_attention(
         options |= {"way": way, "from_flop": from_flop}
         return leaf(cpu_attention, query, key, value, attn_mask, dropout_p, is_causal, **options)
     if query.dtype is torch.bfloat16 and query.dim() == 4 and not dropout_p:
-        from fxprec.kernels.nn import attention, compiled_attention  # which load Triton
+        from fxprec.kernels.cpu import attention, compiled_attention  # which load Triton
 
         enough = from_flop[attention.wants_gradients(query, key, value)]
         if enough is not None and 4 * query.numel() * key.shape[-2] >= enough:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
-from fxprec.kernels.nn.packed import PackedConv, can_pack, pack_linear
+from fxprec.kernels.cpu.packed import PackedConv, can_pack, pack_linear
 from fxprec.model.module import conversion_of
 from fxprec.programs import packed_weights
 

@@ -6,7 +6,7 @@ import expecttest
 import pytest
 import torch
 
-from fxprec.kernels.nn.packed import can_pack
+from fxprec.kernels.cpu.packed import can_pack
 from fxprec.passes import pack as module
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import notes

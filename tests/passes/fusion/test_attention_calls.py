@@ -19,9 +19,9 @@ from torch.fx import GraphModule, symbolic_trace
 import fxprec
 from benchmarks.workloads.models import GPT
 from fxprec.costs.files import path_of, processor_name, write
-from fxprec.kernels.launch.cpp import why_no_compiler
-from fxprec.kernels.nn import attention as products
-from fxprec.kernels.nn import compiled_attention as compiled
+from fxprec.kernels.cpu import attention as products
+from fxprec.kernels.cpu import compiled_attention as compiled
+from fxprec.kernels.cpu.cpp import why_no_compiler
 from fxprec.passes.costs.device_costs import ATTENTION_WAYS, Curve, DeviceCosts, Work
 from fxprec.passes.fuse import fuse
 from fxprec.passes.fusion.attention_calls import cpu_attention

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fxprec.kernels.launch.cpp import why_no_compiler
-from fxprec.kernels.nn import attention as module
-from fxprec.kernels.nn.attention import additive, attention, keeps_little, reference, serves
-from fxprec.kernels.nn.compiled_attention import compiled_attention
+from fxprec.kernels.cpu import attention as module
+from fxprec.kernels.cpu.attention import additive, attention, keeps_little, reference, serves
+from fxprec.kernels.cpu.compiled_attention import compiled_attention
+from fxprec.kernels.cpu.cpp import why_no_compiler
 from fxprec.testing import count_casts
 
 BF16 = torch.bfloat16

@@ -1,6 +1,6 @@
 """C++ that is compiled on the machine that runs it: once for each source, compiler, torch and CPU; kept on disk.
 
-``compiled("nn/attention.cpp")`` gives a library, whose functions take addresses and sizes. The first call in a process
+``compiled("cpu/attention.cpp")`` gives a library, whose functions take addresses and sizes. The first call in a process
 compiles, or finds what another process compiled::
 
     ~/.cache/fxprec/cpp/attention-<hash of source, compiler, flags, torch and CPU>.so
@@ -53,7 +53,7 @@ def why_no_compiler() -> str:
 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
-    """The library of a source file of this package, such as "nn/attention.cpp".
+    """The library of a source file of this package, such as "cpu/attention.cpp".
 
     Raises:
         CompilerError: see there; with what the compiler said.

@@ -5,7 +5,7 @@ Scores never leave the cache: the forward keeps one number a row (the logarithm 
 probabilities anew, and no memory grows with T * S. Errors against float64 are those of torch's kernel in the output,
 and a half to three quarters of them in the gradients.
 
-The first call compiles (``launch.cpp``): two seconds, once a machine.
+The first call compiles (``cpp``): two seconds, once a machine.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.launch.cpp import compiled
+from fxprec.kernels.cpu.attention import additive, empty_like, reference, serves
+from fxprec.kernels.cpu.cpp import compiled
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.nn.attention import additive, empty_like, reference, serves
 
 __all__ = ["compiled_attention", "serves"]
 
-_SOURCE: Final = "nn/attention.cpp"
+_SOURCE: Final = "cpu/attention.cpp"
 
 
 def _forward(

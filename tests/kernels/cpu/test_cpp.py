@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fxprec.kernels.launch import cpp
+from fxprec.kernels.cpu import cpp
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 

@@ -1,0 +1,1 @@
+"""What runs on CPUs: attention by products or compiled, products on packed weights, C++ compiled where it runs."""
