@@ -201,9 +201,9 @@ def why_no_kernels(device: str) -> str:
 
 def why_no_compiler() -> str:
     """Why C++ kernels cannot be made here; "" where they can."""
-    from fxprec.kernels.cpu import cpp  # which loads what torch compiles extensions with
+    from fxprec.kernels.cpu import compiled_attention  # which loads Triton, and what torch compiles extensions with
 
-    return cpp.why_no_compiler()
+    return compiled_attention.why_not()
 
 
 def one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:

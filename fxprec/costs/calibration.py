@@ -21,8 +21,7 @@ from torch import Tensor
 from fxprec.costs.files import processor_name
 from fxprec.errors import ServiceWarning
 from fxprec.kernels.cpu.attention import attention
-from fxprec.kernels.cpu.compiled_attention import compiled_attention
-from fxprec.kernels.cpu.cpp import why_no_compiler
+from fxprec.kernels.cpu.compiled_attention import compiled_attention, why_not
 from fxprec.passes.costs.device_costs import ATTENTION_WAYS, AttentionWay, Curve, DeviceCosts, Work
 
 #: Seconds for one size and dtype, and runs at least.
@@ -203,7 +202,7 @@ def _ways_of_attention(device: torch.device) -> list[tuple[Work, tuple[_Case, ..
     ways: dict[AttentionWay, Callable[..., Tensor]] = {}
     if device.type == "cpu":
         ways["products"] = attention
-        if not why_no_compiler():
+        if not why_not():
             ways["compiled"] = compiled_attention
     return [
         (work, tuple(_attention(*sizes, backward=work is works[1], attend=attend) for sizes in _HEADS))

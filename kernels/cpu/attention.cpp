@@ -137,9 +137,7 @@ const Bits* rows_of(const Bits* x, int64_t stride, int64_t n, int64_t width, Bit
 
 int64_t block_rows(int64_t keys) { return keys > 1024 ? 32 : 64; }
 
-}  // namespace
-
-extern "C" void fxprec_attention_forward(const Bits* query, const Bits* key, const Bits* value, const float* mask, Bits* out,
+void forward(const Bits* query, const Bits* key, const Bits* value, const float* mask, Bits* out,
                                          float* lse, const int64_t* shape, const int64_t* strides, int64_t causal,
                                          double scale_) {
   const Shape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
@@ -195,7 +193,7 @@ extern "C" void fxprec_attention_forward(const Bits* query, const Bits* key, con
   });
 }
 
-extern "C" void fxprec_attention_backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* value,
+void backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* value,
                                           const float* mask, const float* lse, Bits* dquery, Bits* dkey, Bits* dvalue,
                                           const int64_t* shape, const int64_t* strides, int64_t causal, double scale_) {
   const Shape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
@@ -284,4 +282,29 @@ extern "C" void fxprec_attention_backward(const Bits* grad, const Bits* query, c
     }
     at::native::cpublas::brgemm_release(true);
   });
+}
+
+// 0: done; 1: something was thrown, which must not leave C++: of brgemm, where the CPU has no AVX-512, or of memory.
+template <typename Run>
+int guarded(Run run) {
+  try {
+    run();
+    return 0;
+  } catch (...) {
+    return 1;
+  }
+}
+
+}  // namespace
+
+extern "C" int fxprec_attention_forward(const Bits* query, const Bits* key, const Bits* value, const float* mask, Bits* out,
+                                        float* lse, const int64_t* shape, const int64_t* strides, int64_t causal,
+                                        double scale) {
+  return guarded([&] { forward(query, key, value, mask, out, lse, shape, strides, causal, scale); });
+}
+
+extern "C" int fxprec_attention_backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* value,
+                                         const float* mask, const float* lse, Bits* dquery, Bits* dkey, Bits* dvalue,
+                                         const int64_t* shape, const int64_t* strides, int64_t causal, double scale) {
+  return guarded([&] { backward(grad, query, key, value, mask, lse, dquery, dkey, dvalue, shape, strides, causal, scale); });
 }

@@ -18,12 +18,20 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.cpu.attention import additive, empty_like, reference, serves
-from fxprec.kernels.cpu.cpp import compiled
+from fxprec.kernels.cpu.cpp import compiled, why_no_compiler
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 
-__all__ = ["compiled_attention", "serves"]
+__all__ = ["compiled_attention", "serves", "why_not"]
 
 _SOURCE: Final = "cpu/attention.cpp"
+
+
+def why_not() -> str:
+    """Why this does not run here; "" where it does: an x86 CPU with AVX-512, oneDNN, and a compiler."""
+    mkldnn: Any = torch.backends.mkldnn
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not (mkldnn.is_available() and mkldnn.enabled):
+        return "C++ kernels want AVX-512 and oneDNN, and torch has none of one of them here"
+    return why_no_compiler()
 
 
 def _forward(
@@ -77,13 +85,18 @@ def _call(
     strides = [step for each in strided for step in each.stride()[:3]]
     strides += [0, 0, 0] if mask is None else mask.stride()[:3]
     function = getattr(compiled(_SOURCE), f"fxprec_attention_{name}")
-    function(
+    status = function(
         *(ctypes.c_void_p(0 if each is None else each.data_ptr()) for each in tensors),
         (ctypes.c_int64 * len(shape))(*shape),
         (ctypes.c_int64 * len(strides))(*strides),
         ctypes.c_int64(causal),
         ctypes.c_double(scale),
     )
+    if status:
+        raise RuntimeError(
+            f"compiled attention, {name}: oneDNN's kernels take no bfloat16 here, or memory is short. Convert with "
+            "fuse='auto'"
+        )
 
 
 def _packed(x: Tensor) -> Tensor:

@@ -43,8 +43,11 @@ def cpu_attention(
     if query.dtype is torch.bfloat16 and query.dim() == 4 and not dropout_p:
         from fxprec.kernels.cpu import attention, compiled_attention  # which load Triton
 
-        enough = from_flop[attention.wants_gradients(query, key, value)]
-        if enough is not None and 4 * query.numel() * key.shape[-2] >= enough:
+        trained = attention.wants_gradients(query, key, value)
+        enough, flop = from_flop[trained], 4 * query.numel() * key.shape[-2]
+        if is_causal and not trained:
+            flop //= 4  # torch's forward leaves half of them out; ours comes in up to four blocks, with calls of each
+        if enough is not None and flop >= enough:
             arguments = query, key, value, attn_mask, is_causal
             if attention.serves(*arguments, enable_gqa):
                 if way == "compiled":

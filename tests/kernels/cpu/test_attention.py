@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxprec.kernels.cpu import attention as module
 from fxprec.kernels.cpu.attention import additive, attention, keeps_little, reference, serves
-from fxprec.kernels.cpu.compiled_attention import compiled_attention
-from fxprec.kernels.cpu.cpp import why_no_compiler
+from fxprec.kernels.cpu.compiled_attention import compiled_attention, why_not
 from fxprec.testing import count_casts
 
 BF16 = torch.bfloat16
@@ -74,7 +73,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 @pytest.fixture(params=[attention, compiled_attention], ids=["products", "compiled"])
 def attend(request: pytest.FixtureRequest) -> Any:
     """Each way to compute it."""
-    if request.param is compiled_attention and (why := why_no_compiler()):
+    if request.param is compiled_attention and (why := why_not()):
         pytest.skip(why)
     return request.param
 
@@ -297,7 +296,7 @@ def test_operands_may_lie_anywhere(where: str, attend: Any) -> None:
 
 
 def test_compiled_it_keeps_nothing_that_grows_with_both_lengths() -> None:
-    if why := why_no_compiler():
+    if why := why_not():
         pytest.skip(why)
     saved: list[int] = []
     tensors = [each.requires_grad_() for each in operands((1, 2, 2, 96, 96, 4))]

@@ -21,7 +21,7 @@ from benchmarks.workloads.models import GPT
 from fxprec.costs.files import path_of, processor_name, write
 from fxprec.kernels.cpu import attention as products
 from fxprec.kernels.cpu import compiled_attention as compiled
-from fxprec.kernels.cpu.cpp import why_no_compiler
+from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.passes.costs.device_costs import ATTENTION_WAYS, Curve, DeviceCosts, Work
 from fxprec.passes.fuse import fuse
 from fxprec.passes.fusion.attention_calls import cpu_attention
@@ -108,6 +108,14 @@ def test_sizes_decide(limits: tuple[Any, Any], alone: bool, trained: bool, taken
     with torch.no_grad():
         cpu_attention(wanted, q, q, from_flop=limits)
     assert bool(taken) is alone
+
+
+def test_a_causal_forward_alone_counts_a_quarter(taken: list[bool]) -> None:
+    q = torch.randn(1, 2, 4, 4).to(BF16)
+    cpu_attention(q, q, q, is_causal=True, from_flop=(129, 1))
+    assert not taken
+    cpu_attention(q, q, q, is_causal=True, from_flop=(128, 1))
+    assert taken
 
 
 FORMS: dict[str, Callable[..., Tensor]] = {
@@ -200,7 +208,7 @@ def trained(model: nn.Module, codes: Tensor) -> tuple[Tensor, list[Tensor]]:
 def test_a_model_trains_another_way(
     machine: Callable[[float], None], taken: list[bool], capture: Any, fuse: Any
 ) -> None:
-    if fuse is True and (why := why_no_compiler()):
+    if fuse is True and (why := why_not()):
         pytest.skip(why)
     machine(1e-9)
     torch.manual_seed(0)
@@ -229,7 +237,7 @@ def test_a_conversion_that_leaves_attention_to_torch(machine: Callable[[float], 
 @pytest.mark.parametrize("fuse", ["auto", True])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_the_ledger_adds_up(machine: Callable[[float], None], taken: list[bool], fuse: Any, gradients: bool) -> None:
-    if fuse is True and (why := why_no_compiler()):
+    if fuse is True and (why := why_not()):
         pytest.skip(why)
     machine(1e-9)
     torch.manual_seed(0)
