@@ -161,7 +161,8 @@ def compare(workload: Workload, batch: int | None, names: list[str], seconds: fl
                 row.prepare = time.perf_counter() - started
                 row.error = _error(output, exact)
             except Exception as error:  # one variant that fails is no reason to lose the others' figures
-                row.trouble = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                how = "refused" if isinstance(error, fxprec.ConversionError) else "failed"  # as documented
+                row.trouble = f"{how}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 continue
             calls[own] = call
     schedule = Schedule(warm_up=1, rounds=1, steps=1, settle=0)
@@ -228,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
             for batch in batches:
                 found.batches.append(compare(workload, batch, options.names, seconds))
                 found.show(console, found.batches[-1])
-                failed += sum(bool(row.trouble) for row in found.batches[-1].rows)
+                failed += sum(row.trouble.startswith("failed") for row in found.batches[-1].rows)
             if options.writes:
                 results.save(found.file, found.as_dict(), options.output, device)
                 before = found_before(workload.size, NAMES, found.device_name, options.output)

@@ -211,11 +211,13 @@ _TABLE: Final = (
     ),
     Variant(
         "o1-fused", "fxprec O1, fuse=True, its AdamW", partial(_converted, own=True, fuse=True), devices=("cpu",),
+        refuses=(fxprec.ConversionError,),
         why="on a GPU regions are fused in any case",
     ),
     Variant(
         "o1-fused-low", "fxprec O1, fuse=True, its AdamW(compiled=True), low gradients",
         partial(_converted, own=True, low=True, compiled=True, fuse=True), devices=("cpu",),
+        refuses=(fxprec.ConversionError,),
         why="on a GPU regions are fused in any case",
     ),
     Variant("o1-loss", "fxprec O1 with the loss inside, its AdamW", partial(_converted, own=True, inside=True)),

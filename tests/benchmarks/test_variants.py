@@ -20,7 +20,12 @@ MLP, GPT = workloads("tiny", ["mlp", "gpt"])
 
 
 def losses(variant, workload=MLP, steps=5, **setup):
-    made = VARIANTS[variant].build(workload, Setup(CPU, **setup))
+    try:
+        made = VARIANTS[variant].build(workload, Setup(CPU, **setup))
+    except fxprec.ConversionError as error:
+        if fxprec.ConversionError not in VARIANTS[variant].refuses:
+            raise
+        pytest.skip(str(error))  # fuse=True, on a CPU where nothing that is compiled gains
     found = []
     for _ in range(steps):
         made()
