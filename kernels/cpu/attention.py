@@ -273,6 +273,8 @@ def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
         or query.dim() != 4
         or watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is not None
         or 0 in (query.numel(), key.numel(), value.numel())
+        or key.dim() != 4
+        or (key.shape[1] != query.shape[1] and not (grouped and query.shape[1] % key.shape[1] == 0))
     ):
         return False
     try:
