@@ -52,6 +52,7 @@ from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by
+from fxprec.passes.ops.formats import taken_over, writes_across
 from fxprec.passes.ops.rule import Epilogue
 from fxprec.passes.ops.table import facts_at
 
@@ -236,6 +237,16 @@ class _Packer:
                 self._taken.add(node)
             elif found:
                 self.declined.append(f"{node.name}: {found}")
+        convolutions = {product.node for product in self.products if product.conv is not None}
+        writer = (
+            writes_across(self._graph, taken_over(self._graph, convolutions, through_views=True))
+            if convolutions
+            else None
+        )
+        if writer is not None:  # linears leave everything as it lies
+            self.declined.append(f"{writer.name}: writes to what would be a copy with packed convolutions")
+            self.products = [product for product in self.products if product.conv is None]
+            self._taken -= convolutions
 
     def join(self) -> None:
         """Take in what follows each: a batch norm, then another operand or an activation; behind a sum a relu."""

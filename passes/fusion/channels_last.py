@@ -31,9 +31,8 @@ from torch import Tensor
 from torch.fx import Graph, Node, Proxy
 
 from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, argument, notes
-from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.leaves import leaf
-from fxprec.passes.ops.aliases import alias_roots, written_by
+from fxprec.passes.ops.formats import taken_over, takes_over, writes_across
 from fxprec.passes.ops.table import facts_of
 
 
@@ -66,8 +65,8 @@ def lay_out(graph: Graph, low: torch.dtype) -> tuple[bool, list[str]]:
         images, weights = images + image + result, weights + weight
     if images <= weights:
         return False, [f"{convolutions[0].name}: channels last do not pay, weights are larger than images"]
-    inside = _inside(graph, set(convolutions))
-    if (writer := _writes_across(graph, inside)) is not None:
+    inside = {node for node in taken_over(graph, {*convolutions}) if len(_shape(node) or ()) == 4}
+    if (writer := writes_across(graph, inside)) is not None:
         return False, [f"{writer.name}: writes to what would be a copy with channels last"]
     for node in [*graph.nodes]:
         if node in inside:
@@ -94,42 +93,12 @@ def _is_convolution(node: Node, low: torch.dtype) -> bool:
     return facts.any_format and facts.cost == "convolution" and notes(node).precision.compute is low and images
 
 
-def _takes_over(node: Node) -> bool:
-    """Whether its values are the same in either order, and its result has that of its operands."""
-    facts = facts_of(notes(node).op.name)
-    return node.target in CASTS or (facts.any_format and not facts.view and not facts.random)
-
-
 def _may_read_either(node: Node) -> bool:
     """Whether what comes out is no image, and the order does not matter: a size, a mean over pixels."""
     if notes(node).op.name == "getattr":
         return argument(node, 1, "name") in ("shape", "ndim", "dtype", "device")
     shape = _shape(node)
-    return _takes_over(node) and (notes(node).dtype is NON_TENSOR or (shape is not None and len(shape) != 4))
-
-
-def _inside(graph: Graph, convolutions: set[Node]) -> set[Node]:
-    """The convolutions, and what takes over the layout of their results: its operands are images, or numbers."""
-    inside: set[Node] = set()
-    for node in graph.nodes:
-        follows = _takes_over(node) and any(source in inside for source in node.all_input_nodes)
-        if node in convolutions or (follows and len(_shape(node) or ()) == 4):
-            inside.add(node)
-    return inside
-
-
-def _writes_across(graph: Graph, inside: set[Node]) -> Node | None:
-    """A node that writes to memory which one side has by then, and the other a copy of."""
-    roots = alias_roots(graph)
-    seen: dict[Node, set[bool]] = {}
-    for node in graph.nodes:
-        if notes(node).dtype is NON_TENSOR:
-            continue
-        sides = seen.setdefault(roots[node], set())
-        sides.add(node in inside)
-        if len(sides) > 1 and any(roots.get(source) is roots[node] for source in written_by(node)):
-            return node
-    return None
+    return takes_over(node) and (notes(node).dtype is NON_TENSOR or (shape is not None and len(shape) != 4))
 
 
 def _copy(graph: Graph, source: Node, last: bool) -> Node:

@@ -69,6 +69,34 @@ def frozen(model=None, inputs=IMAGES, pack=True, capture="auto"):
     return model
 
 
+class Writes(nn.Module):
+    """A convolution whose result is written to through a view, or after one was taken."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.conv, self.how = nn.Conv2d(8, 4, 3), how
+
+    def forward(self, x):
+        y = self.conv(x)
+        if self.how == "through a view":
+            y.view(-1).mul_(2)
+        elif self.how == "through a flattened one":
+            y.flatten(1).mul_(2)
+        else:
+            view = y.view(-1)
+            y.mul_(2)
+            return view
+        return y
+
+
+@pytest.mark.parametrize("how", ["through a view", "through a flattened one", "after a view"])
+def test_what_is_written_through_a_view_is_seen(how):
+    model = Writes(how)
+    exact = copy.deepcopy(model)(IMAGES).detach()
+    with torch.no_grad():
+        assert error(frozen(model)(IMAGES), exact.double()) < 0.02
+
+
 def error(value, exact):
     return ((value.double() - exact).norm() / exact.norm()).item()
 

@@ -190,6 +190,21 @@ def test_values_go_back_into_their_format_where_it_can_be_seen():
     assert text.endswith("return %in_format_of")
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "%v: bfloat16 = view(%conv, 4)\n    %m: bfloat16 = mul_(%v, 2)\n    return %conv",
+        "%s: bfloat16 = select(%conv, 0, 0)\n    %r: bfloat16 = relu(%s)\n    %v: bfloat16 = view(%r, 4)\n"
+        "    %m: bfloat16 = mul_(%v, 2)\n    return %r",
+    ],
+)
+def test_convolutions_stay_where_a_copy_would_hide_a_write(rest):
+    _, gm, result = packed(f"{CONV}    {rest}")
+    assert gm.meta["packings"] == () and "m: writes to what would be a copy" in " ".join(result.declined)
+    _, gm, _ = packed(CONV + "    %m: bfloat16 = relu_(%conv)\n    %v: bfloat16 = view(%m, 4)\n    return %v")
+    assert gm.meta["packed"] == {"conv": ("relu",)}
+
+
 def test_one_weight_is_packed_once():
     text, gm, _ = packed(LINEAR + "    %again: bfloat16 = linear(%linear, %w, None)\n    return %again")
     assert gm.meta["packings"] == (Packing("w"),) and text.count("%packed_w,") == 2
