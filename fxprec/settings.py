@@ -201,7 +201,7 @@ def why_no_kernels(device: str) -> str:
 
 def why_no_compiler() -> str:
     """Why C++ kernels cannot be made here; "" where they can."""
-    from fxprec.kernels.cpu import compiled_attention  # which loads Triton, and what torch compiles extensions with
+    from fxprec.kernels.cpu import compiled_attention  # whose ops are registered when it is imported
 
     return compiled_attention.why_not()
 

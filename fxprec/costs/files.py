@@ -15,6 +15,7 @@ import torch
 
 from fxprec.costs.shipped import shipped
 from fxprec.errors import ServiceWarning
+from fxprec.kernels.launch.cache_folder import cache_folder
 from fxprec.passes.costs.device_costs import DeviceCosts
 
 #: What /proc/cpuinfo and torch call the instructions: of x86, of Arm.
@@ -51,11 +52,9 @@ def path_of(device: str) -> Path:
 
     The folder is ``$FXPREC_CACHE_DIR``, else ``$XDG_CACHE_HOME/fxprec``, else ``~/.cache/fxprec``.
     """
-    own, general = os.environ.get("FXPREC_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    folder = Path(own) if own else Path(general or Path.home() / ".cache") / "fxprec"
     threads = f"-{torch.get_num_threads()}-threads" if device == "cpu" else ""
     name = re.sub(r"\W+", "-", processor_name(device)).strip("-").lower()
-    return folder / f"costs-{device}-{name}{threads}.json"
+    return cache_folder() / f"costs-{device}-{name}{threads}.json"
 
 
 def read(path: Path) -> DeviceCosts:

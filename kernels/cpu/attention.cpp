@@ -1,4 +1,4 @@
-// Attention of bfloat16 in blocks of rows that stay in the cache: products with FP32 results, the softmax between in FP32.
+// Attention of bfloat16 in blocks of rows that stay in the cache: products with FP32 results, the softmax in FP32.
 //
 // For each head, rows R at a time (S keys, E wide; under a causal mask only the keys that the block sees):
 //
@@ -104,9 +104,10 @@ void transpose(const Bits* x, int64_t stride, int64_t n, int64_t width, Bits* ou
   }
 }
 
-void multiply(int64_t m, int64_t n, int64_t k, const void* a, int64_t lda, const void* b, int64_t ldb, float* c, int64_t ldc,
-              bool add) {
-  at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, static_cast<const Low*>(a), static_cast<const Low*>(b), c, true);
+void multiply(int64_t m, int64_t n, int64_t k, const void* a, int64_t lda, const void* b, int64_t ldb, float* c,
+              int64_t ldc, bool add) {
+  const auto *left = static_cast<const Low*>(a), *right = static_cast<const Low*>(b);
+  at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, left, right, c, true);
 }
 
 // scale * s + mask, and what is above the diagonal -inf.
@@ -137,9 +138,8 @@ const Bits* rows_of(const Bits* x, int64_t stride, int64_t n, int64_t width, Bit
 
 int64_t block_rows(int64_t keys) { return keys > 1024 ? 32 : 64; }
 
-void forward(const Bits* query, const Bits* key, const Bits* value, const float* mask, Bits* out,
-                                         float* lse, const int64_t* shape, const int64_t* strides, int64_t causal,
-                                         double scale_) {
+void forward(const Bits* query, const Bits* key, const Bits* value, const float* mask, Bits* out, float* lse,
+             const int64_t* shape, const int64_t* strides, int64_t causal, double scale_) {
   const Shape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
   const Strides q{strides[0], strides[1], strides[2]}, k{strides[3], strides[4], strides[5]},
       v{strides[6], strides[7], strides[8]}, o{strides[9], strides[10], strides[11]};
@@ -176,7 +176,7 @@ void forward(const Bits* query, const Bits* key, const Bits* value, const float*
             }
             if (seen % 2) row[seen] = 0;
             total.get()[i] = 1.0f / sum;
-            if (lse) lse[(b * z.heads + h) * z.rows + r + i] = most + std::log(sum);
+            lse[(b * z.heads + h) * z.rows + r + i] = most + std::log(sum);
           }
           multiply(n, z.width, even(seen), p.get(), pitch, values.get(), z.width, result.get(), z.width, false);
           for (int64_t i = 0; i < n; ++i) {
@@ -193,9 +193,9 @@ void forward(const Bits* query, const Bits* key, const Bits* value, const float*
   });
 }
 
-void backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* value,
-                                          const float* mask, const float* lse, Bits* dquery, Bits* dkey, Bits* dvalue,
-                                          const int64_t* shape, const int64_t* strides, int64_t causal, double scale_) {
+void backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* value, const float* mask,
+              const float* lse, Bits* dquery, Bits* dkey, Bits* dvalue, const int64_t* shape, const int64_t* strides,
+              int64_t causal, double scale_) {
   const Shape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
   const Strides y{strides[0], strides[1], strides[2]}, q{strides[3], strides[4], strides[5]},
       k{strides[6], strides[7], strides[8]}, v{strides[9], strides[10], strides[11]};
@@ -297,14 +297,16 @@ int guarded(Run run) {
 
 }  // namespace
 
-extern "C" int fxprec_attention_forward(const Bits* query, const Bits* key, const Bits* value, const float* mask, Bits* out,
-                                        float* lse, const int64_t* shape, const int64_t* strides, int64_t causal,
-                                        double scale) {
+extern "C" int fxprec_attention_forward(const Bits* query, const Bits* key, const Bits* value, const float* mask,
+                                        Bits* out, float* lse, const int64_t* shape, const int64_t* strides,
+                                        int64_t causal, double scale) {
   return guarded([&] { forward(query, key, value, mask, out, lse, shape, strides, causal, scale); });
 }
 
 extern "C" int fxprec_attention_backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* value,
                                          const float* mask, const float* lse, Bits* dquery, Bits* dkey, Bits* dvalue,
                                          const int64_t* shape, const int64_t* strides, int64_t causal, double scale) {
-  return guarded([&] { backward(grad, query, key, value, mask, lse, dquery, dkey, dvalue, shape, strides, causal, scale); });
+  return guarded([&] {
+    backward(grad, query, key, value, mask, lse, dquery, dkey, dvalue, shape, strides, causal, scale);
+  });
 }

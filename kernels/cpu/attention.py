@@ -22,6 +22,7 @@ semantics).
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,23 +71,26 @@ class _Plan:
     """
 
     group: int
-    chunks: list[_Chunk]
-    blocks: list[_Block]
-    sizes: list[int]
+    chunks: tuple[_Chunk, ...]
+    blocks: tuple[_Block, ...]
+    sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, causal: bool) -> _Plan:
         """For query [N, H, T, E] and key [N, G, S, E]."""
-        batch, heads, rows, _ = query.shape
-        _, groups, keys, _ = key.shape
+        return cls._of(*query.shape[:3], *key.shape[1:3], causal, _AT_ONCE)
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)  # layers are alike, and each call asks three times
+    def _of(cls, batch: int, heads: int, rows: int, groups: int, keys: int, causal: bool, at_once: int) -> _Plan:
         group, count = heads // groups, max(1, min(_BLOCKS, rows // _ROWS)) if causal else 1
         edges = [rows * number // count for number in range(count + 1)]
-        blocks = [_Block(slice(first, end), min(end, keys) if causal else keys) for first, end in pairwise(edges)]
+        blocks = tuple(_Block(slice(first, end), min(end, keys) if causal else keys) for first, end in pairwise(edges))
         areas = [group * (block.rows.stop - block.rows.start) * block.keys for block in blocks]
-        fit = max(1, _AT_ONCE // (4 * max(areas)))
+        fit = max(1, at_once // (4 * max(areas)))
         heads_each = next(size for size in range(min(groups, fit), 0, -1) if groups % size == 0)
         batch_each = max(1, min(batch, fit // groups))
-        chunks = [
+        chunks = tuple(
             _Chunk(
                 slice(b, min(b + batch_each, batch)),
                 slice(g, g + heads_each),
@@ -94,8 +98,8 @@ class _Plan:
             )
             for b in range(0, batch, batch_each)
             for g in range(0, groups, heads_each)
-        ]
-        sizes = [(c.batch.stop - c.batch.start) * heads_each * area for c in chunks for area in areas]
+        )
+        sizes = tuple((c.batch.stop - c.batch.start) * heads_each * area for c in chunks for area in areas)
         return cls(group, chunks, blocks, sizes)
 
     def rows(self, x: Tensor, chunk: _Chunk, block: _Block) -> Tensor:
@@ -243,16 +247,19 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     return *_backward_op(grad, *tensors, probabilities, *ctx.settings), *rest
 
 
+def scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Of each row over each key, [N, H, T, S], in plain torch and in the dtype of its arguments."""
+    found = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2) * scale
+    if causal:
+        found = found + torch.full(found.shape[-2:], -math.inf, dtype=found.dtype).triu(1)
+    return found if mask is None else found + mask
+
+
 def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """The same in plain torch, which autograd differentiates any number of times: all wide, the result low."""
-    wide, group = torch.promote_types(query.dtype, torch.float32), query.shape[1] // key.shape[1]
-    keys, values = (x.to(wide).repeat_interleave(group, 1) for x in (key, value))
-    scores = query.to(wide) @ keys.transpose(-1, -2) * scale
-    if causal:
-        scores = scores + torch.full(scores.shape[-2:], -math.inf, dtype=wide).triu(1)
-    if mask is not None:
-        scores = scores + mask
-    return (torch.softmax(scores, -1) @ values).to(query.dtype)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    p = torch.softmax(scores(query.to(wide), key.to(wide), mask, causal, scale), -1)
+    return (p @ value.to(wide).repeat_interleave(query.shape[1] // key.shape[1], 1)).to(query.dtype)
 
 
 _backward_op = KernelOp("attention_backward", _backward, _backward_fake)

@@ -17,11 +17,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.cpu.attention import additive, empty_like, reference, serves
+from fxprec.kernels.cpu.attention import additive, empty_like, reference, scores
 from fxprec.kernels.cpu.cpp import compiled, why_no_compiler
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-
-__all__ = ["compiled_attention", "serves", "why_not"]
 
 _SOURCE: Final = "cpu/attention.cpp"
 
@@ -39,8 +37,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output, and for each row the logarithm of the sum of its exponentials: [N, H, T], wide."""
     if query.dtype is not torch.bfloat16:  # a reference's
-        scores = _scores(query, key, mask, causal, scale)
-        return reference(query, key, value, mask, causal, scale), scores.logsumexp(-1)
+        norms = scores(query, key, mask, causal, scale).logsumexp(-1)
+        return reference(query, key, value, mask, causal, scale), norms
     query, key, value = map(_packed, (query, key, value))
     out, norms = _fake(query)
     _call("forward", (query, key, value, mask, out, norms), query, key, (query, key, value, out), mask, causal, scale)
@@ -104,20 +102,13 @@ def _packed(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2) * scale
-    if causal:
-        scores = scores + torch.full(scores.shape[-2:], -math.inf, dtype=scores.dtype).triu(1)
-    return scores if mask is None else scores + mask
-
-
 def _plain_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, norms: Tensor, causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
-    p = (_scores(query, key, mask, causal, scale) - norms.unsqueeze(-1)).exp()
+    p = (scores(query, key, mask, causal, scale) - norms.unsqueeze(-1)).exp()
     of_p = grad @ values.transpose(-1, -2)
     of_scores = scale * p * (of_p - (p * of_p).sum(-1, keepdim=True))
     of_keys, of_values = of_scores.transpose(-1, -2) @ query, p.transpose(-1, -2) @ grad

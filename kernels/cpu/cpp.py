@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch.utils import cpp_extension
+
+from fxprec.kernels.launch.cache_folder import cache_folder
 
 #: No fast math: what is NaN or infinite stays so.
 _FLAGS: Final = (
@@ -66,7 +67,7 @@ def compiled(source: str) -> ctypes.CDLL:
         assert compiler is not None
         parts = (text, _version(compiler), *_FLAGS, torch.__version__, _cpu())
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-        library = _private(_folder()) / f"{Path(source).stem}-{key}.so"
+        library = _private(cache_folder() / "cpp") / f"{Path(source).stem}-{key}.so"
         if not library.exists():
             _compile(compiler, text, library)
         _check_owner(library)
@@ -75,6 +76,8 @@ def compiled(source: str) -> ctypes.CDLL:
 
 def _compile(compiler: str, text: str, library: Path) -> None:
     """All of it or nothing, whoever compiles the same meanwhile."""
+    from torch.utils import cpp_extension  # which loads setuptools
+
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, made = Path(folder) / "source.cpp", Path(folder) / library.name
         source.write_text(text, encoding="utf-8")
@@ -107,11 +110,6 @@ def _cpu() -> str:
     except OSError:
         return platform.processor()
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model", "flags", "cpu family", "CPU "))))
-
-
-def _folder() -> Path:
-    own, general = os.environ.get("FXPREC_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    return (Path(own) if own else Path(general or Path.home() / ".cache") / "fxprec") / "cpp"
 
 
 def _private(folder: Path) -> Path:

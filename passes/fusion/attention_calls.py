@@ -16,7 +16,6 @@ device's costs cross.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -41,7 +40,7 @@ def cpu_attention(
         options |= {"way": way, "from_flop": from_flop}
         return leaf(cpu_attention, query, key, value, attn_mask, dropout_p, is_causal, **options)
     if query.dtype is torch.bfloat16 and query.dim() == 4 and not dropout_p:
-        from fxprec.kernels.cpu import attention, compiled_attention  # which load Triton
+        from fxprec.kernels.cpu import attention  # whose ops are registered when it is imported
 
         trained = attention.wants_gradients(query, key, value)
         enough, flop = from_flop[trained], 4 * query.numel() * key.shape[-2]
@@ -51,6 +50,8 @@ def cpu_attention(
             arguments = query, key, value, attn_mask, is_causal
             if attention.serves(*arguments, enable_gqa):
                 if way == "compiled":
+                    from fxprec.kernels.cpu import compiled_attention
+
                     return compiled_attention.compiled_attention(*arguments, scale)
                 if attention.keeps_little(query, key, value, is_causal):
                     return attention.attention(*arguments, scale)
@@ -60,11 +61,10 @@ def cpu_attention(
 def call_attention(graph: Graph, low: torch.dtype, way: AttentionWay, alone: float, trained: float) -> bool:
     """Replace what is computed low. Returns whether anything was."""
     limits = tuple(None if each == inf else round(each) for each in (alone, trained))
-    known = inspect.signature(cpu_attention).parameters
     changed = False
     for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         decided = notes(node).precision
-        if decided.compute is not low or len(node.args) > len(known) or not known.keys() >= node.kwargs.keys():
+        if decided.compute is not low:
             continue
         node.target = cpu_attention
         node.kwargs = {**node.kwargs, "way": way, "from_flop": limits}
