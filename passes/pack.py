@@ -30,15 +30,12 @@ give channels_last: where a value goes that must not see that, it is put back fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.kernels.cpu.packed import (
-    FEW,
     can_pack,
     in_format_of,
     packed_conv,
@@ -47,82 +44,14 @@ from fxprec.kernels.cpu.packed import (
 )
 from fxprec.kernels.torch_internals import linear_pointwise
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, arg_nodes, argument, notes
+from fxprec.passes.graph.annotations import NON_TENSOR, Op, Precision, Rule, arg_nodes, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.formats import taken_over, writes_across
-from fxprec.passes.ops.rule import Epilogue
 from fxprec.passes.ops.table import facts_at
-
-#: An activation as oneDNN has it: its name, its numbers, its algorithm.
-_Act = tuple[str, tuple[float, ...], str]
-_NONE: Final[_Act] = ("none", (), "")
-_RELU: Final[_Act] = ("relu", (), "")
-#: Dimensions of the images of a convolution that oneDNN packs.
-_PACKED_DIMENSIONS: Final = (2, 3)
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """What makes one packed weight, and with ``norm`` the bias that comes with it.
-
-    Attributes:
-        weight: the placeholder of the plain weight, or its path in the model.
-        conv: stride, padding, dilation and groups of a convolution; None: a linear.
-        norm: likewise of the convolution's bias and of the batch norm's mean, variance, weight and bias, each None
-            where there is none; None: no batch norm.
-        eps: the batch norm's.
-        low_bias: the bias that comes out is low: the kernel that adds another operand takes no FP32 one.
-    """
-
-    weight: str
-    conv: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int] | None = None
-    norm: tuple[str | None, ...] | None = None
-    eps: float = 0.0
-    low_bias: bool = False
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Every placeholder that it is made from."""
-        return (self.weight, *(name for name in self.norm or () if name is not None))
-
-    def renamed(self, names: Mapping[str, str]) -> Packing:
-        """The same of other names."""
-        norm = None if self.norm is None else tuple(None if each is None else names[each] for each in self.norm)
-        return replace(self, weight=names[self.weight], norm=norm)
-
-
-@dataclass(slots=True)
-class _Product:
-    """A linear or convolution on its way: what it will be called with."""
-
-    node: Node
-    x: Node
-    weight: Node
-    bias: Node | None
-    conv: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int] | None
-    norm: tuple[Node | None, ...] | None = None
-    eps: float = 0.0
-    act: _Act = _NONE
-    other: Node | None = None
-    joined: list[str] = field(default_factory=list)
-
-    @property
-    def is_small(self) -> bool:
-        """Of a linear: of few rows torch's own loop may be faster, or nobody knows."""
-        if self.conv is not None:
-            return False
-        numel = notes(self.weight).numel
-        return not isinstance(numel, int) or numel <= FEW
-
-    @property
-    def packing(self) -> Packing:
-        """Of its weight."""
-        norm = None if self.norm is None else tuple(None if each is None else str(each.target) for each in self.norm)
-        low_bias = norm is not None and self.other is not None
-        return Packing(str(self.weight.target), self.conv, norm, self.eps, low_bias)
+from fxprec.passes.packing.products import NOTHING, RELU, Packing, Product, activation_of, fold, product_of
 
 
 def pack(gm: GraphModule, context: Context) -> PassResult:
@@ -143,85 +72,15 @@ def pack(gm: GraphModule, context: Context) -> PassResult:
     return PassResult(gm, bool(packer.products), tuple(packer.declined))
 
 
-# -- deciding ---------------------------------------------------------------------------------------------------------
-
-
-def _product(node: Node, low: torch.dtype) -> _Product | str:
-    """What can run on a packed weight; else why not, "" where nobody would expect it."""
-    name = notes(node).op.name
-    is_linear = name == "linear"
-    facts = facts_at(node)
-    if not is_linear and facts.cost != "convolution":
-        return ""
-    x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
-    if not isinstance(x, Node) or not _is_weight(weight) or actual_dtype(x) is not low:
-        return ""
-    if actual_dtype(weight) is not low or actual_dtype(node) is not low:
-        return ""
-    if bias is not None and not _is_weight(bias):
-        return "its bias is computed"
-    if is_linear:
-        return _Product(node, x, weight, bias, None)
-    if facts.bias not in _PACKED_DIMENSIONS:
-        return "oneDNN packs weights of two and three dimensions of an image"
-    numbers = [_numbers(argument(node, 3 + i, *each), facts.bias) for i, each in enumerate(_CONVOLUTION)]
-    groups = argument(node, 6, "groups", 1)
-    if any(each is None for each in numbers) or not isinstance(groups, int):
-        return "its stride, padding or dilation is no number"
-    stride, padding, dilation = numbers
-    return _Product(node, x, weight, bias, (stride or (), padding or (), dilation or (), groups))
-
-
-#: Arguments of a convolution, from the fourth on.
-_CONVOLUTION: Final = (("stride", 1), ("padding", 0), ("dilation", 1))
-
-
-def _numbers(value: Any, count: int) -> tuple[int, ...] | None:
-    values = (value,) * count if isinstance(value, int) else value
-    if not isinstance(values, tuple | list) or not all(isinstance(each, int) for each in values):
-        return (0,) * count if value == "valid" else None
-    return tuple(values) * count if len(values) == 1 else tuple(values)
-
-
-def _is_weight(node: object) -> bool:
-    return isinstance(node, Node) and node.op == "placeholder" and bool(notes(node).kind) and not notes(node).written
-
-
 def _asks_dimensions(user: Node) -> bool:
     return notes(user).op.name == "dim" and notes(user).dtype is NON_TENSOR
-
-
-def _activation(node: Node, epilogue: Epilogue) -> _Act | None:
-    """As oneDNN has it; None where an argument is no number."""
-    if epilogue.binary or not node.args or not isinstance(node.args[0], Node):
-        return None
-    options = [argument(node, *option) for option in epilogue.options]
-    algorithm = "" if epilogue.algorithm is None else argument(node, *epilogue.algorithm)
-    if not all(isinstance(each, int | float) for each in options) or not isinstance(algorithm, str):
-        return None
-    return epilogue.name, (*epilogue.numbers, *map(float, options)), algorithm
-
-
-def _fold(product: _Product, norm: Node) -> bool:
-    """Whether it is a batch norm by running statistics, which the weight can take in."""
-    if notes(norm).op.name != "batch_norm" or norm.args[:1] != (product.node,):
-        return False
-    names = ("running_mean", "running_var", "weight", "bias")
-    given = [argument(norm, 1 + i, name) for i, name in enumerate(names)]
-    training, eps = argument(norm, 5, "training", False), argument(norm, 7, "eps", 1e-5)
-    if training is not False or not isinstance(eps, float) or given[0] is None or given[1] is None:
-        return False
-    if any(each is not None and not _is_weight(each) for each in given):
-        return False
-    product.norm, product.eps = (product.bias, *given), eps
-    return True
 
 
 class _Packer:
     """The products of one graph: found, joined with what follows them, written."""
 
     def __init__(self, graph: Graph, low: torch.dtype) -> None:
-        self.products: list[_Product] = []
+        self.products: list[Product] = []
         self.declined: list[str] = []
         self._graph, self._low = graph, low
         self._roots = alias_roots(graph)
@@ -231,18 +90,14 @@ class _Packer:
     def find(self) -> None:
         """The products that can run on packed weights."""
         for node in self._graph.nodes:
-            found = _product(node, self._low)
-            if isinstance(found, _Product):
+            found = product_of(node, self._low)
+            if isinstance(found, Product):
                 self.products.append(found)
                 self._taken.add(node)
             elif found:
                 self.declined.append(f"{node.name}: {found}")
         convolutions = {product.node for product in self.products if product.conv is not None}
-        writer = (
-            writes_across(self._graph, taken_over(self._graph, convolutions, through_views=True))
-            if convolutions
-            else None
-        )
+        writer = writes_across(self._graph, taken_over(self._graph, convolutions, through_views=True))
         if writer is not None:  # linears leave everything as it lies
             self.declined.append(f"{writer.name}: writes to what would be a copy with packed convolutions")
             self.products = [product for product in self.products if product.conv is None]
@@ -251,24 +106,24 @@ class _Packer:
     def join(self) -> None:
         """Take in what follows each: a batch norm, then another operand or an activation; behind a sum a relu."""
         for product in self.products:
-            if product.conv is not None and (norm := self._next(product)) is not None and _fold(product, norm):
+            if product.conv is not None and (norm := self._next(product)) is not None and fold(product, norm):
                 self._absorb(product, norm)
             if product.is_small:
                 continue  # where torch's own loop serves, there is nothing to join
             if (user := self._next(product)) is None or (epilogue := facts_at(user).epilogue) is None:
                 continue
-            if (act := _activation(user, epilogue)) is not None:
+            if (act := activation_of(user, epilogue)) is not None:
                 product.act = act
                 self._absorb(product, user)
             elif epilogue.binary and (other := self._other_operand(product, user, epilogue.name)) is not None:
                 self._move(product, user, other)
                 after = self._next(product)
                 epilogue = facts_at(after).epilogue if after is not None else None
-                if after is not None and epilogue is not None and _activation(after, epilogue) == _RELU:
-                    product.act = _RELU
+                if after is not None and epilogue is not None and activation_of(after, epilogue) == RELU:
+                    product.act = RELU
                     self._absorb(product, after)
 
-    def _next(self, product: _Product) -> Node | None:
+    def _next(self, product: Product) -> Node | None:
         """The one op that reads its result, as its first argument or one of two, and gives that dtype."""
         node = product.node
         readers = [user for user in node.users if not _asks_dimensions(user)]
@@ -276,7 +131,7 @@ class _Packer:
             return None
         return readers[0] if [*arg_nodes(readers[0])].count((0, node)) == 1 or node in readers[0].args else None
 
-    def _other_operand(self, product: _Product, user: Node, how: str) -> Node | None:
+    def _other_operand(self, product: Product, user: Node, how: str) -> Node | None:
         """Where the two can be one kernel, which runs when both are there.
 
         A convolution's sum, where its channels are not in groups. Linears gain nothing: oneDNN's kernel reads the other
@@ -299,14 +154,14 @@ class _Packer:
             node = node.next
         return other
 
-    def _absorb(self, product: _Product, node: Node) -> None:
+    def _absorb(self, product: Product, node: Node) -> None:
         """``node`` is part of the product's kernel."""
         product.joined.append(notes(node).op.name)
         node.replace_all_uses_with(product.node)
         self._graph.erase_node(node)
         self._now[node] = product.node
 
-    def _move(self, product: _Product, user: Node, other: Node) -> None:
+    def _move(self, product: Product, user: Node, other: Node) -> None:
         """The product runs where its user did, and in its place."""
         before = product.node
         product.joined.append(notes(user).op.name)
@@ -338,7 +193,7 @@ class _Packer:
         self._put_formats_back()
         return tuple(made)
 
-    def _placeholders(self, product: _Product) -> tuple[Node, Node | None]:
+    def _placeholders(self, product: Product) -> tuple[Node, Node | None]:
         name = f"packed_{product.weight.target}"
         weight = self._graph.placeholder(name)
         weight.meta.update(dtype=notes(product.weight).dtype, precision=notes(product.weight).precision)
@@ -350,7 +205,7 @@ class _Packer:
         bias.meta.update(dtype=torch.float32, precision=precision)
         return weight, bias
 
-    def _call(self, product: _Product, packed: Node, folded: Node | None) -> None:
+    def _call(self, product: Product, packed: Node, folded: Node | None) -> None:
         node, bias = product.node, product.bias if folded is None else folded
         x, other = self._as_it_is(product.x), None if product.other is None else self._as_it_is(product.other)
         name, numbers, algorithm = product.act
@@ -359,11 +214,11 @@ class _Packer:
         elif product.conv is None:
             node.target, node.args = linear_pointwise, (x, packed, bias, name, [*numbers], algorithm)
         elif other is not None:
-            relu = product.act == _RELU
+            relu = product.act == RELU
             node.target, node.args = packed_conv_plus, (x, packed, bias, *product.conv, other, relu)
         else:
-            node.target = packed_conv
-            node.args = (x, packed, bias, *product.conv, *((name, numbers, algorithm) if product.act != _NONE else ()))
+            act = product.act if product.act != NOTHING else ()
+            node.target, node.args = packed_conv, (x, packed, bias, *product.conv, *act)
         node.op, node.kwargs = "call_function", {}
         notes(node).op = Op("packed_linear" if node.target is linear_pointwise else node.target.__name__)  # type: ignore[union-attr]
         joined = f", with {', '.join(product.joined)}" if product.joined else ""

@@ -26,7 +26,8 @@ from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, FX, SCRIPT
 from fxprec.kernels.torch_internals import version_of
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import notes
-from fxprec.passes.pack import Packing, pack
+from fxprec.passes.pack import pack
+from fxprec.passes.packing.products import Packing
 from fxprec.passes.runner import run_passes
 from fxprec.programs.program import Program, without_autocast
 from fxprec.shadows import ShadowStore
