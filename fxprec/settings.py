@@ -130,9 +130,6 @@ class Settings:
         """Why ``fuse=True`` compiles nothing on a CPU; "" where it does."""
         if self.dtype is not torch.bfloat16:
             return "C++ kernels are of bfloat16"
-        if self._attention is None:
-            costs = f"by the costs of {self.device_costs}, which `python -m fxprec calibrate` measures anew"
-            return f"no C++ kernel gains here {costs}"
         return why_no_compiler()
 
     @property
@@ -150,7 +147,7 @@ class Settings:
                 )
 
     @property
-    def regions(self) -> Literal["", "aten", "triton"]:
+    def regions(self) -> Literal["", "aten", "triton", "loops"]:
         """How fused regions run; "" for none."""
         if self.fuse is False or self.policy.level == "O0" or self.executor == "inductor":
             return ""
@@ -158,6 +155,8 @@ class Settings:
             return "aten"
         if (self.device == "cuda" or self.fuse != "auto") and not why_no_kernels(self.device):
             return "triton"
+        if self.fuse is True and self.device == "cpu":
+            return "" if self.why_not_compiled else "loops"
         return "aten" if isinstance(self.fuse, Mapping) else ""
 
     def _check_lower(self) -> None:

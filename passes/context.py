@@ -25,7 +25,8 @@ class Context:
         device: device type of the parameters, "cpu" or "cuda".
         keep_output_dtype: cast module outputs back to the dtype of the original program.
         native_mixed: norms, sums and means may read low input in their native mixed kernels.
-        regions: "triton": fused regions that run as kernels; "aten": fused regions whose ops run one by one; "": none.
+        regions: fused regions that run as kernels ("triton", on a CPU "loops"), or whose ops run one by one ("aten");
+            "": none.
         region_choices: (pattern of region names, whether to fuse them); the last match wins, without one: yes.
         costs: of the device: LOW ops stay FP32 where lowering them loses time. None: all are lowered.
         gradients: whether a backward pass is to be counted.
@@ -41,7 +42,7 @@ class Context:
     device: str = "cpu"
     keep_output_dtype: bool = True
     native_mixed: bool = True
-    regions: Literal["", "aten", "triton"] = ""
+    regions: Literal["", "aten", "triton", "loops"] = ""
     region_choices: tuple[tuple[str, bool], ...] = ()
     costs: DeviceCosts | None = None
     gradients: bool = True

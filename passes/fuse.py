@@ -14,9 +14,10 @@ After::
     %fused_add_gelu: bfloat16 = fused_add_gelu(%linear, %bias)    # call_module; its graph holds cast, add and gelu
     %linear_1: bfloat16 = linear(%fused_add_gelu, %w1, None)
 
-The kernel loads what it reads in its dtype, computes in FP32 and rounds once, so casts within it cost nothing. A region
-with several outputs gives a tuple. Dropouts take their seeds from one tensor, drawn once a call of the graph. What
-stays outside of regions keeps its native kernels (``wide_sums``).
+The kernel loads what it reads in its dtype, computes in FP32 and rounds once, so casts within it cost nothing. On a CPU
+it is a compiled loop, where that gains (``loop_regions``). A region with several outputs gives a tuple. Dropouts take
+their seeds from one tensor, drawn once a call of the graph. What stays outside of regions keeps its native kernels
+(``wide_sums``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.kernels.rows.run.region import FusedRegion
+from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.promotion import is_zero_dim
@@ -38,6 +39,7 @@ from fxprec.passes.fusion.channels_last import lay_out
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
+from fxprec.passes.fusion.loop_regions import gains, suits_loops
 from fxprec.passes.fusion.regions import Region, find_regions, saves
 from fxprec.passes.fusion.row_operations import drops
 from fxprec.passes.fusion.seeds import draw_seeds_like
@@ -81,14 +83,15 @@ def region_names(gm: GraphModule) -> list[str]:
 
 
 def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
-    graph, triton = gm.graph, context.regions == "triton"
+    graph, triton, loops = gm.graph, context.regions == "triton", context.regions == "loops"
     changed = make_functional(graph)
     declined: list[str] = []
-    if triton:
-        called, declined = call_kernels(graph)
+    if triton or loops:
+        called, declined = call_kernels(graph, native=loops)
         changed |= called
     splits = split_biases(graph) if triton else []
-    found = find_regions(graph, order_of_effects(graph))
+    order = order_of_effects(graph)
+    found = find_regions(graph, order, suits_loops, gains) if loops else find_regions(graph, order)
     names = _names(gm, found)
     chosen = [region for region in found if context.fuses(names[region])]
     chosen = _settle(graph, splits, found, chosen)
@@ -98,7 +101,7 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
         return changed, declined
     position = {node: number for number, node in enumerate(graph.nodes)}
     order = order_of_effects(graph)
-    seeds = _Seeds(triton)
+    seeds = _Seeds(context.regions or "aten")
     for region in chosen:
         node = _replace(gm, region, names[region], seeds)
         position[node] = position[region.nodes[-1]]
@@ -123,7 +126,7 @@ def _settle(graph: Graph, splits: list[SplitBias], found: list[Region], chosen: 
             graph.erase_node(bias)
     for region in found if gone else ():
         region.nodes = [node for node in region.nodes if node not in gone]
-    return [region for region in chosen if saves(region)]
+    return [region for region in chosen if saves(region)] if gone else chosen
 
 
 def _replace(gm: GraphModule, region: Region, name: str, seeds: _Seeds) -> Node:
@@ -131,7 +134,7 @@ def _replace(gm: GraphModule, region: Region, name: str, seeds: _Seeds) -> Node:
     graph, inputs, outputs = gm.graph, region.inputs, region.outputs
     inner = _graph_module(name, region, inputs, outputs)
     draws = sum(map(drops, region.nodes))
-    module = FusedRegion(name, inner, draws, seeds.count, seeds.triton)
+    module = FusedRegion(name, inner, draws, seeds.count, seeds.kernels)
     gm.add_submodule(name, module)
     with graph.inserting_before(region.nodes[-1]):
         call = graph.create_node("call_module", name, tuple(inputs), name=name)
@@ -214,14 +217,14 @@ def _names(gm: GraphModule, regions: Sequence[Region]) -> dict[Region, str]:
 class _Seeds:
     """The seeds of a graph's dropouts: counted while regions are made, drawn before the first that takes some."""
 
-    def __init__(self, triton: bool) -> None:
-        self.triton = triton
+    def __init__(self, kernels: RegionKernels) -> None:
+        self.kernels: RegionKernels = kernels
         self.count = 0
         self.calls: set[Node] = set()
 
     def give(self, call: Node, draws: int) -> None:
         """This region has so many dropouts."""
-        if draws and self.triton:
+        if draws and self.kernels == "triton":
             self.calls.add(call)
             self.count += draws
 

@@ -194,16 +194,21 @@ class _Packer:
         return tuple(made)
 
     def _placeholders(self, product: Product) -> tuple[Node, Node | None]:
-        name = f"packed_{product.weight.target}"
-        weight = self._graph.placeholder(name)
+        weight = self._placeholder(f"packed_{product.weight.target}")
         weight.meta.update(dtype=notes(product.weight).dtype, precision=notes(product.weight).precision)
         if product.norm is None:
             return weight, None
-        bias = self._graph.placeholder(f"{name}_bias")
+        bias = self._placeholder(f"{weight.name}_bias")
         output = self._low if product.other is not None else torch.float32
         precision = Precision.arriving(None, output, Rule.KEEP, "of a folded batch norm")
         bias.meta.update(dtype=torch.float32, precision=precision)
         return weight, bias
+
+    def _placeholder(self, name: str) -> Node:
+        """An argument of the program has its target's name, which two products of one weight must not share."""
+        node = self._graph.placeholder(name)
+        node.target = node.name
+        return node
 
     def _call(self, product: Product, packed: Node, folded: Node | None) -> None:
         node, bias = product.node, product.bias if folded is None else folded

@@ -22,7 +22,7 @@ class RegionReport:
 
     Attributes:
         nodes: how many it holds.
-        path: what ran last: "triton", "aten"; "" before the first call.
+        path: what ran last: "triton", "loops", "aten"; "" before the first call.
         reason: why that one.
         kernels: launches forward and backward, the second stages of column sums among them; 0 without kernels.
         moved: bytes that these read and write for the last inputs.
@@ -51,7 +51,7 @@ def regions_of(gm: GraphModule) -> tuple[RegionReport, ...]:
 
 def _report(region: FusedRegion) -> RegionReport:
     nodes = len([node for node in region.graph_module.graph.nodes if node.op not in ("placeholder", "output")])
-    plan = region.plans[-1] if region.plans and region.path == "triton" else None
+    plan = region.plans[-1] if region.plans and region.path in ("triton", "loops") else None
     count, moved, bound = (count_kernels(plan), *bytes_moved(plan)) if plan is not None else (0, 0, 0)
     return RegionReport(region.name, nodes, region.path, region.reason, count, moved, bound)
 
@@ -65,7 +65,7 @@ def region_cells(region: RegionReport) -> tuple[str, ...]:
 
 
 def region_line(regions: Sequence[RegionReport]) -> str:
-    """``5 fused: 4 triton, 1 aten (float64 values)``; "" for none."""
+    """``5 fused: 4 triton, 1 aten (float64 values)``, on a CPU ``4 loops``; "" for none."""
     if not regions:
         return ""
     paths = Counter(region.path or "not called yet" for region in regions)

@@ -77,18 +77,14 @@ def check_module_overrides(policy: Policy, module: nn.Module) -> None:
 def _refuse_no_kernels(settings: Settings) -> None:
     """``fuse`` asks for regions, and there can be none; of "auto" on CUDA a warning says why kernels do not run."""
     named = settings.fuse in (True, "aten") or isinstance(settings.fuse, Mapping)
-    served = settings.regions == "triton" or (bool(settings.regions) and settings.fuse is not True)
-    if served or not (named or (settings.fuse == "auto" and settings.device == "cuda")):
+    if settings.regions or not (named or (settings.fuse == "auto" and settings.device == "cuda")):
         return
     if settings.policy.level == "O0":
         why = "level O0 is equal bit for bit, which no kernel of another order is: take O1"
     elif settings.executor == "inductor":
         why = "executor='inductor' fuses by itself: leave one of them out"
     elif settings.fuse is True and settings.device == "cpu":
-        why = settings.why_not_compiled
-        if not why:
-            return
-        why += ". fuse='auto' takes native mixed-precision kernels"
+        why = f"{settings.why_not_compiled}. fuse='auto' takes native mixed-precision kernels"
     else:
         why = (
             f"{why_no_kernels(settings.device)}. fuse='auto' takes native mixed-precision kernels there, "

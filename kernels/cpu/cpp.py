@@ -1,7 +1,7 @@
 """C++ that is compiled on the machine that runs it: once for each source, compiler, torch and CPU; kept on disk.
 
-``compiled("cpu/attention.cpp")`` gives a library, whose functions take addresses and sizes. The first call in a process
-compiles, or finds what another process compiled::
+``compiled("cpu/attention.cpp")`` gives a library, whose functions take addresses and sizes; ``compiled_text`` that of a
+text which was made (``rows.emit.loops``). The first call in a process compiles, or finds what another one compiled::
 
     ~/.cache/fxprec/cpp/attention-<hash of source, compiler, flags, torch and CPU>.so
 
@@ -33,6 +33,9 @@ from fxprec.kernels.launch.cache_folder import cache_folder
 _FLAGS: Final = (
     "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared", "-fopenmp",
 )  # fmt: skip
+_UPON_TORCH: Final = ("-ltorch_cpu", "-lc10")
+#: Nothing is contracted to FMA, which vectors and the rest of a row might be in different ways.
+_ALONE: Final = ("-mprefer-vector-width=512", "-ffp-contract=off", "-lmvec", "-lm")
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _LOCK: Final = threading.Lock()
 
@@ -54,36 +57,52 @@ def why_no_compiler() -> str:
 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
-    """The library of a source file of this package, such as "cpu/attention.cpp".
+    """The library of a source file of this package, such as "cpu/attention.cpp", which is built upon torch.
 
     Raises:
         CompilerError: see there; with what the compiler said.
     """
     text = files("fxprec.kernels").joinpath(source).read_text(encoding="utf-8")
+    return _library(Path(source).stem, text, _UPON_TORCH)
+
+
+@functools.cache
+def compiled_text(name: str, text: str) -> ctypes.CDLL:
+    """The library of a source that was written by a program and needs libm alone; ``name``: of its file.
+
+    Raises:
+        CompilerError: see there; with what the compiler said.
+    """
+    return _library(name, text, _ALONE)
+
+
+def _library(name: str, text: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     with _LOCK:  # two threads: one compiles
         if why := why_no_compiler():
-            raise CompilerError(f"{source} cannot be compiled: {why}. Install g++, or convert with fuse='auto'")
+            raise CompilerError(f"{name} cannot be compiled: {why}. Install g++, or convert with fuse='auto'")
         compiler = _compiler()
         assert compiler is not None
-        parts = (text, _version(compiler), *_FLAGS, torch.__version__, _cpu())
+        parts = (text, _version(compiler), *_FLAGS, *flags, torch.__version__, _cpu())
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-        library = _private(cache_folder() / "cpp") / f"{Path(source).stem}-{key}.so"
+        library = _private(cache_folder() / "cpp") / f"{name}-{key}.so"
         if not library.exists():
-            _compile(compiler, text, library)
+            _compile(compiler, text, flags, library)
         _check_owner(library)
         return ctypes.CDLL(str(library))
 
 
-def _compile(compiler: str, text: str, library: Path) -> None:
+def _compile(compiler: str, text: str, flags: tuple[str, ...], library: Path) -> None:
     """All of it or nothing, whoever compiles the same meanwhile."""
-    from torch.utils import cpp_extension  # which loads setuptools
-
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, made = Path(folder) / "source.cpp", Path(folder) / library.name
         source.write_text(text, encoding="utf-8")
-        places = [f"-I{path}" for path in cpp_extension.include_paths()]
-        torchs = str(Path(torch.__file__).parent / "lib")
-        command = [compiler, *_FLAGS, *places, str(source), "-o", str(made), f"-L{torchs}", "-ltorch_cpu", "-lc10"]
+        command = [compiler, *_FLAGS, str(source), "-o", str(made)]
+        if flags is _UPON_TORCH:
+            from torch.utils import cpp_extension  # which loads setuptools
+
+            command += [f"-I{path}" for path in cpp_extension.include_paths()]
+            command += [f"-L{Path(torch.__file__).parent / 'lib'}"]
+        command += flags
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise CompilerError(f"{' '.join(command)}\nfailed with status {ran.returncode}:\n{ran.stderr[-4000:]}")

@@ -15,7 +15,7 @@ levels only rise along it: regions are convex, so that no cycle arises when each
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -69,19 +69,27 @@ class Region:
         return [node for node in self.nodes if any(user not in inside for user in node.users)]
 
 
-def find_regions(graph: Graph, order: Mapping[Node, Sequence[Node]]) -> list[Region]:
+def find_regions(
+    graph: Graph,
+    order: Mapping[Node, Sequence[Node]],
+    takes: Callable[[Node], bool] = is_row_operation,
+    gains: Callable[[Region], bool] | None = None,
+) -> list[Region]:
     """The regions of a graph that save memory traffic, in the order of their first nodes.
 
     Args:
         order: node -> nodes that must stay before it though it does not read them (``effects.order_of_effects``).
+        takes: whether a node may be in a region.
+        gains: whether a region is to be one; None: as ``saves`` says.
     """
+    gains = gains or saves
     roots, written = memory_of(graph)
     stretch = stretches(graph)
     level: dict[Node, int] = {}
     region: dict[Node, Region] = {}
     for node in graph.nodes:
         sources = [*node.all_input_nodes, *order.get(node, ())]
-        joins = is_row_operation(node) and not any(roots[each] in written for each in (node, *sources))
+        joins = takes(node) and not any(roots[each] in written for each in (node, *sources))
         own = Region([node], max(0, reduced_dimensions(node)), _shape(node), stretch[node]) if joins else None
         level[node] = max((_after(source, own, level, region) for source in sources), default=0)
         if own is None:
@@ -101,7 +109,7 @@ def find_regions(graph: Graph, order: Mapping[Node, Sequence[Node]]) -> list[Reg
     found = dict.fromkeys(region[node] for node in graph.nodes if node in region)
     for each in found:
         each.nodes.sort()
-    return [part for each in found for part in _parts(each) if saves(part)]
+    return [part for each in found for part in _parts(each) if gains(part)]
 
 
 def _sink(node: Node, region: dict[Node, Region]) -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="no oneDNN 
 
 
 class Block(nn.Module):
-    """(N, 8, H, W) -> (N, 5): every form that joins, a view that wants contiguous values, and a shared weight."""
+    """(N, 8, H, W) -> (N, 5): every form that joins, and a view that wants contiguous values."""
 
     def __init__(self, views=True):
         super().__init__()
@@ -95,6 +95,27 @@ def test_what_is_written_through_a_view_is_seen(how):
     exact = copy.deepcopy(model)(IMAGES).detach()
     with torch.no_grad():
         assert error(frozen(model)(IMAGES), exact.double()) < 0.02
+
+
+class Shared(nn.Module):
+    """Layers that are called twice, once with a norm or an activation and once without."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.linear = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(90, 90)
+
+    def forward(self, x):
+        x = self.conv(F.relu(self.norm(self.conv(x))))
+        return self.linear(F.gelu(self.linear(x.flatten(2))))
+
+
+def test_weights_of_several_products():
+    model = Shared().eval()
+    exact = copy.deepcopy(model).double()(IMAGES.double()).detach()
+    packed = frozen(model)
+    with torch.no_grad():
+        assert error(packed(IMAGES), exact) < 0.02
+    assert sorted(map(len, joined(packed))) == [0, 0, 1, 2]
 
 
 def error(value, exact):

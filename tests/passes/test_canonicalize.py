@@ -313,8 +313,10 @@ def test_bodies_and_regions_in_the_order_of_the_graph():
     def negated():
         return symbolic_trace(lambda x: (-x,))
 
-    region = FusedRegion("fused_neg", negated(), 0, 0, False)
-    root = nn.ModuleDict({"last": region, "first": FusedRegion("fused_neg", negated(), 0, 0, False), "body": negated()})
+    region = FusedRegion("fused_neg", negated(), 0, 0, "aten")
+    root = nn.ModuleDict(
+        {"last": region, "first": FusedRegion("fused_neg", negated(), 0, 0, "aten"), "body": negated()}
+    )
     root["layer"] = nn.Linear(4, 4)  # a module, and no graph
     graph = Graph()
     x = graph.placeholder("x")

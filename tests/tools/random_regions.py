@@ -54,9 +54,9 @@ class Random:
     inputs: tuple[tuple[tuple[int, ...], str, str, bool], ...]  # shape, dtype, layout, requires_grad
     draws: int
 
-    def function(self, drop: Callable[[Any, int], Any]) -> Callable[..., Any]:
-        """The function, with dropout as given: ``drop(x, number)``."""
-        scope: dict[str, Any] = {"torch": torch, "F": F, "drop": drop, "cast": _cast}
+    def function(self, drop: Callable[[Any, int], Any], low: torch.dtype = torch.float16) -> Callable[..., Any]:
+        """The function, with dropout as given, ``drop(x, number)``, and casts to ``low``."""
+        scope: dict[str, Any] = {"torch": torch, "F": F, "drop": drop, "cast": lambda x: _cast(x, low)}
         exec(self.source, scope)
         return scope["f"]
 
@@ -71,11 +71,11 @@ class Random:
         return made
 
 
-def _cast(x: Any) -> Any:
-    """To float16 and back; of a reference without rounding the gradient too."""
+def _cast(x: Any, low: torch.dtype) -> Any:
+    """To a low dtype and back; of a reference without rounding the gradient too."""
     if isinstance(x, Tensor) and x.dtype is torch.float64:
-        return x + (x.half().double() - x).detach()
-    return x.half().float()
+        return x + (x.to(low).double() - x).detach()
+    return x.to(low).float()
 
 
 def _laid(x: Tensor, layout: str) -> Tensor:
@@ -92,7 +92,7 @@ def _laid(x: Tensor, layout: str) -> Tensor:
 
 @st.composite
 def regions(draw: st.DrawFn, casts: bool) -> Random:
-    """Up to 20 operations. ``casts``: also to float16 and back, on operands of several dtypes."""
+    """Up to 20 operations. ``casts``: also to a low dtype and back, on operands of several dtypes."""
     rows = draw(st.sampled_from([(), (1,), (3,), (2, 3), (2, 1, 3), (1, 2), (5,), (130,)]))
     columns = draw(st.sampled_from([1, 2, 3, 7, 16, 33, 64]))
     shape = (*rows, columns)

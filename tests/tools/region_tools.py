@@ -12,7 +12,7 @@ from torch.fx import GraphModule, symbolic_trace
 from fxprec.kernels.rows.program.spec import spec_of
 from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.kernels.rows.run.plan import Plan
-from fxprec.kernels.rows.run.region import FusedRegion
+from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.ops.names import canonical_op
 
 CPU = torch.device("cpu")
@@ -31,9 +31,11 @@ def graph_of(function: Callable[..., Any]) -> GraphModule:
     return gm
 
 
-def region_of(function: Callable[..., Any], draws: int = 0, name: str = "fused") -> FusedRegion:
+def region_of(
+    function: Callable[..., Any], draws: int = 0, name: str = "fused", kernels: RegionKernels = "triton"
+) -> FusedRegion:
     """A region that computes a function."""
-    return FusedRegion(name, graph_of(function), draws, 0, True)
+    return FusedRegion(name, graph_of(function), draws, 0, kernels)
 
 
 def plan_of(function: Callable[..., Any], *inputs: Tensor, device: torch.device = CPU) -> Plan:

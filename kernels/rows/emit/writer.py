@@ -203,7 +203,7 @@ REDUCE: Final = MappingProxyType(
 )
 _TRITON: Final = MappingProxyType({torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"})
 _NAMES: Final = MappingProxyType(
-    {"where": "chosen", "and": "both", "or": "either", "not": "other", "abs": "size", "round": "rounded"}
+    {"where": "chosen", "and": "both", "or": "either", "not": "other", "abs": "magnitude", "round": "rounded"}
 )
 _EXPRESSIONS: Final = MappingProxyType(
     {

@@ -85,6 +85,11 @@ class Program:
         return walk(roots, loaded.__contains__)
 
     @property
+    def partial_width(self) -> int:
+        """Columns of all column partials together; 0 without any."""
+        return sum(self.columns if store.columns else 1 for store in self.stores if store.partial)
+
+    @property
     def reduces(self) -> bool:
         loaded = {value for value, _ in self.loads}
         return any(value.op in REDUCTIONS and value not in loaded for value in self.values)

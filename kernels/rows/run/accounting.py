@@ -11,6 +11,7 @@ from fxprec.kernels.rows.program.spec import Spec
 
 if TYPE_CHECKING:  # Triton is loaded when a plan is made
     from fxprec.kernels.rows.run.kernel import Launch
+    from fxprec.kernels.rows.run.loops import Loops
     from fxprec.kernels.rows.run.plan import Plan
 
 
@@ -53,7 +54,7 @@ def _summed(plan: Plan) -> list[int]:
     return [slot for own, spec, slot in stored if spec is not None and spec.shape != own.shape]
 
 
-def _moved(launch: Launch, program: Program, read: Sequence[Spec], written: Sequence[Spec]) -> int:
+def _moved(launch: Launch | Loops, program: Program, read: Sequence[Spec], written: Sequence[Spec]) -> int:
     """A tensor that is broadcast comes from the cache after the first time; long rows from memory each pass."""
     ports = [port for _, port in program.loads]
     times = [launch.passes if port.rows and port.columns else 1 for port in ports]

@@ -35,13 +35,15 @@ class _Shapes(Interpreter):
 
 
 def make_plan(
-    name: str, gm: GraphModule, inputs: Sequence[Spec], device: torch.device, known: dict[Any, Derived]
-) -> Plan:
+    name: str, gm: GraphModule, inputs: Sequence[Spec], device: torch.device, known: dict[Any, Derived],
+    loops: bool = False,
+) -> Plan:  # fmt: skip
     """Derive a region for some inputs.
 
     Args:
         gm: its graph; each node carries ``meta["op"]``, inserted casts ``meta["inserted"]``; returns a tuple.
         known: row programs of regions of this structure, to which new ones are added.
+        loops: C++ loops are to run them.
 
     Raises:
         Declined: why row programs do not serve it.
@@ -71,7 +73,7 @@ def make_plan(
     return Plan(
         name, device, tuple(inputs), tuple(outputs), layout, derived, tuple(statistics), tuple(gradients),
         tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
-        tuple(f"{node.name}_out" for node in returned),
+        tuple(f"{node.name}_out" for node in returned), loops,
     )  # fmt: skip
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import interpreting
-from fxprec.kernels.rows.emit.addresses import Access
 from fxprec.kernels.rows.emit.source import emit
 from fxprec.kernels.rows.emit.tiling import Form, form_of, reduction_levels
-from fxprec.kernels.rows.program.layout import Layout, Place, merged
+from fxprec.kernels.rows.program.layout import Layout
 from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.run.walks import Placed, walks
 
 _COUNT = itertools.count()
 #: Programs of a launch that go from tile to tile, for each multiprocessor.
@@ -104,69 +104,22 @@ def built(name: str, source: str) -> Any:
 
 def prepare(
     name: str, program: Program, layout: Layout,
-    loads: Sequence[tuple[str, tuple[list[int], int]]], stores: Sequence[tuple[str, tuple[list[int], int] | None]],
-    device: torch.device,
+    loads: Sequence[tuple[str, Placed]], stores: Sequence[tuple[str, Placed | None]], device: torch.device,
 ) -> Launch:  # fmt: skip
-    """Make a launch.
-
-    Args:
-        loads, stores: name and place (``layout.place``) of each tensor, in the program's order; partial stores have
-            no place.
-    """
-    ports = [*((port.rows, port.columns) for _, port in program.loads), *((s.rows, s.columns) for s in program.stores)]
-    named = [*loads, *stores]
-    sizes, places = merged(layout, [place for _, place in named if place is not None])
-    found, taken, strides = iter(places), set[str](), dict[str, int]()
-    walked: list[tuple[str, Access]] = []
-    for (tensor, place), (rows, columns) in zip(named, ports, strict=True):
-        tensor = _unique(tensor, taken)
-        walk = Access((), "") if place is None else _access(tensor, next(found), rows, columns, layout, strides)
-        walked.append((f"{tensor}_ptr", walk))
+    """Make a launch; the arguments are those of ``walks``."""
+    walked = walks(program, layout, loads, stores)
     form = form_of(program, layout.flat, layout.rows)
-    source = emit(name, program, form, walked[: len(loads)], walked[len(loads) :], len(sizes), [*strides])
+    source = emit(name, program, form, walked.loads, walked.stores, walked.dimensions, walked.strides)
     rows, columns = layout.rows, layout.columns
     down, across = form.down(rows, columns, _resident(device, rows)), form.across(columns)
-    width = sum(program.columns if store.columns else 1 for store in program.stores if store.partial)
-    numbers = (columns if layout.flat else rows, *sizes[1:], *strides.values())
-    full = [
-        access
-        for (_, access), (_, place), along in zip(walked, named, ports, strict=True)
-        if place is not None and along == (True, True)
-    ]
+    width = program.partial_width
     return Launch(
-        name, source, form, (down * across, 1, 1), numbers,
+        name, source, form, (down * across, 1, 1), walked.numbers,
         draws=any(value.op == "keep" for value in program.values),
         partials=(down, width) if width else None,
         passes=1 + len(reduction_levels(program)) if form.kind == "loop" else 1,
-        wide=columns % 8 == 0 and all(a.columns == "1" for a in full) and all(n % 8 == 0 for n in strides.values()),
+        wide=columns % 8 == 0 and walked.wide,
     )  # fmt: skip
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    """A graph may have an input and an output whose tensors' names come out the same."""
-    number, own = 2, name
-    while own in taken:
-        own = f"{name}_{number}"
-        number += 1
-    taken.add(own)
-    return own
-
-
-def _access(tensor: str, place: Place, rows: bool, columns: bool, layout: Layout, strides: dict[str, int]) -> Access:
-    """How the kernel walks a tensor; adds those of its strides that become arguments."""
-
-    def named(stride: int, label: str, varies: bool) -> str:
-        if not stride or not varies:
-            return ""
-        if stride == 1:
-            return "1"
-        if stride == layout.columns and not layout.flat:
-            return "COLUMNS"
-        strides[f"{tensor}_{label}"] = stride
-        return f"{tensor}_{label}"
-
-    along = tuple(named(stride, f"stride_{i}", rows) for i, stride in enumerate(place.row_strides))
-    return Access(along, named(place.column_stride, "step", columns))
 
 
 def _resident(device: torch.device, rows: int) -> int:

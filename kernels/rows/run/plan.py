@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +20,10 @@ from fxprec.kernels.rows.program.row_program import Backward, Program
 from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.run import ops
 from fxprec.kernels.rows.run.finish import Finish, finishes
-from fxprec.kernels.rows.run.kernel import Launch, prepare
+
+if TYPE_CHECKING:
+    from fxprec.kernels.rows.run.kernel import Launch
+    from fxprec.kernels.rows.run.loops import Loops
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class Plan:
         outputs: what the forward gives.
         statistics: FP32 tensors that it keeps for the backward besides.
         gradients: as the backward stores them, for each of its stores; None for column partials.
+        loops: C++ loops run the row programs; else Triton.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Plan:
     gradients: tuple[Spec | None, ...]
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
+    loops: bool = False
 
     @property
     def backward_program(self) -> Backward:
@@ -135,19 +141,19 @@ class Plan:
     # -- launches, each made when it is first wanted -----------------------------------------------------------------
 
     @functools.cached_property
-    def inference_launch(self) -> Launch:
+    def inference_launch(self) -> Launch | Loops:
         """Of the forward where no gradient will be asked for."""
         program = self.derived.forward
         stores = program.stores[: len(self.outputs)]
         return self._forward_launch(Program(program.loads, stores, program.seeds, program.columns), self.outputs)
 
     @functools.cached_property
-    def forward_launch(self) -> Launch:
+    def forward_launch(self) -> Launch | Loops:
         """Of the forward, with statistics."""
         return self._forward_launch(self.derived.forward, (*self.outputs, *self.statistics))
 
     @functools.cached_property
-    def backward_launch(self) -> Launch:
+    def backward_launch(self) -> Launch | Loops:
         """Of the backward."""
         bw = self.backward_program
         read = [*(self.saved(kind, n) for kind, n in bw.saved)]
@@ -161,7 +167,7 @@ class Plan:
             return self.input_names[n], self.inputs[n]
         return (self.output_names[n], self.outputs[n]) if kind == "output" else (f"statistic_{n}", self.statistics[n])
 
-    def _forward_launch(self, program: Program, stores: Sequence[Spec]) -> Launch:
+    def _forward_launch(self, program: Program, stores: Sequence[Spec]) -> Launch | Loops:
         names = [*self.output_names, *(f"statistic_{n}" for n in range(len(self.statistics)))]
         read = [*zip(self.input_names, self.inputs, strict=True)]
         return self._prepared(self.name, program, read, [*zip(names, stores, strict=False)])
@@ -169,18 +175,24 @@ class Plan:
     def _prepared(
         self, name: str, program: Program,
         read: Sequence[tuple[str, Spec]], write: Sequence[tuple[str, Spec | None]],
-    ) -> Launch:  # fmt: skip
+    ) -> Launch | Loops:  # fmt: skip
         def placed(spec: Spec) -> tuple[list[int], int]:
             lacking = spec.dropped
             return place(self.layout, spec.shape + (1,) * lacking, spec.strides + (0,) * lacking)
 
         loads = [(tensor, placed(spec)) for tensor, spec in read]
         stores = [(tensor, None if spec is None else placed(spec)) for tensor, spec in write]
+        if self.loops:
+            from fxprec.kernels.rows.run.loops import prepare_loops
+
+            return prepare_loops(program, self.layout, loads, stores)
+        from fxprec.kernels.rows.run.kernel import prepare  # which loads Triton
+
         return prepare(name, program, self.layout, loads, stores, self.device)
 
     # -- what they are -----------------------------------------------------------------------------------------------
 
-    def launches(self) -> list[tuple[Launch, list[torch.dtype]]]:
+    def launches(self) -> list[tuple[Launch | Loops, list[torch.dtype]]]:
         """What a forward and a backward launch, each with the dtypes of its tensors."""
         bw = self.derived.backward
         if bw is None:

@@ -1,15 +1,16 @@
-"""A fused region: one module of a rewritten graph, which runs as one Triton kernel forward and one backward.
+"""A fused region: one module of a rewritten graph, which runs as one kernel forward and one backward.
 
 Its graph stays as it was before fusion, and can be printed and run. For the inputs of a call a plan is looked up by
-their shapes, strides and dtypes, or made. Where row programs do not serve (a CPU, float64, a layout), or where a
-compiler is to see the ops, the graph itself runs, op by op; ``path`` and ``reason`` say so.
+their shapes, strides and dtypes, or made: Triton kernels, or on a CPU compiled loops. Where row programs do not serve
+(float64, a layout), where loops do not pay, or where a compiler is to see the ops, the graph itself runs, op by op;
+``path`` and ``reason`` say so.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,15 @@ from torch.fx import GraphModule, Proxy
 from fxprec.kernels.launch.observers import COMPILER, DUAL, PROXY, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.rows.program.structure import structure_of
 from fxprec.kernels.rows.program.terms import Declined
+from fxprec.kernels.rows.run.gains import check_gain
 from fxprec.kernels.rows.run.gradients import eager_backward, finished, laid_out
 from fxprec.kernels.torch_internals import FakeTensor, disable_current_modes
 
 if TYPE_CHECKING:
     from fxprec.kernels.rows.run.plan import Plan
 
+#: What fused regions run as.
+RegionKernels: TypeAlias = Literal["triton", "loops", "aten"]
 _PLAIN: Final = frozenset({Tensor, nn.Parameter})
 #: Plans of a region. A model that calls it with ever new shapes keeps the latest.
 _MOST_PLANS: Final = 64
@@ -40,16 +44,17 @@ class FusedRegion(nn.Module):
         graph_module: its nodes, as they were in the graph; returns a tuple.
         draws: how many dropouts it has; the last argument of a call is then the tensor of seeds.
         seed: place of its first seed there.
-        triton: whether row programs are to be used at all.
-        path: what ran last: "triton", "aten", or "" before the first call.
+        kernels: what row programs become; "aten": nothing, the ops run one by one.
+        path: what ran last: "triton", "loops", "aten", or "" before the first call.
         reason: why, in one clause.
     """
 
-    def __init__(self, name: str, graph_module: GraphModule, draws: int, seed: int, triton: bool) -> None:
+    def __init__(self, name: str, graph_module: GraphModule, draws: int, seed: int, kernels: RegionKernels) -> None:
         super().__init__()
         self.name = name
         self.graph_module = graph_module
-        self.draws, self.seed, self.triton = draws, seed, triton
+        self.draws, self.seed = draws, seed
+        self.kernels: RegionKernels = kernels
         self.path, self.reason = "", "not called yet"
         self._reads = len(graph_module.graph.find_nodes(op="placeholder"))
         self.single = len(graph_module.graph.output_node().args[0]) == 1  # type: ignore[arg-type]
@@ -63,7 +68,7 @@ class FusedRegion(nn.Module):
         seeds = None
         if self.draws and len(inputs) > self._reads:
             seeds, inputs = inputs[-1], inputs[:-1]
-        watcher = _watcher(inputs) if self.triton else "fuse='aten'"
+        watcher = "fuse='aten'" if self.kernels == "aten" else _watcher(inputs)
         if watcher:
             self.path, self.reason = "aten", watcher
             return self._results(inputs)
@@ -75,8 +80,8 @@ class FusedRegion(nn.Module):
         if isinstance(plan, str):
             self.path, self.reason = "aten", plan
             return self._results(inputs)
-        if self.path != "triton":  # a module's attributes take a microsecond each
-            self.path, self.reason = "triton", ""
+        if self.path != self.kernels:  # a module's attributes take a microsecond each
+            self.path, self.reason = self.kernels, ""
         if seeds is not None and seeds.device != plan.device:  # drawn where the graph begins, on another device
             seeds = seeds.to(plan.device)
         if plan.derived.backward is not None:
@@ -105,23 +110,22 @@ class FusedRegion(nn.Module):
         return plan
 
     def _made(self, inputs: Sequence[Any], recording: bool) -> Plan:
-        from fxprec.kernels.launch.triton_support import HAS_TRITON, can_launch
         from fxprec.kernels.rows.program.spec import Spec
         from fxprec.kernels.rows.run.derive import make_plan
 
         device = next((x.device for x in inputs if x.dim()), inputs[0].device)
-        if not HAS_TRITON:
-            raise Declined("Triton is not installed")
-        if not can_launch(device):
-            raise Declined(f"Triton does not run on '{device.type}'")
+        loops = self.kernels == "loops"
+        _check_device(device, loops)
         if any(x.device != device for x in inputs if x.dim()):
             raise Declined("inputs on several devices")
         if any(x.device != device for x in inputs):
             raise Declined("a scalar on another device")
+        if loops:
+            check_gain(self.graph_module, inputs, recording)
         known = _DERIVED.setdefault(structure_of(self.graph_module), {})
         specs = [Spec(tuple(x.shape), x.stride(), x.dtype, recording and x.requires_grad) for x in inputs]
         with disable_current_modes():  # shapes are found by running the graph on meta tensors: nobody's business
-            plan = make_plan(self.name, self.graph_module, specs, device, known)
+            plan = make_plan(self.name, self.graph_module, specs, device, known, loops)
             plan.launches()  # made now, since they may be declined as well
         return plan
 
@@ -136,13 +140,13 @@ class FusedRegion(nn.Module):
 
     @property
     def source(self) -> str:
-        """Triton source of the kernels of the last plan, forward and backward.
+        """Triton or C++ source of the kernels of the last plan, forward and backward.
 
         Raises:
             RuntimeError: nothing was derived yet.
         """
         if not self.plans:
-            raise RuntimeError(f"{self.name} has no kernels ({self.reason}): call the model on a CUDA device first")
+            raise RuntimeError(f"{self.name} has no kernels ({self.reason}): call the model first, where they run")
         plan = self.plans[-1]
         launches = (
             [plan.inference_launch] if plan.derived.backward is None else [plan.forward_launch, plan.backward_launch]
@@ -152,10 +156,30 @@ class FusedRegion(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a file of 0.1 as well, which knew Triton or nothing."""
+        known = {key: value for key, value in state.items() if key != "triton"}
+        known.setdefault("kernels", "triton" if state.get("triton") else "aten")
+        super().__setstate__(known)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedRegion:
         import copy
 
-        return FusedRegion(self.name, copy.deepcopy(self.graph_module, memo), self.draws, self.seed, self.triton)
+        return FusedRegion(self.name, copy.deepcopy(self.graph_module, memo), self.draws, self.seed, self.kernels)
+
+
+def _check_device(device: torch.device, loops: bool) -> None:
+    """Raise ``Declined`` where the kernels do not run."""
+    if loops:
+        if device.type != "cpu":
+            raise Declined(f"C++ loops do not run on '{device.type}'")
+        return
+    from fxprec.kernels.launch.triton_support import HAS_TRITON, can_launch
+
+    if not HAS_TRITON:
+        raise Declined("Triton is not installed")
+    if not can_launch(device):
+        raise Declined(f"Triton does not run on '{device.type}'")
 
 
 def _watcher(inputs: Sequence[Any]) -> str:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import kernel_tools
 import region_tools as tools
-from fxprec.kernels.rows.run import kernel
+from fxprec.kernels.rows.run import kernel, walks
 from fxprec.kernels.rows.run.kernel import Launch, built
 
 
@@ -76,7 +76,9 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Triton]:
 
 
 def launch_of(function: Any, *inputs: torch.Tensor) -> Launch:
-    return tools.plan_of(function, *inputs).inference_launch
+    launch = tools.plan_of(function, *inputs).inference_launch
+    assert isinstance(launch, Launch)
+    return launch
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -174,7 +176,7 @@ def test_names_and_strides() -> None:
 
 def test_a_name_that_is_taken_gets_a_number() -> None:
     taken: set[str] = set()
-    assert [kernel._unique(name, taken) for name in ("x", "y", "x", "x", "x_2")] == ["x", "y", "x_2", "x_3", "x_2_2"]
+    assert [walks._unique(name, taken) for name in ("x", "y", "x", "x", "x_2")] == ["x", "y", "x_2", "x_3", "x_2_2"]
 
 
 @pytest.mark.parametrize(("rows", "programs"), [(100, 100), (3000, 132), (5000, 156), (20000, 528), (10**6, 528)])

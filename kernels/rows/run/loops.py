@@ -1,0 +1,75 @@
+"""A row program on a CPU: compiled C++ loops (``emit.loops``) with the tensors of one call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.cpu.cpp import compiled_text
+from fxprec.kernels.rows.emit.loops import FUNCTION, emit_loops
+from fxprec.kernels.rows.emit.tiling import reduction_levels
+from fxprec.kernels.rows.program.layout import Layout
+from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.run.walks import Placed, walks
+
+#: Elements of a task, at least: fewer take less time than threads take to meet.
+_ELEMENTS: Final = 1 << 14
+#: Tasks, at most. Sizes alone decide how many there are, so that sums do not depend on the number of threads.
+_TASKS: Final = 16
+
+
+@dataclass(slots=True)
+class Loops:
+    """One row program for tensors that lie in one way.
+
+    Attributes:
+        source: C++.
+        tasks: what threads share.
+        partials: shape of the partial sums, which a second stage adds up over the first dimension; None without any.
+        passes: how often a row is read.
+    """
+
+    source: str
+    tasks: int
+    partials: tuple[int, int] | None
+    passes: int
+    _numbers: Any
+    _function: Callable[..., None] | None = field(default=None)
+
+    def __call__(self, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int, partials: Tensor | None) -> None:
+        """Run, with torch's number of threads. ``tensors``: what is loaded, then what is stored; nothing is drawn."""
+        function = self._function
+        if function is None:
+            function = self._function = getattr(compiled_text("loops", self.source), FUNCTION)
+            function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+        pointers = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+        sums = None if partials is None else partials.data_ptr()
+        function(pointers, self._numbers, sums, self.tasks, torch.get_num_threads())
+
+
+def prepare_loops(
+    program: Program, layout: Layout,
+    loads: Sequence[tuple[str, Placed]], stores: Sequence[tuple[str, Placed | None]],
+) -> Loops:  # fmt: skip
+    """The loops of a program; the arguments are those of ``walks``.
+
+    Raises:
+        Declined: what loops do not serve.
+    """
+    walked = walks(program, layout, loads, stores)
+    source = emit_loops(
+        program, layout.flat, [access for _, access in walked.loads], [access for _, access in walked.stores],
+        walked.dimensions, walked.strides,
+    )  # fmt: skip
+    over = layout.columns if layout.flat else layout.rows
+    tasks = max(1, min(over, layout.rows * layout.columns // _ELEMENTS, _TASKS))
+    width = program.partial_width
+    return Loops(
+        source, tasks, (tasks, width) if width else None, 1 + len(reduction_levels(program)),
+        (ctypes.c_int64 * len(walked.numbers))(*walked.numbers),
+    )  # fmt: skip

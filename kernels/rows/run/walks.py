@@ -1,0 +1,91 @@
+"""How a kernel walks its tensors: pointers with a stride for each row dimension and for the columns, as arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fxprec.kernels.rows.emit.addresses import Access
+from fxprec.kernels.rows.program.layout import Layout, Place, merged
+from fxprec.kernels.rows.program.row_program import Program
+
+#: Where a tensor lies, as ``layout.place`` gives it.
+Placed: TypeAlias = tuple[list[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Walks:
+    """Of one kernel.
+
+    Attributes:
+        loads, stores: (name of the pointer, how it is walked) of each tensor, in the program's order.
+        dimensions: how many row dimensions there are.
+        strides: names of the stride arguments.
+        numbers: the integer arguments: rows (of a flat program columns), sizes of all row dimensions but the outermost,
+            strides.
+        wide: whether the columns of each full tensor are next to each other, and all strides divide by 8.
+    """
+
+    loads: tuple[tuple[str, Access], ...]
+    stores: tuple[tuple[str, Access], ...]
+    dimensions: int
+    strides: tuple[str, ...]
+    numbers: tuple[int, ...]
+    wide: bool
+
+
+def walks(
+    program: Program, layout: Layout, loads: Sequence[tuple[str, Placed]], stores: Sequence[tuple[str, Placed | None]]
+) -> Walks:
+    """Find them.
+
+    Args:
+        loads, stores: name and place of each tensor, in the program's order; partial stores have no place.
+    """
+    ports = [*((port.rows, port.columns) for _, port in program.loads), *((s.rows, s.columns) for s in program.stores)]
+    named = [*loads, *stores]
+    sizes, places = merged(layout, [place for _, place in named if place is not None])
+    found, taken, strides = iter(places), set[str](), dict[str, int]()
+    walked: list[tuple[str, Access]] = []
+    for (tensor, place), (rows, columns) in zip(named, ports, strict=True):
+        tensor = _unique(tensor, taken)
+        walk = Access((), "") if place is None else _access(tensor, next(found), rows, columns, layout, strides)
+        walked.append((f"{tensor}_ptr", walk))
+    full = [
+        access
+        for (_, access), (_, place), along in zip(walked, named, ports, strict=True)
+        if place is not None and along == (True, True)
+    ]
+    return Walks(
+        tuple(walked[: len(loads)]), tuple(walked[len(loads) :]), len(sizes), tuple(strides),
+        (layout.columns if layout.flat else layout.rows, *sizes[1:], *strides.values()),
+        wide=all(each.columns == "1" for each in full) and all(stride % 8 == 0 for stride in strides.values()),
+    )  # fmt: skip
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """A graph may have an input and an output whose tensors' names come out the same."""
+    number, own = 2, name
+    while own in taken:
+        own = f"{name}_{number}"
+        number += 1
+    taken.add(own)
+    return own
+
+
+def _access(tensor: str, place: Place, rows: bool, columns: bool, layout: Layout, strides: dict[str, int]) -> Access:
+    """How the kernel walks a tensor; adds those of its strides that become arguments."""
+
+    def named(stride: int, label: str, varies: bool) -> str:
+        if not stride or not varies:
+            return ""
+        if stride == 1:
+            return "1"
+        if stride == layout.columns and not layout.flat:
+            return "COLUMNS"
+        strides[f"{tensor}_{label}"] = stride
+        return f"{tensor}_{label}"
+
+    along = tuple(named(stride, f"stride_{i}", rows) for i, stride in enumerate(place.row_strides))
+    return Access(along, named(place.column_stride, "step", columns))

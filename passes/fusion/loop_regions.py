@@ -1,0 +1,34 @@
+"""Which nodes and regions compiled loops take on a CPU: row operations that torch runs in several passes over memory.
+
+What follows a convolution or a batch norm, or a sum of it, stays: at ``freeze`` oneDNN takes sums and activations into
+its convolutions, and in training norms stand between. A dropout stays, since its random numbers are torch's.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from fxprec.kernels.rows.run.gains import is_faster_by_torch, kernels_of
+from fxprec.passes.fusion.regions import Region, saves
+from fxprec.passes.fusion.row_operations import drops, is_row_operation
+from fxprec.passes.graph.annotations import notes
+from fxprec.passes.ops.table import facts_of
+
+
+def suits_loops(node: Node) -> bool:
+    """Whether a loop may hold the node."""
+    if not is_row_operation(node) or drops(node) or is_faster_by_torch(node):
+        return False
+    sources = [*node.all_input_nodes]
+    sources += [each for source in sources if notes(source).op.name == "add" for each in source.all_input_nodes]
+    return not any(map(_makes_images, sources))
+
+
+def _makes_images(node: Node) -> bool:
+    name = notes(node).op.name
+    return name == "batch_norm" or facts_of(name).cost in ("convolution", "transposed convolution")
+
+
+def gains(region: Region) -> bool:
+    """Whether torch runs more than one kernel for it: of one node, too."""
+    return bool(region.outputs) and kernels_of(region.nodes) > 1 and (saves(region) or len(region.nodes) == 1)
