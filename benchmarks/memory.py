@@ -44,8 +44,8 @@ __all__ = ["DEFAULT", "chosen", "chunked", "main", "measure", "rows_of"]
 
 #: What is measured unless variants are named.
 DEFAULT: Final = (
-    "fp32", BASELINE, "compile", "compile-graphs", "bfloat16", "o1", "o1-own", "o1-low", "o1-loss", "o1-chunked",
-    "o2-own", "o1-whole",
+    "fp32", BASELINE, "compile", "compile-graphs", "bfloat16", "o1", "o1-own", "o1-low", "o1-fused-low", "o1-loss",
+    "o1-chunked", "o2-own", "o1-whole",
 )  # fmt: skip
 _WARM_STEPS: Final = 3
 #: On a CPU torch.compile takes a minute or two for each of the others.

@@ -127,7 +127,7 @@ def convert(
             first call, also for later calls with other sizes; forward alone counts where gradients are off then.
             Or costs of one's own, a ``fxprec.passes.costs.device_costs.DeviceCosts``.
         fuse: "auto": regions between matmuls become Triton kernels on CUDA, elsewhere native mixed kernels serve;
-            True: Triton regions, or an error; on a CPU attention as compiled C++ (by the first call that needs it) and,
+            True: Triton regions, or an error; on a CPU regions and attention as C++ that the first call compiles and,
             with example inputs, convolutions with channels last in memory; "aten": regions that run op by op, to look
             at; False: neither, every node stays visible; ``{"fused_*gelu*": False}``: as "auto", but not the regions
             with such names.

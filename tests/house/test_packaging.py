@@ -68,6 +68,21 @@ def test_every_folder_of_code_is_in_the_wheel():
     assert found == set(PROJECT["tool"]["setuptools"]["packages"])
 
 
+def test_every_file_that_is_read_at_run_time_is_in_the_wheel():
+    setuptools = PROJECT["tool"]["setuptools"]
+    packed = {
+        file
+        for package, patterns in setuptools["package-data"].items()
+        for pattern in patterns
+        for file in ROOT.joinpath(*package.split(".")).glob(pattern)
+    }
+    folders = [ROOT.joinpath(*package.split(".")) for package in setuptools["packages"]]
+    found = {
+        file for folder in folders for file in folder.iterdir() if file.suffix in (".cpp", ".h", ".json", ".typed")
+    }
+    assert found and found <= packed
+
+
 def test_kernels_import_only_torch_and_triton():
     allowed = {"torch", "triton", *sys.stdlib_module_names}
     for file in (ROOT / "kernels").rglob("*.py"):
