@@ -291,6 +291,14 @@ def test_regions_that_differ_in_names_alone_share_a_library() -> None:
     assert sources[0] == sources[1]
 
 
+def test_what_takes_long_is_computed_once_a_row() -> None:
+    """Twice in a softmax: for its sum, and for its result."""
+    with torch.no_grad():
+        region = looped(lambda x: F.softmax(x * 2.0, -1), torch.randn(3, 40))
+    code = region.source.partition('extern "C" void')[2]
+    assert code.count("expf(") == 1 and code.count("for (int64_t column") == 3
+
+
 def test_what_the_compiler_says_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho no room >&2\nexit 1\n")
