@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.inspection.nodes import op_name, short_paths, source_line
+from fxprec.inspection.subject import Subject, subject_of
 from fxprec.model.module import conversion_of
 from fxprec.numerics.alternatives import Alternatives
 from fxprec.numerics.kept import kept
@@ -122,7 +123,7 @@ def ledger_of(
         while not done:
             with kept(problem.model):
                 done = _audit_batch(problem, batch, gradients, reference, books, opened, reads)
-    return books.ledger("gradients" if gradients else books.target)
+    return books.ledger("gradients" if gradients else books.target, subject_of(problem.model, "audit"))
 
 
 def _audit_batch(
@@ -245,7 +246,7 @@ class _Books:
             sums[0] += error
             sums[1] += float(exact.square().sum())
 
-    def ledger(self, target: Literal["loss", "outputs", "gradients"]) -> Ledger:
+    def ledger(self, target: Literal["loss", "outputs", "gradients"], subject: Subject) -> Ledger:
         """All of it."""
         total = sum(entry.squares for entry in self._entries.values())
         rows = [_row(entry, total, self._alternatives) for entry in self._entries.values()]
@@ -254,7 +255,7 @@ class _Books:
             name: GradientError(*(math.sqrt(total / len(samples)) for total in sums))
             for name, sums in self._errors.items()
         }
-        return Ledger(target, ordered(rows, len(samples)), samples, parameters, tuple(self._remarks))
+        return Ledger(target, ordered(rows, len(samples)), samples, parameters, tuple(self._remarks), subject)
 
 
 def _row(entry: _Entry, total: float, alternatives: Alternatives) -> Row:
