@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _SHOWN: Final = 12
 #: Graphs that were captured and did not serve for long: as many are called a risk.
 _OFTEN: Final = 8
-_BARE: Final = "told of converted modules only"
+_LOW: Final = frozenset({"float16", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ def _headline(
         products=_by_dtype(row for row in computing if facts_of(row.op).rule is Rule.LOW),
         computes=_by_dtype(row for row in computing if not moves_data(row.op)),
         views=_by_dtype(row for row in computing if moves_data(row.op)),
-        stays=_stays(computing),
+        stays=_stays(section.rows for section in sections),
         casts=kinds["cast"],
         absorbed=kinds["absorbed"],
         costs=_cost_line(graphs, rows),
@@ -332,20 +332,31 @@ def _by_dtype(rows: Iterable[Row]) -> dict[str, int]:
     return dict(Counter(row.compute for row in rows).most_common())
 
 
-def _stays(computing: Iterable[Row]) -> tuple[Stay, ...]:
+def _stays(graphs: Iterable[Sequence[Row]]) -> tuple[Stay, ...]:
     """What computes in FP32: the ops of a reason together, those first that a rule keeps there."""
-    reasons: dict[tuple[str, str], list[Row]] = {}
-    for row in computing:
-        if row.compute == "float32" and not moves_data(row.op):
-            reasons.setdefault((row.rule, row.why.partition("; ")[0]), []).append(row)
+    reasons: dict[tuple[str, str, str], list[Row]] = {}
+    for rows in graphs:
+        outputs = {row.node: row.output for row in rows}
+        for row in rows:
+            if row.compute == "float32" and not moves_data(row.op):
+                key = row.rule, row.why.partition("; ")[0], _low_around(row, outputs)
+                reasons.setdefault(key, []).append(row)
     ordered = sorted(reasons.items(), key=lambda item: [*Rule].index(Rule(item[0][0])))
-    return tuple(_stay(why, rows) for (_, why), rows in ordered)
+    return tuple(_stay(why, rows, around) for (_, why, around), rows in ordered)
 
 
-def _stay(why: str, rows: Sequence[Row]) -> Stay:
+def _low_around(row: Row, outputs: Mapping[str, str]) -> str:
+    """What of an op's values is low: "reads and writes bfloat16"; weights apart."""
+    read = {outputs[name] for name in row.reads if name in outputs}
+    reads, writes = bool(read) and read <= _LOW, row.output in _LOW
+    verbs = [verb for verb, low in (("reads", reads), ("writes", writes)) if low]
+    return f"{' and '.join(verbs)} {row.output if writes else read.pop()}" if verbs else ""
+
+
+def _stay(why: str, rows: Sequence[Row], around: str) -> Stay:
     ops = dict(Counter(row.op for row in rows).most_common())
     modules = {op: tuple(dict.fromkeys(row.module for row in rows if row.op == op)) for op in ops}
-    return Stay(why, ops, modules)
+    return Stay(why, ops, modules, around)
 
 
 def _risks(conversion: Conversion, computing: Iterable[Row]) -> Iterator[str]:
