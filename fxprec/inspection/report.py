@@ -33,6 +33,7 @@ from fxprec.inspection.nodes import (
     short_paths,
     source_line,
 )
+from fxprec.inspection.reasons import in_one, without_figures
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
 from fxprec.inspection.rehearsal import Rehearsal, rehearse
 from fxprec.inspection.subject import Subject, settings_line, told
@@ -339,10 +340,15 @@ def _stays(graphs: Iterable[Sequence[Row]]) -> tuple[Stay, ...]:
         outputs = {row.node: row.output for row in rows}
         for row in rows:
             if row.compute == "float32" and not moves_data(row.op):
-                key = row.rule, row.why.partition("; ")[0], _low_around(row, outputs)
+                key = row.rule, without_figures(_stem(row)), _low_around(row, outputs)
                 reasons.setdefault(key, []).append(row)
     ordered = sorted(reasons.items(), key=lambda item: [*Rule].index(Rule(item[0][0])))
-    return tuple(_stay(why, rows, around) for (_, why, around), rows in ordered)
+    return tuple(_stay(rows, around) for (_, _, around), rows in ordered)
+
+
+def _stem(row: Row) -> str:
+    """Its reason without what it says of other nodes."""
+    return row.why.partition("; ")[0]
 
 
 def _low_around(row: Row, outputs: Mapping[str, str]) -> str:
@@ -353,10 +359,10 @@ def _low_around(row: Row, outputs: Mapping[str, str]) -> str:
     return f"{' and '.join(verbs)} {row.output if writes else read.pop()}" if verbs else ""
 
 
-def _stay(why: str, rows: Sequence[Row], around: str) -> Stay:
+def _stay(rows: Sequence[Row], around: str) -> Stay:
     ops = dict(Counter(row.op for row in rows).most_common())
     modules = {op: tuple(dict.fromkeys(row.module for row in rows if row.op == op)) for op in ops}
-    return Stay(why, ops, modules, around)
+    return Stay(in_one([*map(_stem, rows)]), ops, modules, around)
 
 
 def _risks(conversion: Conversion, computing: Iterable[Row]) -> Iterator[str]:

@@ -53,7 +53,7 @@ class Subject:
 
 
 def subject_of(model: nn.Module, by: Literal["audit", "ranges"]) -> Subject:
-    """That of a converted model, as it is now."""
+    """That of a converted model, as it is now; its graphs become those that users are shown."""
     conversion = conversion_of(model)
     graphs = tuple(
         {

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fxprec.inspection.nodes import op_name, short_paths, source_line
-from fxprec.inspection.subject import Subject, subject_of
+from fxprec.inspection.subject import subject_of
 from fxprec.model.module import conversion_of
 from fxprec.numerics.alternatives import Alternatives
 from fxprec.numerics.kept import kept
@@ -96,7 +96,8 @@ def audit(
         raise ValueError(f"reference must be torch.float64 or torch.float32, not {reference}")
     if gradients and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("gradients=True, and no parameter of the model wants a gradient")
-    return ledger_of(problem, problem.batches(batches), gradients, reference)
+    ledger = ledger_of(problem, problem.batches(batches), gradients, reference)
+    return replace(ledger, subject=subject_of(model, "audit"))
 
 
 def ledger_of(
@@ -123,7 +124,7 @@ def ledger_of(
         while not done:
             with kept(problem.model):
                 done = _audit_batch(problem, batch, gradients, reference, books, opened, reads)
-    return books.ledger("gradients" if gradients else books.target, subject_of(problem.model, "audit"))
+    return books.ledger("gradients" if gradients else books.target)
 
 
 def _audit_batch(
@@ -246,7 +247,7 @@ class _Books:
             sums[0] += error
             sums[1] += float(exact.square().sum())
 
-    def ledger(self, target: Literal["loss", "outputs", "gradients"], subject: Subject) -> Ledger:
+    def ledger(self, target: Literal["loss", "outputs", "gradients"]) -> Ledger:
         """All of it."""
         total = sum(entry.squares for entry in self._entries.values())
         rows = [_row(entry, total, self._alternatives) for entry in self._entries.values()]
@@ -255,7 +256,7 @@ class _Books:
             name: GradientError(*(math.sqrt(total / len(samples)) for total in sums))
             for name, sums in self._errors.items()
         }
-        return Ledger(target, ordered(rows, len(samples)), samples, parameters, tuple(self._remarks), subject)
+        return Ledger(target, ordered(rows, len(samples)), samples, parameters, tuple(self._remarks))
 
 
 def _row(entry: _Entry, total: float, alternatives: Alternatives) -> Row:

@@ -22,6 +22,7 @@ from fxprec.numerics.audit import ledger_of
 from fxprec.numerics.problem import Problem
 from fxprec.numerics.study import Study
 from fxprec.numerics.trial import under as trial
+from fxprec.numerics.tuned import told
 from fxprec.passes.placement.tradeoff import Outcome
 from made_costs import device
 
@@ -91,7 +92,8 @@ def test_an_error_is_kept_to_in_less_time_than_all_in_fp32_takes(level: str, cap
         again(data[0][0])
         own = computes(again)
         assert all(own[line.node] == line.precision for line in tuned.lines)
-        assert f"{len(tuned.lines)} lines" in str(tuned) and tuned.to_dict()["asked"] == tuned.asked
+        changed = f"{len(tuned.lines)} nodes otherwise, in {len(tuned.overrides())} line"
+        assert changed in str(tuned) and tuned.to_dict()["asked"] == tuned.asked
     assert [each.predicted_time for each in found] == sorted((each.predicted_time for each in found), reverse=True)
     assert found[0].predicted_time > 1 >= found[-1].predicted_time
     assert found[0].tuned.measured_error < found[0].start.measured_error / 50
@@ -111,8 +113,9 @@ def test_a_time_is_kept_to(tmp_path: Any) -> None:
     file = tmp_path / "tuned.toml"
     file.write_text(tuned.to_toml())
     assert fxprec.Policy.from_toml(file).to_toml() == tuned.policy.to_toml()
-    for line in tuned.lines:
-        assert f'"{line.precision}"  # {line}' in tuned.to_toml()
+    for lines in tuned.overrides():
+        assert f'"{lines[0].precision}"  # {told(lines)}' in tuned.to_toml()
+    assert tuned.to_toml().count("  # ") == len(tuned.overrides()) == len(tuned.policy.overrides)
 
 
 def test_it_tells_where_nothing_had_to_be_done_and_where_all_became_fp32() -> None:
