@@ -222,7 +222,7 @@ class Headline:
             yield f"{number} {gives} original dtype back (keep_output_dtype=False leaves them low)"
         if wider := self.rehearsal.wider:
             ops = ", ".join(f"{number} {op}" for op, number in wider.items())
-            yield f"{ops} {'reads' if sum(wider.values()) == 1 else 'read'} FP32 here and {self.low} there"
+            yield f"{ops} {'is' if sum(wider.values()) == 1 else 'are'} FP32 here and {self.low} there"
 
 
 def _numbers(nodes: Mapping[str, int]) -> str:

@@ -7,8 +7,8 @@ FP32 weights and autocast on::
     %linear = linear(%x_bf16, %low_fc_weight)      ->      %linear = linear(%x, %fc_weight)       under autocast
 
 Where ours casts more often there are two reasons, which are counted: results get back the dtype that they had in the
-original, and ops read FP32 that autocast on this device runs on what arrives. (On a CPU it lists fewer ops than on
-CUDA, whose list the op table follows everywhere.)
+original, and ops are FP32 that autocast runs low: by the policy, or by the op table, which follows autocast's list for
+CUDA on every device. (On a CPU autocast lists fewer ops.)
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from fxprec.passes.torch_internals import FakeTensorMode
 from fxprec.programs.program import checkpointed
 from fxprec.torch_internals import OpMode, aten_to_copy, storage_key
 
+_LOW: Final = (torch.float16, torch.bfloat16)
 _NO_SHAPES: Final = "unknown without shapes: give convert(model, example_inputs=...)"
 
 
@@ -65,7 +66,7 @@ class Rehearsal:
 
     Attributes:
         results: of the casts of ours, those that give results of the graphs their original dtype.
-        wider: op -> how many read a value in FP32 that they read low under autocast, without a cast.
+        wider: op -> how many read FP32, or give it to a cast, and do so low under autocast, without any cast.
     """
 
     ours: Traffic = Traffic()
@@ -89,7 +90,7 @@ def rehearse(captured: Iterable[Captured], device: str, low: torch.dtype) -> Reh
                 ours, results = ours + traffic, results + counting.results
                 with torch.autocast(device, low):
                     traffic, counting = _run(each, mode, None)
-                autocast, wider = autocast + traffic, wider + counting.wider
+                autocast, wider = autocast + traffic, wider + Counter(map(op_name, counting.wider))
         except Exception as error:  # an op without a fake, a value that the graph reads: there is nothing to tell
             text = str(error).strip().partition("\n")[0]
             return Rehearsal(unknown=f"unknown: it does not run on fake tensors ({type(error).__name__}: {text[:80]})")
@@ -133,6 +134,10 @@ def _input(node: Node, mode: FakeTensorMode) -> Any:
     return value
 
 
+def _is_low(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _LOW
+
+
 class _Player(Interpreter):
     """Runs a graph, the regions and the checkpointed bodies in it, with or without the casts of the passes."""
 
@@ -144,7 +149,10 @@ class _Player(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         if is_inserted(n) and not self._casts:
-            return self.fetch_args_kwargs_from_env(n)[0][0]
+            value, maker = self.fetch_args_kwargs_from_env(n)[0][0], n.all_input_nodes[0]
+            if notes(n).precision.output in _LOW and _is_low(value) and maker.op.startswith("call"):
+                self._counting.wider[maker] = None
+            return value
         before = self._counting.casts
         widened = not self._casts and any(map(self._is_widened, n.all_input_nodes))  # before their values are let go
         result = super().run_node(n)
@@ -152,14 +160,13 @@ class _Player(Interpreter):
         if is_inserted(n):
             self._counting.results += ran if any(user.op == "output" for user in n.users) and not self._within else 0
         elif widened and not ran and n.op.startswith("call") and not moves_data(op_name(n)):
-            self._counting.wider[op_name(n)] += 1
+            self._counting.wider[n] = None
         return result
 
     def _is_widened(self, source: Node) -> bool:
         """Whether a pass casts to FP32 here what is low under autocast."""
-        value = self.env.get(source)
         wide = is_inserted(source) and notes(source).precision.output is torch.float32
-        return wide and isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+        return wide and _is_low(self.env.get(source))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -189,7 +196,7 @@ class _Counting(OpMode):
         super().__init__()
         self._weights = {storage_key(weight) for weight in weights}
         self.casts = self.cast_bytes = self.weight_casts = self.results = 0
-        self.wider: Counter[str] = Counter()
+        self.wider: dict[Node, None] = {}
         self.kept: dict[int, int] = {}
 
     def __torch_dispatch__(

@@ -165,7 +165,7 @@ class Study:
             left, fraction = math.sqrt(least.square + self.constant), least.seconds / start.seconds
             return (
                 f"error={error:g} cannot be met: with all in FP32 that may be, {left:.3g} is left, "
-                f"at {fraction:.3g} of the time"
+                f"at {fraction:.3g} of the time" + "".join(f"; {each}" for each in self._stay_low())
             )
         fraction = self.trade.cut(0.0).seconds / start.seconds
         return f"time={time:g} cannot be met: the fastest policy takes {fraction:.3g} of the time"
@@ -190,8 +190,15 @@ class Study:
             )
         if self.kept:
             yield f"in FP32, as they overflow where they are low: {', '.join(self.kept)}"
+        yield from self._stay_low()
+
+    def _stay_low(self) -> Iterator[str]:
+        """Ops that are no choice, as nobody knows what they cost; those of a reason together."""
+        reasons: dict[str, list[str]] = defaultdict(list)
         for node, why in self.trade.unpriced.items():
-            yield f"{node.name} stays low, its time is unknown: {why}"
+            reasons[why].append(node.name)
+        for why, names in reasons.items():
+            yield f"{', '.join(names)} {'stay' if len(names) > 1 else 'stays'} low, time unknown: {why}"
 
 
 def _original_graphs(problem: Problem, batches: Sequence[Batch]) -> tuple[GraphModule, ...]:

@@ -101,10 +101,14 @@ def test_why_there_are_more_casts_than_under_autocast_is_told() -> None:
     (line,) = [line for line in printed(Powers(), x) if line.startswith("more casts")]
     assert line == (
         "more casts   than eager autocast: 1 gives a result its original dtype back (keep_output_dtype=False leaves "
-        "them low); 1 pow reads FP32 here and bfloat16 there"
+        "them low); 1 pow is FP32 here and bfloat16 there"
     )
     (line,) = [line for line in printed(Powers(), x, keep_output_dtype=False) if line.startswith("more casts")]
-    assert line == "more casts   than eager autocast: 1 pow reads FP32 here and bfloat16 there"
+    assert line == "more casts   than eager autocast: 1 pow is FP32 here and bfloat16 there"
+    norm = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    wide = fxprec.Policy.preset("O1").override(ops={"layer_norm": torch.float32})
+    (line,) = [line for line in printed(norm, x, policy=wide) if line.startswith("more casts")]
+    assert line.endswith("; 2 layer_norm are FP32 here and bfloat16 there")
     lowered = fxprec.Policy.preset("O1").override(ops={"pow": "low"})
     lines = printed(Powers(), x, keep_output_dtype=False, policy=lowered)
     assert not [line for line in lines if line.startswith("more casts")]

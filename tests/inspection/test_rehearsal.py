@@ -141,7 +141,7 @@ class Twice(nn.Module):
 def test_why_there_are_more(fuse: bool | str) -> None:
     model = fxprec.convert(Twice(), (torch.randn(2, 8),), dtype=torch.bfloat16, fuse=fuse).module
     found = fxprec.report(model).headline.rehearsal
-    assert found.wider == {"pow": 1, "exp": 1}, "mul reads both dtypes as they come"
+    assert found.wider == {"pow": 1, "mul": 1, "exp": 1}, "mul reads both as they come, and gives FP32 to a cast"
     assert found.results == (0 if fuse else 1), "regions give results in the dtype that is wanted"
     assert found.ours.casts == 4 and found.autocast.casts == 1
 
@@ -153,10 +153,10 @@ def test_what_autocast_casts_as_well_is_no_reason() -> None:
             self.layer = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.mse_loss(self.layer(x), x)
+            return self.layer(F.mse_loss(self.layer(x), x, reduction="none"))
 
     found = fxprec.report(fxprec.convert(Squares(), (torch.randn(3, 8),)).module).headline.rehearsal
-    assert found.ours.casts == found.autocast.casts == 2 and not found.wider
+    assert (found.ours.casts, found.autocast.casts, found.results, found.wider) == (4, 3, 1, {})
 
 
 def test_of_eval_mode_nothing_is_told_to_be_kept() -> None:

@@ -249,6 +249,25 @@ def test_what_overflows_stays_in_fp32() -> None:
     assert {computes(again)[name] for name in ("mul", "mul_1")} == {"float32"}
 
 
+def test_what_has_no_cost_stays_low_and_is_told_once() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.MultiheadAttention(16, 2, batch_first=True) for _ in "ab")
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.unflatten(-1, (1, 16))
+            x = self.a(x, x, x, need_weights=False)[0]
+            return self.b(x, x, x, need_weights=False)[0].flatten(1)
+
+    torch.manual_seed(0)
+    text = (
+        "multi_head_attention_forward, multi_head_attention_forward_1 stay low, time unknown: its cost is not modelled"
+    )
+    with pytest.raises(ValueError, match=f"^error=1e-30 cannot be met: .* of the time; {text}$"):
+        tune(converted(Attending()), batches(2), F.cross_entropy, error=1e-30)
+
+
 def test_outputs_dicts_and_forwards_without_gradients() -> None:
     torch.manual_seed(0)
     model = converted(Net()).eval()
