@@ -150,8 +150,8 @@ class _Player(Interpreter):
     def run_node(self, n: Node) -> Any:
         if is_inserted(n) and not self._casts:
             value, maker = self.fetch_args_kwargs_from_env(n)[0][0], n.all_input_nodes[0]
-            if notes(n).precision.output in _LOW and _is_low(value) and maker.op.startswith("call"):
-                self._counting.wider[maker] = None
+            if notes(n).precision.output in _LOW and _is_low(value):
+                self._counting.note(maker)
             return value
         before = self._counting.casts
         widened = not self._casts and any(map(self._is_widened, n.all_input_nodes))  # before their values are let go
@@ -159,8 +159,8 @@ class _Player(Interpreter):
         ran = self._counting.casts - before
         if is_inserted(n):
             self._counting.results += ran if any(user.op == "output" for user in n.users) and not self._within else 0
-        elif widened and not ran and n.op.startswith("call") and not moves_data(op_name(n)):
-            self._counting.wider[n] = None
+        elif widened and not ran:
+            self._counting.note(n)
         return result
 
     def _is_widened(self, source: Node) -> bool:
@@ -214,6 +214,11 @@ class _Counting(OpMode):
         else:
             self.casts += 1
             self.cast_bytes += result.numel() * result.itemsize
+
+    def note(self, node: Node) -> None:
+        """It is FP32 in ours, and low under autocast; of what only moves values those say so that it moves them for."""
+        if node.op.startswith("call") and not moves_data(op_name(node)):
+            self.wider[node] = None
 
     def keep(self, tensor: Tensor) -> Tensor:
         self.kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()

@@ -146,6 +146,20 @@ def test_why_there_are_more(fuse: bool | str) -> None:
     assert found.ours.casts == 4 and found.autocast.casts == 1
 
 
+def test_what_moves_values_is_no_reason() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self.layer(x).exp().chunk(2)
+            return self.layer(first) * second
+
+    found = fxprec.report(fxprec.convert(Parts(), (torch.randn(2, 8),), dtype=torch.bfloat16).module).headline
+    assert found.rehearsal.wider == {"exp": 1}
+
+
 def test_what_autocast_casts_as_well_is_no_reason() -> None:
     class Squares(nn.Module):
         def __init__(self) -> None:
