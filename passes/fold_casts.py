@@ -19,6 +19,14 @@ The user's own cast stays where someone still reads it, or wants its dtype becau
 wherever its value is written to in place, and where it is returned, since a cast makes a copy and folding it would
 make an alias.
 
+Where nobody knows a dtype the cast looks at run time. What is computed in the dtype of what it reads needs no second
+look: it is bfloat16, or no float that a cast is about::
+
+    %x_bf16: bfloat16 = cast_if_float(%x, torch.bfloat16)
+    %y: bfloat16 = matmul(%x_bf16, %x_bf16)
+    %y_bf16: bfloat16 = cast_if_float(%y, torch.bfloat16)    # goes
+    %z: bfloat16 = relu(%y_bf16)                             # reads %y
+
 Body of a checkpointed region, before and after (``%x_bf16`` is made by the caller, where a shadow can serve it)::
 
     %x: float32 = placeholder                           %x: bfloat16 = placeholder
@@ -33,13 +41,14 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.graph.annotations import Precision, Rule, notes
-from fxprec.passes.graph.casts import CASTS, cast
+from fxprec.passes.graph.annotations import UNKNOWN, Precision, Rule, notes
+from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.table import facts_of
 
 
 def fold_casts(gm: GraphModule, context: Context) -> PassResult:
@@ -65,7 +74,10 @@ def _fold(gm: GraphModule, context: Context) -> int:
     roots = alias_roots(gm.graph)
     written = written_roots(gm.graph, roots)
     made: dict[tuple[object, torch.dtype, bool], Node] = {}
+    looked: dict[Node, torch.dtype] = {}
     for node in list(gm.graph.nodes):
+        if notes(node).dtype is UNKNOWN:
+            folded += _looks_again(node, looked)
         target = _pure_target(node) if _is_cast(node) else None
         if target is None or roots[node] in written:
             continue
@@ -78,6 +90,26 @@ def _fold(gm: GraphModule, context: Context) -> int:
                 reader.replace_input_with(node, source)
             folded += bool(readers)
     return folded
+
+
+def _looks_again(node: Node, looked: dict[Node, torch.dtype]) -> bool:
+    """Fold a cast that looks at a value which is of its dtype, or none that it would touch.
+
+    ``looked``: value -> the dtype that it has if it is one of FP32, FP16 and BF16; gets the node's.
+    """
+    row = facts_of(notes(node).op.name)
+    if node.target is cast_if_float:
+        source, dtype = node.args
+        if looked.get(source) == dtype:  # type: ignore[arg-type]
+            node.replace_all_uses_with(source)  # type: ignore[arg-type]
+            return True
+        looked[node] = dtype  # type: ignore[assignment]
+    elif row.result in ("first", "tensors") and not row.special:
+        sources = node.args[:1] if row.result == "first" else node.all_input_nodes
+        found = {looked.get(source) or _known(source) for source in sources if isinstance(source, Node)}
+        if found == {actual_dtype(node)}:
+            looked[node] = found.pop()  # type: ignore[assignment]
+    return False
 
 
 def _is_cast(node: Node) -> bool:

@@ -20,7 +20,7 @@ from fxprec.command_line.waiting import Waiting
 from fxprec.convert import convert
 from fxprec.errors import FxprecError, FxprecWarning
 from fxprec.inspection.headline import Headline
-from fxprec.inspection.report import report
+from fxprec.inspection.report import Report, report
 from fxprec.model.module import is_converted
 from fxprec.numerics.problem import Batch, Problem
 from fxprec.passes.policy.policy import Policy
@@ -95,7 +95,8 @@ def parser() -> argparse.ArgumentParser:
         return own
 
     own = command("report", _report, "what runs in which dtype, and why", 1, "What stays FP32, why, and the risks.")
-    own.add_argument("--html", type=Path, metavar="FILE", help="write a page to look into, too")
+    page = {"type": Path, "metavar": "FILE", "help": "write a page to look into, too"}
+    own.add_argument("--html", **page)
     own.add_argument("--nodes", action="store_true", help="a line a node, too")
     own.add_argument(
         "--fail-on",
@@ -106,11 +107,13 @@ def parser() -> argparse.ArgumentParser:
     )
     own = command("audit", _audit, "which op costs how much of the loss's error", 8, "The parts add up to the error.")
     own.add_argument("--gradients", action="store_true", help="explain the error of the gradients, too")
+    own.add_argument("--html", **page)
     own = command("locate", _locate, "the first op that gives a NaN, an inf or a lost gradient", 1, "1: there is one.")
     scale = {"type": float, "metavar": "S", "help": "the loss scale that steps are run with; default: 1"}
     own.add_argument("--scale", **scale)
     own = command("ranges", _ranges, "how large all values are", 8, "Exponents, flushed and saturated, headroom.")
     own.add_argument("--scale", **scale)
+    own.add_argument("--html", **page)
     own = command("tune", _tune, "a policy for an error or a time", 32, "Predicted, then measured on other batches.")
     budget = own.add_mutually_exclusive_group(required=True)
     budget.add_argument("--error", type=float, metavar="E", help="of the loss, root mean square: keep to it")
@@ -175,8 +178,7 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
     if options.nodes and options.json != "-":
         print(f"\n{found.nodes}")
     if options.html is not None:
-        found.to_html(options.html)
-        print(f"written to {options.html}", file=sys.stderr)
+        _write_page(options.html, found)
     status = 0
     for name in options.fail_on:
         if what := FAILURES[name][0](found.headline):
@@ -188,7 +190,10 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
 def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     batches = waiting.count("batches", target.batches)
-    _write(options, numerics.audit(target.model, batches, target.loss, gradients=options.gradients))
+    found = numerics.audit(target.model, batches, target.loss, gradients=options.gradients)
+    _write(options, found)
+    if options.html is not None:
+        _write_page(options.html, report(target.model), ledger=found)
     return 0
 
 
@@ -208,7 +213,10 @@ def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
 def _ranges(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     batches = waiting.count("batches", target.batches)
-    _write(options, numerics.ranges(target.model, batches, target.loss, _scaler(options)))
+    found = numerics.ranges(target.model, batches, target.loss, _scaler(options))
+    _write(options, found)
+    if options.html is not None:
+        _write_page(options.html, report(target.model), ranges=found)
     return 0
 
 
@@ -225,6 +233,11 @@ def _tune(options: argparse.Namespace, waiting: Waiting) -> int:
         options.output.write_text(found.to_toml(), encoding="utf-8")
         print(f"written to {options.output}", file=sys.stderr)
     return 0
+
+
+def _write_page(path: Path, found: Report, **measured: Any) -> None:
+    found.to_html(path, **measured)
+    print(f"written to {path}", file=sys.stderr)
 
 
 def _write(options: argparse.Namespace, found: Any, text: str = "") -> None:

@@ -121,9 +121,6 @@ def _values(info: Any, numel: Any) -> Iterator[tuple[Any, int | None]]:
 
 def weights(model: nn.Module, graphs: Sequence[GraphModule], found: Iterable[Place]) -> Weights:
     """The parameters of a model, and the shadows that its graphs read."""
-    parameters: Counter[str] = Counter()
-    for value in model.parameters():
-        parameters[dtype_name(value.dtype)] += value.numel() * value.element_size()
     shadows: dict[int, int] = {}
     for place in found:
         source = place.node.args[0] if is_shadow(place.node) else None
@@ -133,7 +130,15 @@ def weights(model: nn.Module, graphs: Sequence[GraphModule], found: Iterable[Pla
             # torch.func.functional_call puts others in the places of parameters, cast anew at each call.
             if isinstance(low, torch.dtype) and isinstance(weight, nn.Parameter) and weight.dtype != low:
                 shadows[id(weight)] = weight.numel() * low.itemsize
-    return Weights(dict(parameters), len(shadows), sum(shadows.values()))
+    return Weights(parameter_bytes(model), len(shadows), sum(shadows.values()))
+
+
+def parameter_bytes(model: nn.Module) -> dict[str, int]:
+    """Of the parameters as they are, by dtype."""
+    found: Counter[str] = Counter()
+    for value in model.parameters():
+        found[dtype_name(value.dtype)] += value.numel() * value.element_size()
+    return dict(found)
 
 
 def size_text(size: int) -> str:

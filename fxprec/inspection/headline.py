@@ -28,24 +28,39 @@ class Stay:
     Attributes:
         ops: op -> how many.
         modules: op -> the modules that it is in, each once.
+        around: what is low all the same: "reads and writes bfloat16"; "" where nothing is.
     """
 
     why: str
     ops: Mapping[str, int]
     modules: Mapping[str, tuple[str, ...]]
+    around: str = ""
+
+    @property
+    def label(self) -> str:
+        """In front of its line."""
+        return "FP32 inside" if self.around else "stays FP32"
 
     def __str__(self) -> str:
         ops = [f"{number} {op}" for op, number in self.ops.items()]
+        why = f"{self.why}; {self.around}" if self.around else self.why
         everywhere = [*dict.fromkeys(itertools.chain(*self.modules.values()))]
         if len(ops) == 1 or len(folded(everywhere)) <= _PLACES:
-            return f"{', '.join(ops)}: {self.why} ({_places(everywhere)})"
+            return f"{', '.join(ops)}: {why} ({_places(everywhere)})"
         each = (f"{what} ({_places(modules)})" for what, modules in zip(ops, self.modules.values(), strict=True))
-        return f"{', '.join(each)}: {self.why}"
+        return f"{', '.join(each)}: {why}"
+
+
+def _place(name: str) -> str:
+    """A module of a number only is not to be taken for a count."""
+    if name.strip("0123456789,-"):
+        return name
+    return f"module{'' if name.isdigit() else 's'} {name}" if name else "the model itself"
 
 
 def _places(modules: Sequence[str]) -> str:
-    """``in encoder.0-3.norm``; a module of a number only is not to be taken for a count."""
-    places = [f"module {name}" if name.isdigit() else name or "the model itself" for name in folded(modules)]
+    """``in encoder.0-3.norm``."""
+    places = [_place(name) for name in folded(modules)]
     more = f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
     return f"in {', '.join(places[:_PLACES])}{more}"
 
@@ -144,8 +159,10 @@ class Headline:
     def lines(self) -> Iterator[tuple[str, str]]:
         """Label and text of each line below the verdict."""
         yield "computing", _numbers(self.computes) + (f"; views: {_numbers(self.views)}" if self.views else "")
-        for stay in _first("stays", self.stays):
-            yield "stays FP32", str(stay)
+        shown = self.stays[: _MOST["stays"]]
+        yield from ((stay.label, str(stay)) for stay in shown)
+        if len(self.stays) > len(shown):
+            yield "stays FP32", f"{len(self.stays) - len(shown)} more, in to_dict()"
         yield from self._traffic()
         if self.costs:
             yield "costs", self.costs
@@ -192,9 +209,20 @@ class Headline:
             f"{count(theirs.casts, 'cast')} writing {size_text(theirs.cast_bytes)}, and {theirs.weight_casts} of "
             f"weights{each}",
         )
+        if ours.casts > theirs.casts and (why := [*self._more_casts()]):
+            yield "more casts", f"than eager autocast: {'; '.join(why)}"
         if ours.kept or theirs.kept:
             kept, other = size_text(ours.kept), size_text(theirs.kept)
             yield "backward", f"{kept} kept for it besides weights and inputs; eager autocast {other}{each}"
+
+    def _more_casts(self) -> Iterator[str]:
+        """Why there are more than under eager autocast."""
+        if number := self.rehearsal.results:
+            gives = "gives a result its" if number == 1 else "give results their"
+            yield f"{number} {gives} original dtype back (keep_output_dtype=False leaves them low)"
+        if wider := self.rehearsal.wider:
+            ops = ", ".join(f"{number} {op}" for op, number in wider.items())
+            yield f"{ops} {'is' if sum(wider.values()) == 1 else 'are'} FP32 here and {self.low} there"
 
 
 def _numbers(nodes: Mapping[str, int]) -> str:

@@ -25,7 +25,8 @@ from torch import nn
 
 from fxprec.inspection.layers import fold, numbers_of, unfold
 from fxprec.inspection.nodes import moves_data
-from fxprec.inspection.report import GraphReport, Row, graph_reports, outside_of, settings_line
+from fxprec.inspection.report import GraphReport, Row, graph_reports, outside_of
+from fxprec.inspection.subject import settings_line
 from fxprec.model.module import conversion_of, is_converted
 
 _Texts = TypeVar("_Texts", str, tuple[str, str])

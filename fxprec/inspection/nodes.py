@@ -17,11 +17,13 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from fxprec.errors import NotCapturedError
 from fxprec.model.captured import Captured
 from fxprec.model.module import conversion_of, graphs, is_converted
 from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.program import is_weight_cast
@@ -51,6 +53,20 @@ def rewritten_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
     if isinstance(model, GraphModule) and not is_converted(model) and annotated_graphs(model):
         return (model,)
     return graphs(model)
+
+
+def known_graphs(model: nn.Module) -> tuple[GraphModule, ...]:
+    """As ``rewritten_graphs``; none of a model that ran outside of any.
+
+    Raises:
+        NotCapturedError, ConversionError: likewise.
+    """
+    try:
+        return rewritten_graphs(model)
+    except NotCapturedError:
+        if not is_converted(model) or not conversion_of(model).ran_in_net:
+            raise
+        return ()
 
 
 def captured_of(model: nn.Module) -> dict[GraphModule, Captured]:
@@ -144,6 +160,12 @@ def moves_data(op: str) -> bool:
     """Whether a canonical op computes nothing: views, copies, casts."""
     row = facts_of(op)
     return op in _MOVES or row.arrives or row.view
+
+
+def computes(node: Node) -> str:
+    """The dtype of its arithmetic; "-": it has none."""
+    own = not is_inserted(node) and node.op != "placeholder"
+    return dtype_name(notes(node).precision.compute) if own else "-"
 
 
 def reason(node: Node) -> tuple[str, str]:

@@ -5,13 +5,18 @@ FP32 weights and autocast on::
 
     %x_bf16 = cast(%x, torch.bfloat16)
     %linear = linear(%x_bf16, %low_fc_weight)      ->      %linear = linear(%x, %fc_weight)       under autocast
+
+Where ours casts more often there are two reasons, which are counted: results get back the dtype that they had in the
+original, and ops are FP32 that autocast runs low: by the policy, or by the op table, which follows autocast's list for
+CUDA on every device. (On a CPU autocast lists fewer ops.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -19,7 +24,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.checkpoint import checkpoint
 
-from fxprec.inspection.nodes import is_inserted
+from fxprec.inspection.nodes import is_inserted, moves_data, op_name
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.kernels.torch_internals import FakeTensor
 from fxprec.model.captured import Captured
@@ -30,6 +35,7 @@ from fxprec.passes.torch_internals import FakeTensorMode
 from fxprec.programs.program import checkpointed
 from fxprec.torch_internals import OpMode, aten_to_copy, storage_key
 
+_LOW: Final = (torch.float16, torch.bfloat16)
 _NO_SHAPES: Final = "unknown without shapes: give convert(model, example_inputs=...)"
 
 
@@ -56,29 +62,39 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """``ours`` beside ``autocast``: what eager autocast would do with the same graphs; or ``unknown``: why not told."""
+    """``ours`` beside ``autocast``: what eager autocast would do with the same graphs; or ``unknown``: why not told.
+
+    Attributes:
+        results: of the casts of ours, those that give results of the graphs their original dtype.
+        wider: op -> how many read FP32, or give it to a cast, and do so low under autocast, without any cast.
+    """
 
     ours: Traffic = Traffic()
     autocast: Traffic = Traffic()
     unknown: str = ""
+    results: int = 0
+    wider: Mapping[str, int] = field(default_factory=dict)
 
 
 def rehearse(captured: Iterable[Captured], device: str, low: torch.dtype) -> Rehearsal:
     """Of all these graphs, one call of each, with gradients where the module was in training mode."""
     ours, autocast = Traffic(), Traffic()
+    results, wider = 0, Counter[str]()
     for each in captured:
         mode = _mode(each.gm)
         if mode is None:
             return Rehearsal(unknown=_NO_SHAPES)
         try:
             with quietly(mode), torch.set_grad_enabled(each.training):
-                ours += _run(each, mode, low)
+                traffic, counting = _run(each, mode, low)
+                ours, results = ours + traffic, results + counting.results
                 with torch.autocast(device, low):
-                    autocast += _run(each, mode, None)
+                    traffic, counting = _run(each, mode, None)
+                autocast, wider = autocast + traffic, wider + Counter(map(op_name, counting.wider))
         except Exception as error:  # an op without a fake, a value that the graph reads: there is nothing to tell
             text = str(error).strip().partition("\n")[0]
             return Rehearsal(unknown=f"unknown: it does not run on fake tensors ({type(error).__name__}: {text[:80]})")
-    return Rehearsal(ours, autocast)
+    return Rehearsal(ours, autocast, results=results, wider=dict(wider.most_common()))
 
 
 def _mode(gm: GraphModule) -> FakeTensorMode | None:
@@ -86,18 +102,18 @@ def _mode(gm: GraphModule) -> FakeTensorMode | None:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
-def _run(captured: Captured, mode: FakeTensorMode, low: torch.dtype | None) -> Traffic:
+def _run(captured: Captured, mode: FakeTensorMode, low: torch.dtype | None) -> tuple[Traffic, _Counting]:
     """Run the program of a graph; with the shadows as they are, or (``low`` is None) without any cast of ours."""
     program, values = captured.program, _weights(captured.gm)
     weights = [_weight(values[path], mode, low) for path in program.low]
     weights += [_weight(values[path], mode) for path in program.plain]
     inputs = [_input(node, mode) for node in [*program.gm.graph.find_nodes(op="placeholder")][len(weights) :]]
     with _Counting(weights) as counting, torch.autograd.graph.saved_tensors_hooks(counting.keep, lambda kept: kept):
-        outputs = _Player(program.gm, mode, casts=low is not None).run(*weights, *inputs)
+        outputs = _Player(program.gm, mode, counting, casts=low is not None).run(*weights, *inputs)
     known = {storage_key(value) for value in [*weights, *inputs] if isinstance(value, Tensor)}
     kept = sum(size for storage, size in counting.kept.items() if storage not in known)
     del outputs  # what autograd keeps lived as long as they
-    return Traffic(counting.casts, counting.cast_bytes, counting.weight_casts, kept)
+    return Traffic(counting.casts, counting.cast_bytes, counting.weight_casts, kept), counting
 
 
 def _weights(gm: GraphModule) -> dict[str, Tensor]:
@@ -118,17 +134,39 @@ def _input(node: Node, mode: FakeTensorMode) -> Any:
     return value
 
 
+def _is_low(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _LOW
+
+
 class _Player(Interpreter):
     """Runs a graph, the regions and the checkpointed bodies in it, with or without the casts of the passes."""
 
-    def __init__(self, gm: GraphModule, mode: FakeTensorMode, casts: bool) -> None:
+    def __init__(
+        self, gm: GraphModule, mode: FakeTensorMode, counting: _Counting, casts: bool, within: bool = False
+    ) -> None:
         super().__init__(gm)
-        self._mode, self._casts = mode, casts
+        self._mode, self._counting, self._casts, self._within = mode, counting, casts, within
 
     def run_node(self, n: Node) -> Any:
-        if self._casts or not is_inserted(n):
-            return super().run_node(n)
-        return self.fetch_args_kwargs_from_env(n)[0][0]
+        if is_inserted(n) and not self._casts:
+            value, maker = self.fetch_args_kwargs_from_env(n)[0][0], n.all_input_nodes[0]
+            if notes(n).precision.output in _LOW and _is_low(value):
+                self._counting.note(maker)
+            return value
+        before = self._counting.casts
+        widened = not self._casts and any(map(self._is_widened, n.all_input_nodes))  # before their values are let go
+        result = super().run_node(n)
+        ran = self._counting.casts - before
+        if is_inserted(n):
+            self._counting.results += ran if any(user.op == "output" for user in n.users) and not self._within else 0
+        elif widened and not ran:
+            self._counting.note(n)
+        return result
+
+    def _is_widened(self, source: Node) -> bool:
+        """Whether a pass casts to FP32 here what is low under autocast."""
+        wide = is_inserted(source) and notes(source).precision.output is torch.float32
+        return wide and _is_low(self.env.get(source))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -138,23 +176,27 @@ class _Player(Interpreter):
         called = self.fetch_attr(target)
         if isinstance(called, FusedRegion):
             reads = len(called.graph_module.graph.find_nodes(op="placeholder"))  # the seeds of dropouts come after them
-            results = _Player(called.graph_module, self._mode, self._casts).run(*args[:reads])
+            results = self._inner(called.graph_module).run(*args[:reads])
             return results[0] if called.single else results
         return super().call_module(target, args, kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is checkpointed:
-            return checkpoint(_Player(args[0], self._mode, self._casts).run, *args[1:], use_reentrant=False)
+            return checkpoint(self._inner(args[0]).run, *args[1:], use_reentrant=False)
         return super().call_function(target, args, kwargs)
+
+    def _inner(self, gm: GraphModule) -> _Player:
+        return _Player(gm, self._mode, self._counting, self._casts, within=True)
 
 
 class _Counting(OpMode):
-    """Casts that run, and what autograd keeps: storage -> bytes."""
+    """Casts that run, as of ``Traffic`` and ``Rehearsal``, and what autograd keeps: storage -> bytes."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()
         self._weights = {storage_key(weight) for weight in weights}
-        self.casts = self.cast_bytes = self.weight_casts = 0
+        self.casts = self.cast_bytes = self.weight_casts = self.results = 0
+        self.wider: dict[Node, None] = {}
         self.kept: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -172,6 +214,11 @@ class _Counting(OpMode):
         else:
             self.casts += 1
             self.cast_bytes += result.numel() * result.itemsize
+
+    def note(self, node: Node) -> None:
+        """It is FP32 in ours, and low under autocast; of what only moves values those say so that it moves them for."""
+        if node.op.startswith("call") and not moves_data(op_name(node)):
+            self.wider[node] = None
 
     def keep(self, tensor: Tensor) -> Tensor:
         self.kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()

@@ -9,37 +9,40 @@ import dataclasses
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxprec.errors import NotCapturedError
 from fxprec.inspection.figures import Activations, Weights, activations, bytes_of, count, size_text, weights
 from fxprec.inspection.headline import Headline, Stay
 from fxprec.inspection.nodes import (
     Place,
     captured_of,
+    computes,
     is_inserted,
     is_shadow,
+    known_graphs,
     moves_data,
     op_name,
     places,
     reason,
-    rewritten_graphs,
     short_paths,
     source_line,
 )
+from fxprec.inspection.reasons import in_one, without_figures
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
 from fxprec.inspection.rehearsal import Rehearsal, rehearse
+from fxprec.inspection.subject import Subject, settings_line, told
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.inspection.times import UNKNOWN, Times
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.conversion import Conversion
 from fxprec.model.module import conversion_of, is_converted
+from fxprec.page.measured import Measured, add_measured
 from fxprec.page.render import framed, render
 from fxprec.passes.graph.annotations import Rule, module_path, notes, weight_path
 from fxprec.passes.graph.text import dtype_name, shown_dtype
@@ -52,13 +55,7 @@ if TYPE_CHECKING:
 _SHOWN: Final = 12
 #: Graphs that were captured and did not serve for long: as many are called a risk.
 _OFTEN: Final = 8
-_BARE: Final = "told of converted modules only"
-
-
-class AsDict(Protocol):
-    """A ledger, as far as a page wants it."""
-
-    def to_dict(self) -> dict[str, Any]: ...
+_LOW: Final = frozenset({"float16", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,26 +120,44 @@ class Report:
         found["headline"]["verdict"] = self.headline.verdict()
         return found
 
-    def to_html(self, path: str | Path, *, ledger: AsDict | None = None, before: Report | None = None) -> None:
+    def to_html(
+        self,
+        path: str | Path,
+        *,
+        ledger: Measured | None = None,
+        ranges: Measured | None = None,
+        before: Report | None = None,
+    ) -> None:
         """Write a page to look into: one file, which needs nothing else and asks nobody.
 
         Args:
             path: of the file; an older one is overwritten.
             ledger: of ``fxprec.numerics.audit``: each node's part in the error of the loss.
+            ranges: of ``fxprec.numerics.ranges``: how large each node's values and gradients are.
             before: another report, of another policy or level: the nodes that differ.
+
+        Raises:
+            TypeError: the ledger or the ranges are something else.
+            ValueError: they were measured on another model, or under another policy, or are folded.
         """
-        Path(path).write_text(self._page(ledger, before), encoding="utf-8")
+        Path(path).write_text(self._page(ledger, ranges, before), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         return framed(self._page())
 
-    def _page(self, ledger: AsDict | None = None, before: Report | None = None) -> str:
+    def _page(
+        self, ledger: Measured | None = None, ranges: Measured | None = None, before: Report | None = None
+    ) -> str:
         data = self.to_dict()
-        parts = {(row["graph"], row["node"]): row["share"] for row in ledger.to_dict()["rows"]} if ledger else {}
-        for number, graph in enumerate(data["graphs"]):
-            for row in graph["rows"]:
-                row["error"] = parts.get((number, row["node"]))
-        return render(data, [*self.headline.lines()], before and before.to_dict())
+        more = add_measured(data["graphs"], self.subject, ledger, ranges)
+        return render(data, [*self.headline.lines(), *more], before and before.to_dict())
+
+    @property
+    def subject(self) -> Subject:
+        """What it is a report of."""
+        graphs = tuple({row.node: told(row.compute, row.output) for row in graph.rows} for graph in self.graphs)
+        headline = self.headline
+        return Subject("report", headline.model, headline.settings, headline.weights.parameters, graphs)
 
     def __str__(self) -> str:
         return plain(self)
@@ -220,14 +235,6 @@ def graph_reports(model: nn.Module) -> list[GraphReport]:
     return _sections(model, conversion_of(model) if is_converted(model) else None)[1]
 
 
-def settings_line(conversion: Conversion | None) -> str:
-    """Level, dtype and placement; empty for a bare graph."""
-    if conversion is None:
-        return ""
-    settings = conversion.settings
-    return f"{settings.policy.level}, {dtype_name(settings.dtype)}, {settings.placement}"
-
-
 def outside_of(conversion: Conversion | None) -> dict[str, str]:
     """Where -> why of what runs outside the graphs."""
     net = conversion.net if conversion is not None else {}
@@ -237,12 +244,7 @@ def outside_of(conversion: Conversion | None) -> dict[str, str]:
 def _sections(
     model: nn.Module, conversion: Conversion | None
 ) -> tuple[tuple[GraphModule, ...], list[GraphReport], list[Place]]:
-    try:
-        graphs = rewritten_graphs(model)
-    except NotCapturedError:
-        if conversion is None or not conversion.ran_in_net:
-            raise
-        graphs = ()  # what there is to say is why
+    graphs = known_graphs(model)
     sections: list[GraphReport] = []
     found: list[Place] = []
     captured = captured_of(model)
@@ -287,7 +289,7 @@ def _headline(
         products=_by_dtype(row for row in computing if facts_of(row.op).rule is Rule.LOW),
         computes=_by_dtype(row for row in computing if not moves_data(row.op)),
         views=_by_dtype(row for row in computing if moves_data(row.op)),
-        stays=_stays(computing),
+        stays=_stays(section.rows for section in sections),
         casts=kinds["cast"],
         absorbed=kinds["absorbed"],
         costs=_cost_line(graphs, rows),
@@ -331,20 +333,36 @@ def _by_dtype(rows: Iterable[Row]) -> dict[str, int]:
     return dict(Counter(row.compute for row in rows).most_common())
 
 
-def _stays(computing: Iterable[Row]) -> tuple[Stay, ...]:
+def _stays(graphs: Iterable[Sequence[Row]]) -> tuple[Stay, ...]:
     """What computes in FP32: the ops of a reason together, those first that a rule keeps there."""
-    reasons: dict[tuple[str, str], list[Row]] = {}
-    for row in computing:
-        if row.compute == "float32" and not moves_data(row.op):
-            reasons.setdefault((row.rule, row.why.partition("; ")[0]), []).append(row)
+    reasons: dict[tuple[str, str, str], list[Row]] = {}
+    for rows in graphs:
+        outputs = {row.node: row.output for row in rows}
+        for row in rows:
+            if row.compute == "float32" and not moves_data(row.op):
+                key = row.rule, without_figures(_stem(row)), _low_around(row, outputs)
+                reasons.setdefault(key, []).append(row)
     ordered = sorted(reasons.items(), key=lambda item: [*Rule].index(Rule(item[0][0])))
-    return tuple(_stay(why, rows) for (_, why), rows in ordered)
+    return tuple(_stay(rows, around) for (_, _, around), rows in ordered)
 
 
-def _stay(why: str, rows: Sequence[Row]) -> Stay:
+def _stem(row: Row) -> str:
+    """Its reason without what it says of other nodes."""
+    return row.why.partition("; ")[0]
+
+
+def _low_around(row: Row, outputs: Mapping[str, str]) -> str:
+    """What of an op's values is low: "reads and writes bfloat16"; weights apart."""
+    read = {outputs[name] for name in row.reads if name in outputs}
+    reads, writes = bool(read) and read <= _LOW, row.output in _LOW
+    verbs = [verb for verb, low in (("reads", reads), ("writes", writes)) if low]
+    return f"{' and '.join(verbs)} {row.output if writes else read.pop()}" if verbs else ""
+
+
+def _stay(rows: Sequence[Row], around: str) -> Stay:
     ops = dict(Counter(row.op for row in rows).most_common())
     modules = {op: tuple(dict.fromkeys(row.module for row in rows if row.op == op)) for op in ops}
-    return Stay(why, ops, modules)
+    return Stay(in_one([*map(_stem, rows)]), ops, modules, around)
 
 
 def _risks(conversion: Conversion, computing: Iterable[Row]) -> Iterator[str]:
@@ -374,18 +392,17 @@ def _cost_line(graphs: tuple[GraphModule, ...], rows: list[Row]) -> str:
 
 def _row(place: Place, times: Times | None) -> Row:
     node = place.node
-    precision = notes(node).precision
     rule, why = reason(node)
     prefix = place.name.removesuffix(node.name)
-    computes = not is_inserted(node) and node.op != "placeholder"
+    compute = computes(node)
     return Row(
         node=place.name,
         kind=_kind(node),
         module=module_path(node),
         op=op_name(node),
-        compute=dtype_name(precision.compute) if computes else "-",
+        compute=compute,
         output=shown_dtype(node),
-        rule=rule if computes else "-",
+        rule=rule if compute != "-" else "-",
         why=why,
         source=source_line(node),
         region=notes(node).region,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fxprec.inspection.nodes import op_name, short_paths, source_line
+from fxprec.inspection.subject import subject_of
 from fxprec.model.module import conversion_of
 from fxprec.numerics.alternatives import Alternatives
 from fxprec.numerics.kept import kept
@@ -95,7 +96,8 @@ def audit(
         raise ValueError(f"reference must be torch.float64 or torch.float32, not {reference}")
     if gradients and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("gradients=True, and no parameter of the model wants a gradient")
-    return ledger_of(problem, problem.batches(batches), gradients, reference)
+    ledger = ledger_of(problem, problem.batches(batches), gradients, reference)
+    return replace(ledger, subject=subject_of(model, "audit"))
 
 
 def ledger_of(

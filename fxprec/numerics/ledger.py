@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from fxprec.inspection.layers import fold
+from fxprec.inspection.subject import Subject
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.numerics.alternatives import Alternative
 
@@ -139,6 +140,7 @@ class Ledger:
         samples: the batches.
         parameters: of gradients: path -> the error of its gradient.
         remarks: what is not as it should be: ops without a float64 kernel, and the like.
+        subject: what it is of, so that a page takes no other model's; None where rows are folded.
     """
 
     target: Literal["loss", "outputs", "gradients"]
@@ -146,6 +148,7 @@ class Ledger:
     samples: tuple[Sample, ...]
     parameters: Mapping[str, GradientError] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    subject: Subject | None = field(default=None, repr=False)
 
     @property
     def measured(self) -> float:

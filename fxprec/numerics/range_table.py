@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 from fxprec.inspection.layers import fold
+from fxprec.inspection.subject import Subject
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.numerics.magnitudes import Magnitudes
 from fxprec.passes.graph.text import dtype_name
@@ -163,6 +164,7 @@ class Ranges:
         smallest_scale: the smallest useful one: below it more gradients become 0. 1.0: the loss needs no scale.
         warnings: what goes wrong in the training as it is.
         remarks: what could not be looked at.
+        subject: what they are of, so that a page takes no other model's; None where rows are folded.
     """
 
     rows: tuple[Range, ...]
@@ -175,6 +177,7 @@ class Ranges:
     smallest_scale: float | None
     warnings: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    subject: Subject | None = field(default=None, repr=False)
 
     def folded(self) -> Ranges:
         """The same with repeated layers as one: ``blocks.0.mlp`` and ``blocks.1.mlp`` are ``blocks.*.mlp``."""
@@ -183,11 +186,11 @@ class Ranges:
             name = fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
             groups.setdefault((name, row.kind, row.phase, fold(row.module), row.op, row.dtype), []).append(row)
         rows = [_together(key[0], key[3], group) for key, group in groups.items()]
-        return replace(self, rows=tightest_first(rows))
+        return replace(self, rows=tightest_first(rows), subject=None)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "subject"}
         own |= {name: list(own[name]) for name in ("reasons", "warnings", "remarks")}
         dtypes = {"ran_in": dtype_name(self.ran_in), "dtype": dtype_name(self.dtype) if self.dtype else None}
         return own | dtypes | {"rows": [row.to_dict() for row in self.rows]}

@@ -13,6 +13,7 @@ from torch import nn
 
 from fxprec.errors import FxprecError
 from fxprec.inspection.nodes import op_name, short_paths, source_line
+from fxprec.inspection.subject import subject_of
 from fxprec.model.module import conversion_of
 from fxprec.numerics.advice import advise
 from fxprec.numerics.counting import Counting
@@ -107,6 +108,7 @@ def ranges(
         smallest_scale=advice.smallest_scale,
         warnings=warnings,
         remarks=tuple(remarks),
+        subject=subject_of(model, "ranges"),
     )
 
 

@@ -14,6 +14,7 @@ from fxprec.errors import ConversionError
 from fxprec.inspection.nodes import op_name, places
 from fxprec.model.module import conversion_of
 from fxprec.numerics.audit import NotFiniteError, Reads, ledger_of
+from fxprec.numerics.fewer_lines import Words, in_fewer_lines, overridden
 from fxprec.numerics.kept import kept as unchanged
 from fxprec.numerics.ledger import Ledger
 from fxprec.numerics.locate import keep_finite
@@ -44,6 +45,7 @@ class Study:
         trade: the cut, with the mean square error that each rounding adds.
         constant: what ops outside of the graphs add.
         kept: nodes that are no choice: their values overflow where they are low.
+        modules: paths of the model's modules.
     """
 
     graphs: tuple[GraphModule, ...]
@@ -52,6 +54,7 @@ class Study:
     trade: TradeOff
     constant: float
     kept: tuple[str, ...]
+    modules: frozenset[str]
 
     @classmethod
     def of(cls, problem: Problem, settings: Settings, batches: Sequence[Batch]) -> Study:
@@ -84,7 +87,8 @@ class Study:
             trade = TradeOff(
                 graphs, replace(context, policy=policy), squares, _squares_of_reads(ledger, reads, graphs, trade)
             )
-            return cls(graphs, context, settings.lower, trade, constant, tuple(kept))
+            modules = frozenset(name for name, _ in problem.model.named_modules())
+            return cls(graphs, context, settings.lower, trade, constant, tuple(kept), modules)
 
     @property
     def all_low(self) -> list[bool]:
@@ -113,15 +117,33 @@ class Study:
                 if computes_full(node) is full or follows or (not full and _is_served(node, self.context)):
                     continue
                 nodes[node.name] = torch.float32 if full else self.context.low
-        policy = self.context.policy.override(nodes=nodes)
+        words = self._words(nodes)
+        policy = overridden(self.context.policy, nodes, words)
         reached = self.decided(policy)
-        return policy, self._lines(nodes, start, reached), reached
+        return policy, self._lines(nodes, words, start, reached), reached
 
-    def _lines(self, nodes: Mapping[str, torch.dtype], start: Outcome, reached: Outcome) -> tuple[Line, ...]:
-        """Each override, with what taking it back alone would change."""
+    def _words(self, nodes: Mapping[str, torch.dtype]) -> dict[str, Words]:
+        """How to tell of these overrides in fewer lines."""
+        everywhere = [place.node for gm in self.graphs for place in places(0, gm)]
+
+        def decisions(words: Mapping[str, Words]) -> list[tuple[object, ...]] | None:
+            policy = overridden(self.context.policy, nodes, words)
+            if words and not policy.has_tables:
+                return None
+            self.decided(policy)
+            found = (notes(node).precision for node in everywhere)
+            return [(each.reads, each.compute, each.output) for each in found]
+
+        before = decisions({})
+        return in_fewer_lines(nodes, everywhere, self.modules, lambda words: decisions(words) == before)
+
+    def _lines(
+        self, nodes: Mapping[str, torch.dtype], words: Mapping[str, Words], start: Outcome, reached: Outcome
+    ) -> tuple[Line, ...]:
+        """Each decision, with what taking it back alone would change."""
         found: dict[str, Line] = {}
         for node in (node for gm in self.graphs for node in gm.graph.nodes if node.name in nodes):
-            share, seconds, why = 0.0, 0.0, "overflows where it is low"
+            share, seconds = 0.0, 0.0
             variable = self.trade.choices.get(node)
             if variable is not None:
                 without = [*reached.full]
@@ -129,9 +151,11 @@ class Study:
                 other = self.trade.outcome(without)
                 share = (other.square - reached.square) / (start.square + self.constant) if start.square else 0.0
                 seconds = reached.seconds - other.seconds
-                why = f"{abs(share):.2g} of the start's mean square error {'less' if share >= 0 else 'more'}"
             precision = dtype_name(nodes[node.name])
-            found[node.name] = Line(node.name, precision, module_path(node), op_name(node), share, seconds, why)
+            own = words.get(node.name, ("nodes", node.name))
+            found[node.name] = Line(
+                node.name, precision, module_path(node), op_name(node), share, seconds, variable is None, own
+            )
         return tuple(sorted(found.values(), key=lambda line: -abs(line.share)))
 
     def why_not(self, error: float | None, time: float | None, start: Outcome) -> str:
@@ -141,7 +165,7 @@ class Study:
             left, fraction = math.sqrt(least.square + self.constant), least.seconds / start.seconds
             return (
                 f"error={error:g} cannot be met: with all in FP32 that may be, {left:.3g} is left, "
-                f"at {fraction:.3g} of the time"
+                f"at {fraction:.3g} of the time" + "".join(f"; {each}" for each in self._stay_low())
             )
         fraction = self.trade.cut(0.0).seconds / start.seconds
         return f"time={time:g} cannot be met: the fastest policy takes {fraction:.3g} of the time"
@@ -166,8 +190,15 @@ class Study:
             )
         if self.kept:
             yield f"in FP32, as they overflow where they are low: {', '.join(self.kept)}"
+        yield from self._stay_low()
+
+    def _stay_low(self) -> Iterator[str]:
+        """Ops that are no choice, as nobody knows what they cost; those of a reason together."""
+        reasons: dict[str, list[str]] = defaultdict(list)
         for node, why in self.trade.unpriced.items():
-            yield f"{node.name} stays low, its time is unknown: {why}"
+            reasons[why].append(node.name)
+        for why, names in reasons.items():
+            yield f"{', '.join(names)} {'stay' if len(names) > 1 else 'stays'} low, time unknown: {why}"
 
 
 def _original_graphs(problem: Problem, batches: Sequence[Batch]) -> tuple[GraphModule, ...]:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from fxprec.inspection.figures import count
+from fxprec.inspection.layers import folded
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.passes.policy.policy import Policy
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-#: Lines that are printed.
+#: Overrides that are printed.
 _SHOWN: Final = 20
+#: Modules that are named for one.
+_PLACES: Final = 3
+_COLUMNS: Final = ("error saved", "time", "becomes", "override", "nodes", "ops", "modules")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One override of the policy.
+    """What the policy decides otherwise of one node.
 
     Attributes:
         node: name of the node.
@@ -28,7 +35,8 @@ class Line:
         share: of the mean square error that the start predicts: what would come back without this line alone, while
             all others stay; negative: what would go.
         seconds: what a step takes longer for this line, with the casts that it costs or spares; negative: less long.
-        why: one clause.
+        overflows: it is in FP32 as it overflows where it is low.
+        override: kind and pattern of the override that says so, which may be about other nodes, too.
     """
 
     node: str
@@ -37,10 +45,57 @@ class Line:
     op: str
     share: float
     seconds: float
-    why: str
+    overflows: bool
+    override: tuple[str, str]
 
-    def __str__(self) -> str:
-        return f"{self.op}{f' of {self.module}' if self.module else ''}: {self.why}, {self.seconds * 1e6:+.3g} us"
+
+def told(lines: Sequence[Line]) -> str:
+    """The reason of one override: ``2 linear of blocks.0-1.up: 0.1 of the start's mean square error less, +3 us``."""
+    overflowing = sum(line.overflows for line in lines)
+    whys = [f"{overflowing} overflow where they are low"] if overflowing else []
+    if overflowing < len(lines):
+        share = _share(lines)
+        whys.append(f"{abs(share):.2g} of the start's mean square error {'less' if share >= 0 else 'more'}")
+    where = f" of {places}" if (places := _places(lines)) else ""
+    return f"{_ops(lines)}{where}: {', '.join(whys)}, {_time(lines)}"
+
+
+def _written(lines: Sequence[Line]) -> tuple[str, str]:
+    """Table and line of an override in a file."""
+    kind, pattern = lines[0].override
+    return f"[{kind}]", f"{json.dumps(pattern, ensure_ascii=False)} = {json.dumps(lines[0].precision)}"
+
+
+def _cells(lines: Sequence[Line]) -> tuple[str, ...]:
+    kind, pattern = lines[0].override
+    words = f"{kind} {pattern}"
+    return (
+        f"{_share(lines):+.2%}",
+        _time(lines),
+        lines[0].precision,
+        words,
+        str(len(lines)),
+        _ops(lines),
+        _places(lines),
+    )
+
+
+def _share(lines: Sequence[Line]) -> float:
+    return sum(line.share for line in lines)
+
+
+def _time(lines: Sequence[Line]) -> str:
+    return f"{sum(line.seconds for line in lines) * 1e6:+.3g} us"
+
+
+def _ops(lines: Sequence[Line]) -> str:
+    return ", ".join(f"{number} {op}" for op, number in Counter(line.op for line in lines).most_common())
+
+
+def _places(lines: Sequence[Line]) -> str:
+    places = folded(line.module for line in lines if line.module)
+    more = f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
+    return ", ".join(places[:_PLACES]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +121,8 @@ class Tuned:
 
     Attributes:
         policy: that of the start with further overrides: ``convert(model, policy=tuned.policy)``.
-        lines: the overrides that were added, those with the largest part in the error first.
+        lines: of each node that is decided otherwise, those with the largest part in the error first. Nodes may share
+            an override, where their type of op or their module agrees.
         start: figures of the model as it was.
         tuned: figures under the policy.
         asked: the budget, in words.
@@ -92,10 +148,19 @@ class Tuned:
 
     def to_toml(self) -> str:
         """The policy as a file, with a comment a line."""
-        why = {f"{json.dumps(line.node)} = {json.dumps(line.precision)}": str(line) for line in self.lines}
-        head = [f"# {line}" for line in (self.headline, *self.remarks)]
-        body = [f"{line}  # {why[line]}" if line in why else line for line in self.policy.to_toml().splitlines()]
-        return "\n".join([*head, *body, ""])
+        text = [f"# {line}" for line in (self.headline, *self.remarks)]
+        why, table = {_written(lines): told(lines) for lines in self.overrides()}, ""
+        for line in self.policy.to_toml().splitlines():
+            table = line if line.startswith("[") else table
+            text.append(f"{line}  # {why[table, line]}" if (table, line) in why else line)
+        return "\n".join([*text, ""])
+
+    def overrides(self) -> list[tuple[Line, ...]]:
+        """The lines, those of an override together."""
+        found: dict[tuple[str, str], list[Line]] = {}
+        for line in self.lines:
+            found.setdefault(line.override, []).append(line)
+        return [tuple(lines) for lines in found.values()]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -114,8 +179,9 @@ class Tuned:
     def headline(self) -> str:
         """The verdict, in one line."""
         start, tuned = self.start, self.tuned
+        changed = f"{count(len(self.lines), 'node')} otherwise, in {count(len(self.overrides()), 'line')}"
         return (
-            f"{self.asked}: {len(self.lines)} lines; error of the loss {start.measured_error:.3e} -> "
+            f"{self.asked}: {changed}; error of the loss {start.measured_error:.3e} -> "
             f"{tuned.measured_error:.3e} (predicted {start.predicted_error:.3e} -> {tuned.predicted_error:.3e}), "
             f"time of a step x {self.measured_time:.3f} (predicted x {self.predicted_time:.3f})"
         )
@@ -124,12 +190,9 @@ class Tuned:
         return plain(self.__rich__())
 
     def __rich__(self) -> RenderableType:
-        cells = [
-            (f"{line.share:+.2%}", f"{line.seconds * 1e6:+.3g} us", line.precision, line.node, line.op, line.module)
-            for line in self.lines[:_SHOWN]
-        ]
-        parts: list[RenderableType] = [columns(("error saved", "time", "becomes", "node", "op", "module"), cells)]
-        if len(self.lines) > _SHOWN:
-            parts.append(f"and {len(self.lines) - _SHOWN} more lines: tuned.lines, tuned.to_toml()")
+        overrides = self.overrides()
+        parts: list[RenderableType] = [columns(_COLUMNS, map(_cells, overrides[:_SHOWN]))]
+        if len(overrides) > _SHOWN:
+            parts.append(f"and {len(overrides) - _SHOWN} more lines: tuned.to_toml(); tuned.lines has every node")
         parts += [f"Note: {remark}" for remark in self.remarks]
         return titled(self.headline, stacked(parts))

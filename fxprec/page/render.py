@@ -23,7 +23,7 @@ def render(report: Mapping[str, Any], lines: Sequence[tuple[str, str]], other: M
     """The file's text.
 
     Args:
-        report: ``Report.to_dict()``; its rows may have an "error", the part of a ledger's.
+        report: ``Report.to_dict()``; its rows may have what ``add_measured`` gives them.
         lines: label and text of the lines at a glance.
         other: another report to compare with, likewise.
     """
@@ -59,7 +59,8 @@ def framed(page: str) -> str:
 
 
 def _nodes(report: Mapping[str, Any], strings: dict[str, int]) -> list[list[Any]]:
-    """A row a node: texts as numbers, the node that its reason names, the graph, bytes, ns, error, what it reads.
+    """A row a node: texts as numbers, the node that its reason names, the graph, bytes, ns, what it reads, and what was
+    measured there.
 
     Casts of weights are no rows: shadows are read in their place, and their readers say so.
     """
@@ -80,7 +81,10 @@ def _nodes(report: Mapping[str, Any], strings: dict[str, int]) -> list[list[Any]
                 reads.append(places[name] if name in places else -1 - number_of(name))
             why, named = _reason(row["why"], places)
             texts = [number_of(why if field == "why" else row[field]) for field in _TEXTS]
-            rows.append([*texts, number_of(named), number, row["bytes"], _nanoseconds(row), row.get("error"), reads])
+            errors = [(number_of(label), share) for label, share in row.get("errors", ())]
+            spans = [(number_of(label), number_of(dtype), *more) for label, dtype, more in row.get("ranges", ())]
+            about = (number, row["bytes"], _nanoseconds(row), reads, *([errors, spans] if errors or spans else []))
+            rows.append([*texts, number_of(named), *about])
     return rows
 
 

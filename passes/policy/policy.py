@@ -19,6 +19,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any, cast
 
 from torch.fx import Node
@@ -132,6 +133,12 @@ class Policy:
         if dtype in CASTABLE:
             return dtype, f"torch.library.register_autocast says {dtype_name(dtype)}"
         return Rule.KEEP, "unknown op: keeps its dtypes (Policy.with_rule adds a row)"
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether the overrides of a kind stand together, as the tables of a file do."""
+        kinds = [kind for kind, _ in groupby(each.kind for each in self.overrides)]
+        return len(kinds) == len({*kinds})
 
     @property
     def lowers_sources(self) -> bool:

@@ -166,9 +166,11 @@ def test_nodes_settings_and_json(nets: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_page(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = ran(capsys, "report", "nets:whole", "--html", "page.html")
-    assert (status, err) == (0, "written to page.html\n")
-    assert Path("page.html").read_text().startswith("<!doctype html>")
+    for command, line in (("report", '["weights"'), ("audit", '["error"'), ("ranges", '["ranges"')):
+        status, _, err = ran(capsys, command, "nets:whole", "--batches", "2", "--html", f"{command}.html")
+        assert (status, err) == (0, f"written to {command}.html\n")
+        page = Path(f"{command}.html").read_text()
+        assert page.startswith("<!doctype html>") and line in page
 
 
 def test_a_policy(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,12 +60,71 @@ def test_the_verdict_counts_what_was_lowered(model: Callable[[], nn.Module], how
 def test_what_stays_is_told_by_reason_and_equal_layers_as_one() -> None:
     lines = printed(Deep(), torch.randn(2, 8))
     stays = [line for line in lines if line.startswith("stays FP32")]
-    assert any("12 layer_norm: the variance sums squares" in line and "(in blocks.0-11.0)" in line for line in stays)
+    (norms,) = [line for line in lines if "12 layer_norm: the variance sums squares" in line]
+    assert norms.endswith("(in blocks.0-11.0)")
     assert any("1 softmax: exponentials" in line and "(in the model itself)" in line for line in stays)
     assert not any("view" in line for line in stays)
     by_policy = printed(Deep(), torch.randn(2, 8), policy=in_fp32("blocks.*.1"))
     (line,) = [line for line in by_policy if "12 linear" in line]
     assert "override" in line and line.endswith("(in blocks.0-11.1)")
+
+
+def test_what_is_low_around_fp32_arithmetic_is_told() -> None:
+    """It does not "stay FP32": its kernel reads and writes low."""
+
+    def norms() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.LayerNorm(3))
+
+    lines = printed(norms(), torch.randn(2, 2, 3, 3), level="O2")
+    (inside,) = [line for line in lines if "batch_norm" in line]
+    assert inside.startswith("FP32 inside  1 batch_norm, 1 layer_norm: the variance sums")
+    assert inside.endswith("affine parameters stay FP32; reads and writes bfloat16 (in modules 1,4)")
+    (inside,) = [line for line in printed(norms(), torch.randn(2, 2, 3, 3), level="O0") if "batch_norm" in line]
+    assert inside.startswith("stays FP32 ") and "bfloat16" not in inside
+    summed = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Softmax(-1))
+    stays = fxprec.report(fxprec.convert(summed, (torch.randn(2, 4),), dtype=torch.bfloat16).module).headline.stays
+    assert [(stay.label, *stay.ops, stay.around) for stay in stays] == [
+        ("FP32 inside", "layer_norm", "reads and writes bfloat16"), ("stays FP32", "softmax", ""),
+    ]  # fmt: skip
+
+
+def test_why_there_are_more_casts_than_under_autocast_is_told() -> None:
+    class Powers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x).pow(2))
+
+    x = torch.randn(2, 8)
+    (line,) = [line for line in printed(Powers(), x) if line.startswith("more casts")]
+    assert line == (
+        "more casts   than eager autocast: 1 gives a result its original dtype back (keep_output_dtype=False leaves "
+        "them low); 1 pow is FP32 here and bfloat16 there"
+    )
+    (line,) = [line for line in printed(Powers(), x, keep_output_dtype=False) if line.startswith("more casts")]
+    assert line == "more casts   than eager autocast: 1 pow is FP32 here and bfloat16 there"
+    norm = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    wide = fxprec.Policy.preset("O1").override(ops={"layer_norm": torch.float32})
+    (line,) = [line for line in printed(norm, x, policy=wide) if line.startswith("more casts")]
+    assert line.endswith("; 2 layer_norm are FP32 here and bfloat16 there")
+    lowered = fxprec.Policy.preset("O1").override(ops={"pow": "low"})
+    lines = printed(Powers(), x, keep_output_dtype=False, policy=lowered)
+    assert not [line for line in lines if line.startswith("more casts")]
+
+
+def test_fewer_casts_want_no_reason() -> None:
+    class Thrice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.b(x) + self.c(x)
+
+    headline = fxprec.report(fxprec.convert(Thrice(), (torch.randn(2, 8),), dtype=torch.bfloat16).module).headline
+    assert headline.rehearsal.results == 1 and "more casts" not in str(headline)
 
 
 def test_few_places_are_named() -> None:

@@ -125,6 +125,54 @@ def test_bytes_of_casts() -> None:
     assert (ours.casts, ours.cast_bytes) == (2, 3 * 8 * 2 + 3 * 4 * 4), "the input is lowered, the logits widened"
 
 
+class Twice(nn.Module):
+    """Two results, of which one is read further as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x)
+        return hidden, self.second(hidden.pow(2) * hidden.view(-1, 8)).exp()
+
+
+@pytest.mark.parametrize("fuse", [False, "aten"])
+def test_why_there_are_more(fuse: bool | str) -> None:
+    model = fxprec.convert(Twice(), (torch.randn(2, 8),), dtype=torch.bfloat16, fuse=fuse).module
+    found = fxprec.report(model).headline.rehearsal
+    assert found.wider == {"pow": 1, "mul": 1, "exp": 1}, "mul reads both as they come, and gives FP32 to a cast"
+    assert found.results == (0 if fuse else 1), "regions give results in the dtype that is wanted"
+    assert found.ours.casts == 4 and found.autocast.casts == 1
+
+
+def test_what_moves_values_is_no_reason() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self.layer(x).exp().chunk(2)
+            return self.layer(first) * second
+
+    found = fxprec.report(fxprec.convert(Parts(), (torch.randn(2, 8),), dtype=torch.bfloat16).module).headline
+    assert found.rehearsal.wider == {"exp": 1}
+
+
+def test_what_autocast_casts_as_well_is_no_reason() -> None:
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(F.mse_loss(self.layer(x), x, reduction="none"))
+
+    found = fxprec.report(fxprec.convert(Squares(), (torch.randn(3, 8),)).module).headline.rehearsal
+    assert (found.ours.casts, found.autocast.casts, found.results, found.wider) == (4, 3, 1, {})
+
+
 def test_of_eval_mode_nothing_is_told_to_be_kept() -> None:
     x = torch.randn(2, 5, 16)
     headline = fxprec.report(fxprec.convert(Blocks().eval(), (x,)).module).headline

@@ -22,6 +22,7 @@ from fxprec.numerics.audit import ledger_of
 from fxprec.numerics.problem import Problem
 from fxprec.numerics.study import Study
 from fxprec.numerics.trial import under as trial
+from fxprec.numerics.tuned import told
 from fxprec.passes.placement.tradeoff import Outcome
 from made_costs import device
 
@@ -91,7 +92,8 @@ def test_an_error_is_kept_to_in_less_time_than_all_in_fp32_takes(level: str, cap
         again(data[0][0])
         own = computes(again)
         assert all(own[line.node] == line.precision for line in tuned.lines)
-        assert f"{len(tuned.lines)} lines" in str(tuned) and tuned.to_dict()["asked"] == tuned.asked
+        changed = f"{len(tuned.lines)} nodes otherwise, in {len(tuned.overrides())} line"
+        assert changed in str(tuned) and tuned.to_dict()["asked"] == tuned.asked
     assert [each.predicted_time for each in found] == sorted((each.predicted_time for each in found), reverse=True)
     assert found[0].predicted_time > 1 >= found[-1].predicted_time
     assert found[0].tuned.measured_error < found[0].start.measured_error / 50
@@ -111,8 +113,9 @@ def test_a_time_is_kept_to(tmp_path: Any) -> None:
     file = tmp_path / "tuned.toml"
     file.write_text(tuned.to_toml())
     assert fxprec.Policy.from_toml(file).to_toml() == tuned.policy.to_toml()
-    for line in tuned.lines:
-        assert f'"{line.precision}"  # {line}' in tuned.to_toml()
+    for lines in tuned.overrides():
+        assert f'"{lines[0].precision}"  # {told(lines)}' in tuned.to_toml()
+    assert tuned.to_toml().count("  # ") == len(tuned.overrides()) == len(tuned.policy.overrides)
 
 
 def test_it_tells_where_nothing_had_to_be_done_and_where_all_became_fp32() -> None:
@@ -244,6 +247,25 @@ def test_what_overflows_stays_in_fp32() -> None:
     again = converted(Large(), F16, lower=costs, policy=tuned.policy)
     again(batches(1)[0][0])
     assert {computes(again)[name] for name in ("mul", "mul_1")} == {"float32"}
+
+
+def test_what_has_no_cost_stays_low_and_is_told_once() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.MultiheadAttention(16, 2, batch_first=True) for _ in "ab")
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.unflatten(-1, (1, 16))
+            x = self.a(x, x, x, need_weights=False)[0]
+            return self.b(x, x, x, need_weights=False)[0].flatten(1)
+
+    torch.manual_seed(0)
+    text = (
+        "multi_head_attention_forward, multi_head_attention_forward_1 stay low, time unknown: its cost is not modelled"
+    )
+    with pytest.raises(ValueError, match=f"^error=1e-30 cannot be met: .* of the time; {text}$"):
+        tune(converted(Attending()), batches(2), F.cross_entropy, error=1e-30)
 
 
 def test_outputs_dicts_and_forwards_without_gradients() -> None:

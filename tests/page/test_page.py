@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec.inspection.report import Report
-from fxprec.numerics import audit
+from fxprec.numerics import audit, ranges
 from fxprec.page.render import render
 from fxprec.passes.graph.annotations import Rule
 
@@ -101,14 +101,14 @@ def test_the_data_are_those_of_the_report(tmp_path: Path) -> None:
     shadows = {row.node: row.reads[0] for row in report.graphs[0].rows if row.kind == "shadow"}
     assert [data["strings"][node[0]] for node in data["nodes"]] == [row.node for row in rows]
     for row, node in zip(rows, data["nodes"], strict=True):
-        reads = [data["strings"][data["nodes"][at][0]] if at >= 0 else data["strings"][-1 - at] for at in node[-1]]
+        reads = [data["strings"][data["nodes"][at][0]] if at >= 0 else data["strings"][-1 - at] for at in node[14]]
         assert reads == [f"{shadows[name]} as its bfloat16 shadow" if name in shadows else name for name in row.reads]
         assert data["strings"][node[7]].replace("@", data["strings"][node[10]]) == row.why
     (linear,) = [node for node in data["nodes"] if data["strings"][node[0]] == "linear"]
-    assert "blocks.0.up.weight as its bfloat16 shadow" in [data["strings"][-1 - at] for at in linear[-1] if at < 0]
+    assert "blocks.0.up.weight as its bfloat16 shadow" in [data["strings"][-1 - at] for at in linear[14] if at < 0]
     assert linear[12] == 5 * 32 * 2, "bytes that it puts out"
     (seconds,) = [row.seconds for row in rows if row.node == "linear"]
-    assert linear[13] == round(seconds * 1e9) > 0
+    assert linear[13] == round(seconds * 1e9) > 0 and len(linear) == 15, "nothing was measured"
 
 
 def test_a_page_of_ten_thousand_nodes_is_below_a_megabyte(tmp_path: Path) -> None:
@@ -157,6 +157,8 @@ def test_clicks_search_and_filters(opened: Any, tmp_path: Path) -> None:
     assert {*page.locator("#list tbody tr td:nth-child(5)").all_text_contents()} == {
         "blocks.1", "blocks.1.norm", "blocks.1.up", "blocks.1.down",
     }  # fmt: skip
+    bar = page.locator('#tree button[data-module="blocks.1.norm"] .bar i')
+    assert [bar.nth(part).bounding_box()["width"] > 0 for part in (0, 1)] == [False, True], "all of it is FP32"
     boxes = page.locator("#drawing text").all_text_contents()
     assert {"norm", "up", "down", "gelu", "add"} <= {*boxes}
     page.locator("#drawing g", has_text="up").first.click()
@@ -186,16 +188,25 @@ def test_links_keys_and_colours(opened: Any, tmp_path: Path) -> None:
 
 
 @in_a_browser
-def test_two_reports_and_a_ledger(opened: Any, tmp_path: Path) -> None:
+def test_two_reports_a_ledger_and_ranges(opened: Any, tmp_path: Path) -> None:
     policy = fxprec.Policy.preset("O1").override(modules={"head": Rule.FULL})
     model = fxprec.convert(Net(), (torch.randn(5, 16),), dtype=torch.bfloat16).module
-    ledger = audit(model, [(torch.randn(5, 16), torch.randint(4, (5,)))], F.cross_entropy)
-    page = opened(written(fxprec.report(model), tmp_path, ledger=ledger, before=report_of(Net(), policy=policy)))
+    batches = [(torch.randn(5, 16), torch.randint(4, (5,)))]
+    measured = {"ledger": audit(model, batches, F.cross_entropy), "ranges": ranges(model, batches, F.cross_entropy)}
+    page = opened(written(fxprec.report(model), tmp_path, **measured, before=report_of(Net(), policy=policy)))
     differ = page.locator("#compared tbody tr", has_text="head").all_text_contents()
     assert any("linear_6" in line and "float32" in line and "bfloat16" in line for line in differ)
     page.locator("#compared tbody tr", has_text="linear_6").first.click()
     shows(page, "%linear_6")
-    assert "% of the loss's" in page.text_content("#card") and "us of a step" in page.text_content("#card")
+    card = page.text_content("#card")
+    assert "us of a step" in card
+    assert re.search(r"forward: [<\d.]+ % of the whole", card) and re.search(
+        r"low copy of head.weight: [<\d.]+ %", card
+    )
+    assert re.search(r"forward, bfloat162\^-?\d+ to 2\^-?\d+, headroom \d[\d.]* bits; 0.0 % saturated", card)
+    assert re.search(r"gradient of head.weight, float322\^", card)
+    assert page.locator("#card .bars").count() >= 4 and page.locator("#card .bars rect").count() > 12
+    assert {"error", "ranges"} <= {*page.locator("#lines dt").all_text_contents()}
     strips = {}
     for measure in ("bytes", "one", "time", "error"):
         page.select_option("#measure", measure)

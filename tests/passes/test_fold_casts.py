@@ -160,6 +160,49 @@ def test_a_cast_of_what_may_be_anything_stays(tools):
     assert gm(torch.arange(3)).dtype is F32
 
 
+def test_what_nobody_knows_is_looked_at_once(tools):
+    def f(x, w):
+        y = torch.relu(x @ w).view(-1, 4)
+        return F.linear(y, w).softmax(-1)
+
+    before = tools.rewritten(tools.traced(f), tools.context(), until="insert_casts")
+    gm = tools.rewritten(tools.traced(f), tools.context(), until="fold_casts")
+    expecttest.assert_expected_inline(
+        format_graph(gm),
+        """\
+%x: float32 = placeholder
+%w: float32 = placeholder
+%x_bf16: bfloat16 = to(%x, torch.bfloat16)
+%w_bf16: bfloat16 = to(%w, torch.bfloat16)
+%matmul: bfloat16 = matmul(%x_bf16, %w_bf16)
+%relu: bfloat16 = relu(%matmul)
+%view: bfloat16 = view(%relu, -1, 4)
+%linear: bfloat16 = linear(%view, %w_bf16)
+%linear_f32: float32 = to(%linear, torch.float32)
+%softmax: float32 = softmax(%linear_f32, -1)
+return %softmax""",
+    )
+    inputs = torch.randn(3, 4), torch.randn(4, 4)
+    assert torch.equal(gm(*inputs), before(*inputs)) and gm.meta["folded"] == 4
+    assert gm(*(each.double() for each in inputs)).dtype is F64
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda x, w: (x * 0.5) @ w, (torch.arange(4).view(2, 2), torch.randn(2, 2))),  # of integers FP32
+        (lambda x, w: torch.sigmoid(x.t()).t() @ w, (torch.arange(4).view(2, 2), torch.randn(2, 2))),
+        (lambda x, w: torch.cat([x @ w, (x @ w).exp()]) @ w, (torch.randn(2, 2), torch.randn(2, 2))),
+        (lambda x, w: (x @ w).add_(1.0).view(-1) @ w.view(-1), (torch.randn(2, 2), torch.randn(2, 2))),
+    ],
+)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_may_be_another_float_is_looked_at_again(tools, function, inputs, level):
+    gm = tools.rewritten(tools.traced(function), tools.context(level=level), until="fold_casts")
+    before = tools.rewritten(tools.traced(function), tools.context(level=level), until="insert_casts")
+    assert torch.equal(*(each(*copy.deepcopy(inputs)) for each in (gm, before)))
+
+
 def test_of_equal_casts_the_first_serves_both(folded):
     def f(x, w):
         y = F.linear(x, w)

@@ -15,9 +15,17 @@
     return element;
   }
 
+  function svg(tag, attributes, text) {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    if (text) element.textContent = text;
+    return element;
+  }
+
   function read(rows) {
     const nodes = rows.map((row, index) => {
-      const node = { index, graph: row[11], bytes: row[12], time: row[13], error: row[14], reads: row[15], readers: [] };
+      const node = { index, graph: row[11], bytes: row[12], time: row[13], reads: row[14], errors: row[15] || [], ranges: row[16] || [], readers: [] };
+      node.error = node.errors.reduce((sum, [, share]) => sum + share, 0);
       FIELDS.forEach((field, position) => (node[field] = data.strings[row[position]]));
       const named = data.strings[row[10]];
       if (named) node.why = node.why.replace("@", () => named);
@@ -82,7 +90,7 @@
     pen.scale(scale, scale);
     const style = getComputedStyle(document.documentElement);
     const colour = Object.fromEntries(["low", "full", "cast", "none"].map((kind) => [kind, style.getPropertyValue(`--${kind}`)]));
-    const size = (node) => (state.measure === "one" ? 1 : state.measure === "error" ? Math.abs(node.error || 0) : Math.max(0, node[state.measure]));
+    const size = (node) => (state.measure === "one" ? 1 : state.measure === "error" ? node.error : Math.max(0, node[state.measure]));
     const largest = Math.max(1e-30, ...nodes.map(size));
     const step = width / Math.max(1, nodes.length);
     const visible = new Set(shown.map((node) => node.index));
@@ -118,9 +126,9 @@
     }
     const item = (name, of) => {
       const total = Math.max(1, of.counts.low + of.counts.full);
-      const bar = make("span", "", { class: "bar", title: `${of.counts.low} low, ${of.counts.full} not` });
-      const part = make("span", "", { style: `display:inline-block;height:7px;background:var(--low);width:${Math.round((44 * of.counts.low) / total)}px` });
-      bar.append(part);
+      const bar = make("span", "", { class: "bar", title: `${of.counts.low} in low precision, ${of.counts.full} in FP32 or wider` });
+      for (const kind of ["low", "full"])
+        bar.append(make("i", "", { style: `background: var(--${kind}); width: ${(100 * of.counts[kind]) / total}%` }));
       const button = make("button", name || data.title, { type: "button", "data-module": of.path });
       button.prepend(bar);
       button.addEventListener("click", () => { state.module = of.path; refresh(); });
@@ -175,12 +183,6 @@
     }
     for (const [from, to] of edges.values()) if (boxes.has(from) && boxes.has(to)) graph.setEdge(from, to);
     dagre.layout(graph);
-    const svg = (tag, attributes, text) => {
-      const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-      for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-      if (text) element.textContent = text;
-      return element;
-    };
     const { width = 10, height = 10 } = graph.graph();
     const sheet = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
     for (const edge of graph.edges()) {
@@ -230,6 +232,19 @@
 
   const bytesText = (size) => (size < 0 ? "unknown" : size < 1e3 ? `${size} B` : size < 1e6 ? `${(size / 1e3).toPrecision(3)} kB` : `${(size / 1e6).toPrecision(3)} MB`);
 
+  const percent = (share) => (share && share < 0.0005 ? "<0.1 %" : `${(100 * share).toFixed(1)} %`);
+
+  /* How large values are: a bar an exponent of two, by the logarithm of how many there are. */
+  function drawRange(lowest, tall, headroom, zeros, saturated, flushed, inFloat16) {
+    if (!tall) return [": all zeros"];
+    const highest = lowest + tall.length - 1;
+    const bars = svg("svg", { class: "bars", viewBox: `0 0 ${tall.length} 9`, preserveAspectRatio: "none", role: "img", "aria-label": `from 2^${lowest} to 2^${highest}` });
+    [...tall].forEach((digit, at) => bars.append(svg("rect", { x: at + 0.1, y: 9 - digit, width: 0.8, height: digit })));
+    const shares = [["0", zeros], ["saturated", saturated], ["flushed", flushed], ["would be 0 in float16", inFloat16]];
+    const told = shares.filter(([name, share]) => share || name === "saturated" || (name === "flushed" && share !== null));
+    return [bars, `2^${lowest} to 2^${highest}, headroom ${headroom} bits; ${told.map(([name, share]) => `${percent(share)} ${name}`).join(", ")}`];
+  }
+
   function drawCard() {
     const card = $("card"), node = state.node;
     card.replaceChildren();
@@ -250,7 +265,8 @@
     line("because", node.rule === "-" ? node.why : `${node.rule}: ${node.why}`);
     line("bytes", bytesText(node.bytes));
     if (node.time >= 0) line("time", `${(node.time / 1e3).toPrecision(3)} us of a step, estimated by the costs of the device`);
-    if (node.error !== null) line("error", `${(100 * node.error).toPrecision(3)} % of the loss's`);
+    for (const [label, share] of node.errors) line("error", `${data.strings[label]}: ${percent(share)} of the whole`);
+    for (const [label, dtype, ...figures] of node.ranges) line("range", `${data.strings[label]}, ${data.strings[dtype]}`, ...drawRange(...figures));
     line("region", node.region);
     line("graph", data.graphs[node.graph]);
     card.append(make("h2", `%${node.name}`), lines);
@@ -296,7 +312,7 @@
   for (const [kind, text] of [["low", "low precision"], ["full", "FP32 and wider"], ["cast", "casts"], ["none", "no floats"]])
     $("legend").append(make("span", "", {}, make("i", "", { style: `background: var(--${kind})` }), text));
   if (nodes.some((node) => node.time > 0)) $("measure").append(make("option", "height: time, estimated", { value: "time" }));
-  if (nodes.some((node) => node.error !== null)) $("measure").append(make("option", "height: part in the error", { value: "error" }));
+  if (nodes.some((node) => node.errors.length)) $("measure").append(make("option", "height: part in the error", { value: "error" }));
   const fill = (id, values) => {
     const counts = new Map();
     for (const value of values) if (value && value !== "-") counts.set(value, (counts.get(value) || 0) + 1);

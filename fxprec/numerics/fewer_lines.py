@@ -1,0 +1,95 @@
+"""Overrides of nodes in fewer lines: by the type of op, or by the module, where all of it agrees::
+
+    [nodes]                                    [modules]
+    "linear" = "float32"               ->      "blocks.*.up" = "float32"
+    "linear_2" = "float32"
+    "linear_4" = "float32"
+
+A line takes the place of others only where every node of every graph is decided as it was by them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from fxprec.inspection.layers import fold
+from fxprec.passes.graph.annotations import module_path, notes
+from fxprec.passes.policy.policy import Policy
+from fxprec.passes.policy.terms import Kind
+
+#: Kind and pattern of an override.
+Words: TypeAlias = tuple[Kind, str]
+
+#: A type of op and a pattern with ``*`` want to be about as many nodes: else a name says more.
+_SEVERAL: Final = 2
+
+
+def overridden(policy: Policy, nodes: Mapping[str, torch.dtype], words: Mapping[str, Words]) -> Policy:
+    """The policy with overrides of these nodes, each in its words, if it has any."""
+    found: dict[Kind, dict[str, torch.dtype]] = {"ops": {}, "modules": {}, "nodes": {}}
+    for name, precision in nodes.items():
+        kind, pattern = words.get(name, ("nodes", name))
+        found[kind][pattern] = precision
+    return policy.override(ops=found["ops"], modules=found["modules"], nodes=found["nodes"])
+
+
+def in_fewer_lines(
+    nodes: Mapping[str, torch.dtype],
+    everywhere: Sequence[Node],
+    modules: Collection[str],
+    alike: Callable[[Mapping[str, Words]], bool],
+) -> dict[str, Words]:
+    """Name of a node -> the words of an override that it shares with others, or that names its module.
+
+    Args:
+        nodes: the decisions.
+        everywhere: the nodes of all graphs.
+        modules: paths that overrides may name.
+        alike: whether all is decided as before where nodes are told in these words.
+    """
+    words: dict[str, Words] = {}
+
+    def accept(tried: Sequence[tuple[Words, set[str]]]) -> None:
+        """As many as can be, with few questions where most of them can."""
+        more = {name: own for own, names in tried for name in names if name not in words}
+        if not more:
+            return
+        if alike(words | more):
+            words.update(more)
+        elif len(tried) > 1:
+            middle = len(tried) // 2
+            accept(tried[:middle])
+            accept(tried[middle:])
+
+    for candidates in _candidates([node for node in everywhere if node.name in nodes], modules):
+        agreeing = [(own, names) for own, names in candidates if len({nodes[name] for name in names}) == 1]
+        accept(agreeing)
+    return words
+
+
+def _candidates(chosen: Sequence[Node], modules: Collection[str]) -> Iterator[list[tuple[Words, set[str]]]]:
+    """Words, and the nodes that they are about: those that say most first."""
+    yield [
+        (("ops", op), names)
+        for op, names in _grouped((notes(node).op.name, node.name) for node in chosen)
+        if len(names) >= _SEVERAL
+    ]
+    paths = [(module_path(node).split("."), node.name) for node in chosen if module_path(node)]
+    for depth in range(1, max((len(parts) for parts, _ in paths), default=0) + 1):
+        at_depth = [(".".join(parts[:depth]), name) for parts, name in paths if len(parts) >= depth]
+        at_depth = [(path, name) for path, name in at_depth if path in modules]
+        layers = _grouped((fold(path), name) for path, name in at_depth if fold(path) != path)
+        yield [(("modules", pattern), names) for pattern, names in layers if len(names) >= _SEVERAL]
+        yield [(("modules", path), names) for path, names in _grouped(at_depth)]
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, set[str]]]:
+    groups: dict[str, set[str]] = defaultdict(set)
+    for key, name in pairs:
+        groups[key].add(name)
+    return [*groups.items()]

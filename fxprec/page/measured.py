@@ -1,0 +1,110 @@
+"""Numbers measured beside a report, on its nodes: parts in an error, and how large values are.
+
+A weight has no node of its own: what was measured of it stands at the first node that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
+
+from fxprec.inspection.subject import Subject
+
+#: In the order in which the script reads them.
+_SHARES: Final = ("zeros", "saturated", "flushed", "flushed_in_float16")
+
+
+class Measured(Protocol):
+    """A ledger, or ranges."""
+
+    @property
+    def subject(self) -> Subject | None: ...
+
+    @property
+    def headline(self) -> str: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def add_measured(
+    graphs: Sequence[dict[str, Any]], report: Subject, ledger: Measured | None, ranges: Measured | None
+) -> list[tuple[str, str]]:
+    """Give the rows of a report's graphs "errors" and "ranges"; label and text of what is to be told above all.
+
+    Raises:
+        TypeError, ValueError: as of ``Report.to_html``.
+    """
+    lines = []
+    if ledger is not None:
+        left = 1.0
+        for place, measured in _placed(graphs, _rows(ledger, "audit", report)):
+            place.setdefault("errors", []).append((_label(measured), measured["share"]))
+            left -= measured["share"]
+        elsewhere = f"; {left:.1%} of it at no node, but in the loss or outside of the graphs" if left > 0.0005 else ""
+        lines.append(("error", ledger.headline + elsewhere))
+    if ranges is not None:
+        for place, measured in _placed(graphs, _rows(ranges, "ranges", report)):
+            place.setdefault("ranges", []).append((_label(measured), measured["dtype"], _figures(measured)))
+        lines.append(("ranges", ranges.headline))
+    return lines
+
+
+def _rows(table: Measured, by: str, report: Subject) -> list[dict[str, Any]]:
+    """Those of a table that was measured on what the report is of."""
+    argument = "ledger" if by == "audit" else "ranges"
+    wanted = f"{argument} must be what fxprec.numerics.{by} returns"
+    if not hasattr(table, "subject"):
+        raise TypeError(f"{wanted}, not a {type(table).__name__}")
+    subject = table.subject
+    if subject is None:
+        raise ValueError(f"{wanted}, not folded: a folded row is of no single node")
+    if subject.by != by:
+        raise TypeError(f"{wanted}, not what fxprec.numerics.{subject.by} returns")
+    for difference in subject.differences(report):
+        raise ValueError(
+            f"{argument} was measured on another conversion than the report is of: {difference}. Take both of one "
+            f"model under one policy: first fxprec.numerics.{by}(model, ...), then fxprec.report(model)"
+        )
+    return table.to_dict()["rows"]
+
+
+def _placed(
+    graphs: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(Row of the report, what was measured there), its own values before those of weights."""
+    nodes = {(number, row["node"]): row for number, graph in enumerate(graphs) for row in graph["rows"]}
+    readers: dict[str, dict[str, Any]] = {}
+    for number in sorted({row["graph"] for row in measured if row["kind"] == "node"}):
+        shadows: dict[str, str] = {}
+        for row in graphs[number]["rows"]:
+            if row["kind"] == "shadow":
+                shadows[row["node"]] = row["reads"][0]
+            else:
+                for name in row["reads"]:
+                    readers.setdefault(shadows[name] if name in shadows else name, row)
+    for row in sorted(measured, key=lambda row: (row["kind"] == "weight", _is_backward(row))):
+        found = readers.get(row["node"]) if row["kind"] == "weight" else nodes.get((row["graph"], row["node"]))
+        if found is not None and row["kind"] != "outside":
+            yield found, row
+
+
+def _is_backward(row: dict[str, Any]) -> bool:
+    return row["phase"] == "backward" if "phase" in row else row["backward"]
+
+
+def _label(row: dict[str, Any]) -> str:
+    if row["kind"] == "weight":
+        return f"{'gradient' if _is_backward(row) else 'low copy'} of {row['node']}"
+    return "backward" if _is_backward(row) else "forward"
+
+
+def _figures(row: dict[str, Any]) -> list[Any]:
+    """Lowest exponent, a digit for each (how many, by their logarithm), headroom (None: all is 0), and the shares."""
+    counts = {int(exponent): count for exponent, count in row["values"]["exponents"].items()}
+    lowest, highest = min(counts, default=0), max(counts, default=-1)
+    most = math.log1p(max(counts.values(), default=0))
+    tall = [math.ceil(9 * math.log1p(counts.get(each, 0)) / most) for each in range(lowest, highest + 1)]
+    headroom = None if row["headroom"] is None else round(row["headroom"], 1)
+    shares = [None if row[name] is None else round(row[name], 5) for name in _SHARES]
+    return [lowest, "".join(map(str, tall)), headroom, *shares]
