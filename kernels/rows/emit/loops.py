@@ -41,7 +41,10 @@ def emit_loops(
     program: Program, flat: bool, loads: Sequence[Access], stores: Sequence[Access], dimensions: int,
     strides: Sequence[str],
 ) -> str:  # fmt: skip
-    """The source of a library with ``FUNCTION``. No name in it is the model's, so that equal layers share it.
+    """The source of a library with ``FUNCTION``, whose integers are those of ``walks``, and columns at the end.
+
+    No name in it is the model's, so that equal layers share it; and sizes are no part of it but for what is a number of
+    the program, as the 1 / columns of a mean: sequences of another length compile nothing anew.
 
     Args:
         loads, stores: how each tensor is walked.
@@ -55,13 +58,12 @@ def emit_loops(
     short = {name: f"stride_{number}" for number, name in enumerate(strides)}
     w = _Writer(program, flat, [_renamed(a, short) for a in loads], [_renamed(a, short) for a in stores], dimensions)
     numbers = ["columns" if flat else "rows", *(f"size_{i}" for i in range(1, dimensions)), *short.values()]
+    numbers += [] if flat else ["columns"]
     with w.block(_HEAD):
         for place, (pointer, kind) in enumerate(w.pointers):
             w.line(f"{kind}* const {pointer} = static_cast<{kind}*>(tensors[{place}]);")
         for place, number in enumerate(numbers):
             w.line(f"const int64_t {number} = numbers[{place}];")
-        if not flat:
-            w.line(f"constexpr int64_t columns = {program.columns};")
         w.line("#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tasks > 1)")
         with w.block("for (int64_t task = 0; task < tasks; ++task) {"):
             w.task()

@@ -66,10 +66,11 @@ def prepare_loops(
         program, layout.flat, [access for _, access in walked.loads], [access for _, access in walked.stores],
         walked.dimensions, walked.strides,
     )  # fmt: skip
+    numbers = walked.numbers if layout.flat else (*walked.numbers, layout.columns)
     over = layout.columns if layout.flat else layout.rows
     tasks = max(1, min(over, layout.rows * layout.columns // _ELEMENTS, _TASKS))
     width = program.partial_width
     return Loops(
         source, tasks, (tasks, width) if width else None, 1 + len(reduction_levels(program)),
-        (ctypes.c_int64 * len(walked.numbers))(*walked.numbers),
+        (ctypes.c_int64 * len(numbers))(*numbers),
     )  # fmt: skip

@@ -291,6 +291,16 @@ def test_regions_that_differ_in_names_alone_share_a_library() -> None:
     assert sources[0] == sources[1]
 
 
+@pytest.mark.usefixtures("whatever_it_gains")
+def test_another_length_compiles_nothing_anew() -> None:
+    region = looped(lambda x, mask: F.softmax(x + mask, -1), leaf(2, 5, 9), torch.randn(9))
+    for length in (11, 40, 64):
+        x, mask = leaf(3, length, length), torch.randn(length)
+        torch.testing.assert_close(region(x, mask), F.softmax(x + mask, -1), rtol=1e-5, atol=1e-6)
+        assert region.path == "loops"
+    assert len({launch.source for plan in region.plans for launch, _ in plan.launches()}) == 2
+
+
 def test_what_takes_long_is_computed_once_a_row() -> None:
     """Twice in a softmax: for its sum, and for its result."""
     with torch.no_grad():
