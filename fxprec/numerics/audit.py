@@ -105,12 +105,16 @@ def ledger_of(
     reference: torch.dtype | None = None,
     opened: bool = False,
     reads: Reads | None = None,
+    signs: bool = False,
 ) -> Ledger:
     """As ``audit``, of batches that were checked.
 
     Args:
         opened: fused regions run op by op, with a row an op.
         reads: is filled, which takes an inner product more for each input of an op.
+        signs: of outputs that are no loss, explain <u, error> with random signs u. The mean square of that is the mean
+            square of the error's length, and so it is of each part of it (Hutchinson, 1990); along the error itself all
+            parts would point one way, and their squares would not add up.
     """
     settings = conversion_of(problem.model).settings
     if reference is None:
@@ -121,7 +125,7 @@ def ledger_of(
         done = False
         while not done:
             with kept(problem.model):
-                done = _audit_batch(problem, batch, gradients, reference, books, opened, reads)
+                done = _audit_batch(problem, batch, gradients, reference, books, opened, reads, signs)
     return books.ledger("gradients" if gradients else books.target)
 
 
@@ -133,6 +137,7 @@ def _audit_batch(
     books: _Books,
     opened: bool,
     reads: Reads | None,
+    signs: bool,
 ) -> bool:
     """False: the batch is to be run once more, since its run captured graphs."""
     model = problem.model
@@ -156,7 +161,7 @@ def _audit_batch(
         targets = [(values[0], torch.ones_like(memory.exact(values[0])))]
     else:
         books.target = "outputs"
-        targets = _along_error(recorder, values)
+        targets = _along_signs(recorder, values, books.count) if signs else _along_error(recorder, values)
     if gradients:
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         places = [memory.place(gradient.detach()) for gradient in found.values()]
@@ -182,6 +187,15 @@ def _along_error(recorder: Recorder, places: list[Place]) -> list[tuple[Place, T
     return [(place, error / length if length else error) for place, error in zip(places, errors, strict=True)]
 
 
+def _along_signs(recorder: Recorder, places: list[Place], seed: int) -> list[tuple[Place, Tensor]]:
+    """Weights for the values' errors: 1 and -1, drawn from a seed, in which no global random number has a part."""
+    dtype, generator = recorder.memory.reference, torch.Generator().manual_seed(seed)
+    drawn = [
+        torch.randint(2, place.size, generator=generator).to(recorder.memory.low(place).device) for place in places
+    ]
+    return [(place, (2 * each - 1).to(dtype)) for place, each in zip(places, drawn, strict=True)]
+
+
 @dataclass
 class _Entry:
     """What is known of one row, summed over batches."""
@@ -205,6 +219,11 @@ class _Books:
         self._samples: list[Sample] = []
         self._errors: dict[str, list[float]] = {}
         self._remarks: dict[str, None] = {}
+
+    @property
+    def count(self) -> int:
+        """Of the batches that were added."""
+        return len(self._samples)
 
     def add(
         self, recorder: Recorder, terms: Iterable[Term], low: float | None, exact: float | None, error: float
