@@ -16,7 +16,7 @@ from fxprec.model.module import conversion_of
 from fxprec.numerics.alternatives import Alternatives
 from fxprec.numerics.kept import kept
 from fxprec.numerics.ledger import GradientError, Ledger, Part, Row, Sample, ordered
-from fxprec.numerics.problem import Batch, Loss, Problem
+from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.tape.adjoint import Term, measured, terms
@@ -54,6 +54,7 @@ class Reads:
             yield term
 
 
+@not_in_inference_mode
 def audit(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -78,7 +79,8 @@ def audit(
         loss: ``loss(output, target)``, a scalar; of a dict ``loss(output, dict)``. None: the output is a scalar or has
             a ``loss``; if neither, the error of the outputs themselves is explained, along its own direction.
         gradients: explain the error of the gradients of all parameters instead, along its own direction: the ops of the
-            backward get rows as well. Of outputs that are no loss it is that of the gradients of their sum.
+            backward get rows as well. Of outputs that are no loss it is that of the gradients of their sum. They are
+            made under ``no_grad`` as well.
         reference: ``torch.float64`` or ``torch.float32``, whose products are then of full precision whatever is set for
             others (TF32). None: float64 on a CPU; elsewhere FP32, as accelerators are slow in float64, or have none.
 
@@ -95,7 +97,8 @@ def audit(
         raise ValueError(f"reference must be torch.float64 or torch.float32, not {reference}")
     if gradients and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("gradients=True, and no parameter of the model wants a gradient")
-    return ledger_of(problem, problem.batches(batches), gradients, reference)
+    with torch.set_grad_enabled(gradients or torch.is_grad_enabled()):
+        return ledger_of(problem, problem.batches(batches), gradients, reference)
 
 
 def ledger_of(
@@ -145,8 +148,12 @@ def _audit_batch(
     def run() -> Tensor | list[Tensor]:
         value = problem.run(batch)
         if gradients:
-            total = value if isinstance(value, Tensor) else sum(each.sum() for each in value)
-            total.sum().backward()  # type: ignore[union-attr]
+            total = value if isinstance(value, Tensor) else sum((each.sum() for each in value), torch.zeros(()))
+            if not total.requires_grad:
+                raise ValueError(
+                    "gradients=True, and what the model gives depends on no parameter that wants a gradient"
+                )
+            total.sum().backward()
         return value
 
     recorded = record(model, run, reference, opened, None if reads is None else reads.dtype)

@@ -17,7 +17,7 @@ from fxprec.errors import ConversionError
 from fxprec.model.module import conversion_of
 from fxprec.numerics.audit import ledger_of
 from fxprec.numerics.kept import kept
-from fxprec.numerics.problem import Batch, Loss, Problem
+from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.study import Study
 from fxprec.numerics.trial import under
 from fxprec.numerics.tuned import Figures, Tuned
@@ -30,6 +30,7 @@ _HELD_OUT: Final = 4
 _STEPS, _SECONDS = 5, 0.5
 
 
+@not_in_inference_mode
 def tune(
     model: nn.Module,
     batches: Iterable[Batch],
