@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from fxprec.tape.memory import Place
 from fxprec.tape.opened import opened
 from fxprec.tape.origin import Origin
 from fxprec.tape.recorder import Recorder, record
+
+#: Of the error: what stands in a bend for want of a derivative and is less is not remarked on.
+_NOTABLE: Final = 0.01
 
 
 class NotFiniteError(ValueError):
@@ -226,6 +229,7 @@ class _Books:
         self._samples: list[Sample] = []
         self._errors: dict[str, list[float]] = {}
         self._remarks: dict[str, None] = {}
+        self._lacking: dict[str, list[float]] = {}
 
     @property
     def count(self) -> int:
@@ -251,6 +255,9 @@ class _Books:
             entry.parts[next(reversed(parts))][1] += term.bend
             own[operation.origin] = own.get(operation.origin, 0.0) + term.rounding
             explained += term.rounding + term.bend
+            for argument, part in term.lacking.items():
+                lacking = self._lacking.setdefault(f"{operation.name} has no derivative in {argument}", [])
+                lacking.append(abs(part))
             if operation.why_inexact:
                 self._remarks[f"the reference runs {operation.why_inexact}: in the dtypes of the run"] = None
         for origin, rounding in own.items():
@@ -276,11 +283,17 @@ class _Books:
         total = sum(entry.squares for entry in self._entries.values())
         rows = [_row(entry, total, self._alternatives) for entry in self._entries.values()]
         samples = tuple(self._samples)
+        least = _NOTABLE * sum(abs(sample.measured) for sample in samples)
+        lacking = (
+            f"{what}: errors that came in there are its bend, {sum(parts) / len(samples):.1e} a batch"
+            for what, parts in self._lacking.items()
+            if sum(parts) > least
+        )
         parameters = {
             name: GradientError(*(math.sqrt(total / len(samples)) for total in sums))
             for name, sums in self._errors.items()
         }
-        return Ledger(target, ordered(rows, len(samples)), samples, parameters, tuple(self._remarks))
+        return Ledger(target, ordered(rows, len(samples)), samples, parameters, (*self._remarks, *lacking))
 
 
 def _row(entry: _Entry, total: float, alternatives: Alternatives) -> Row:

@@ -237,6 +237,32 @@ def test_gradients_that_were_asked_for_are_made_where_none_are_recorded(mode: An
         audit(detached, [batch()], F.cross_entropy, gradients=True)
 
 
+@torch.library.custom_op("test_audit::scaled", mutates_args=())
+def scaled(x: Tensor, factor: Tensor, unused: Tensor | None = None) -> Tensor:
+    return x * factor
+
+
+@scaled.register_fake
+def _(x: Tensor, factor: Tensor, unused: Tensor | None = None) -> Tensor:
+    return torch.empty_like(x)
+
+
+scaled.register_autograd(
+    lambda ctx, gradient: (gradient * ctx.factor, None, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", inputs[1]),
+)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_derivative_that_an_op_does_not_have_is_remarked_on(several: bool) -> None:
+    """What comes in there would be its bend, and nobody would know."""
+    torch.manual_seed(0)
+    made = Net(lambda h, a: torch.ops.test_audit.scaled(h, a(h), h.detach()), a=nn.Linear(16, 16))
+    model, inputs = fxprec.convert(made)[0], [batch(seed) for seed in range(1 + several)]
+    (remark,) = audit(model, inputs, F.cross_entropy).remarks
+    assert remark.startswith("test_audit::scaled has no derivative in factor: errors that came in there are its bend")
+
+
 class Branches(nn.Module):
     """A value that several nodes read: one of them through a view, one in two places."""
 
