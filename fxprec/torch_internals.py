@@ -60,6 +60,7 @@ with needed:
     negated = _TORCH._neg_view  # a view
     fused_adam_, fused_adamw_, fused_sgd_ = _TORCH._fused_adam_, _TORCH._fused_adamw_, _TORCH._fused_sgd_
     aten_to_copy, aten_foreach_copy_ = torch.ops.aten._to_copy.default, torch.ops.aten._foreach_copy_.default
+    aten_flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
     #: The hooks that run at the call of any module, by the name of torch's dict of them.
     global_hooks: Final[Mapping[str, dict[int, Any]]] = {

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from fxprec.model.module import conversion_of
 from fxprec.numerics.alternatives import Alternatives
 from fxprec.numerics.kept import kept
 from fxprec.numerics.ledger import GradientError, Ledger, Part, Row, Sample, ordered
-from fxprec.numerics.problem import Batch, Loss, Problem
+from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.tape.adjoint import Term, measured, terms
@@ -25,6 +25,9 @@ from fxprec.tape.memory import Place
 from fxprec.tape.opened import opened
 from fxprec.tape.origin import Origin
 from fxprec.tape.recorder import Recorder, record
+
+#: Of the error: what stands in a bend for want of a derivative and is less is not remarked on.
+_NOTABLE: Final = 0.01
 
 
 class NotFiniteError(ValueError):
@@ -55,6 +58,7 @@ class Reads:
             yield term
 
 
+@not_in_inference_mode
 def audit(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -79,7 +83,8 @@ def audit(
         loss: ``loss(output, target)``, a scalar; of a dict ``loss(output, dict)``. None: the output is a scalar or has
             a ``loss``; if neither, the error of the outputs themselves is explained, along its own direction.
         gradients: explain the error of the gradients of all parameters instead, along its own direction: the ops of the
-            backward get rows as well. Of outputs that are no loss it is that of the gradients of their sum.
+            backward get rows as well. Of outputs that are no loss it is that of the gradients of their sum. They are
+            made under ``no_grad`` as well.
         reference: ``torch.float64`` or ``torch.float32``, whose products are then of full precision whatever is set for
             others (TF32). None: float64 on a CPU; elsewhere FP32, as accelerators are slow in float64, or have none.
 
@@ -96,7 +101,8 @@ def audit(
         raise ValueError(f"reference must be torch.float64 or torch.float32, not {reference}")
     if gradients and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("gradients=True, and no parameter of the model wants a gradient")
-    ledger = ledger_of(problem, problem.batches(batches), gradients, reference)
+    with torch.set_grad_enabled(gradients or torch.is_grad_enabled()):
+        ledger = ledger_of(problem, problem.batches(batches), gradients, reference)
     return replace(ledger, subject=subject_of(model, "audit"))
 
 
@@ -107,12 +113,16 @@ def ledger_of(
     reference: torch.dtype | None = None,
     opened: bool = False,
     reads: Reads | None = None,
+    signs: bool = False,
 ) -> Ledger:
     """As ``audit``, of batches that were checked.
 
     Args:
         opened: fused regions run op by op, with a row an op.
         reads: is filled, which takes an inner product more for each input of an op.
+        signs: of outputs that are no loss, explain <u, error> with random signs u. The mean square of that is the mean
+            square of the error's length, and so it is of each part of it (Hutchinson, 1990); along the error itself all
+            parts would point one way, and their squares would not add up.
     """
     settings = conversion_of(problem.model).settings
     if reference is None:
@@ -123,7 +133,7 @@ def ledger_of(
         done = False
         while not done:
             with kept(problem.model):
-                done = _audit_batch(problem, batch, gradients, reference, books, opened, reads)
+                done = _audit_batch(problem, batch, gradients, reference, books, opened, reads, signs)
     return books.ledger("gradients" if gradients else books.target)
 
 
@@ -135,6 +145,7 @@ def _audit_batch(
     books: _Books,
     opened: bool,
     reads: Reads | None,
+    signs: bool,
 ) -> bool:
     """False: the batch is to be run once more, since its run captured graphs."""
     model = problem.model
@@ -142,8 +153,12 @@ def _audit_batch(
     def run() -> Tensor | list[Tensor]:
         value = problem.run(batch)
         if gradients:
-            total = value if isinstance(value, Tensor) else sum(each.sum() for each in value)
-            total.sum().backward()  # type: ignore[union-attr]
+            total = value if isinstance(value, Tensor) else sum((each.sum() for each in value), torch.zeros(()))
+            if not total.requires_grad:
+                raise ValueError(
+                    "gradients=True, and what the model gives depends on no parameter that wants a gradient"
+                )
+            total.sum().backward()
         return value
 
     recorded = record(model, run, reference, opened, None if reads is None else reads.dtype)
@@ -158,7 +173,7 @@ def _audit_batch(
         targets = [(values[0], torch.ones_like(memory.exact(values[0])))]
     else:
         books.target = "outputs"
-        targets = _along_error(recorder, values)
+        targets = _along_signs(recorder, values, books.count) if signs else _along_error(recorder, values)
     if gradients:
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         places = [memory.place(gradient.detach()) for gradient in found.values()]
@@ -184,6 +199,15 @@ def _along_error(recorder: Recorder, places: list[Place]) -> list[tuple[Place, T
     return [(place, error / length if length else error) for place, error in zip(places, errors, strict=True)]
 
 
+def _along_signs(recorder: Recorder, places: list[Place], seed: int) -> list[tuple[Place, Tensor]]:
+    """Weights for the values' errors: 1 and -1, drawn from a seed, in which no global random number has a part."""
+    dtype, generator = recorder.memory.reference, torch.Generator().manual_seed(seed)
+    drawn = [
+        torch.randint(2, place.size, generator=generator).to(recorder.memory.low(place).device) for place in places
+    ]
+    return [(place, (2 * each - 1).to(dtype)) for place, each in zip(places, drawn, strict=True)]
+
+
 @dataclass
 class _Entry:
     """What is known of one row, summed over batches."""
@@ -207,6 +231,12 @@ class _Books:
         self._samples: list[Sample] = []
         self._errors: dict[str, list[float]] = {}
         self._remarks: dict[str, None] = {}
+        self._lacking: dict[str, list[float]] = {}
+
+    @property
+    def count(self) -> int:
+        """Of the batches that were added."""
+        return len(self._samples)
 
     def add(
         self, recorder: Recorder, terms: Iterable[Term], low: float | None, exact: float | None, error: float
@@ -227,6 +257,9 @@ class _Books:
             entry.parts[next(reversed(parts))][1] += term.bend
             own[operation.origin] = own.get(operation.origin, 0.0) + term.rounding
             explained += term.rounding + term.bend
+            for argument, part in term.lacking.items():
+                lacking = self._lacking.setdefault(f"{operation.name} has no derivative in {argument}", [])
+                lacking.append(abs(part))
             if operation.why_inexact:
                 self._remarks[f"the reference runs {operation.why_inexact}: in the dtypes of the run"] = None
         for origin, rounding in own.items():
@@ -252,11 +285,17 @@ class _Books:
         total = sum(entry.squares for entry in self._entries.values())
         rows = [_row(entry, total, self._alternatives) for entry in self._entries.values()]
         samples = tuple(self._samples)
+        least = _NOTABLE * sum(abs(sample.measured) for sample in samples)
+        lacking = (
+            f"{what}: errors that came in there are its bend, {sum(parts) / len(samples):.1e} a batch"
+            for what, parts in self._lacking.items()
+            if sum(parts) > least
+        )
         parameters = {
             name: GradientError(*(math.sqrt(total / len(samples)) for total in sums))
             for name, sums in self._errors.items()
         }
-        return Ledger(target, ordered(rows, len(samples)), samples, parameters, tuple(self._remarks))
+        return Ledger(target, ordered(rows, len(samples)), samples, parameters, (*self._remarks, *lacking))
 
 
 def _row(entry: _Entry, total: float, alternatives: Alternatives) -> Row:

@@ -16,7 +16,7 @@ from fxprec.inspection.nodes import op_name, short_paths, source_line
 from fxprec.model.module import conversion_of
 from fxprec.numerics.births import Birth, Source, first_of
 from fxprec.numerics.finding import Finding
-from fxprec.numerics.problem import Batch, Loss, Problem
+from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.step import Results, Run, Step, dense, is_finite
 from fxprec.numerics.trial import under
 from fxprec.passes.graph.annotations import module_path, notes
@@ -34,6 +34,7 @@ _MOST_NODES: Final = 8
 _HEADROOM: Final = 2
 
 
+@not_in_inference_mode
 def locate(
     model: nn.Module, batch: Batch, loss: Loss | None = None, scaler: LossScaler | None = None
 ) -> Finding | None:

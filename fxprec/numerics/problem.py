@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from fxprec.capture.pytrees import leaves_of
 from fxprec.errors import ConversionError
 from fxprec.model.module import conversion_of
 from fxprec.numerics.step import gradients_of
+from fxprec.torch_internals import tree_map_only
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: ``(*inputs, target)``, or the arguments by name, which the loss then gets as its target.
 Batch = tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Loss = Callable[[Any, Any], Tensor]
+
+
+def not_in_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that may be called in inference mode, which has no derivatives, and computes as under ``no_grad``."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return called
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +120,7 @@ class Problem:
         return [each.detach() for each in values], gradients_of(self.model)
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Each batch, checked.
+        """Each batch, checked; tensors of inference mode are copied, as nothing could be differentiated in them.
 
         Raises:
             TypeError: batches cannot be iterated over, or one of them is neither a tuple nor a dict.
@@ -122,6 +141,6 @@ class Problem:
                 )
             if self.loss is not None and not isinstance(batch, Mapping) and len(batch) < 2:
                 raise ValueError(f"a batch of {len(batch)} part{'s' * (len(batch) != 1)} is not (*inputs, target)")
-            yield batch
+            yield tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, batch)
         if empty:
             raise ValueError("there is no batch: the list is empty, or an iterator that was used up")

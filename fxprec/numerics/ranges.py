@@ -19,7 +19,7 @@ from fxprec.numerics.advice import advise
 from fxprec.numerics.counting import Counting
 from fxprec.numerics.kept import kept
 from fxprec.numerics.magnitudes import Magnitudes, Tally
-from fxprec.numerics.problem import Batch, Loss, Problem
+from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.range_table import Range, Ranges, flushed_of, percent, power, tightest_first
 from fxprec.numerics.trial import under
 from fxprec.passes.graph.annotations import module_path, notes
@@ -29,6 +29,7 @@ from fxprec.tape.attribution import observe
 from fxprec.tape.origin import Origin
 
 
+@not_in_inference_mode
 def ranges(
     model: nn.Module,
     batches: Iterable[Batch],

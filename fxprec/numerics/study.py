@@ -75,7 +75,7 @@ class Study:
             trial = under(problem.model, policy=policy.override(nodes=low), lower="always")
             reads = Reads(settings.dtype)
             try:
-                ledger = ledger_of(Problem(trial, problem.loss), batches, opened=True, reads=reads)
+                ledger = ledger_of(Problem(trial, problem.loss), batches, opened=True, reads=reads, signs=True)
             except NotFiniteError:
                 more = [name for name in keep_finite(trial, problem.loss, batches) if name not in kept]
                 if not more:

@@ -17,7 +17,7 @@ from fxprec.errors import ConversionError
 from fxprec.model.module import conversion_of
 from fxprec.numerics.audit import ledger_of
 from fxprec.numerics.kept import kept
-from fxprec.numerics.problem import Batch, Loss, Problem
+from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.study import Study
 from fxprec.numerics.trial import under
 from fxprec.numerics.tuned import Figures, Tuned
@@ -30,6 +30,7 @@ _HELD_OUT: Final = 4
 _STEPS, _SECONDS = 5, 0.5
 
 
+@not_in_inference_mode
 def tune(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -52,8 +53,8 @@ def tune(
     Args:
         model: converted.
         batches: at least two, each ``(*inputs, target)``, without a loss ``inputs``; or dicts of named inputs.
-        loss: as ``fxprec.numerics.audit`` takes it; without any, the error is that of the outputs along its direction.
-        error: the most that the root mean square of the loss's error over batches may be, in units of the loss.
+        loss: as ``fxprec.numerics.audit`` takes it; without any, the error is the length of the outputs'.
+        error: the most that the root mean square of the error over batches may be, in units of the loss (or output).
         time: the most that a step may take, as a fraction of what it takes now.
 
     Returns:
@@ -65,7 +66,8 @@ def tune(
         ValueError: both budgets or none, one that is not positive, or that cannot be met: says what can; fewer than two
             batches; an error that is inf or nan.
 
-    Sources: Eisner and Severance, JACM 1976 (the curve); DESIGN 11.
+    Sources: Eisner and Severance, JACM 1976 (the curve); Hutchinson, Communications in Statistics 19, 1990 (the length
+        of outputs' errors, by random signs); DESIGN 11.
     """
     problem = Problem.of(model, loss, "tune")
     settings = _settings_of(model)
@@ -84,13 +86,14 @@ def tune(
         found = start
     policy, lines, reached = study.policy_for(found, start)
     models = [under(model, policy=each) for each in (settings.policy, policy)]
-    errors = [abs(ledger_of(Problem(each, loss), held_out).measured) for each in models]
+    ledgers = [ledger_of(Problem(each, loss), held_out) for each in models]
     seconds = _times(models, loss, held_out)
     before, after = (
-        Figures(math.sqrt(each.square + study.constant), own, each.seconds, taken)
-        for each, own, taken in zip((start, reached), errors, seconds, strict=True)
+        Figures(math.sqrt(each.square + study.constant), abs(ledger.measured), each.seconds, taken)
+        for each, ledger, taken in zip((start, reached), ledgers, seconds, strict=True)
     )
-    return Tuned(policy, lines, before, after, asked, tuple(study.remarks(start, found, reached, error)))
+    target = "outputs" if ledgers[0].target == "outputs" else "loss"
+    return Tuned(policy, lines, before, after, asked, tuple(study.remarks(start, found, reached, error)), target)
 
 
 def _settings_of(model: nn.Module) -> Settings:
@@ -106,7 +109,9 @@ def _settings_of(model: nn.Module) -> Settings:
 
 def _check_budget(error: float | None, time: float | None) -> None:
     if (error is None) == (time is None):
-        raise ValueError("give one budget: error=, in units of the loss, or time=, a fraction of what a step takes now")
+        raise ValueError(
+            "give one budget: error=, in units of the loss (or outputs), or time=, a fraction of what a step takes now"
+        )
     name, value = ("error", error) if time is None else ("time", time)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fxprec.inspection.figures import count
 from fxprec.inspection.layers import folded
@@ -103,7 +103,8 @@ class Figures:
     """Of a policy.
 
     Attributes:
-        predicted_error: root mean square of the loss's error, from the roundings of the batches that were audited.
+        predicted_error: root mean square of the error of the loss, or of the length of the outputs' if there is none,
+            from the roundings of the batches that were audited.
         measured_error: the same, of the batches that were held out.
         predicted_seconds: of a step, by the costs of the device, of what differs between dtypes.
         measured_seconds: of a step on the held-out batches, all of it.
@@ -127,6 +128,7 @@ class Tuned:
         tuned: figures under the policy.
         asked: the budget, in words.
         remarks: what else is to be known.
+        target: what has the error: "loss", or "outputs" where there is none.
     """
 
     policy: Policy
@@ -135,6 +137,7 @@ class Tuned:
     tuned: Figures
     asked: str
     remarks: tuple[str, ...] = ()
+    target: Literal["loss", "outputs"] = "loss"
 
     @property
     def predicted_time(self) -> float:
@@ -166,6 +169,7 @@ class Tuned:
         """For JSON."""
         return {
             "asked": self.asked,
+            "target": self.target,
             "start": asdict(self.start),
             "tuned": asdict(self.tuned),
             "predicted_time": self.predicted_time,
@@ -181,7 +185,7 @@ class Tuned:
         start, tuned = self.start, self.tuned
         changed = f"{count(len(self.lines), 'node')} otherwise, in {count(len(self.overrides()), 'line')}"
         return (
-            f"{self.asked}: {changed}; error of the loss {start.measured_error:.3e} -> "
+            f"{self.asked}: {changed}; error of the {self.target} {start.measured_error:.3e} -> "
             f"{tuned.measured_error:.3e} (predicted {start.predicted_error:.3e} -> {tuned.predicted_error:.3e}), "
             f"time of a step x {self.measured_time:.3f} (predicted x {self.predicted_time:.3f})"
         )

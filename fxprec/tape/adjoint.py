@@ -44,6 +44,7 @@ class Term:
         results: number of a result -> its m and values, as long as nobody asks for the next term.
         reads: where the recorder asks for it, position of its node's input -> <the part of that input's adjoint that
             comes through this op, the input's rounding>.
+        lacking: as of ``Pulled``.
     """
 
     operation: Operation
@@ -53,6 +54,7 @@ class Term:
     size: float
     results: Mapping[int, Result]
     reads: Mapping[int, float] = field(default_factory=dict)
+    lacking: Mapping[str, float] = field(default_factory=dict)
 
 
 def measured(recorder: Recorder, targets: Sequence[tuple[Place, Tensor]]) -> float:
@@ -105,7 +107,7 @@ class _Walk:
                 position = operation.inputs[place]
                 reads[position] = reads.get(position, 0.0) + inner(gradient, self._rounding(place, self._rounded))
             self.add(place, gradient)
-        return Term(operation, pulled.rounding, pulled.bend, pulled.lost, pulled.size, results, reads)
+        return Term(operation, pulled.rounding, pulled.bend, pulled.lost, pulled.size, results, reads, pulled.lacking)
 
     def _rounding(self, place: Place, dtype: torch.dtype) -> Tensor:
         """What the reference's value loses in a dtype; what that cannot hold saturates."""

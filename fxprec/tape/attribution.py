@@ -46,11 +46,14 @@ class Attribution(OpMode):
 
     def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
         """For ``node_by_node``: what runs meanwhile belongs to the node."""
-        self._nodes.append(Origin("node", node.name, node.graph, node=node.node))
+        origin, first = Origin("node", node.name, node.graph, node=node.node), sequence_number()
+        self._nodes.append(origin)
         try:
             return run()
         finally:
             self._nodes.pop()
+            for number in range(first, sequence_number()):  # an autograd.Function runs its ops without gradients
+                self._by_sequence.setdefault(number, origin)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.passes.torch_internals import schema_of
+from fxprec.tape.attention_ops import ATTENTION
 from fxprec.tape.region_ops import region_backward, region_forward
 
 _aten = torch.ops.aten
@@ -79,35 +80,6 @@ def _rrelu_with_noise(
     slope = drawn[1] if training else (lower + upper) / 2
     noise.copy_(drawn[1])
     return torch.where(x <= 0, x * slope, x)
-
-
-def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Of attention, scaled and masked: [..., queries, keys]."""
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return scores if mask is None else scores + mask
-
-
-def _attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    _dropout: float,
-    causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """That of flash attention (Dao et al., NeurIPS 2022, appendix B), which has no derivative of its own."""
-    weights = (_scores(query, key, causal, attn_mask, scale) - logsumexp.unsqueeze(-1)).exp()
-    weights = weights.masked_fill(logsumexp.unsqueeze(-1).isinf(), 0.0)  # a row that attends to nothing
-    inner = weights * (gradient @ value.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True))
-    inner = inner * (query.shape[-1] ** -0.5 if scale is None else scale)
-    return inner @ key, inner.transpose(-2, -1) @ query, weights.transpose(-2, -1) @ gradient
 
 
 #: The mode of ``mkldnn_rnn_layer`` that is an LSTM: the only one that torch calls.
@@ -180,11 +152,11 @@ def _lstm_backward(
 EXACT: Final[dict[str, Callable[..., Any]]] = {
     "aten::_fused_rms_norm": _fused_rms_norm,
     "aten::convolution": _convolution,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten::mkldnn_rnn_layer": _lstm,
     "aten::mkldnn_rnn_layer_backward": _lstm_backward,
     "fxprec::region_forward": region_forward,
     "fxprec::region_backward": region_backward,
+    **ATTENTION,
 }
 
 #: Those that compute on numbers which they draw: told the run's results first.

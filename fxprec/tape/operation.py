@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fxprec.passes.torch_internals import schema_of
 from fxprec.tape.exact_ops import DRAWN, EXACT, draws
 from fxprec.tape.memory import Place
 from fxprec.tape.origin import Origin
@@ -18,6 +19,10 @@ from fxprec.torch_internals import aten_to_copy, decomposition_of, tree_leaves, 
 _COPIES: Final = (aten_to_copy, torch.ops.aten.clone.default)
 #: Given a place, and whether the op writes there: the tensor to call the op with.
 Read = Callable[[Place, bool], Tensor]
+
+
+def _is_place(leaf: object) -> bool:
+    return isinstance(leaf, Place)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +56,12 @@ class Operation:
     def name(self) -> str:
         """``aten::mm``."""
         return self.function.name().partition(".")[0]
+
+    def argument(self, place: Place) -> str:
+        """The name of the first argument that is, or holds, the tensor at a place."""
+        args, kwargs = tree_unflatten(list(self.leaves), self.spec)
+        given = [*zip([each.name for each in schema_of(self.function).arguments], args, strict=False), *kwargs.items()]
+        return next(name for name, value in given if place in tree_leaves(value, is_leaf=_is_place))
 
     @property
     def draws(self) -> bool:

@@ -37,7 +37,8 @@ def region_backward(
 ) -> list[Tensor]:
     """What ``fxprec::region_backward`` gives, in the dtype of what it reads."""
     known = plan_of(plan)
-    values = evaluated_backward(known, saved, cotangents, seeds, seed, _dtype(saved), rounds=False)
+    dtype = _dtype((*saved, *cotangents))  # of a sum nothing is saved
+    values = evaluated_backward(known, saved, cotangents, seeds, seed, dtype, rounds=False)
     stores, layout = known.backward_program.program.stores, known.layout
     made = [
         _stored(value, store, spec, layout)

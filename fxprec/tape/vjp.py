@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -79,6 +80,8 @@ class Pulled(NamedTuple):
         rounding, bend: as in ``adjoint``.
         lost: sum of the squares of (low result - f(low inputs)), and ``size`` of f(low inputs).
         gradients: place that the op reads -> its part of J^T m.
+        lacking: argument in which torch has no derivative, although the result depends on it -> what came in there,
+            which is a part of the bend.
     """
 
     rounding: float
@@ -86,6 +89,7 @@ class Pulled(NamedTuple):
     lost: float
     size: float
     gradients: list[tuple[Place, Tensor]]
+    lacking: Mapping[str, float] = MappingProxyType({})
 
 
 def pull(
@@ -93,8 +97,8 @@ def pull(
 ) -> Pulled:
     """The part of one op.
 
-    Nothing for a place in which torch has no derivative: then the bend has what came in there. Backwards of norms have
-    none in the saved mean and deviation, which they take for functions of the input.
+    Nothing for a place in which torch has no derivative: then the bend has what came in there, and ``lacking`` says so.
+    Norms have none in a mean and deviation of their own, which they take for functions of the input.
 
     Args:
         operation: the op.
@@ -321,14 +325,53 @@ def _at_midpoint(
     inputs: Inputs,
     results: Mapping[int, Result],
     drawn: Sequence[Tensor],
-    reads: Container[Place],
+    reads: Mapping[Place, None],
 ) -> Pulled:
     with torch.no_grad():
         found = operation.run(
             lambda place, written: inputs.low(place).clone() if written else inputs.low(place), inputs.dtype, drawn
         )
     local = {n: found[n].to(result.weight.dtype) for n, result in results.items()}
-    return _told(inputs, results, local, _pulled_at_midpoint(operation, inputs, results, drawn, reads))
+    pulled = _told(inputs, results, local, _pulled_at_midpoint(operation, inputs, results, drawn, reads))
+    gained = sum(inner(weight, error) for weight, _, error in results.values())
+    if abs(pulled.bend) <= _NOTABLE * abs(gained):
+        return pulled
+    known = [place for place, _ in pulled.gradients]
+    unknown = [place for place in reads if place not in known]
+    return pulled._replace(lacking=_lacking(operation, inputs, results, drawn, local, unknown))
+
+
+#: Of what an op adds to the target's error: bends of less are not looked into.
+_NOTABLE: Final = 2**-6
+#: What norms call statistics of their input.
+_STATISTICS: Final = ("mean", "rstd", "spread", "save_mean", "save_var", "save_invstd")
+
+
+def _lacking(
+    operation: Operation,
+    inputs: Inputs,
+    results: Mapping[int, Result],
+    drawn: Sequence[Tensor],
+    local: Mapping[int, Tensor],
+    unknown: Sequence[Place],
+) -> dict[str, float]:
+    """Of places without a derivative: argument -> what the reference's value there would change."""
+    found: dict[str, float] = {}
+    for own in unknown:
+        name = operation.argument(own)
+        if not bool(inputs.error(own).any()) or ("norm" in operation.name and name in _STATISTICS):
+            continue
+
+        def read(place: Place, written: bool, own: Place = own) -> Tensor:
+            value = inputs.low(place)
+            return value - inputs.error(place) if place == own else value.clone() if written else value
+
+        with torch.no_grad():
+            other = operation.run(read, inputs.dtype, drawn)
+        changes = [inner(each.weight, difference(local[n], other[n])) for n, each in results.items()]
+        if any(changes):
+            found[name] = found.get(name, 0.0) + sum(changes)
+    return found
 
 
 def _pulled_at_midpoint(

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -101,6 +102,12 @@ class _Plan:
         )
         sizes = tuple((c.batch.stop - c.batch.start) * heads_each * area for c in chunks for area in areas)
         return cls(group, chunks, blocks, sizes)
+
+    def pieces(self, p: Tensor) -> Iterator[Tensor]:
+        """Of [N, H, T, S] what the block of each chunk, in order, has of it."""
+        for chunk in self.chunks:
+            for block in self.blocks:
+                yield p[chunk.batch, chunk.query_heads, block.rows, : block.keys]
 
     def rows(self, x: Tensor, chunk: _Chunk, block: _Block) -> Tensor:
         """A block's rows of [N, H, T, width], as [heads of the chunk, group * rows, width]."""
@@ -260,6 +267,35 @@ def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ca
     wide = torch.promote_types(query.dtype, torch.float32)
     p = torch.softmax(scores(query.to(wide), key.to(wide), mask, causal, scale), -1)
     return (p @ value.to(wide).repeat_interleave(query.shape[1] // key.shape[1], 1)).to(query.dtype)
+
+
+def plain_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, p: Tensor, scale: float, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of query, key and value, of P as [N, H, T, S]: in plain torch, which can be differentiated in all of these.
+
+    ``sums``: rowsum(P * dP), [N, H, T, 1], where it is known.
+    """
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
+    of_p = grad @ values.transpose(-1, -2)
+    of_scores = scale * p * (of_p - ((p * of_p).sum(-1, keepdim=True) if sums is None else sums))
+    of_keys, of_values = of_scores.transpose(-1, -2) @ query, p.transpose(-1, -2) @ grad
+    of_keys, of_values = (x.unflatten(1, (-1, group)).sum(2) for x in (of_keys, of_values))
+    return of_scores @ keys, of_keys, of_values
+
+
+def in_blocks(p: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """P as [N, H, T, S] in the form that the forward keeps: of all blocks, one after the other."""
+    return torch.cat([piece.flatten() for piece in _Plan.of(p, key, causal).pieces(p)])
+
+
+def out_of_blocks(kept: Tensor, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """The reverse."""
+    plan, p = _Plan.of(query, key, causal), kept.new_zeros(*query.shape[:3], key.shape[2])
+    for place, piece in zip(plan.pieces(p), kept.split(plan.sizes), strict=True):
+        place.copy_(piece.view(place.shape))
+    return p
 
 
 _backward_op = KernelOp("attention_backward", _backward, _backward_fake)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.cpu.attention import additive, empty_like, reference, scores
+from fxprec.kernels.cpu.attention import additive, empty_like, plain_gradients, reference, scores
 from fxprec.kernels.cpu.cpp import compiled, why_no_compiler
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 
@@ -62,7 +62,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     if query.dtype is not torch.bfloat16:
-        return _plain_backward(grad, query, key, value, mask, norms, causal, scale)
+        p = (scores(query, key, mask, causal, scale) - norms.unsqueeze(-1)).exp()
+        return plain_gradients(grad, query, key, value, p, scale)
     grad, query, key, value = map(_packed, (grad, query, key, value))
     made = _backward_fake(grad, query, key, value)
     tensors = (grad, query, key, value, mask, norms, *made)
@@ -100,23 +101,6 @@ def _call(
 def _packed(x: Tensor) -> Tensor:
     """Elements of a row next to each other; rows and heads may lie anywhere."""
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
-
-
-def _plain_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, norms: Tensor, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    group = query.shape[1] // key.shape[1]
-    keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
-    p = (scores(query, key, mask, causal, scale) - norms.unsqueeze(-1)).exp()
-    of_p = grad @ values.transpose(-1, -2)
-    of_scores = scale * p * (of_p - (p * of_p).sum(-1, keepdim=True))
-    of_keys, of_values = of_scores.transpose(-1, -2) @ query, p.transpose(-1, -2) @ grad
-    together = (x.unflatten(1, (-1, group)).sum(2) for x in (of_keys, of_values))
-    results = _backward_fake(grad, query, key, value)
-    for result, found in zip(results, (of_scores @ keys, *together), strict=True):
-        result.copy_(found)
-    return results
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

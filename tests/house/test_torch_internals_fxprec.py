@@ -58,6 +58,14 @@ def test_a_mode_of_our_own_sees_casts() -> None:
     assert of_fxprec.dispatch_mode_stack() == []
 
 
+@contract("fxprec", "aten_flash_attention_for_cpu")
+def test_attention_on_a_cpu_gives_its_norms_too() -> None:
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    out, norms = of_fxprec.aten_flash_attention_for_cpu(q, k, k, 0.0, False, scale=0.5)
+    torch.testing.assert_close(norms, (q @ k.mT * 0.5).logsumexp(-1))
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, k, scale=0.5))
+
+
 @contract("fxprec", "amp_unscale_")
 def test_gradients_are_unscaled_and_looked_at() -> None:
     found, gradient = torch.zeros(1), torch.tensor([2.0, 4.0])

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fxprec
 from as_it_was import unchanged
 from fxprec.model.module import conversion_of
-from fxprec.numerics import audit, locate
+from fxprec.numerics import audit, locate, ranges, tune
 from fxprec.numerics.audit import Reads, ledger_of
 from fxprec.numerics.problem import Problem
 
@@ -194,6 +194,73 @@ def test_the_reference_is_the_model_in_float64(name: str, level: str) -> None:
     for path, parameter in original.named_parameters():
         assert parameter.grad is not None
         assert gradients[path].norm == pytest.approx(parameter.grad.norm().item(), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("made_within", [False, True])
+def test_inference_mode_is_left_for_what_is_asked(made_within: bool) -> None:
+    """It has no derivatives: all errors of the rows before were the loss's bend."""
+    model, _ = converted("batch norm")
+    model.eval()
+    x, y = batch()
+
+    def rows(*batches: Any) -> dict[str, float]:
+        return {row.node: row.contribution for row in audit(model, batches, F.cross_entropy).rows}
+
+    with torch.no_grad():
+        expected = rows((x, y))
+    with torch.inference_mode():
+        own = (x.clone(), y.clone()) if made_within else (x, y)
+        assert own[0].is_inference() is made_within
+        assert rows(own) == expected and len(expected) > 3
+        assert locate(model, own, F.cross_entropy) is None
+        assert ranges(model, [own], F.cross_entropy).rows
+        assert tune(model, [own] * 2, F.cross_entropy, time=2.0).start.measured_error > 0
+        assert torch.is_inference_mode_enabled()
+    with torch.no_grad():
+        assert rows(own) == expected
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_that_were_asked_for_are_made_where_none_are_recorded(mode: Any) -> None:
+    model, _ = converted("norms")
+    expected = audit(model, [batch()], F.cross_entropy, gradients=True)
+    with mode():
+        found = audit(model, [batch()], F.cross_entropy, gradients=True)
+    assert found.measured == expected.measured and found.parameters == expected.parameters
+
+    class Detached(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).detach()
+
+    detached = fxprec.convert(Detached(torch.tanh))[0]
+    with pytest.raises(ValueError, match="depends on no parameter that wants a gradient"):
+        audit(detached, [batch()], F.cross_entropy, gradients=True)
+
+
+@torch.library.custom_op("test_audit::scaled", mutates_args=())
+def scaled(x: Tensor, factor: Tensor, unused: Tensor | None = None) -> Tensor:
+    return x * factor
+
+
+@scaled.register_fake
+def _(x: Tensor, factor: Tensor, unused: Tensor | None = None) -> Tensor:
+    return torch.empty_like(x)
+
+
+scaled.register_autograd(
+    lambda ctx, gradient: (gradient * ctx.factor, None, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", inputs[1]),
+)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_derivative_that_an_op_does_not_have_is_remarked_on(several: bool) -> None:
+    """What comes in there would be its bend, and nobody would know."""
+    torch.manual_seed(0)
+    made = Net(lambda h, a: torch.ops.test_audit.scaled(h, a(h), h.detach()), a=nn.Linear(16, 16))
+    model, inputs = fxprec.convert(made)[0], [batch(seed) for seed in range(1 + several)]
+    (remark,) = audit(model, inputs, F.cross_entropy).remarks
+    assert remark.startswith("test_audit::scaled has no derivative in factor: errors that came in there are its bend")
 
 
 class Branches(nn.Module):

@@ -277,6 +277,37 @@ def test_outputs_dicts_and_forwards_without_gradients() -> None:
     assert tune(model, [{"x": x} for x, _ in batches(4)], lambda out, named: out.mean(), time=1.0).predicted_time <= 1
 
 
+class Attends(nn.Module):
+    """Attention, of which softmax and products make errors of their own, in a stream with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 48), nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.first(x).chunk(3, -1)
+        return self.last(self.norm(x + (q @ k.mT).softmax(-1) @ v))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda: nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(16, 16), nn.GELU())]), Attends],
+    ids=["linear and gelu", "attention"],
+)
+def test_errors_of_outputs_add_up_as_those_of_a_loss_do(made: Callable[[], nn.Module]) -> None:
+    """Along the error itself they do not: it is the sum of parts that point one way, and not the root of squares."""
+    torch.manual_seed(0)
+    model = converted(made().eval())
+    data = [(x,) for x, _ in batches(96)]
+    budget = tune(model, data, time=2.0).start.measured_error / 2
+    tuned = tune(model, data, error=budget)
+    for figures in (tuned.start, tuned.tuned):
+        assert 0.7 < figures.predicted_error / figures.measured_error < 1.4
+    assert budget / 4 < tuned.tuned.measured_error < 1.1 * budget
+    assert tuned.target == "outputs" and "error of the outputs" in str(tuned)
+    assert tune(model, data, error=budget).tuned.predicted_error == tuned.tuned.predicted_error
+
+
 @pytest.mark.slow
 def test_pieces_between_graph_breaks_share_their_names() -> None:
     class Broken(Net):

@@ -49,13 +49,32 @@ class Broadcasts(nn.Module):
         return (h - h.amax(-1, keepdim=True)).exp().mean(1) * h.sum((1, 2))[:, None]
 
 
-MODELS: dict[str, Any] = {"norms": Norms, "dropout": lambda: Norms(0.4), "broadcasts": Broadcasts}
+class Scaled(nn.Module):
+    """A backward that starts from nothing that was saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(8, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down((self.up(x.view(3, 8, 2, 2)) * 3).mean((2, 3)))
+
+
+MODELS: dict[str, Any] = {
+    "norms": Norms,
+    "dropout": lambda: Norms(0.4),
+    "broadcasts": Broadcasts,
+    "scaled": Scaled,
+}
 
 
 def audited(name: str, device: str, gradients: bool = False) -> tuple[nn.Module, Ledger]:
     torch.manual_seed(0)
     model, _ = fxprec.convert(MODELS[name]().to(device), dtype=torch.bfloat16, fuse=True)
-    x, y = torch.randn(12, 8, device=device), torch.randint(5, (12 if name != "broadcasts" else 3,), device=device)
+    x, y = (
+        torch.randn(12, 8, device=device),
+        torch.randint(5, (3 if name in ("broadcasts", "scaled") else 12,), device=device),
+    )
     return model, audit(model, [(x, y)], F.cross_entropy, gradients=gradients)
 
 
@@ -70,6 +89,16 @@ def test_columns_add_up_with_kernels(device: str, name: str, gradients: bool) ->
     assert regions and any(row.rounding for row in regions)
     assert sample.measured and abs(sample.explained - sample.measured) <= 1e-10 * abs(sample.measured)
     assert all(row.local_error < 2**-6 for row in regions), "its reference is the same function"
+    assert not ledger.remarks and all(abs(row.bend) < 0.01 * abs(sample.measured) for row in ledger.rows)
+
+
+@cases
+@pytest.mark.parametrize("name", MODELS)
+def test_the_backward_of_a_kernel_belongs_to_its_region(device: str, name: str) -> None:
+    _, ledger = audited(name, device, gradients=True)
+    backward = [row for row in ledger.rows if row.backward]
+    assert any(row.op == "fused_region" and row.graph == 0 and row.source for row in backward)
+    assert not any(row.node.startswith("_Run") for row in backward)
 
 
 @cases
