@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
+from torch.optim import Optimizer
 
 from fxprec.numerics.locate import fault_of
 from fxprec.numerics.step import is_finite
@@ -23,12 +25,14 @@ class Taken:
         calls: of the model, those that its gradients came from.
         skipped: it is, if it is not finite: an optimizer has asked.
         tripped: it was told of.
+        optimizers: those that have stepped in it.
     """
 
     number: int
     calls: list[KeptCall]
     skipped: bool = False
     tripped: bool = False
+    optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
 
 
 def is_finite_unscaled(model: nn.Module, step: Taken, scale: float) -> bool:

@@ -27,6 +27,7 @@ from fxprec.numerics.watching.kept_call import KeptCall
 from fxprec.numerics.watching.replay import Taken, is_finite_unscaled, outputs_alone, trip_of
 from fxprec.numerics.watching.step_numbers import Numbers, Verdicts
 from fxprec.numerics.watching.trip import Trip
+from fxprec.numerics.watching.weight_writes import WeightWrites
 from fxprec.numerics.watching.written_buffers import WrittenBuffers
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.triton_update import Plans
@@ -71,7 +72,8 @@ def watch(
 
     Then the model's call and its backward run again, op by op, on what was kept: the call's arguments (no copies), the
     gradients that came to the outputs, the random numbers, and the buffers that a call writes. Buffers that became inf
-    or nan get their values of before.
+    or nan get their values of before. Weights are read when this begins and when it ends: one that an optimizer's step
+    makes inf or nan shows in the next step, which tells the optimizer, its step, and the state that it divided by.
 
     A scaler that is enabled decides on gradients itself. An overflow that a smaller scale cures is its daily business,
     and no finding, unless the scale cannot fall (a static one) or came to its floor: then the scaler's error tells the
@@ -175,6 +177,7 @@ class Watcher:
                 stack.callback(register(hook).remove)
             if self._scaler is not None:
                 stack.enter_context(self._scaler._observed_by(self))
+            self._writes = WeightWrites(self._model, self.steps)
             self._stack, self._armed = stack.pop_all(), True
         return self
 
@@ -183,6 +186,7 @@ class Watcher:
             if kind is None or issubclass(kind, Exception):
                 self._look_at_rest()
                 self._settle(wait=True, quiet=kind is not None)  # another error must not hide behind this
+                self._look_at_weights(quiet=kind is not None)
 
     def _disarm(self, conversion: Conversion) -> None:
         self._armed = False
@@ -200,7 +204,8 @@ class Watcher:
         return tuple(trip.finding for trip in self.trips if trip.finding is not None)
 
     def check(self) -> tuple[Trip, ...]:
-        """All that is known by now: waits for the device, and looks at gradients that no optimizer has taken yet.
+        """All that is known by now: waits for the device, looks at gradients that no optimizer has taken yet, and at
+        the weights that the last one wrote.
 
         Returns:
             All trips.
@@ -210,6 +215,7 @@ class Watcher:
         """
         self._look_at_rest()
         self._settle(wait=True)
+        self._look_at_weights()
         return tuple(self.trips)
 
     # -- calls of the model --------------------------------------------------------------------------------------------
@@ -251,6 +257,7 @@ class Watcher:
             # A backward comes to the last of several calls first.
             self._step, self._new = Taken(self.steps, sorted(self._new, key=lambda call: call.number)), []
             self.steps += 1
+            self._writes.before(self._step.number)
         return self._step
 
     # -- steps of optimizers -------------------------------------------------------------------------------------------
@@ -276,7 +283,12 @@ class Watcher:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook of optimizers: all is as before."""
         self._hold.release()
-        if self._scaler is None and self._concerns(optimizer):
+        if not self._concerns(optimizer):
+            return
+        self._writes.after(optimizer)
+        if self._step is not None:
+            self._step.optimizers.append(weakref.ref(optimizer))
+        if self._scaler is None:
             self._settle()
 
     def _look(self, optimizer: Optimizer) -> None:
@@ -339,6 +351,15 @@ class Watcher:
             step = self._taken()
             self._report(step, *self._numbers(step, [] if checked is None else [*checked.found_inf.values()]))
 
+    def _look_at_weights(self, quiet: bool = False) -> None:
+        """At what the last step wrote, which no call has read yet."""
+        if not self._armed or self._in_a_row or (name := self._writes.bad_at_the_end()) is None:
+            return
+        found = self._writes.explained(name, "")
+        if isinstance(found, Finding) and found.step is not None and str(found) not in map(str, self.findings):
+            self.trips.append(Trip(found.step, None, 0, self._verdicts.rank, found))
+            self._tell(self.trips[-1], quiet)
+
     # -- the scaler ----------------------------------------------------------------------------------------------------
 
     def before_update(self) -> None:
@@ -386,6 +407,7 @@ class Watcher:
         somewhere, of_rank = (last_but_one, int(last)) if report.ranks else (0.0, 0)
         if not (flagged or numbers.bad_gradients() or somewhere):
             self._in_a_row = 0
+            self._writes.ran(step.optimizers, step.number)
             return None
         if self._held is not None:
             self._held = torch.zeros_like(self._held)
@@ -409,6 +431,9 @@ class Watcher:
                 self._outputs_count = False
                 why = "an output holds inf that is meant to be there: outputs are not looked at any more"
                 trip = replace(trip, why=why)
+        if (came := trip.finding) is not None and (came.phase, came.kind) == ("weight", "came in"):
+            writer = self._writes.explained(came.node, came.reached)
+            trip = replace(trip, finding=writer if isinstance(writer, Finding) else replace(came, cure=writer))
         self.trips.append(trip)
         return trip
 
