@@ -59,7 +59,9 @@ def outputs_alone(model: nn.Module, flagged: Sequence[KeptCall]) -> bool:
     return all(not run.is_finite and all(map(is_finite, run.gradients.values())) for run in runs)
 
 
-def trip_of(model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: float, rank: int | None) -> Trip:
+def trip_of(
+    model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: float, rank: int | None, elsewhere: str
+) -> Trip:
     """Run the calls of a step again, one by one, until one shows where it began; ``flagged`` ones first.
 
     Buffers that became inf or nan get their values of before the step.
@@ -70,6 +72,7 @@ def trip_of(model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: f
         flagged: calls whose outputs were not.
         scale: the loss scale of its gradients.
         rank: of this process.
+        elsewhere: ranks that it may have begun on, in words; "" where there are none, or they will tell.
     """
     suspects = [*flagged, *(call for call in step.calls if call not in flagged)]
     changed = next((name for call in suspects if (name := call.changed()) is not None), None)
@@ -89,7 +92,10 @@ def trip_of(model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: f
     if not suspects:
         why = "its gradients are not of calls that were seen (made before, or by torch.autograd.grad?)"
     elif finding is None and not why:
-        why = f"run again, it is finite; {written or 'does something in it change from run to run?'}"
+        changes = "does something in it change from run to run?"
+        if elsewhere:
+            changes = f"it began on {elsewhere}, or something in it changes from run to run"
+        why = f"run again, it is finite; {written or changes}"
     remarks = [f"{written}: the replay ran on other values"] if changed and finding else []
     if suspects and (mended := step.calls[0].mend_buffers()):
         remarks.append(f"buffers have their values of before the step again: {', '.join(mended)}")

@@ -226,7 +226,8 @@ class Watcher:
             return run()
         if capturing(self._home):
             raise CaptureError("a CUDA graph of a model that is watched: its replays run unseen. Leave watch before")
-        self._settle()
+        if not self._asks_ranks:
+            self._settle()
         if not self._unread:
             self._step = None  # whose gradients of outputs take memory
         if (ddp := running_ddp()) is not None and ddp.process_group.size() > 1:
@@ -289,7 +290,7 @@ class Watcher:
         if self._step is not None:
             self._step.optimizers.append(weakref.ref(optimizer))
         if self._scaler is None:
-            self._settle()
+            self._settle(together=self._asks_ranks)
 
     def _look(self, optimizer: Optimizer) -> None:
         self._hold.release()  # after a step that raised
@@ -379,27 +380,40 @@ class Watcher:
 
     # -- what was found ------------------------------------------------------------------------------------------------
 
-    def _settle(self, wait: bool = False, quiet: bool = False, at_floor: bool = False) -> None:
-        """Read what has come to the host; ``wait``: all of it. ``quiet``: warn where an error is asked for.
+    @property
+    def _asks_ranks(self) -> bool:
+        """Whether ranks ask each other where a step began: then all of them read what came after the same step."""
+        return self._verdicts.group is not None and self._scaler is None
+
+    def _settle(self, wait: bool = False, quiet: bool = False, at_floor: bool = False, together: bool = False) -> None:
+        """Read what has come to the host.
 
         Not within a backward (where a hook steps an optimizer): a replay writes buffers, which that may still read.
+
+        Args:
+            wait: read all of it.
+            quiet: warn where an error is asked for.
+            at_floor: the loss scale came to its floor.
+            together: all ranks are here.
         """
         while self._unread and not self._busy and current_autograd_node() is None:
             report = self._unread[0]
-            if not report.found.done():
-                if not wait and report.step is self._unread[-1].step:
-                    return
+            came = report.found.done()
+            by_chance = together and reading_waits(self._home)  # so not on each rank
+            if not wait and report.step is self._unread[-1].step and (by_chance or not came):
+                return
+            if not came:
                 report.found.wait()  # for a step that is over, while the next one runs
             del self._unread[0]
             self._busy = True
             try:
-                trip = self._judged(report, at_floor and not self._unread)
+                trip = self._judged(report, at_floor and not self._unread, together)
             finally:
                 self._busy = False
             if trip is not None:
                 self._tell(trip, quiet)
 
-    def _judged(self, report: _Report, at_floor: bool) -> Trip | None:
+    def _judged(self, report: _Report, at_floor: bool, together: bool) -> Trip | None:
         step, numbers = report.step, report.numbers()
         bad = zip(report.outputs, numbers.bad_outputs(), strict=True)
         flagged = [*dict.fromkeys(call for call, is_bad in bad if is_bad)]
@@ -426,7 +440,11 @@ class Watcher:
             why = f"as were the {_MOST_REPLAYS} before it; not run again"
             trip = Trip(step.number, None, len(step.calls), rank, None, why, step.skipped)
         else:
-            trip = trip_of(self._model, step, flagged, scale, rank)
+            asks = together and not of_rank
+            trip = trip_of(self._model, step, flagged, scale, rank, "" if asks else self._verdicts.elsewhere())
+            began = self._verdicts.began(trip.finding is not None) if asks else None
+            if trip.finding is None and began is not None:
+                trip = replace(trip, why=f"it began on rank {began}")
             if flagged and trip.finding is None and outputs_alone(self._model, flagged):
                 self._outputs_count = False
                 why = "an output holds inf that is meant to be there: outputs are not looked at any more"
