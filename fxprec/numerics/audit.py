@@ -275,9 +275,10 @@ def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping
         module, op, why, source = module_path(node), op_name(node), precision.why, source_line(node)
         compute = dtype_name(precision.compute) if precision.compute is not None else ""
     parts = [Part(name, *sums) for name, sums in entry.parts.items()]
+    place = nodes.get((origin.graph, origin.name), node)
     return Row(
         origin.name, origin.kind, origin.graph, origin.backward, module, op, compute, source, why, entry.rounding,
         entry.bend, entry.squares, entry.lost, entry.size, entry.squares / total if total else 0.0,
         tuple(parts) if len(parts) > 1 else (),
-        None if node is None or origin.kind != "node" else alternatives.of(nodes.get((origin.graph, origin.name), node)),
+        None if place is None or origin.kind != "node" else alternatives.of(place),
     )  # fmt: skip
