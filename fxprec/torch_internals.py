@@ -37,6 +37,7 @@ with needed:
     from torch._utils import _flatten_dense_tensors as flatten_dense_tensors
     from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
     from torch.amp.grad_scaler import _refresh_per_optimizer_state
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
     from torch.fx import _symbolic_trace
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.batchnorm import _NormBase as NormBase

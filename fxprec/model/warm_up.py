@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from fxprec.capture.stand_ins import stand_ins
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.errors import FxprecError
 from fxprec.model.conversion import Conversion
-from fxprec.torch_internals import NormBase
+from fxprec.torch_internals import NormBase, preserve_version_counter
 
 
 def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
@@ -102,11 +102,23 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Buffers have their values again afterwards."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not is_lazy(buffer)]
-    try:
+    with values_kept(buffer for buffer in module.buffers() if not is_lazy(buffer)):
         yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not (buffer.is_meta or torch.equal(buffer, before)):
-                    buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Tensors have their values again afterwards, and their version counters.
+
+    A backward that read them before, and is to run yet, finds what it read.
+    """
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    counted = tuple(tensor for tensor, _ in before if not tensor.is_inference())
+    with preserve_version_counter(counted):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in before:
+                    if not (tensor.is_meta or torch.equal(tensor, value)):
+                        tensor.copy_(value)

@@ -34,39 +34,43 @@ class Advice:
     reasons: tuple[str, ...]
     scale: float | None
     smallest_scale: float | None
+    why_no_scale: str = ""
 
 
-def advise(rows: Sequence[Range], low: torch.dtype, ran_at: float) -> Advice:
+def advise(rows: Sequence[Range], low: torch.dtype, ran_at: float, fault: str = "") -> Advice:
     """What follows from a run.
 
     Args:
         rows: of a run in bfloat16, whose exponents are FP32's; or in float16, where nothing else is known.
         low: the dtype that it ran in: what is in it would be in float16.
         ran_at: the loss scale of the run.
+        fault: which batches were not finite, in words; "": none.
     """
     name = dtype_name(low)
     lowered = [row for row in rows if row.dtype == name]
     if not lowered:
-        return Advice(None, ("no value of the run is in low precision",), None, None)
+        why = "no value of the run is in low precision"
+        return Advice(None, (why,), None, None, why)
     forward = [row for row in lowered if row.phase == "forward"]
     backward = [row for row in lowered if row.phase == "backward" and row.values.some + row.values.overflowed]
     scale = _largest_scale([row for row in rows if row.phase == "backward"], backward, low, ran_at)
     useful = None if scale is None else _smallest_scale(backward, scale, ran_at)
     against = [*_too_large(forward), *_too_small(forward)]
-    if backward and scale is None:
-        against.append(f"gradients are not finite in {name}: fxprec.numerics.locate says where that begins")
+    why = "" if scale is not None else _why_no_scale(fault or (backward and f"gradients are not finite in {name}"))
+    if backward and why:
+        against.append(why)
     if scale is not None:
         weights = {row.node for row in forward if row.kind == "weight"}
         gradients = [row for row in rows if row.phase == "backward" and row.kind == "weight" and row.node in weights]
         against += _lost_gradients(backward, gradients, scale, scale / ran_at)
     if against:
-        return Advice(torch.bfloat16, tuple(against), scale, useful)
+        return Advice(torch.bfloat16, tuple(against), scale, useful, why)
     reasons = [_fits(forward)] if forward else []
     if scale is not None:
         lost = percent(flushed_of(backward, torch.float16, scale / ran_at))
         reasons.append(f"{lost} of the gradients become 0 at a loss scale of {power(scale)}")
     reasons.append("float16 has three bits of precision more than bfloat16")
-    return Advice(torch.float16, tuple(reasons), scale, useful)
+    return Advice(torch.float16, tuple(reasons), scale, useful, why)
 
 
 def _largest_scale(rows: Sequence[Range], lowered: Sequence[Range], low: torch.dtype, ran_at: float) -> float | None:
@@ -81,6 +85,10 @@ def _largest_scale(rows: Sequence[Range], lowered: Sequence[Range], low: torch.d
     ]
     scale = 2.0 ** math.floor(math.log2(ran_at) + min(rooms, default=math.inf) - _HEADROOM)
     return min(max(scale, SMALLEST_SCALE), 2.0 ** math.floor(math.log2(LARGEST_SCALE)))
+
+
+def _why_no_scale(fault: object) -> str:
+    return f"{fault}: fxprec.numerics.locate says where that begins" if fault else "no gradient is in low precision"
 
 
 def _smallest_scale(backward: Sequence[Range], scale: float, ran_at: float) -> float:

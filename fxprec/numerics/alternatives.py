@@ -12,21 +12,27 @@ that low.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from fxprec.inspection.nodes import is_inserted, is_shadow
 from fxprec.passes.costs.byte_costs import elements
 from fxprec.passes.costs.device_costs import DeviceCosts
-from fxprec.passes.graph.annotations import Arrival, Rule, notes
+from fxprec.passes.dtypes.fake_results import numel_of
+from fxprec.passes.graph.annotations import Arrival, Rule, nested, notes
+from fxprec.passes.graph.fetched import attribute_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.placement.op_costs import OpCosts, Price
 from fxprec.passes.placement.sites import site_of
 from fxprec.settings import Settings
+from fxprec.tape.recorder import Size
 
 #: A cast reads four bytes an element and writes two, or the reverse.
 _CAST_BYTES: Final = 6
@@ -109,6 +115,34 @@ class Alternatives:
             self._priced[graph] = OpCosts.of(costs, context)
             self._priced[graph].enter(graph)
         return self._priced[graph]
+
+
+@contextlib.contextmanager
+def sized(nodes: Mapping[tuple[int, str], Node], sizes: Mapping[tuple[int, str], Any]) -> Iterator[None]:
+    """Within, nodes know the sizes that they had in a run; those of weights they know themselves.
+
+    Args:
+        nodes: (position of the graph, name) -> node.
+        sizes: as of ``Recorder``, of these.
+    """
+    before = {node: dict(node.meta) for node in nodes.values()}
+    for key, node in nodes.items():
+        weight = node.all_input_nodes[0] if is_shadow(node) else node
+        if weight.op == "get_attr":
+            node.meta["val"] = nested(attribute_of(weight), lambda leaf: _without_memory(Size.of(leaf)))
+        elif key in sizes:
+            node.meta["val"] = nested(sizes[key], _without_memory)
+        notes(node).numel = numel_of(node.meta.get("val"))
+    try:
+        yield
+    finally:
+        for node, meta in before.items():
+            node.meta.clear()
+            node.meta.update(meta)
+
+
+def _without_memory(size: Size | None) -> Tensor | None:
+    return None if size is None else torch.empty(size.shape, device="meta", requires_grad=size.requires_grad)
 
 
 def _casts(node: Node, current: torch.dtype, other: torch.dtype) -> tuple[list[Node], list[Node]]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
-from fxprec.inspection.nodes import op_name, short_paths, source_line
+from fxprec.inspection.nodes import op_name, places, short_paths, source_line
 from fxprec.inspection.subject import subject_of
 from fxprec.model.module import conversion_of
-from fxprec.numerics.alternatives import Alternatives
+from fxprec.numerics.alternatives import Alternatives, sized
 from fxprec.numerics.kept import kept
 from fxprec.numerics.ledger import GradientError, Ledger, Part, Row, Sample, ordered
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
@@ -124,7 +125,8 @@ def ledger_of(
             square of the error's length, and so it is of each part of it (Hutchinson, 1990); along the error itself all
             parts would point one way, and their squares would not add up.
     """
-    settings = conversion_of(problem.model).settings
+    conversion = conversion_of(problem.model)
+    settings = conversion.settings
     if reference is None:
         reference = torch.float64 if settings.device == "cpu" else torch.float32
     wants = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in problem.model.parameters())
@@ -134,7 +136,8 @@ def ledger_of(
         while not done:
             with kept(problem.model):
                 done = _audit_batch(problem, batch, gradients, reference, books, opened, reads, signs)
-    return books.ledger("gradients" if gradients else books.target)
+    graphs = [captured.gm for captured in conversion.captured]
+    return books.ledger("gradients" if gradients else books.target, graphs)
 
 
 def _audit_batch(
@@ -232,6 +235,7 @@ class _Books:
         self._errors: dict[str, list[float]] = {}
         self._remarks: dict[str, None] = {}
         self._lacking: dict[str, list[float]] = {}
+        self._sizes: dict[tuple[int, str], Any] = {}
 
     @property
     def count(self) -> int:
@@ -242,6 +246,7 @@ class _Books:
         self, recorder: Recorder, terms: Iterable[Term], low: float | None, exact: float | None, error: float
     ) -> None:
         """One batch."""
+        self._sizes |= recorder.sizes
         own: dict[Origin, float] = {}
         explained = 0.0
         for term in terms:
@@ -280,10 +285,12 @@ class _Books:
             sums[0] += error
             sums[1] += float(exact.square().sum())
 
-    def ledger(self, target: Literal["loss", "outputs", "gradients"]) -> Ledger:
-        """All of it."""
+    def ledger(self, target: Literal["loss", "outputs", "gradients"], graphs: Sequence[GraphModule]) -> Ledger:
+        """All of it; ``graphs``: those that users see, of which another rule would make others."""
         total = sum(entry.squares for entry in self._entries.values())
-        rows = [_row(entry, total, self._alternatives) for entry in self._entries.values()]
+        nodes = {(number, place.name): place.node for number, gm in enumerate(graphs) for place in places(number, gm)}
+        with sized(nodes, self._sizes):
+            rows = [_row(entry, total, self._alternatives, nodes) for entry in self._entries.values()]
         samples = tuple(self._samples)
         least = _NOTABLE * sum(abs(sample.measured) for sample in samples)
         lacking = (
@@ -298,7 +305,7 @@ class _Books:
         return Ledger(target, ordered(rows, len(samples)), samples, parameters, (*self._remarks, *lacking))
 
 
-def _row(entry: _Entry, total: float, alternatives: Alternatives) -> Row:
+def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping[tuple[int, str], Node]) -> Row:
     origin, node = entry.origin, entry.origin.node
     module, op, compute, why = "", origin.name, "", "outside of the graphs: in the loss, or under torch.autocast"
     source = short_paths(origin.source)
@@ -309,9 +316,10 @@ def _row(entry: _Entry, total: float, alternatives: Alternatives) -> Row:
         module, op, why, source = module_path(node), op_name(node), precision.why, source_line(node)
         compute = dtype_name(precision.compute) if precision.compute is not None else ""
     parts = [Part(name, *sums) for name, sums in entry.parts.items()]
+    place = nodes.get((origin.graph, origin.name), node)
     return Row(
         origin.name, origin.kind, origin.graph, origin.backward, module, op, compute, source, why, entry.rounding,
         entry.bend, entry.squares, entry.lost, entry.size, entry.squares / total if total else 0.0,
         tuple(parts) if len(parts) > 1 else (),
-        None if node is None or origin.kind != "node" else alternatives.of(node),
+        None if place is None or origin.kind != "node" else alternatives.of(place),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Phase = Literal["forward", "backward", "input", "weight", "buffer", "loss"]
+Phase = Literal["forward", "backward", "input", "weight", "buffer", "loss", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +15,14 @@ class Finding:
 
     Attributes:
         phase: "forward" or "backward"; "input", "weight" or "buffer" where it came in with one; "loss" where it came in
-            with the gradients that a loss outside of the model gave (``watch``).
+            with the gradients that a loss outside of the model gave; "optimizer" where an optimizer's step wrote it, of
+            finite weights and gradients (both ``watch``).
         kind: "overflow": a wider dtype has a finite value. "invalid": that has none either (0/0, inf - inf, the log of
             a negative number). "underflow": it is 0 and should not be. "scale too large": an overflow of gradients that
             a smaller loss scale does not have. "came in": no op of the run made it.
         node: of the graph; outside of the graphs the op; path of the weight or buffer, ``inputs[0]``.
         module: path of the module that computes it.
-        op: canonical op of the node.
+        op: canonical op of the node; class of the optimizer.
         dtype: of the value, "float16".
         source: ``model.py:12``.
         magnitude: of the largest value in a wider dtype that is not one in this; nan where there is none.
@@ -35,6 +36,7 @@ class Finding:
         cure: what to change, as code that can be pasted where there is such.
         remarks: what else is known.
         masked: the op is a softmax, or attention, and a mask hides a whole row: -inf, all of it.
+        step: number of the step whose optimizer wrote it (``watch``).
     """
 
     phase: Phase
@@ -55,6 +57,7 @@ class Finding:
     remarks: tuple[str, ...] = ()
     index: tuple[int, ...] = ()
     masked: bool = False
+    step: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: a magnitude that is not known, or not finite, is None."""
@@ -79,6 +82,12 @@ class Finding:
         if self.kind == "came in":
             got = f"{self.reached} got them" if self.reached else "neither loss nor gradients show it"
             return f"{where} has values that are not finite ({_percent(self.share)} of them); {got}"
+        if self.phase == "optimizer":
+            did = "overflows" if self.kind == "overflow" else "gives what is no number"
+            return (
+                f"optimizer: {self.op} in step {self.step} {did} in {_percent(self.share)} of {where}, of finite "
+                f"weights and gradients; {self.reached + ' got it' if self.reached else 'nothing has read it yet'}"
+            )
         end = f"; {self.reached} got it"
         if self.masked:
             return f"{self.phase}: {where}, {computes}, gives nan for rows that are masked as a whole{end}"

@@ -161,7 +161,7 @@ def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool) -> Fin
     backward = origin.backward
     kind: Any = "overflow" if birth.kind == "meant" else birth.kind
     phase: Any = "backward" if backward else "forward" if source is None else source.phase
-    smaller = _smaller_scale(step, birth) if backward and kind == "overflow" else None
+    smaller = _smaller_scale(step, birth)
     if smaller is not None:
         kind = "scale too large"
     return Finding(
@@ -188,17 +188,17 @@ def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool) -> Fin
 
 
 def _smaller_scale(step: Step, birth: Birth) -> float | None:
-    """A loss scale at which the step's gradients are finite; None: there is none that helps."""
-    if step.scale <= 1.0 or not math.isfinite(birth.magnitude):
+    """A loss scale at which gradients that overflow are finite; None: that is not it, or there is none that helps."""
+    overflows = birth.origin.backward and birth.kind in ("overflow", "meant")
+    if not overflows or step.scale <= 1.0 or not math.isfinite(birth.magnitude):
         return None
     limit = torch.finfo(birth.dtype).max
     scale = 2.0 ** math.floor(math.log2(step.scale * limit / max(birth.magnitude, limit)) - _HEADROOM)
-    while scale >= 1.0:
-        run = step.at(scale).watched(flushed=False)
-        if run.is_finite:
-            return scale
+    while not step.at(scale := max(scale, 1.0)).watched(flushed=False).is_finite:
+        if scale == 1.0:
+            return None
         scale /= 16
-    return None
+    return scale
 
 
 def _cure(step: Step, birth: Birth, kind: str, smaller: float | None, fails_in_fp32: bool) -> str:
@@ -230,19 +230,23 @@ def _cure(step: Step, birth: Birth, kind: str, smaller: float | None, fails_in_f
     compute = notes(origin.node).precision.compute
     if kind == "overflow" and compute is torch.float32 and birth.dtype is torch.float32:
         return "mend the model: this op computes in FP32 already"
-    shown, works = _policy(step, birth)
     settings = conversion_of(step.model).settings
-    cure = f"fxprec.convert(model, dtype={settings.dtype}, policy={shown})"
-    return cure if works else f"to begin with {cure}; there is more behind it"
+    names, scale = _kept_finite(step, birth)
+    cure = f"fxprec.convert(model, dtype={settings.dtype}, policy={_shown(settings.policy, names)})"
+    if scale is None:
+        return f"to begin with {cure}; there is more behind it"
+    return (
+        cure
+        if scale == step.scale
+        else f"{cure}  # and a loss scale of {scale:g}: at {step.scale:g} gradients overflow"
+    )
 
 
-def _policy(step: Step, birth: Birth) -> tuple[str, bool]:
-    """A policy that keeps nodes in FP32 until a copy of the model is finite, in Python; and whether it came so far."""
-    own = conversion_of(step.model).settings.policy
+def _shown(own: Policy, names: Iterable[str]) -> str:
+    """In Python: a policy, with nodes in FP32."""
     shown = f'fxprec.Policy.preset("{own.level}")' if own == Policy.preset(own.level) else "policy"
-    names, works = _kept_finite(step, birth)
     chosen = ", ".join(f'"{name}": torch.float32' for name in names)
-    return f"{shown}.override(nodes={{{chosen}}})", works
+    return f"{shown}.override(nodes={{{chosen}}})"
 
 
 def keep_finite(model: nn.Module, loss: Loss | None, batches: Iterable[Batch]) -> list[str]:
@@ -251,25 +255,39 @@ def keep_finite(model: nn.Module, loss: Loss | None, batches: Iterable[Batch]) -
     for batch in batches:
         step = _BatchStep(model, 1.0, Problem(model, loss), batch)
         fault = step.watched(flushed=False).fault
-        names, works = ([], False) if fault is None else _kept_finite(step, fault[0])
-        found |= dict.fromkeys(names if works else ())
+        names, scale = ([], None) if fault is None else _kept_finite(step, fault[0])
+        found |= dict.fromkeys(names if scale is not None else ())
     return [*found]
 
 
-def _kept_finite(step: Step, birth: Birth) -> tuple[list[str], bool]:
-    """Nodes to keep in FP32, one fault after another; and whether a copy of the model is finite then."""
-    model = step.model
-    own = conversion_of(model).settings.policy
-    names: dict[str, torch.dtype] = {}
-    fault: tuple[Birth, str] | None = (birth, "")
-    while fault is not None and len(names) < _MOST_NODES:
-        birth, _ = fault
-        more = dict.fromkeys([*_computing(birth.flushed), *_computing(birth)], torch.float32)
-        if more.keys() <= names.keys():
+def _kept_finite(step: Step, birth: Birth) -> tuple[list[str], float | None]:
+    """Nodes to keep in FP32, one fault after another; and the loss scale at which a copy of the model is finite then.
+
+    What a smaller scale cures needs no node, and a node that none of the others leaves anything to do is no cure. None:
+    there is no such scale.
+    """
+    names: list[str] = []
+    left: Birth | None = birth
+    scale: float | None = None
+    while left is not None and scale is None and len(names) < _MOST_NODES:
+        more = dict.fromkeys([*names, *_computing(left.flushed), *_computing(left)])
+        if len(more) == len(names):
             break
-        names |= more
-        fault = step.on(under(model, policy=own.override(nodes=names))).watched(flushed=False).fault
-    return [*names], fault is None
+        names = [*more]
+        left, scale = _left(step, names)
+    for name in names if scale is not None and len(names) > 1 else ():
+        fewer = [other for other in names if other != name]
+        if _left(step, fewer)[1] == scale:
+            names = fewer
+    return names, scale
+
+
+def _left(step: Step, names: Iterable[str]) -> tuple[Birth | None, float | None]:
+    """The fault that a copy of the model has with these nodes in FP32; and a loss scale at which it has none."""
+    policy = conversion_of(step.model).settings.policy.override(nodes=dict.fromkeys(names, torch.float32))
+    trial = step.on(under(step.model, policy=policy))
+    fault = trial.watched(flushed=False).fault
+    return (None, step.scale) if fault is None else (fault[0], _smaller_scale(trial, fault[0]))
 
 
 def _computing(birth: Birth | None) -> list[str]:

@@ -160,8 +160,9 @@ class Ranges:
         dtype: the one that fits the model, ``torch.float16`` or ``torch.bfloat16``; None: nothing of it is low.
         reasons: the figures that decide so.
         scale: the largest safe loss scale for float16, a power of two: the largest gradient keeps two bits to the
-            largest number. None: there are no gradients in low precision, or no scale would make them finite.
+            largest number. None: see ``why_no_scale``.
         smallest_scale: the smallest useful one: below it more gradients become 0. 1.0: the loss needs no scale.
+        why_no_scale: why there is none; "": there is one.
         warnings: what goes wrong in the training as it is.
         remarks: what could not be looked at.
         subject: what they are of, so that a page takes no other model's; None where rows are folded.
@@ -175,6 +176,7 @@ class Ranges:
     reasons: tuple[str, ...]
     scale: float | None
     smallest_scale: float | None
+    why_no_scale: str = ""
     warnings: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     subject: Subject | None = field(default=None, repr=False)
@@ -201,7 +203,7 @@ class Ranges:
         if self.dtype is None:
             return f"neither float16 nor bfloat16: {self.reasons[0]}"
         if self.scale is None or self.smallest_scale is None:
-            return f"{dtype_name(self.dtype)} fits; there is no loss scale for float16"
+            return f"{dtype_name(self.dtype)} fits; there is no loss scale for float16: {self.why_no_scale}"
         least = f"the smallest useful one {power(self.smallest_scale)}" if self.smallest_scale > 1 else "none is needed"
         return f"{dtype_name(self.dtype)} fits; largest safe loss scale for float16: {power(self.scale)}, {least}"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxprec.errors import FxprecError
 from fxprec.inspection.nodes import op_name, short_paths, source_line
@@ -21,9 +21,11 @@ from fxprec.numerics.kept import kept
 from fxprec.numerics.magnitudes import Magnitudes, Tally
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.range_table import Range, Ranges, flushed_of, percent, power, tightest_first
+from fxprec.numerics.step import dense
 from fxprec.numerics.trial import under
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
+from fxprec.scaling.gradients import few, local
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.tape.attribution import observe
 from fxprec.tape.origin import Origin
@@ -48,10 +50,11 @@ def ranges(
     second time, as a copy in bfloat16, whose exponents are FP32's: that gives ``Range.flushed`` and the advice. Of a
     bfloat16 model the run itself says what float16 would flush (``Range.flushed_in``).
 
-    The largest safe loss scale of these batches, ready for ``fxprec.LossScaler(init_scale=ranges.scale)``, leaves
-    the largest gradient two bits. float16 is advised where nothing in the forward comes within a bit of its largest
-    number, and at that scale at most a hundredth of the gradients becomes 0; a weight's gradient that is lost by half,
-    or a value, is one reason more for bfloat16.
+    Where the loss or the gradients of a batch are not finite, no scale follows, and ``Ranges.why_no_scale`` names the
+    batches. The largest safe loss scale of these batches, ready for ``fxprec.LossScaler(init_scale=ranges.scale)``,
+    leaves the largest gradient two bits. float16 is advised where nothing in the forward comes within a bit of its
+    largest number, and at that scale at most a hundredth of the gradients becomes 0; a weight's gradient that is lost
+    by half, or a value, is one reason more for bfloat16.
 
     Args:
         model: converted.
@@ -78,25 +81,25 @@ def ranges(
     low = conversion_of(model).settings.dtype
     own, wide, remarks = Counting(model), Counting(model), []
     twin, why_none = _in_bfloat16(problem) if low is torch.float16 else (None, "")
-    number = 0
+    number, own_faults, wide_faults = 0, _Faults(every), _Faults(every)
     for batch in itertools.islice(problem.batches(batches), 0, None, every):
         number += 1
-        own.merge(_counted(problem, batch, scale))
+        own.merge(_counted(problem, batch, scale, own_faults))
         if twin is not None:
             try:
-                wide.merge(_counted(twin, batch, scale))
+                wide.merge(_counted(twin, batch, scale, wide_faults))
             except (FxprecError, RuntimeError) as error:
                 twin, why_none = None, _first_line(error)
     rows = _rows(own)
-    seen, seen_in = rows, low
+    seen, seen_in, faults = rows, low, own_faults
     if twin is not None:
-        seen, seen_in = _rows(wide), torch.bfloat16
-        rows = _with_wide(rows, seen)
+        seen, seen_in, faults = _rows(wide), torch.bfloat16, wide_faults
+        rows, seen = _with_wide(rows, seen), _named_as(rows, seen)
     elif why_none:
         remarks.append(f"what float16 flushed is not known: the model does not run in bfloat16 ({why_none})")
     if own.skipped:
         remarks.append(f"not counted, for their layout or dtype: results of {', '.join(sorted(own.skipped))}")
-    advice = advise(seen, seen_in, scale)
+    advice = advise(seen, seen_in, scale, faults.told())
     warnings = _warnings(seen, seen_in, advice.scale) if low is torch.float16 and not scaled else ()
     return Ranges(
         rows=tightest_first(rows),
@@ -107,6 +110,7 @@ def ranges(
         reasons=advice.reasons,
         scale=advice.scale,
         smallest_scale=advice.smallest_scale,
+        why_no_scale=advice.why_no_scale,
         warnings=warnings,
         remarks=tuple(remarks),
         subject=subject_of(model, "ranges"),
@@ -125,7 +129,30 @@ def _first_line(error: Exception) -> str:
     return short_paths((str(error).splitlines() or [type(error).__name__])[0])
 
 
-def _counted(problem: Problem, batch: Batch, scale: float) -> Counting:
+class _Faults:
+    """In which batches, of every n-th, the loss or else gradients were not finite. Read at the end."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._sound: dict[str, list[Tensor]] = {"the loss was": [], "gradients were": []}
+
+    def note(self, values: Sequence[Tensor], gradients: Iterable[Tensor]) -> None:
+        """One batch. Outputs that are no loss may be infinite."""
+        loss = values if len(values) == 1 and values[0].numel() == 1 else ()
+        for flags, tensors in zip(self._sound.values(), (loss, map(dense, map(local, gradients))), strict=True):
+            sound = [tensor.isfinite().all() for tensor in tensors]
+            flags.append(torch.stack(sound).all() if sound else torch.tensor(True))
+
+    def told(self) -> str:
+        """In words; "": all were finite."""
+        for what, flags in self._sound.items():
+            bad = [str(number * self._every) for number, flag in enumerate(flags) if not flag]
+            if bad:
+                return f"{what} not finite in batch {few(bad)}"
+        return ""
+
+
+def _counted(problem: Problem, batch: Batch, scale: float, faults: _Faults) -> Counting:
     """One training step."""
     while True:
         counting = Counting(problem.model)
@@ -137,6 +164,7 @@ def _counted(problem: Problem, batch: Batch, scale: float) -> Counting:
                     counting.gradient(name, gradient)
                 if gradients and len(values) == 1 and values[0].numel() == 1:
                     counting.count(Origin("outside", "scaled loss", backward=True), values[0] * scale)
+                faults.note(values, gradients.values())
                 return counting
 
 
@@ -164,6 +192,16 @@ def _with_wide(rows: list[Range], seen: list[Range]) -> list[Range]:
     return [
         replace(row, wide=by_place[place]) if places[place := _place(row)] == times[place] == 1 else row for row in rows
     ]
+
+
+def _named_as(rows: list[Range], seen: list[Range]) -> list[Range]:
+    """Rows of a model's copy with the model's own names; a cast that the model has not gets that of what it casts."""
+    names = {_place(row): row.node for row in rows}
+
+    def named(row: Range) -> str:
+        return names.get(_place(row), row.node.removesuffix("_bf16") if row.op == "cast" else row.node)
+
+    return [replace(row, node=named(row)) for row in seen]
 
 
 def _place(row: Range) -> tuple[str, ...]:

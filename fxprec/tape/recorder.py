@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from fxprec.model.module import conversion_of
+from fxprec.passes.graph.annotations import nested
 from fxprec.tape.attribution import Attribution, observe, written_by
 from fxprec.tape.full_fp32 import full_fp32
 from fxprec.tape.memory import Memory, Place
@@ -37,6 +38,19 @@ _RESIZES: Final = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a tensor, and whether gradients flow through it."""
+
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, value: object) -> Size | None:
+        """None: it is no tensor."""
+        return cls(tuple(value.shape), value.requires_grad) if isinstance(value, Tensor) else None
+
+
 class Recorder(Attribution):
     """While it is on: what runs in this thread, as operations in the order of running.
 
@@ -52,6 +66,7 @@ class Recorder(Attribution):
         skipped: names of ops on what is no plain memory (sparse tensors), or that give memory another size: what they
             give is taken for exact.
         outgrown: names of ops whose shapes depend on values, and would be others in the reference: it keeps the run's.
+        sizes: (position of the graph, name of a node) -> the size of what it gave.
     """
 
     def __init__(
@@ -64,6 +79,7 @@ class Recorder(Attribution):
         self.operations: list[Operation] = []
         self.skipped: set[str] = set()
         self.outgrown: set[str] = set()
+        self.sizes: dict[tuple[int, str], Any] = {}
         self._masters = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
         shadows = [] if model is None else conversion_of(model).store.shadows_of([*self._masters.values()])
         self._old_shadows = {storage_key(shadow) for shadow in shadows if shadow is not None}
@@ -85,6 +101,11 @@ class Recorder(Attribution):
         self._unread |= {key: keys[key] for key in made}
 
     def look(self, node: NodeOf, run: Callable[[], Any]) -> Any:
+        value = self._looked(node, run)
+        self.sizes[node.graph, node.name] = nested(value, Size.of)
+        return value
+
+    def _looked(self, node: NodeOf, run: Callable[[], Any]) -> Any:
         if self.rounded is None:
             return super().look(node, run)
         handed: dict[int, dict[Place, int]] = {}

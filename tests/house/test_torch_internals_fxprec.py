@@ -165,6 +165,19 @@ def test_the_highest_number_runs_first() -> None:
     assert order == ["late", "early", "early", "late"]
 
 
+@contract("fxprec", "preserve_version_counter")
+def test_writes_that_a_pending_backward_does_not_hear_of() -> None:
+    x = torch.ones(2, requires_grad=True)
+    read = torch.full((2,), 3.0)
+    y = (x * read).sum()
+    with of_fxprec.preserve_version_counter((read,)):
+        read.add_(1).sub_(1)
+    y.backward()
+    assert read._version == 0 and x.grad is not None and x.grad.tolist() == [3.0, 3.0]
+    with of_fxprec.preserve_version_counter(()):
+        pass
+
+
 @contract("fxprec", "backward_hooks_of", "late_hooks_of")
 def test_hooks_on_gradients_are_seen() -> None:
     x = torch.ones(1, requires_grad=True)

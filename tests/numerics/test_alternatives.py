@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import fxprec
 from fxprec.inspection.report import Row
 from fxprec.model.module import conversion_of
+from fxprec.numerics import audit
 from fxprec.numerics.alternatives import Alternatives
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.casts import CASTS
@@ -91,6 +93,31 @@ def test_what_has_no_other() -> None:
     alternatives = Alternatives(conversion_of(model).settings, gradients=True)
     none = [node.name for node in fxprec.graph_module(model).graph.nodes if alternatives.of(node) is None]
     assert {"x", "first_weight", "first_weight_bf16", "x_bf16", "output"} <= set(none) and "linear" not in none
+
+
+SAME = ("linear", "gelu", "linear_1")
+
+
+@pytest.mark.parametrize("settings", [{}, {"capture": "dynamo"}, {"fuse": "aten"}, {"level": "O2"}])
+def test_an_audit_knows_the_sizes_of_its_run(settings: Any) -> None:
+    """Also of a model that was converted without inputs; and nothing of that is left on its graphs."""
+    x = torch.randn(4, 8)
+    others: list[dict[str, Any]] = []
+    for known in ((x,), None):
+        model = fxprec.convert(Net(), known, dtype=torch.bfloat16, **settings)[0]
+        model(x)
+        before = [[dict(node.meta) for node in gm.graph.nodes] for gm in fxprec.graphs(model)]
+        ledger = audit(model, [(x, x)], F.mse_loss)
+        assert [[dict(node.meta) for node in gm.graph.nodes] for gm in fxprec.graphs(model)] == before
+        others.append({row.node: row.other for row in ledger.rows if row.other is not None})
+        assert all(None not in (each.bytes, each.seconds) for each in others[-1].values())
+    first, second = others
+    if not settings:  # of others casts lie elsewhere where sizes are known at first
+        assert len(first) == len(second) == 6 and [first[n] for n in SAME] == [second[n] for n in SAME]
+        nodes = {node.name: node for node in fxprec.graph_module(converted()).graph.nodes}
+        alternatives = Alternatives(conversion_of(converted()).settings, gradients=True)
+        for name in ("linear", "gelu", "linear_1", "add", "softmax"):
+            assert first[name] == alternatives.of(nodes[name])
 
 
 def test_sizes_that_nobody_knows() -> None:

@@ -84,6 +84,21 @@ def test_the_cure_can_be_pasted(fault: str, place: str) -> None:
     assert len(cured) == 1
 
 
+def test_a_cure_is_no_wider_than_need_be() -> None:
+    """Where gradients overflow behind a fault of the forward, a smaller loss scale is their cure, and no node."""
+    model = made(NARROW["attention scores"][0], "plain", F16)
+    scaler = fxprec.LossScaler("cpu", init_scale=2.0**40)
+    found, unscaled = located(model, batch(), F.cross_entropy, scaler), located(model, batch(), F.cross_entropy)
+    code, _, comment = found.cure.partition("  # and a loss scale of ")
+    assert code == unscaled.cure and comment.endswith(f": at {2.0**40:g} gradients overflow")
+    model = fxprec.revert(model)
+    eval(found.cure, {"fxprec": fxprec, "torch": torch, "model": model})
+    scale = float(comment.partition(":")[0])
+    for more, kind in ((1.0, None), (2.0**12, "scale too large")):
+        again = locate(model, batch(), F.cross_entropy, fxprec.LossScaler("cpu", init_scale=more * scale))
+        assert (again and again.kind) == kind
+
+
 #: Of sound models: what looks bad on the way, and is none.
 SOUND: dict[str, Function] = {
     "relu": torch.relu,

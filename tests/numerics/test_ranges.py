@@ -357,12 +357,41 @@ def test_gradients_that_are_not_finite_have_no_scale() -> None:
     assert "locate" in found.reasons[0] and "there is no loss scale" in found.headline
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("what", ["the loss was", "gradients were"])
+def test_what_was_not_finite_is_told_with_its_batches(what: str, dtype: torch.dtype) -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        bad = bool(y[0] == 7)
+        factor = torch.nan if bad and "loss" in what else 1.0
+        root = (out * 0).sqrt().sum() if bad else 0.0  # whose gradient is nan, and whose value is 0
+        return F.cross_entropy(out, y.clamp(max=2)) * factor + root
+
+    batches = [batch(seed) for seed in range(5)]
+    for number in (2, 3, 4):
+        batches[number][1][0] = 7
+    for every, told in ((1, "2, 3, 4"), (2, "2, 4")):
+        found = ranged(made(dtype=dtype), batches, loss, every=every)
+        assert found.scale is None
+        assert found.why_no_scale.startswith(f"{what} not finite in batch {told}: fxprec.numerics.locate says")
+        assert found.headline.endswith(found.why_no_scale)
+    assert ranged(made(dtype=dtype), batches[:2], loss).why_no_scale == ""
+
+
+def test_advice_names_nodes_of_the_model_and_not_of_its_copy() -> None:
+    model = made(lambda h: (h + 14).exp(), F16)
+    found = ranged(model, [batch()], F.cross_entropy)
+    assert found.dtype is BF16 and "beyond float16's 65504" in found.reasons[0]
+    names = {node.name for gm in fxprec.graphs(model) for node in gm.graph.nodes}
+    assert "exp_f16" in names and found.reasons[0].startswith("exp_f16 (")
+
+
 def test_without_gradients() -> None:
     model = made()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     found = ranged(model, [batch()], F.cross_entropy)
     assert found.scale is None and found.dtype is F16 and not any(row.phase == "backward" for row in found.rows)
+    assert found.why_no_scale == "no gradient is in low precision"
 
 
 def test_nothing_is_low() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
+from torch.optim import Optimizer
 
 from fxprec.numerics.locate import fault_of
 from fxprec.numerics.step import is_finite
@@ -23,12 +25,14 @@ class Taken:
         calls: of the model, those that its gradients came from.
         skipped: it is, if it is not finite: an optimizer has asked.
         tripped: it was told of.
+        optimizers: those that have stepped in it.
     """
 
     number: int
     calls: list[KeptCall]
     skipped: bool = False
     tripped: bool = False
+    optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
 
 
 def is_finite_unscaled(model: nn.Module, step: Taken, scale: float) -> bool:
@@ -55,7 +59,9 @@ def outputs_alone(model: nn.Module, flagged: Sequence[KeptCall]) -> bool:
     return all(not run.is_finite and all(map(is_finite, run.gradients.values())) for run in runs)
 
 
-def trip_of(model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: float, rank: int | None) -> Trip:
+def trip_of(
+    model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: float, rank: int | None, elsewhere: str
+) -> Trip:
     """Run the calls of a step again, one by one, until one shows where it began; ``flagged`` ones first.
 
     Buffers that became inf or nan get their values of before the step.
@@ -66,6 +72,7 @@ def trip_of(model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: f
         flagged: calls whose outputs were not.
         scale: the loss scale of its gradients.
         rank: of this process.
+        elsewhere: ranks that it may have begun on, in words; "" where there are none, or they will tell.
     """
     suspects = [*flagged, *(call for call in step.calls if call not in flagged)]
     changed = next((name for call in suspects if (name := call.changed()) is not None), None)
@@ -85,7 +92,10 @@ def trip_of(model: nn.Module, step: Taken, flagged: Sequence[KeptCall], scale: f
     if not suspects:
         why = "its gradients are not of calls that were seen (made before, or by torch.autograd.grad?)"
     elif finding is None and not why:
-        why = f"run again, it is finite; {written or 'does something in it change from run to run?'}"
+        changes = "does something in it change from run to run?"
+        if elsewhere:
+            changes = f"it began on {elsewhere}, or something in it changes from run to run"
+        why = f"run again, it is finite; {written or changes}"
     remarks = [f"{written}: the replay ran on other values"] if changed and finding else []
     if suspects and (mended := step.calls[0].mend_buffers()):
         remarks.append(f"buffers have their values of before the step again: {', '.join(mended)}")

@@ -77,6 +77,22 @@ class Verdicts:
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
         return both
 
+    def began(self, here: bool) -> int | None:
+        """The rank that knows where a step began not to be finite, if one does; all ranks ask at once."""
+        rank = self.rank
+        assert rank is not None
+        found = torch.tensor(rank + 1 if here else 0, device=self._home)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return int(found) - 1 if found else None
+
+    def elsewhere(self) -> str:
+        """The other ranks, in words, where nobody can ask them; "": there are none."""
+        rank = self.rank
+        if rank is None:
+            return ""
+        others = [other for other in range(dist.get_world_size(self.group)) if other != rank]
+        return f"rank {others[0]}" if len(others) == 1 else "another rank"
+
     def _below_limits(self, numbers: Numbers) -> Tensor:
         key = numbers.outputs, numbers.gradients
         if key not in self._limits:

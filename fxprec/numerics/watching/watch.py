@@ -27,6 +27,7 @@ from fxprec.numerics.watching.kept_call import KeptCall
 from fxprec.numerics.watching.replay import Taken, is_finite_unscaled, outputs_alone, trip_of
 from fxprec.numerics.watching.step_numbers import Numbers, Verdicts
 from fxprec.numerics.watching.trip import Trip
+from fxprec.numerics.watching.weight_writes import WeightWrites
 from fxprec.numerics.watching.written_buffers import WrittenBuffers
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.triton_update import Plans
@@ -71,7 +72,8 @@ def watch(
 
     Then the model's call and its backward run again, op by op, on what was kept: the call's arguments (no copies), the
     gradients that came to the outputs, the random numbers, and the buffers that a call writes. Buffers that became inf
-    or nan get their values of before.
+    or nan get their values of before. Weights are read when this begins and when it ends: one that an optimizer's step
+    makes inf or nan shows in the next step, which tells the optimizer, its step, and the state that it divided by.
 
     A scaler that is enabled decides on gradients itself. An overflow that a smaller scale cures is its daily business,
     and no finding, unless the scale cannot fall (a static one) or came to its floor: then the scaler's error tells the
@@ -175,6 +177,7 @@ class Watcher:
                 stack.callback(register(hook).remove)
             if self._scaler is not None:
                 stack.enter_context(self._scaler._observed_by(self))
+            self._writes = WeightWrites(self._model, self.steps)
             self._stack, self._armed = stack.pop_all(), True
         return self
 
@@ -183,6 +186,7 @@ class Watcher:
             if kind is None or issubclass(kind, Exception):
                 self._look_at_rest()
                 self._settle(wait=True, quiet=kind is not None)  # another error must not hide behind this
+                self._look_at_weights(quiet=kind is not None)
 
     def _disarm(self, conversion: Conversion) -> None:
         self._armed = False
@@ -200,7 +204,8 @@ class Watcher:
         return tuple(trip.finding for trip in self.trips if trip.finding is not None)
 
     def check(self) -> tuple[Trip, ...]:
-        """All that is known by now: waits for the device, and looks at gradients that no optimizer has taken yet.
+        """All that is known by now: waits for the device, looks at gradients that no optimizer has taken yet, and at
+        the weights that the last one wrote.
 
         Returns:
             All trips.
@@ -210,6 +215,7 @@ class Watcher:
         """
         self._look_at_rest()
         self._settle(wait=True)
+        self._look_at_weights()
         return tuple(self.trips)
 
     # -- calls of the model --------------------------------------------------------------------------------------------
@@ -220,7 +226,8 @@ class Watcher:
             return run()
         if capturing(self._home):
             raise CaptureError("a CUDA graph of a model that is watched: its replays run unseen. Leave watch before")
-        self._settle()
+        if not self._asks_ranks:
+            self._settle()
         if not self._unread:
             self._step = None  # whose gradients of outputs take memory
         if (ddp := running_ddp()) is not None and ddp.process_group.size() > 1:
@@ -251,6 +258,7 @@ class Watcher:
             # A backward comes to the last of several calls first.
             self._step, self._new = Taken(self.steps, sorted(self._new, key=lambda call: call.number)), []
             self.steps += 1
+            self._writes.before(self._step.number)
         return self._step
 
     # -- steps of optimizers -------------------------------------------------------------------------------------------
@@ -276,8 +284,13 @@ class Watcher:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook of optimizers: all is as before."""
         self._hold.release()
-        if self._scaler is None and self._concerns(optimizer):
-            self._settle()
+        if not self._concerns(optimizer):
+            return
+        self._writes.after(optimizer)
+        if self._step is not None:
+            self._step.optimizers.append(weakref.ref(optimizer))
+        if self._scaler is None:
+            self._settle(together=self._asks_ranks)
 
     def _look(self, optimizer: Optimizer) -> None:
         self._hold.release()  # after a step that raised
@@ -339,6 +352,15 @@ class Watcher:
             step = self._taken()
             self._report(step, *self._numbers(step, [] if checked is None else [*checked.found_inf.values()]))
 
+    def _look_at_weights(self, quiet: bool = False) -> None:
+        """At what the last step wrote, which no call has read yet."""
+        if not self._armed or self._in_a_row or (name := self._writes.bad_at_the_end()) is None:
+            return
+        found = self._writes.explained(name, "")
+        if isinstance(found, Finding) and found.step is not None and str(found) not in map(str, self.findings):
+            self.trips.append(Trip(found.step, None, 0, self._verdicts.rank, found))
+            self._tell(self.trips[-1], quiet)
+
     # -- the scaler ----------------------------------------------------------------------------------------------------
 
     def before_update(self) -> None:
@@ -358,27 +380,40 @@ class Watcher:
 
     # -- what was found ------------------------------------------------------------------------------------------------
 
-    def _settle(self, wait: bool = False, quiet: bool = False, at_floor: bool = False) -> None:
-        """Read what has come to the host; ``wait``: all of it. ``quiet``: warn where an error is asked for.
+    @property
+    def _asks_ranks(self) -> bool:
+        """Whether ranks ask each other where a step began: then all of them read what came after the same step."""
+        return self._verdicts.group is not None and self._scaler is None
+
+    def _settle(self, wait: bool = False, quiet: bool = False, at_floor: bool = False, together: bool = False) -> None:
+        """Read what has come to the host.
 
         Not within a backward (where a hook steps an optimizer): a replay writes buffers, which that may still read.
+
+        Args:
+            wait: read all of it.
+            quiet: warn where an error is asked for.
+            at_floor: the loss scale came to its floor.
+            together: all ranks are here.
         """
         while self._unread and not self._busy and current_autograd_node() is None:
             report = self._unread[0]
-            if not report.found.done():
-                if not wait and report.step is self._unread[-1].step:
-                    return
+            came = report.found.done()
+            by_chance = together and reading_waits(self._home)  # so not on each rank
+            if not wait and report.step is self._unread[-1].step and (by_chance or not came):
+                return
+            if not came:
                 report.found.wait()  # for a step that is over, while the next one runs
             del self._unread[0]
             self._busy = True
             try:
-                trip = self._judged(report, at_floor and not self._unread)
+                trip = self._judged(report, at_floor and not self._unread, together)
             finally:
                 self._busy = False
             if trip is not None:
                 self._tell(trip, quiet)
 
-    def _judged(self, report: _Report, at_floor: bool) -> Trip | None:
+    def _judged(self, report: _Report, at_floor: bool, together: bool) -> Trip | None:
         step, numbers = report.step, report.numbers()
         bad = zip(report.outputs, numbers.bad_outputs(), strict=True)
         flagged = [*dict.fromkeys(call for call, is_bad in bad if is_bad)]
@@ -386,6 +421,7 @@ class Watcher:
         somewhere, of_rank = (last_but_one, int(last)) if report.ranks else (0.0, 0)
         if not (flagged or numbers.bad_gradients() or somewhere):
             self._in_a_row = 0
+            self._writes.ran(step.optimizers, step.number)
             return None
         if self._held is not None:
             self._held = torch.zeros_like(self._held)
@@ -404,11 +440,18 @@ class Watcher:
             why = f"as were the {_MOST_REPLAYS} before it; not run again"
             trip = Trip(step.number, None, len(step.calls), rank, None, why, step.skipped)
         else:
-            trip = trip_of(self._model, step, flagged, scale, rank)
+            asks = together and not of_rank
+            trip = trip_of(self._model, step, flagged, scale, rank, "" if asks else self._verdicts.elsewhere())
+            began = self._verdicts.began(trip.finding is not None) if asks else None
+            if trip.finding is None and began is not None:
+                trip = replace(trip, why=f"it began on rank {began}")
             if flagged and trip.finding is None and outputs_alone(self._model, flagged):
                 self._outputs_count = False
                 why = "an output holds inf that is meant to be there: outputs are not looked at any more"
                 trip = replace(trip, why=why)
+        if (came := trip.finding) is not None and (came.phase, came.kind) == ("weight", "came in"):
+            writer = self._writes.explained(came.node, came.reached)
+            trip = replace(trip, finding=writer if isinstance(writer, Finding) else replace(came, cure=writer))
         self.trips.append(trip)
         return trip
 

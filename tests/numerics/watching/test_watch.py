@@ -806,38 +806,81 @@ def in_two_processes(tools: Any, rank: int, what: str) -> Any:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     dtype = F16 if what == "scaler" else BF16
-    model, _ = fxprec.convert(Small(), dtype=dtype)
+    model = made(torch.relu, "plain", dtype) if what == "backward" else fxprec.convert(Small(), dtype=dtype)[0]
     scaler = fxprec.LossScaler("cpu", 256.0, enabled=what == "scaler")
     parallel = DistributedDataParallel(model)
     opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     root = lambda out, y: (out * 0).sqrt().sum() if rank == 0 else F.cross_entropy(out, y)  # noqa: E731
     hidden = lambda out, y: torch.where(out.isfinite(), out, 0).sum()  # noqa: E731
     moved = []
-    with watch(model, opt, scaler) as watcher:
+    with watch(model, opt, scaler) as watcher, fxprec.accumulate(model):
         for number in range(4):
             faulty = number == 2
-            data = bad() if faulty and rank == 1 and what != "loss" else batch(number + 10 * rank)
+            data = bad() if faulty and rank == 1 and what in FROM_INPUTS else batch(number + 10 * rank)
             before = [p.detach().clone() for p in model.parameters()]
-            loss = {"loss": root, "hidden": hidden}.get(what, F.cross_entropy) if faulty else F.cross_entropy
-            step(parallel, opt, data, scaler=scaler, loss=loss)
+            loss = {"hidden": hidden}.get(what, root if "loss" in what else F.cross_entropy)
+            if what == "backward":
+                _switched(model, FAULTS["sqrt's gradient at 0"][0] if faulty and rank == 1 else torch.relu)
+            opt.zero_grad()
+            if "accumulated" in what:
+                with parallel.no_sync():
+                    F.cross_entropy(parallel(data[0]), data[1]).backward()
+            scaler.scale((loss if faulty else F.cross_entropy)(parallel(data[0]), data[1])).backward()
+            scaler.step(opt)
+            scaler.update()
             moved.append(not same(before, [p.detach() for p in model.parameters()]))
     told = [(trip.step, trip.rank, trip.finding and trip.finding.phase, trip.why) for trip in watcher.trips]
     return rank, moved, told, [p.detach() for p in model.parameters()]
 
 
+FROM_INPUTS: Final = ("outputs", "hidden", "scaler", "accumulated inputs")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="wants gloo")
-@pytest.mark.parametrize("what", ["outputs", "hidden", "loss", "scaler"])
+@pytest.mark.parametrize("what", [*FROM_INPUTS, "loss", "accumulated loss", "backward"])
 def test_ranks_skip_together(ask_two: Callable[..., list[Any]], what: str) -> None:
     answers = sorted(ask_two(in_two_processes, what), key=lambda answer: answer[0])
     (_, moved, told, parameters), (_, moved_1, told_1, parameters_1) = answers
     assert moved == moved_1 == [True, True, False, True] and same(parameters, parameters_1)
-    if what == "loss":
-        assert told == [(2, 0, "loss", "")] and told_1[0][:3] == (2, 1, None)
+    if "loss" in what:
+        assert told == [(2, 0, "loss", "")] and told_1 == [(2, 1, None, "it began on rank 0")]
     else:
-        assert told_1 == [(2, 1, "forward", "")]
+        assert told_1 == [(2, 1, "backward" if what == "backward" else "forward", "")]
         # With a scaler this rank cannot tell it from a scale that was too large.
         assert told == ([] if what == "scaler" else [(2, 0, None, "it began on rank 1")])
+
+
+def seen_at_different_times(tools: Any, rank: int) -> Any:
+    """As on a device: what one rank has read by the next call, the other one has not."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    warnings.simplefilter("ignore")
+    with pytest.MonkeyPatch.context() as patched:
+        slow = Slow(patched)
+        model, _ = small()
+        opt = OPTIMIZERS["ours"](model.parameters())
+        parallel = DistributedDataParallel(model)
+        moved = []
+        with watch(model, opt) as watcher:
+            for number in range(6):
+                slow.down = rank == 0
+                before = [p.detach().clone() for p in model.parameters()]
+                loss = lambda out, y: (out * 0).sqrt().sum()  # noqa: E731
+                loss = loss if number in (2, 5) and rank == 1 else F.cross_entropy
+                step(parallel, opt, batch(number + 10 * rank), loss=loss)
+                moved.append(not same(before, [p.detach() for p in model.parameters()]))
+    return rank, moved, [(trip.step, trip.why) for trip in watcher.trips], [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="wants gloo")
+def test_ranks_that_hear_of_it_at_different_times(ask_two: Callable[..., list[Any]]) -> None:
+    (_, moved, told, one), (_, moved_1, told_1, other) = sorted(ask_two(seen_at_different_times), key=lambda a: a[0])
+    assert moved == moved_1 == [True, True, False, False, True, False] and same(one, other)
+    assert told_1 == [(2, ""), (5, "")]
+    at_the_end = "run again, it is finite; it began on rank 1, or something in it changes from run to run"
+    assert told == [(2, "it began on rank 1"), (5, at_the_end)]  # where nobody is asked any more
 
 
 # -- arguments, and the end --------------------------------------------------------------------------------------------
