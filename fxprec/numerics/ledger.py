@@ -100,7 +100,7 @@ class Sample:
     """One batch of an audit.
 
     Attributes:
-        low: the loss of the model as it runs; None where the target is none.
+        low: the loss of the model as it runs, also where its gradients are the target; None where there is none.
         reference: that of the reference.
         measured: the error: low minus reference; of outputs and gradients its length.
         explained: the sum of the rows' contributions.
@@ -240,13 +240,13 @@ class Ledger:
         """The verdict, in one line."""
         one = len(self.samples) == 1
         sample = self.samples[0]
-        what = {"loss": "loss", "outputs": "outputs", "gradients": "gradients"}[self.target]
-        if one and sample.low is not None and sample.reference is not None:
-            error = f"{what} {sample.low:.6g}, reference {sample.reference:.6g}: error {self.measured:+.3e}"
-        elif one:
-            error = f"error of the {what}: {self.measured:.3e}"
+        if one and self.target == "loss" and sample.low is not None and sample.reference is not None:
+            error = f"loss {sample.low:.6g}, reference {sample.reference:.6g}: error {self.measured:+.3e}"
         else:
-            error = f"error of the {what} over {len(self.samples)} batches: {self.measured:.3e} (root mean square)"
+            over = "" if one else f" over {len(self.samples)} batches"
+            error = f"error of the {self.target}{over}: {self.measured:.3e}{'' if one else ' (root mean square)'}"
+        if self.parameters:
+            error += f", of a length of {math.hypot(*(each.norm for each in self.parameters.values())):.4g}"
         if not self.rows:
             return f"{error}; no op has a part in it"
         top = self.rows[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxprec.passes.torch_internals import schema_of
 from fxprec.tape.attention_ops import ATTENTION
+from fxprec.tape.kernel_ops import KERNELS
 from fxprec.tape.region_ops import region_backward, region_forward
 
 _aten = torch.ops.aten
@@ -157,6 +158,7 @@ EXACT: Final[dict[str, Callable[..., Any]]] = {
     "fxprec::region_forward": region_forward,
     "fxprec::region_backward": region_backward,
     **ATTENTION,
+    **KERNELS,
 }
 
 #: Those that compute on numbers which they draw: told the run's results first.

@@ -344,7 +344,7 @@ def _at_midpoint(
 #: Of what an op adds to the target's error: bends of less are not looked into.
 _NOTABLE: Final = 2**-6
 #: What norms call statistics of their input.
-_STATISTICS: Final = ("mean", "rstd", "spread", "save_mean", "save_var", "save_invstd")
+_STATISTICS: Final = ("mean", "rstd", "spread", "statistics", "save_mean", "save_var", "save_invstd")
 
 
 def _lacking(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -261,6 +262,16 @@ def test_a_derivative_that_an_op_does_not_have_is_remarked_on(several: bool) -> 
     model, inputs = fxprec.convert(made)[0], [batch(seed) for seed in range(1 + several)]
     (remark,) = audit(model, inputs, F.cross_entropy).remarks
     assert remark.startswith("test_audit::scaled has no derivative in factor: errors that came in there are its bend")
+
+
+def test_the_verdict_names_what_it_is_about() -> None:
+    """Losses stand beside the error of a loss only: that of gradients is of another size."""
+    model, _ = converted("norms")
+    of_loss, of_gradients = (audit(model, [batch()], F.cross_entropy, gradients=each) for each in (False, True))
+    assert of_loss.headline.startswith(f"loss {of_loss.samples[0].low:.6g}, reference ")
+    length = math.sqrt(sum(each.norm**2 for each in of_gradients.parameters.values()))
+    error = f"error of the gradients: {of_gradients.measured:.3e}, of a length of {length:.4g}; "
+    assert of_gradients.headline.startswith(error)
 
 
 class Branches(nn.Module):
