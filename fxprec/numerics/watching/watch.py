@@ -286,7 +286,7 @@ class Watcher:
         self._hold.release()
         if not self._concerns(optimizer):
             return
-        self._writes.after(optimizer)
+        self._writes.after()
         if self._step is not None:
             self._step.optimizers.append(weakref.ref(optimizer))
         if self._scaler is None:
