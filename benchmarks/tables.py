@@ -9,9 +9,9 @@ A table stands between two comments, and everything between them is generated::
     <!-- end -->
 
 There are ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy TASK [DTYPE]``, ``convert``, ``convert-budgets``,
-``ledger QUESTION``, ``tuning``, ``inference SIZE``; the dtype is bfloat16 where none is named. Where there are results
-of several devices, ``device=NAME`` says which. Below each table stand device, versions, date and commit. A ratio within
-the noise is printed as "=", never as a win.
+``ledger QUESTION``, ``tuning``, ``inference SIZE``, ``watch SIZE [LEVEL]``; the dtype is bfloat16 where none is named.
+Where there are results of several devices, ``device=NAME`` says which. Below each table stand device, versions, date
+and commit. A ratio within the noise is printed as "=", never as a win.
 """
 
 from __future__ import annotations
@@ -323,6 +323,26 @@ def _tuning(words: Sequence[str], device: str | None, root: pathlib.Path) -> str
     )
 
 
+def _watch(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a model."""
+    if not 1 <= len(words) <= 2:
+        raise ResultsError(f"{' '.join(words)!r}: a table is 'watch SIZE [LEVEL]'")
+    size, level = words[0], words[1] if len(words) == 2 else "O1"
+    found = _found([f"watch-{size}-{level}-{name}" for name in NAMES], device, root)
+    rows = [
+        (data["model"], data["shape"], _three_digits(data["plain_ms"]), f"{ratio['value']:.3f} ± {ratio['error']:.3f}",
+         ratio["verdict"], f"{data['noise']:.3f}", str(sum(data["ops"].values())), _counted(data["reads"]))
+        for data in found for ratio in [data["ratio"]]
+    ]  # fmt: skip
+    table = _markdown(("model", "", "plain, ms", "watched / plain", "", "noise", "more ops", "of them reads"), rows)
+    meaning = "A watched step over a plain one, in turns with it; =: within the noise, that of a second plain step"
+    return f"{table}\n{meaning}. {level}, one thread; {_measured(found)}.\n"
+
+
+def _counted(names: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
+
+
 def _inference(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
     """A row a model and batch."""
     if len(words) != 1:
@@ -362,6 +382,7 @@ TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]
     "ledger": _ledger,
     "tuning": _tuning,
     "inference": _inference,
+    "watch": _watch,
 }
 
 

@@ -8,12 +8,16 @@ disturb. Columns: medians of all timed steps; "watched / plain", by rounds (see 
 lies within the noise; ops that torch's dispatcher sees in a step beyond those of the plain one, and those of them that
 read more than single numbers. ``--level O0`` is for a CPU that has no units for the low dtype, where a lowered step
 takes so long that nothing else shows.
+
+The figures of each model are written to ``benchmarks/results/DEVICE/watch-SIZE-LEVEL-MODEL.json`` (tiny ones where
+``--output`` says so), from which ``python -m benchmarks tables`` makes the tables of docs/numerics.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import pathlib
 import sys
 import time
 import warnings
@@ -38,6 +42,7 @@ from benchmarks.measure.interleaved import (
     measure,
     noise,
 )
+from benchmarks.measure.results import environment, save
 from benchmarks.measure.training_step import Setup, Step, loop, prepared
 from benchmarks.workloads.training import SIZES, Workload, workloads
 from fxprec.torch_internals import OpMode
@@ -78,6 +83,25 @@ class Cost:
     noise: float
     ops: Counter[str]
     reads: Counter[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a file: with every sample."""
+        return {
+            "model": self.workload.name,
+            "shape": self.workload.shape,
+            "plain_ms": self.plain.median,
+            "watched_ms": self.watched.median,
+            "ratio": {"value": self.ratio.value, "error": self.ratio.error, "verdict": self.verdict},
+            "noise": self.noise,
+            "ops": dict(self.ops),
+            "reads": dict(self.reads),
+            "samples_ms": {"plain": self.plain.rounds, "watched": self.watched.rounds},
+        }
+
+    @property
+    def verdict(self) -> str:
+        """Of the watched step."""
+        return {"=": "=", "faster": "slower", "slower": "faster"}[self.ratio.verdict(self.noise)]
 
 
 def cost(workload: Workload, setup: Setup, level: Any, seconds: float) -> Cost:
@@ -134,14 +158,13 @@ def _table(costs: list[Cost]) -> Table:
     for name in ("model", "plain ms", "watched ms", "watched / plain", "noise", "", "more ops", "of them reads"):
         table.add_column(name, justify="left" if name in ("model", "of them reads") else "right")
     for each in costs:
-        slower = each.ratio.value
         table.add_row(
             f"{each.workload.name}, {each.workload.shape}",
             f"{each.plain.median:.1f}",
             f"{each.watched.median:.1f}",
-            f"{slower:.4f} ± {each.ratio.error:.4f}",
+            f"{each.ratio.value:.4f} ± {each.ratio.error:.4f}",
             f"{each.noise:.4f}",
-            {"=": "=", "faster": "slower", "slower": "faster"}[each.ratio.verdict(each.noise)],
+            each.verdict,
             str(each.ops.total()),
             ", ".join(f"{name} {count}" for name, count in sorted(each.reads.items())),
         )
@@ -156,6 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--level", choices=["O0", "O1", "O2"], default="O1")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--seconds", type=float, default=60.0, help="of timing for a model (%(default)s)")
+    parser.add_argument("--output", type=pathlib.Path, metavar="FOLDER", help="by default benchmarks/results")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = options.size or ("gpu" if device.type == "cuda" else "cpu")
@@ -165,10 +189,14 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     keep_memory()
+    before = environment(device)  # whose folder is that of all threads
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxprec.FxprecWarning)
         costs = [cost(workload, setup, options.level, options.seconds) for workload in chosen]
+    for each in costs if size != "tiny" or options.output else ():
+        data = {"environment": before | {"threads": 1}, "level": options.level, **each.as_dict()}
+        save(f"watch-{size}-{options.level}-{each.workload.name}", data, options.output, device)
     Console(width=None if sys.stdout.isatty() else 180).print(_table(costs))
     return 0
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from fxprec.capture.pytrees import leaves_of
+from fxprec.errors import PolicyError
 from fxprec.inspection.nodes import op_name, short_paths, source_line
 from fxprec.model.module import conversion_of
 from fxprec.numerics.births import Birth, Source, first_of
@@ -273,8 +274,11 @@ def _kept_finite(step: Step, birth: Birth) -> tuple[list[str], float | None]:
         more = dict.fromkeys([*names, *_computing(left.flushed), *_computing(left)])
         if len(more) == len(names):
             break
+        try:
+            left, scale = _left(step, more)
+        except PolicyError:  # of a node that writes in place: it has another name where it has a dtype of its own
+            break
         names = [*more]
-        left, scale = _left(step, names)
     for name in names if scale is not None and len(names) > 1 else ():
         fewer = [other for other in names if other != name]
         if _left(step, fewer)[1] == scale:

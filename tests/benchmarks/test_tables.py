@@ -93,6 +93,13 @@ def results(tmp_path: pathlib.Path) -> pathlib.Path:
         "samples": 512, "predicted": 1e-4, "measured": 1.2e-4, "low": 1.1e-4, "high": 1.3e-4, "inside": False,
         "off_diagonal": 0.5, "explained": 1.22e-4, "ratio_low": 0.9, "ratio_high": 1.1, "accounted_for": True,
     }  # fmt: skip
+    for name, value, verdict in (("gpt", 1.0021, "="), ("cnn", 1.0816, "slower")):
+        slower = {"value": value, "error": 0.0123, "verdict": verdict}
+        watched = {
+            "model": name, "shape": f"{name}'s", "plain_ms": 1201.4, "ratio": slower, "noise": 0.0341,
+            "ops": {"amax": 1, "stack": 3}, "reads": {"sum": 2, "amax": 1},
+        }  # fmt: skip
+        save(f"watch-cpu-O0-{name}", {"environment": ENVIRONMENT, "level": "O0", **watched}, root)
     save("ledger-variances-vit", {"environment": ENVIRONMENT, "model": "vit", **figures}, root)
     return root
 
@@ -158,6 +165,14 @@ def test_ledger(results):
     )
 
 
+def test_watch(results):
+    text, _ = rendered(page("watch cpu O0"), results)
+    assert "| model |  | plain, ms | watched / plain |  | noise | more ops | of them reads |\n" in text
+    assert "| gpt | gpt's | 1201 | 1.002 ± 0.012 | = | 0.034 | 4 | 1 amax, 2 sum |\n" in text
+    assert "| cnn | cnn's | 1201 | 1.082 ± 0.012 | slower | 0.034 | 4 | 1 amax, 2 sum |\n" in text
+    assert "O0, one thread; " + MEASURED in text
+
+
 def test_what_was_generated_stays(results):
     once, count = rendered(page("step cpu", "memory cpu"), results)
     assert rendered(once, results) == (once, count) == (once, 2)
@@ -189,6 +204,8 @@ def test_several_devices(results):
         (page("step gpu"), "no results of step-gpu-bfloat16-mlp: 'python -m benchmarks step' writes them"),
         (page("step cpu device=X"), "no results of 'step-cpu-bfloat16-mlp' on 'X': there are results of Some-CPU"),
         (page("step"), r"a table is 'step SIZE \[DTYPE\]'"),
+        (page("watch"), r"a table is 'watch SIZE \[LEVEL\]'"),
+        (page("watch cpu"), "no results of watch-cpu-O1-mlp: 'python -m benchmarks watch' writes them"),
         (page("ledger adds"), "'adds': a table is 'ledger QUESTION', with one of adds-up, planted, variances"),
         (page("convert cpu"), "'convert' takes nothing but device=NAME"),
         ("<!-- table: step cpu -->\n", "1 tables begin and 0 are complete: one has no '<!-- end -->'"),

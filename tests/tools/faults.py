@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,31 +80,60 @@ def attention(h: Tensor) -> Tensor:
     return ((q @ q.transpose(-2, -1)).softmax(-1) @ q).view(4, 8)
 
 
-#: Name -> what is computed, the kind of the fault, and whether the backward has it.
-FAULTS: dict[str, tuple[Function, str, bool]] = {
-    "log of negatives": (lambda h: (-h.abs() - 1).log(), "invalid", False),
-    "sqrt of negatives": (lambda h: (-h.abs() - 1).sqrt(), "invalid", False),
-    "0 / 0": (lambda h: (h * 0) / (h * 0), "invalid", False),
-    "1 / 0": (lambda h: h.exp() / (h * 0), "invalid", False),
-    "log of 0": (lambda h: (h * 0).log(), "invalid", False),
-    "acos of 2": (lambda h: (h * 0 + 2).acos(), "invalid", False),
-    "a power": (lambda h: (-h.abs() - 1) ** 0.3, "invalid", False),
-    "a masked row": (lambda h: h.masked_fill(h > -99, -torch.inf).softmax(-1), "invalid", False),
-    "products": (lambda h: (h.abs() + 1) * 1e30 * 1e30, "overflow", False),
-    "a square": (lambda h: ((h.abs() + 1) * 1e25) ** 2, "overflow", False),
-    "an exponent": (lambda h: (h.abs() * 1e3 + 1e3).exp(), "overflow", False),
-    "a sum": (lambda h: h + ((h.abs() + 1) * 2e38).sum(-1, keepdim=True), "overflow", False),
-    "sqrt's gradient at 0": (lambda h: (h * 0).sqrt() * h, "invalid", True),
-    "a power's gradient at 0": (lambda h: (h * 0) ** 0.5, "invalid", True),
-    "acos' gradient at 1": (lambda h: (h * 0 + 1).acos(), "invalid", True),
-    "a function's own backward": (BadBackward.apply, "invalid", True),
-}  # fmt: skip
-#: Those that float16 has, and bfloat16 has not.
-NARROW: dict[str, tuple[Function, str, bool]] = {
-    "attention scores": (attention, "overflow", False),
-    "a product": (lambda h: F.linear((h.abs() + 1) * 3e4, torch.ones(8, 8)), "overflow", False),
-    "a cube": (lambda h: F.relu((h.abs() + 1) * 1e3) * (h.abs() + 1) * 1e3, "overflow", False),
+class Injected(NamedTuple):
+    """A fault: what is computed, the kind of the fault, whether the backward has it, and the node that is to blame.
+
+    In a model whose place is "plain"; elsewhere ``blamed`` tells.
+    """
+
+    function: Function
+    kind: str
+    backward: bool
+    node: str
+
+
+FAULTS: dict[str, Injected] = {
+    "log of negatives": Injected(lambda h: (-h.abs() - 1).log(), "invalid", False, "log"),
+    "sqrt of negatives": Injected(lambda h: (-h.abs() - 1).sqrt(), "invalid", False, "sqrt"),
+    "0 / 0": Injected(lambda h: (h * 0) / (h * 0), "invalid", False, "truediv"),
+    "1 / 0": Injected(lambda h: h.exp() / (h * 0), "invalid", False, "truediv"),
+    "log of 0": Injected(lambda h: (h * 0).log(), "invalid", False, "log"),
+    "acos of 2": Injected(lambda h: (h * 0 + 2).acos(), "invalid", False, "acos"),
+    "a power": Injected(lambda h: (-h.abs() - 1) ** 0.3, "invalid", False, "pow_1"),
+    "a masked row": Injected(lambda h: h.masked_fill(h > -99, -torch.inf).softmax(-1), "invalid", False, "softmax"),
+    "products": Injected(lambda h: (h.abs() + 1) * 1e30 * 1e30, "overflow", False, "mul_1"),
+    "a square": Injected(lambda h: ((h.abs() + 1) * 1e25) ** 2, "overflow", False, "pow_1"),
+    "an exponent": Injected(lambda h: (h.abs() * 1e3 + 1e3).exp(), "overflow", False, "exp"),
+    "a sum": Injected(lambda h: h + (h * 0 + 2e38).sum(-1, keepdim=True), "overflow", False, "sum_1"),
+    "sqrt's gradient at 0": Injected(lambda h: (h * 0).sqrt() * h, "invalid", True, "sqrt"),
+    "a power's gradient at 0": Injected(lambda h: (h * 0) ** 0.5, "invalid", True, "pow_1"),
+    "acos' gradient at 1": Injected(lambda h: (h * 0 + 1).acos(), "invalid", True, "acos"),
+    "a function's own backward": Injected(BadBackward.apply, "invalid", True, "bwd_body_0.truediv"),
 }
+#: Those that float16 has, and bfloat16 has not.
+NARROW: dict[str, Injected] = {
+    "attention scores": Injected(attention, "overflow", False, "matmul"),
+    "a product": Injected(lambda h: F.linear((h.abs() + 1) * 3e4, torch.ones(8, 8)), "overflow", False, "mul_f16"),
+    "a cube": Injected(lambda h: F.relu((h.abs() + 1) * 1e3) * (h.abs() + 1) * 1e3, "overflow", False, "mul_2_f16"),
+}
+#: Of the cube FP32 has a value: it is the cast for the layer behind that fails, of what the place makes of it.
+CUBE_CAST: Final = {
+    "plain": "mul_2_f16", "checkpoint": "h_1_f16", "residual": "add_2_f16", "looped": "mul_5_f16", "written": "mul__f16"
+}  # fmt: skip
+
+
+def blamed(fault: str, place: str, level: str) -> str:
+    """The node that a fault is to be found at."""
+    injected = (FAULTS | NARROW)[fault]
+    node = injected.node
+    if fault in NARROW and level == "O2":
+        node = node.removesuffix("_f16")  # a low stream overflows without a cast
+    elif fault == "a cube":
+        return CUBE_CAST[place]
+    if place == "looped" and injected.backward:  # which comes to the last turn first
+        head, number, tail = re.fullmatch(r"(\D+?)(?:_(\d+))?(\.\w+)?", node).groups(default="")  # type: ignore[union-attr]
+        node = f"{head}_{int(number or 0) + 1}{tail}"
+    return f"wrap_body_0.{node}" if place == "checkpoint" else node
 
 
 def made(function: Function, place: str, dtype: torch.dtype, seed: int = 0, **settings: Any) -> nn.Module:

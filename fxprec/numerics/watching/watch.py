@@ -286,7 +286,7 @@ class Watcher:
         self._hold.release()
         if not self._concerns(optimizer):
             return
-        self._writes.after(optimizer)
+        self._writes.after()
         if self._step is not None:
             self._step.optimizers.append(weakref.ref(optimizer))
         if self._scaler is None:
@@ -440,7 +440,7 @@ class Watcher:
             why = f"as were the {_MOST_REPLAYS} before it; not run again"
             trip = Trip(step.number, None, len(step.calls), rank, None, why, step.skipped)
         else:
-            asks = together and not of_rank
+            asks = together and report.ranks and not of_rank
             trip = trip_of(self._model, step, flagged, scale, rank, "" if asks else self._verdicts.elsewhere())
             began = self._verdicts.began(trip.finding is not None) if asks else None
             if trip.finding is None and began is not None:

@@ -7,6 +7,7 @@ of another write between the steps. (Of writes through ``.data`` they do not.)
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -21,6 +22,7 @@ from fxprec.numerics.watching.optimizer_fault import fault_of_optimizer
 from fxprec.scaling.gradients import few, parameters_of
 
 _CURE: Final = "load a checkpoint from before; "
+_version: Final = operator.attrgetter("_version")
 
 
 class WeightWrites:
@@ -35,24 +37,22 @@ class WeightWrites:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._first = first
         self._bad_before = {parameter for parameter in self._parameters.values() if _is_bad(parameter)}
-        self._versions: dict[Tensor, int] = {each: each._version for each in self._parameters.values()}
+        self._all = [*self._parameters.values()]
+        self._versions = [*map(_version, self._all)]
         self._others: dict[Tensor, int] = {}
-        self._optimizers: dict[Tensor, weakref.ref[Optimizer]] = {}
         self._ran: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def before(self, step: int) -> None:
         """A step's optimizers are about to write: what was written since the last one, other code wrote."""
-        for parameter, version in self._versions.items():
-            if parameter._version != version:
-                self._others[parameter] = step
-                self._versions[parameter] = parameter._version
+        now = [*map(_version, self._all)]
+        if now != self._versions:
+            written = zip(self._all, now, self._versions, strict=True)
+            self._others |= {parameter: step for parameter, version, known in written if version != known}
+            self._versions = now
 
-    def after(self, optimizer: Optimizer) -> None:
+    def after(self) -> None:
         """An optimizer has written, or was kept from it."""
-        own = weakref.ref(optimizer)
-        for parameter in parameters_of(optimizer):
-            self._versions[parameter] = parameter._version
-            self._optimizers[parameter] = own
+        self._versions = [*map(_version, self._all)]
 
     def ran(self, optimizers: Iterable[weakref.ref[Optimizer]], step: int) -> None:
         """Optimizers have stepped in a step that was finite."""
@@ -70,11 +70,11 @@ class WeightWrites:
         parameter = self._parameters[name]
         if parameter in self._bad_before:
             return f"{_CURE}it was so when watch began"
-        known = self._optimizers.get(parameter)
-        optimizer = None if known is None else known()
-        step = None if optimizer is None else self._ran.get(optimizer)
+        own = [each for each in self._ran if any(parameter is own for own in parameters_of(each))]
+        optimizer = max(own, key=self._ran.__getitem__, default=None)
+        step = -1 if optimizer is None else self._ran[optimizer]
         other = self._others.get(parameter)
-        if optimizer is None or step is None or (other is not None and other >= step):
+        if optimizer is None or (other is not None and other >= step):
             when = "through .data, which nothing shows" if other is None else f"before the optimizer's step {other}"
             return f"{_CURE}other code than an optimizer wrote it, {when}"
         remarks = []
