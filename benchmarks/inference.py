@@ -127,6 +127,7 @@ VARIANTS: Final = {
     "frozen-plain": Variant("fxprec O1, frozen, pack=False", _frozen(False)),
     "frozen": Variant("fxprec O1, frozen", _frozen(True)),
     "frozen-fused": Variant("fxprec O1, fuse=True, frozen", _frozen(True, fuse=True)),
+    "frozen-pays": Variant('fxprec O1, lower="pays", frozen', _frozen(True, lower="pays")),
     "compile": Variant("torch.compile, freezing", _compiled),
 }
 

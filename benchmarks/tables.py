@@ -44,11 +44,13 @@ _STEP: Final = {
 }  # fmt: skip
 _MEMORY: Final = {
     "FP32": "fp32", "torch.compile": "compile", "O1": "o1", "O1, low gradients": "o1-low",
-    "O1, loss inside": "o1-loss", "O1, chunked loss": "o1-chunked", "O2, own optimizer": "o2-own",
+    "O1, fuse=True, low gradients": "o1-fused-low", "O1, loss inside": "o1-loss", "O1, chunked loss": "o1-chunked",
+    "O2, own optimizer": "o2-own",
 }  # fmt: skip
 _INFERENCE: Final = {
     "FP32": "fp32", "model.bfloat16()": "bfloat16", "O1": "converted", "frozen, pack=False": "frozen-plain",
-    "frozen": "frozen", "fuse=True, frozen": "frozen-fused", "torch.compile, freezing": "compile",
+    "frozen": "frozen", "fuse=True, frozen": "frozen-fused", "lower=pays, frozen": "frozen-pays",
+    "torch.compile, freezing": "compile",
 }  # fmt: skip
 
 
