@@ -339,12 +339,13 @@ def test_two_models_in_one_step(recorder: Any) -> None:
     assert first.steps == second.steps == 4 and {trip.calls for trip in (*first.trips, *second.trips)} == {1}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_capture_on_a_bad_batch_is_no_step(name: str, recorder: Any) -> None:
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+@pytest.mark.parametrize("name", [tools.OURS, tools.THEIRS, "our SGD"])
+def test_a_capture_on_a_bad_batch_is_no_step(name: str, fault: str, recorder: Any) -> None:
     training = Training(name)
     before, parameters = training.state(), copy.deepcopy(dict(training.model.named_parameters()))
     with training.watched() as watcher:
-        step = training.captured(faulty("backward"))
+        step = training.captured(faulty(fault))
         assert watcher.steps == 0 and same(training.state()["model"], before["model"])
         step(*batches(1)[0])
         assert not same(dict(training.model.named_parameters()), parameters)  # nothing is held
@@ -420,15 +421,43 @@ def test_an_error_comes_out_of_the_step(recorder: Any) -> None:
         step(*batches(1)[0])
 
 
-def test_hooks_of_gradients_step_nothing_in_a_replay(recorder: Any) -> None:
-    training, heard = Training(), []
-    training.model.first.weight.register_post_accumulate_grad_hook(heard.append)
-    with training.watched() as watcher, quiet():
+def test_what_was_held_is_not_held_by_the_next_watch(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slow(monkeypatch, 2)
+    training = Training()
+    watcher, before = training.watched(), copy.deepcopy(dict(training.model.named_parameters()))
+    with pytest.raises(KeyboardInterrupt), watcher:
         step = training.captured(batches(1)[0])
-        heard.clear()
         step(*faulty("forward"))
-    assert len(watcher.findings) == 1 and not heard
-    assert recorder.recordings == 1 and [*map(len, [training.model.first.weight._post_accumulate_grad_hooks])] == [1]
+        raise KeyboardInterrupt
+    with watcher:
+        assert same(dict(training.model.named_parameters()), before)
+        step(*batches(1)[0])
+        assert not same(dict(training.model.named_parameters()), before)
+
+
+def test_a_replay_leaves_a_loss_as_it_was(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody watches it: its attributes, gradients and hooks."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.calls = nn.Parameter(torch.ones(())), 0
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.calls += 1
+            return F.cross_entropy(output, target) * self.weight
+
+    slow, training, loss, heard = Slow(monkeypatch, 2), Training(), Loss(), []
+    for parameter in (training.model.first.weight, loss.weight):
+        parameter.register_post_accumulate_grad_hook(heard.append)
+    with training.watched() as watcher, quiet():
+        step = fxprec.capture_step(training.model, loss, training.optimizer, training.scaler, batches(1)[0])
+        step(*faulty("forward"))
+        heard.clear()
+        loss.weight.grad = torch.ones(())
+        assert slow.now == 0 and len(watcher.check()) == len(watcher.findings) == 1
+    assert not heard and loss.calls == 0 and loss.weight.grad == 1
+    assert all(parameter.grad is None for parameter in training.model.parameters())
 
 
 def test_an_optimizer_that_cannot_skip_is_refused(recorder: Any) -> None:
