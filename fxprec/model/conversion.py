@@ -41,6 +41,7 @@ from fxprec.model.net import Net, inside_net
 from fxprec.model.reminders import Reminders
 from fxprec.model.static import OtherDtypes, StaticEntry
 from fxprec.model.twins import twin_of
+from fxprec.model.watcher import Watcher
 from fxprec.model.wrappers import Wrappers
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.fuse import region_names
@@ -53,8 +54,6 @@ from fxprec.shadows import ShadowStore
 
 #: The attribute of a converted module that holds its conversion.
 STATE: Final = "_fxprec"
-#: See ``Conversion``.
-Watcher = Callable[[EntryPoint, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
 #: Why a function that was just set on the instance runs in the net.
 _NEW: Final = "it was set on the instance, and is captured from its second call on"
 
@@ -76,8 +75,7 @@ class Conversion:
         settled: a call has gone through: what is refused from now on does not undo the conversion.
         converting: ``convert`` is still at it, and will undo what is refused.
         undo: puts back what the conversion changed besides class and forward, until then.
-        watcher: runs the calls that record gradients, in the place of this; given the entry point, the arguments, and
-            what runs the call.
+        watcher: runs the calls that record gradients, in the place of this.
     """
 
     def __init__(
@@ -165,7 +163,7 @@ class Conversion:
             entry.start_over()
             self._drop(self._captured_of(entry))
         if self.watcher is not None and torch.is_grad_enabled():
-            return self.watcher(entry, args, kwargs, lambda: self._run_call(entry, model, module, args, kwargs))
+            return self.watcher.call(entry, args, kwargs, lambda: self._run_call(entry, model, module, args, kwargs))
         return self._run_call(entry, model, module, args, kwargs)
 
     def _run_call(

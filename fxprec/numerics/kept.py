@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.model.module import conversion_of
 from fxprec.model.warm_up import values_kept
-from fxprec.torch_internals import late_hooks_of
+from fxprec.scaling.gradients import late_hooks_aside
 
 
 @contextlib.contextmanager
@@ -26,13 +26,11 @@ def kept(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     writes = any(captured.program.writes_weights for captured in conversion.captured)
     written = [*model.buffers(), *(model.parameters() if writes else ())]
-    hooks = [(held, {**held}) for parameter, _ in gradients if (held := late_hooks_of(parameter))]
     for parameter, _ in gradients:
         parameter.grad = None
-    for held, _ in hooks:
-        held.clear()
     try:
-        with values_kept(tensor for tensor in written if not is_lazy(tensor)):
+        values = values_kept(tensor for tensor in written if not is_lazy(tensor))
+        with late_hooks_aside(parameter for parameter, _ in gradients), values:
             yield
     finally:
         if writes:
@@ -40,7 +38,5 @@ def kept(model: nn.Module) -> Iterator[None]:
         state.restore()
         random.restore()
         conversion.calls = calls
-        for held, those in hooks:
-            held.update(those)
         for parameter, gradient in gradients:
             parameter.grad = gradient

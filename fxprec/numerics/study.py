@@ -105,7 +105,7 @@ class Study:
             decide(gm, replace(self.context, policy=policy, costs=costs))
         return self.trade.decided()
 
-    def policy_for(self, wanted: Outcome, start: Outcome) -> tuple[Policy, tuple[Line, ...], Outcome]:
+    def policy_for(self, wanted: Outcome, base: Outcome) -> tuple[Policy, tuple[Line, ...], Outcome]:
         """Overrides of the ops that the policy decides otherwise: first of those that set others' dtypes."""
         nodes: dict[str, torch.dtype] = {}
         known = {node: wanted.full[variable] for node, variable in self.trade.choices.items()}
@@ -120,7 +120,7 @@ class Study:
         words = self._words(nodes)
         policy = overridden(self.context.policy, nodes, words)
         reached = self.decided(policy)
-        return policy, self._lines(nodes, words, start, reached), reached
+        return policy, self._lines(nodes, words, base, reached), reached
 
     def _words(self, nodes: Mapping[str, torch.dtype]) -> dict[str, Words]:
         """How to tell of these overrides in fewer lines."""
@@ -138,7 +138,7 @@ class Study:
         return in_fewer_lines(nodes, everywhere, self.modules, lambda words: decisions(words) == before)
 
     def _lines(
-        self, nodes: Mapping[str, torch.dtype], words: Mapping[str, Words], start: Outcome, reached: Outcome
+        self, nodes: Mapping[str, torch.dtype], words: Mapping[str, Words], base: Outcome, reached: Outcome
     ) -> tuple[Line, ...]:
         """Each decision, with what taking it back alone would change."""
         found: dict[str, Line] = {}
@@ -149,7 +149,7 @@ class Study:
                 without = [*reached.full]
                 without[variable] = not without[variable]
                 other = self.trade.outcome(without)
-                share = (other.square - reached.square) / (start.square + self.constant) if start.square else 0.0
+                share = (other.square - reached.square) / (base.square + self.constant) if base.square else 0.0
                 seconds = reached.seconds - other.seconds
             precision = dtype_name(nodes[node.name])
             own = words.get(node.name, ("nodes", node.name))
@@ -170,12 +170,16 @@ class Study:
         fraction = self.trade.cut(0.0).seconds / start.seconds
         return f"time={time:g} cannot be met: the fastest policy takes {fraction:.3g} of the time"
 
-    def remarks(self, start: Outcome, wanted: Outcome, reached: Outcome, error: float | None) -> Iterator[str]:
-        """What else is to be known; ``error``: the budget, if it is one of the error."""
+    def remarks(
+        self, start: Outcome, base: Outcome, wanted: Outcome, reached: Outcome, error: float | None
+    ) -> Iterator[str]:
+        """What else is to be known; ``base``: of the policy without overrides; ``error``: the budget, if it is one."""
+        if base is not start:
+            yield "the policy is of level O1, which lowers: its lines say what is otherwise than there"
         if error is not None and start.square + self.constant <= error**2:
             yield "the start keeps to the budget already: what is changed saves time"
         variables = set(self.trade.choices.values())
-        if all(reached.full[v] for v in variables) and not all(start.full[v] for v in variables):
+        if all(reached.full[v] for v in variables) and not (base is start and all(start.full[v] for v in variables)):
             yield "all is FP32, as at level O0: by these costs nothing gains from being lower"
         yield f"times by the costs of {self.context.costs}; python -m fxprec calibrate measures those of this machine"
         if reached.full != wanted.full:

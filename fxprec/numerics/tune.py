@@ -8,6 +8,7 @@ import math
 import statistics
 import time as clock
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -45,7 +46,8 @@ def tune(
     where it rounds its result, and each reader where it reads a value rounded. With the costs of the device that gives
     a minimum cut of time + weight * squared error, for any weight; the weight is found by bisection on the curve of the
     best that can be had (``passes.placement.budget``). Ops become FP32 where that is worth its time, and low where
-    the policy keeps them in FP32 for little. What overrides of the model's policy say stays, and pins of safety do.
+    the policy keeps them in FP32 for little. What overrides of the model's policy say stays, and pins of safety do. Of
+    a model at level O0, which is all FP32, the policy is one of level O1.
 
     Of the batches every fourth is held out: they tell what is measured. Errors are per batch; those of few batches are
     noise: a hundred are a good start, of the size that is trained on. The model is left as it was.
@@ -61,7 +63,7 @@ def tune(
         The policy, as ``convert`` takes it with the other settings unchanged; with predicted and measured figures.
 
     Raises:
-        ConversionError: the model is not converted, or frozen; at level O0 or O3; placed as autocast does.
+        ConversionError: the model is not converted, or frozen; at level O3; placed as autocast does.
         TypeError: arguments of other types.
         ValueError: both budgets or none, one that is not positive, or that cannot be met: says what can; fewer than two
             batches; an error that is inf or nan.
@@ -71,10 +73,12 @@ def tune(
     """
     problem = Problem.of(model, loss, "tune")
     settings = _settings_of(model)
+    lowering = replace(settings.policy, level="O1") if settings.policy.level == "O0" else settings.policy
     _check_budget(error, time)
     calibration, held_out = _split([*problem.batches(batches)])
-    study = Study.of(problem, settings, calibration)
+    study = Study.of(problem, replace(settings, policy=lowering), calibration)
     start = study.decided(settings.policy)
+    base = start if lowering is settings.policy else study.decided(lowering)
     if error is not None:
         found, asked = cheapest_within(study.trade, error**2 - study.constant), f"an error of at most {error:g}"
     else:
@@ -84,7 +88,7 @@ def tune(
         raise ValueError(study.why_not(error, time, start))
     if start.square <= found.square and start.seconds <= found.seconds:
         found = start
-    policy, lines, reached = study.policy_for(found, start)
+    policy, lines, reached = study.policy_for(found, base)
     models = [under(model, policy=each) for each in (settings.policy, policy)]
     ledgers = [ledger_of(Problem(each, loss), held_out) for each in models]
     seconds = _times(models, loss, held_out)
@@ -93,15 +97,20 @@ def tune(
         for each, ledger, taken in zip((start, reached), ledgers, seconds, strict=True)
     )
     target = "outputs" if ledgers[0].target == "outputs" else "loss"
-    return Tuned(policy, lines, before, after, asked, tuple(study.remarks(start, found, reached, error)), target)
+    remarks = tuple(study.remarks(start, base, found, reached, error))
+    against = "the start" if lowering is settings.policy else "O1"
+    return Tuned(policy, lines, before, after, asked, remarks, target, against)
 
 
 def _settings_of(model: nn.Module) -> Settings:
     settings = conversion_of(model).settings
     level = settings.policy.level
-    if level in ("O0", "O3"):
-        why = "nothing is lowered" if level == "O0" else "the parameters themselves are low"
-        raise ConversionError(f"tune starts from level O1 or O2; this model is at {level}, where {why}")
+    if level == "O3":
+        raise ConversionError(
+            "at level O3 the parameters themselves are low, and their FP32 values, with which tune compares, are gone: "
+            "convert the FP32 model at O2, whose activations are low, too, and tune that; or keep ops in FP32 by "
+            'overrides, Policy.preset("O3").override(ops={"softmax": torch.float32})'
+        )
     if settings.placement != "mincut":
         raise ConversionError('tune places casts by a minimum cut: convert with placement="mincut", the default')
     return settings

@@ -32,8 +32,8 @@ class Line:
         precision: "float32", or the low dtype.
         module: path of the module.
         op: canonical op.
-        share: of the mean square error that the start predicts: what would come back without this line alone, while
-            all others stay; negative: what would go.
+        share: of the mean square error that is predicted for the start (of one at level O0, for O1): what would come
+            back without this line alone, while all others stay; negative: what would go.
         seconds: what a step takes longer for this line, with the casts that it costs or spares; negative: less long.
         overflows: it is in FP32 as it overflows where it is low.
         override: kind and pattern of the override that says so, which may be about other nodes, too.
@@ -49,13 +49,13 @@ class Line:
     override: tuple[str, str]
 
 
-def told(lines: Sequence[Line]) -> str:
+def told(lines: Sequence[Line], against: str = "the start") -> str:
     """The reason of one override: ``2 linear of blocks.0-1.up: 0.1 of the start's mean square error less, +3 us``."""
     overflowing = sum(line.overflows for line in lines)
     whys = [f"{overflowing} overflow where they are low"] if overflowing else []
     if overflowing < len(lines):
         share = _share(lines)
-        whys.append(f"{abs(share):.2g} of the start's mean square error {'less' if share >= 0 else 'more'}")
+        whys.append(f"{abs(share):.2g} of {against}'s mean square error {'less' if share >= 0 else 'more'}")
     where = f" of {places}" if (places := _places(lines)) else ""
     return f"{_ops(lines)}{where}: {', '.join(whys)}, {_time(lines)}"
 
@@ -121,7 +121,7 @@ class Tuned:
     """A measured policy. ``print(tuned)`` tells what it changes; ``to_toml()`` is a file for ``Policy.from_toml``.
 
     Attributes:
-        policy: that of the start with further overrides: ``convert(model, policy=tuned.policy)``.
+        policy: that of the start, of O0 at level O1, with further overrides: ``convert(model, policy=...)`` takes it.
         lines: of each node that is decided otherwise, those with the largest part in the error first. Nodes may share
             an override, where their type of op or their module agrees.
         start: figures of the model as it was.
@@ -129,6 +129,7 @@ class Tuned:
         asked: the budget, in words.
         remarks: what else is to be known.
         target: what has the error: "loss", or "outputs" where there is none.
+        against: what shares of lines are of: the start, or "O1" where that is level O0.
     """
 
     policy: Policy
@@ -138,6 +139,7 @@ class Tuned:
     asked: str
     remarks: tuple[str, ...] = ()
     target: Literal["loss", "outputs"] = "loss"
+    against: str = "the start"
 
     @property
     def predicted_time(self) -> float:
@@ -152,7 +154,7 @@ class Tuned:
     def to_toml(self) -> str:
         """The policy as a file, with a comment a line."""
         text = [f"# {line}" for line in (self.headline, *self.remarks)]
-        why, table = {_written(lines): told(lines) for lines in self.overrides()}, ""
+        why, table = {_written(lines): told(lines, self.against) for lines in self.overrides()}, ""
         for line in self.policy.to_toml().splitlines():
             table = line if line.startswith("[") else table
             text.append(f"{line}  # {why[table, line]}" if (table, line) in why else line)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxprec.torch_internals import sparse_values
+from fxprec.torch_internals import late_hooks_of, sparse_values
 
 #: (device, dtype) -> dense tensors that can be unscaled in place.
 Grouped = dict[tuple[torch.device, torch.dtype], list[Tensor]]
@@ -27,6 +28,19 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Every parameter of every group."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+@contextmanager
+def late_hooks_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """In the block nobody hears of gradients that are accumulated: such hooks step optimizers."""
+    hooks = [(held, {**held}) for parameter in parameters if (held := late_hooks_of(parameter))]
+    for held, _ in hooks:
+        held.clear()
+    try:
+        yield
+    finally:
+        for held, those in hooks:
+            held.update(those)
 
 
 def grouped(optimizer: Optimizer, allow_fp16: bool, name_of: Callable[[Optimizer], dict[int, str]]) -> Grouped:

@@ -66,6 +66,10 @@ class Batch:
         """The same in memory of its own on ``device``, which a graph reads at every replay."""
         return Batch(self.names, tuple(_copy(v, device) if isinstance(v, Tensor) else v for v in self.values))
 
+    def copy(self) -> Batch:
+        """The same in memory of its own, where it is."""
+        return Batch(self.names, tuple(_copy(v, v.device) if isinstance(v, Tensor) else v for v in self.values))
+
     def fill(self, other: Batch) -> None:
         """Take the values of another batch of the same key. From pinned memory nothing waits for the copies."""
         with torch.no_grad():

@@ -29,10 +29,10 @@ from fxprec.whole_step.refusals import (
     check_values,
     device_of,
     refuse_ungraphable,
-    refuse_watched,
 )
 from fxprec.whole_step.scales import refuse_open_iteration
 from fxprec.whole_step.shadow_links import ShadowLinks
+from fxprec.whole_step.watched import Watched, recorded
 
 _training = operator.attrgetter("training")
 
@@ -54,6 +54,7 @@ class _Graph:
     fixed: Fixed
     rates: Rates
     shadows: ShadowLinks
+    watched: Watched
     replays: int = 0
     in_vain: int = 0
 
@@ -78,14 +79,14 @@ class CapturedStep:
         Raises:
             TypeError, ValueError: a batch that is none, or that ``accumulate`` does not divide.
             RuntimeError: within an iteration of the scaler. LossScaleFloorError: as ``LossScaler.update``.
-            CaptureError: a batch of another shape, or after a change, whose step cannot be captured; or the model is
-                watched (``fxprec.numerics.watch``), on CUDA.
+            CaptureError: a batch of another shape, or after a change, whose step cannot be captured.
         """
         batch = Batch.of(args, kwargs, self._iteration.parts)
         refuse_open_iteration(self._iteration.scaler)
         if self._recorder is None:
             return self._iteration.run(batch)[0]
-        refuse_watched(self._iteration)
+        for watcher in self._iteration.watchers():
+            watcher.begin()
         graph = self._graph_of(batch, self._recorder)
         graph.batch.fill(batch)
         graph.rates.send()
@@ -110,12 +111,14 @@ class CapturedStep:
         ours = scaler if isinstance(scaler, LossScaler) and scaler.is_enabled() else None
         if ours is not None:
             ours._before_replay(optimizer)
+        kept = graph.watched.kept(graph.batch)
         graph.recording.replay()
         graph.replays += 1
         # What Python would have done in an eager step.
         graph.shadows.after()
         set_called(optimizer, True)  # of which torch's lr schedulers make sure
         report = graph.report.clone()
+        graph.watched.replayed(kept)
         if ours is not None:
             ours._after_replay(optimizer, report[1])
         return report[0]
@@ -170,7 +173,7 @@ class CapturedStep:
                 self._warm_up(static, recorder)
                 random = RandomState()
                 with explained("the step"), rates.capturable(), buffers_in_place(iteration):
-                    recording, report = recorder.record(lambda: _reported(iteration, static))
+                    recording, (report, seen) = recorder.record(lambda: _reported(iteration, static))
             moved = random.restore(expected=recorder.generators)
             if moved is not None:
                 raise CaptureError(
@@ -179,11 +182,13 @@ class CapturedStep:
                 )
             held = attributes_of(iteration.roots())  # also what a forward caches, which goes when all is put back
         shadows = ShadowLinks(iteration)
-        return _Graph(recording, static, report, Fixed(iteration, rates, shadows, held), rates, shadows)
+        fixed, watched = Fixed(iteration, rates, shadows, held), Watched(iteration, seen)
+        return _Graph(recording, static, report, fixed, rates, shadows, watched)
 
     def _warm_up(self, batch: Batch, recorder: cuda.CudaRecorder) -> None:
         for number in range(_WARM_UP - 1):
-            self._iteration.run(batch, zeroed=number == 0)
+            with recorded(self._iteration):
+                self._iteration.run(batch, zeroed=number == 0)
         with explained("the step"), recorder.strict():
             _reported(self._iteration, batch)
 
@@ -192,9 +197,10 @@ def _modules_of(iteration: Iteration) -> list[nn.Module]:
     return [module for root in iteration.roots() for module in root.modules()]
 
 
-def _reported(iteration: Iteration, batch: Batch) -> Tensor:
-    loss, found = iteration.run(batch)
-    return torch.stack([loss] if found is None else [loss, found])
+def _reported(iteration: Iteration, batch: Batch) -> tuple[Tensor, list[object]]:
+    with recorded(iteration) as seen:
+        loss, found = iteration.run(batch)
+    return torch.stack([loss] if found is None else [loss, found]), seen
 
 
 def capture_step(

@@ -102,6 +102,8 @@ class Fixed:
         numbers["growth or backoff of the scaler"] = scale_rule(self._scaler)
         autocast = torch.is_autocast_enabled(self._device)
         numbers["torch.autocast around the step"] = autocast and torch.get_autocast_dtype(self._device)
+        watchers = (each.watcher for each in self._conversions)
+        numbers["fxprec.numerics.watch around the step"] = [each and each.fixed() for each in watchers]
         numbers["fxprec.original around the step"] = [each.bypassed > 0 for each in self._conversions]
         return numbers
 

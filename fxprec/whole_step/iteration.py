@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fxprec.model.conversion import Conversion
 from fxprec.model.inference import accumulate
 from fxprec.model.module import conversion_of, is_converted
+from fxprec.model.watcher import Watcher
 from fxprec.scaling.gradients import parameters_of
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.shadows import ShadowStore
@@ -75,15 +76,7 @@ class Iteration:
             self.drop_gradients()
 
     def _run(self, batch: Batch, zeroed: bool) -> tuple[Tensor, Tensor | None]:
-        losses: list[Tensor] = []
-        with torch.enable_grad(), self._one_refresh(), self._no_old_casts():
-            for part in batch.parts(self.parts):
-                loss = self._loss(part)
-                losses.append(loss.detach().float())
-                if zeroed:
-                    refuse_strangers(loss, self.parameters)
-                self.scaler.scale(loss if self.parts == 1 else loss / self.parts).backward()
-                del loss  # and its autograd graph, before the next micro-batch makes one
+        losses = self.backward(batch, self.scaler.scale, known=self.parameters if zeroed else None)
         if zeroed:
             for parameter in self.parameters:
                 if parameter.grad is not None:
@@ -94,6 +87,30 @@ class Iteration:
         self.scaler.update()
         return losses[0] if self.parts == 1 else torch.stack(losses).mean(), found
 
+    def backward(
+        self, batch: Batch, scaled: Callable[[Tensor], Tensor], *, known: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Forward and backward of each micro-batch.
+
+        Args:
+            batch: of this step.
+            scaled: what a loss is multiplied by.
+            known: the backward may reach no others.
+
+        Returns:
+            The losses, 0-dim FP32 and detached.
+        """
+        losses: list[Tensor] = []
+        with torch.enable_grad(), self._one_refresh(), self._no_old_casts():
+            for part in batch.parts(self.parts):
+                loss = self._loss(part)
+                losses.append(loss.detach().float())
+                if known is not None:
+                    refuse_strangers(loss, known)
+                scaled(loss if self.parts == 1 else loss / self.parts).backward()
+                del loss  # and its autograd graph, before the next micro-batch makes one
+        return losses
+
     def roots(self) -> list[nn.Module]:
         """The model, and a loss that is a module."""
         return [self.model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
@@ -101,6 +118,10 @@ class Iteration:
     def stores(self) -> list[ShadowStore]:
         """The shadows of every converted module in the step."""
         return [conversion.store for conversion in self.conversions]
+
+    def watchers(self) -> list[Watcher]:
+        """Those who watch its models (``fxprec.numerics.watch``)."""
+        return [each.watcher for each in self.conversions if each.watcher is not None]
 
     def drop_gradients(self) -> None:
         """``zero_grad`` of everything that a backward may reach."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxprec.capture.untouched import ModelState, RandomState
+from fxprec.model.warm_up import values_kept
+from fxprec.scaling.gradients import late_hooks_aside
 from fxprec.torch_internals import set_called, was_called
 from fxprec.whole_step.iteration import Iteration
 from fxprec.whole_step.scales import scaler_untouched
@@ -20,34 +22,62 @@ from fxprec.whole_step.scales import scaler_untouched
 def put_back(iteration: Iteration, device: torch.device) -> Iterator[None]:
     """Steps in the block leave no trace on weights, buffers, optimizer, scaler, gradients and random numbers.
 
+    Nor do those who watch the model know of them.
+
     Tensors keep their memory, which a graph holds the addresses of. State that the optimizer makes in the block stays,
     as zeros, which is how a step makes it; after an exception it goes.
 
     It holds copies of weights, buffers and optimizer state meanwhile, on their devices.
     """
     optimizer: Any = iteration.optimizer
+    with ExitStack() as stack:
+        for watcher in iteration.watchers():
+            stack.enter_context(watcher.aside())
+        stack.enter_context(_attributes_put_back(iteration))
+        values = _Values([*iteration.parameters, *_buffers(iteration)])
+        state = _State(optimizer)
+        called = was_called(optimizer)
+        completed = False
+        try:
+            with scaler_untouched(iteration.scaler, device):
+                yield
+            completed = True
+        finally:
+            values.restore()
+            state.restore(keep=completed)
+            set_called(optimizer, called)
+
+
+@contextmanager
+def backward_put_back(iteration: Iteration) -> Iterator[None]:
+    """Forwards and backwards in the block leave no trace on buffers, gradients and random numbers.
+
+    There are no gradients before, and nobody hears of those that are accumulated.
+    """
+    with _attributes_put_back(iteration), values_kept(_buffers(iteration)), late_hooks_aside(iteration.parameters):
+        iteration.drop_gradients()
+        yield
+
+
+@contextmanager
+def _attributes_put_back(iteration: Iteration) -> Iterator[None]:
+    """What modules hold, gradients and random numbers."""
     attributes = [(ModelState(root), _classes(root), root) for root in iteration.roots()]
-    buffers = [buffer for root in iteration.roots() for buffer in root.buffers()]
-    values = _Values([*iteration.parameters, *buffers])
     gradients = [(p, p.grad) for p in iteration.parameters]
-    state = _State(optimizer)
-    called = was_called(optimizer)
     random = RandomState()
-    completed = False
     try:
-        with scaler_untouched(iteration.scaler, device):
-            yield
-        completed = True
+        yield
     finally:
         for each, classes, root in attributes:
             if _classes(root) == classes:  # else its conversion was refused at the first call, and is undone
                 each.restore()
-        values.restore()
-        state.restore(keep=completed)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        set_called(optimizer, called)
         random.restore()
+
+
+def _buffers(iteration: Iteration) -> list[Tensor]:
+    return [buffer for root in iteration.roots() for buffer in root.buffers()]
 
 
 def _classes(root: nn.Module) -> list[type]:

@@ -105,11 +105,12 @@ def refuse_ungraphable(iteration: Iteration) -> None:
             f"{name} reads its learning rate or its step count on the host, which a CUDA graph does not: take "
             f"{_instead(optimizer)}"
         )
-    if iteration.scaler.is_enabled():
+    if iteration.scaler.is_enabled() or iteration.watchers():
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            why = "with a loss scaler an overflow" if iteration.scaler.is_enabled() else "what watch finds"
             raise CaptureError(
-                f"{name} cannot skip a step on the device, and with a loss scaler an overflow has to be skipped there: "
-                f"take {_instead(optimizer)}"
+                f"{name} cannot skip a step on the device, and {why} has to be skipped there: take "
+                f"{_instead(optimizer)}"
             )
     if not is_plain_step(optimizer):
         raise CaptureError(
@@ -117,20 +118,6 @@ def refuse_ungraphable(iteration: Iteration) -> None:
             "capture the optimizer as it was made"
         )
     _refuse_unborn_state(optimizer)
-
-
-def refuse_watched(iteration: Iteration) -> None:
-    """A graph runs no Python, and nobody who looks on would see its steps.
-
-    Raises:
-        CaptureError: a model of the step is watched.
-    """
-    for conversion in iteration.conversions:
-        if conversion.watcher is not None:
-            raise CaptureError(
-                f"{conversion.name} is watched (fxprec.numerics.watch), and a captured step runs no Python that it "
-                "could look at: leave the context, or watch the usual loop"
-            )
 
 
 @contextmanager

@@ -126,9 +126,9 @@ def test_it_tells_where_nothing_had_to_be_done_and_where_all_became_fp32() -> No
     assert not any(kept in remark for remark in tune(model, data, F.cross_entropy, error=1e-6).remarks)
     study = Study.of(Problem(model, F.cross_entropy), conversion_of(model).settings, batches(4))
     start, wide = study.decided(study.context.policy), study.trade.outcome([True] * len(study.all_low))
-    assert any(fp32 in remark for remark in study.remarks(start, wide, wide, None))
-    assert not any(fp32 in remark for remark in study.remarks(start, start, start, None))
-    assert not any(fp32 in remark for remark in study.remarks(wide, wide, wide, None))
+    assert any(fp32 in remark for remark in study.remarks(start, start, wide, wide, None))
+    assert not any(fp32 in remark for remark in study.remarks(start, start, start, start, None))
+    assert not any(fp32 in remark for remark in study.remarks(wide, wide, wide, wide, None))
 
 
 def test_figures_are_what_they_say() -> None:
@@ -355,11 +355,33 @@ def test_errors(call: Callable[[nn.Module], Any], error: type[Exception], text: 
         call(model)
 
 
+@pytest.mark.parametrize("error", [1e-4, 1e-3])
+def test_from_level_o0_the_way_is_down(error: float) -> None:
+    """To the policy that comes from O1, which knows what overrides say; O0 obeys none."""
+    policies = [fxprec.Policy.preset(level).override(nodes={"gelu": BF16}) for level in ("O0", "O1")]
+    found = [tune(converted(Net(), policy=each), batches(), F.cross_entropy, error=error) for each in policies]
+    assert found[0].policy == found[1].policy and found[0].lines == found[1].lines
+    assert found[0].start.measured_error < 1e-6 < found[0].tuned.measured_error < error
+    assert found[0].tuned.predicted_seconds == found[1].tuned.predicted_seconds < found[0].start.predicted_seconds
+    assert "of O1's mean square error" in found[0].to_toml() and "of the start's" in found[1].to_toml()
+    assert found[0].remarks[0].startswith("the policy is of level O1") and found[0].remarks[0] not in found[1].remarks
+
+
+def test_from_level_o0_within_a_time() -> None:
+    found = tune(converted(Net(), level="O0"), batches(), F.cross_entropy, time=0.6)
+    assert found.policy.level == "O1" and found.predicted_time <= 0.6 and found.lines
+
+
+def test_from_level_o0_where_nothing_pays() -> None:
+    model = converted(Net(), level="O0", lower=device(10, 30, cast=1, pointwise=(1, 2)))
+    found = tune(model, batches(), F.cross_entropy, error=1.0)
+    assert found.predicted_time == 1.0 and any("all is FP32, as at level O0" in each for each in found.remarks)
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"level": "O0", "lower": "always"}, "nothing is lowered"),
-        ({"level": "O3", "lower": "always"}, "parameters themselves are low"),
+        ({"level": "O3", "lower": "always"}, r"parameters themselves are low.* at O2.*override\(ops="),
         ({"placement": "autocast", "lower": "always"}, "minimum cut"),
     ],
 )

@@ -77,6 +77,30 @@ def test_steps_are_those_of_the_usual_loop(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+def test_watched_steps_are_those_of_the_usual_loop(name: str) -> None:
+    eager, captured = training(name), training(name)
+    with fxprec.numerics.watch(captured.model, captured.optimizer, captured.scaler) as watcher:
+        side_by_side(eager, captured, batches(8))
+    assert watcher.trips == [] and watcher.steps == 8
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.NonFiniteWarning")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_watched_step_is_skipped_and_explained(name: str) -> None:
+    made, data, moved = training(name, dropout=0.3), batches(6), []
+    data[3] = (data[3][0] * math.inf, data[3][1])
+    with fxprec.numerics.watch(made.model, made.optimizer, made.scaler) as watcher:
+        step = made.captured(data[0])
+        for each in data:
+            before = [parameter.detach().clone() for parameter in made.model.parameters()]
+            step(*each)
+            moved.append(not same(before, [parameter.detach() for parameter in made.model.parameters()]))
+    assert moved[:4] == [True, True, True, False] and moved[5]  # the one after it moves if the host had heard of it
+    (trip,) = watcher.trips
+    assert trip.step == 3 and trip.finding is not None and trip.finding.node == "inputs[0]"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_overflow_is_skipped_on_the_device(name: str) -> None:
     data = batches(8)
     data[4] = (data[4][0] * math.inf, data[4][1])

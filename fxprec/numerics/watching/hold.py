@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,6 +21,11 @@ from fxprec.scaling.gradients import parameters_of
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether ``step`` reads ``found_inf``."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not wants_scaler(optimizer)
+
+
+def is_scaled(optimizer: Optimizer) -> bool:
+    """Whether a loss scaler steps it, and told it what was found; another watch tells no scale."""
+    return hasattr(optimizer, "found_inf") and hasattr(optimizer, "grad_scale")
 
 
 class Hold:
@@ -40,10 +46,14 @@ class Hold:
 
         Args:
             optimizer: one that ``skips_on_device``.
-            found: 0 or 1; what a loss scaler told already counts as well.
+            found: 0 or 1; what a loss scaler or another watch told already counts as well.
             check: what its own ``check_gradients`` found, which need not look again.
         """
-        self._tell(optimizer, "found_inf", found)
+        told = getattr(optimizer, "found_inf", None)
+        if told is not None and not is_scaled(optimizer):
+            told.copy_(torch.maximum(told, found))  # by another watch, which takes it back before this one
+            return
+        self._tell(optimizer, "found_inf", found if told is None else torch.maximum(told.view(()), found))
         if check is not None:
             self._tell(optimizer, "gradient_check", check)
 

@@ -6,14 +6,12 @@ at the outputs with the gradients that came to them, so that nothing need be kno
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fxprec.capture.pytrees import leaves_of
 from fxprec.capture.untouched import RandomState
@@ -21,6 +19,7 @@ from fxprec.model.method_names import MethodName
 from fxprec.numerics.births import Source
 from fxprec.numerics.kept import kept
 from fxprec.numerics.step import Results, Step, gradients_of, is_finite
+from fxprec.numerics.watching.seen_call import SeenCall, floats
 from fxprec.torch_internals import foreach_copy_, sequence_number, tree_flatten, tree_unflatten
 
 
@@ -51,7 +50,7 @@ class _Argument:
         return (leaf for leaf in leaves_of(self.parts) if isinstance(leaf, Tensor))
 
 
-class KeptCall:
+class KeptCall(SeenCall):
     """One call, from before it runs.
 
     Args:
@@ -62,7 +61,6 @@ class KeptCall:
         only_torch: all random numbers come from torch.
 
     Attributes:
-        largest: output -> its largest element, on its device; of those that a gradient came to.
         gradients: output -> the gradients that came; of outputs that others are computed of, those and what came
             through the others, until ``keep_what_came_from_outside``.
     """
@@ -76,7 +74,8 @@ class KeptCall:
         buffers: dict[str, Tensor],
         only_torch: bool,
     ) -> None:
-        self.number, self.method = number, method
+        super().__init__(number)
+        self.method = method
         self._args = [_Argument.of(f"inputs[{position}]", value) for position, value in enumerate(args)]
         self._kwargs = {name: _Argument.of(f"inputs[{name!r}]", value) for name, value in kwargs.items()}
         self._versions = [(each.name, t, _version(t)) for each in self._arguments() for t in each.tensors()]
@@ -86,34 +85,16 @@ class KeptCall:
         if buffers:
             with torch.no_grad():
                 foreach_copy_(self._values, [buffer.detach() for buffer in buffers.values()])
-        self.largest: dict[int, Tensor] = {}
         self.gradients: dict[int, list[Tensor]] = {}
-        self._handles: list[RemovableHandle] = []
         self._from_outside = False
 
-    def look(self, output: Any, came: Callable[[KeptCall], object]) -> None:
-        """Look at the outputs; ``came``: told when the backward comes to one of them."""
-        for number, leaf in enumerate(_floats(output)):
-            if leaf.grad_fn is not None and leaf.numel() and leaf.layout is torch.strided and leaf.itemsize > 1:
-                with torch.no_grad():
-                    largest = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).amax()
-                note = functools.partial(self._note, number, largest, came)
-                self._handles.append(leaf.register_hook(note))
-
-    def _note(self, number: int, largest: Tensor, came: Callable[[KeptCall], object], gradient: Tensor) -> None:
-        self.largest[number] = largest
+    def _keep(self, number: int, gradient: Tensor) -> None:
         self.gradients.setdefault(number, []).append(gradient.detach())
-        came(self)
 
     @property
     def had_bad_outputs(self) -> bool:
         """Whether one was nan or inf."""
         return not all(float(largest) < torch.inf for largest in self.largest.values())
-
-    def let_go(self) -> None:
-        """Of the outputs."""
-        for handle in self._handles:
-            handle.remove()
 
     def changed(self) -> str | None:
         """The first argument that was written to since; None: all are as they were."""
@@ -147,7 +128,7 @@ class KeptCall:
         """The outputs that a gradient may come to, of the call run again on a model, or on a copy."""
         self.prepare(model)
         args, kwargs = self.arguments()
-        return _floats(getattr(model.get_submodule(self.method.path), self.method.name)(*args, **kwargs))
+        return floats(getattr(model.get_submodule(self.method.path), self.method.name)(*args, **kwargs))
 
     def prepare(self, model: nn.Module) -> None:
         """Buffers of the model, or of a copy, and random numbers as they were before the call."""
@@ -218,12 +199,6 @@ class KeptStep(Step):
         if self.scale != self.made_at:
             total = total * (self.scale / self.made_at)
         return total.to(output.dtype)
-
-
-def _floats(output: Any) -> Sequence[Tensor]:
-    """The tensors of an output that a gradient may come to."""
-    leaves = (leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor))
-    return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
 
 
 def _sum(gradients: list[Tensor]) -> Tensor:

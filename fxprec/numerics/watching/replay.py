@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -26,6 +26,9 @@ class Taken:
         skipped: it is, if it is not finite: an optimizer has asked.
         tripped: it was told of.
         optimizers: those that have stepped in it.
+        again: of a captured step, which has no calls: runs it without its graph, at a loss scale, and calls come.
+        recorded: how many a graph has.
+        unseen: why there are no calls.
     """
 
     number: int
@@ -33,6 +36,14 @@ class Taken:
     skipped: bool = False
     tripped: bool = False
     optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
+    again: Callable[[float], None] | None = None
+    recorded: int = 0
+    unseen: str = "its gradients are not of calls that were seen (made before, or by torch.autograd.grad?)"
+
+    @property
+    def count(self) -> int:
+        """How many calls there were."""
+        return len(self.calls) or self.recorded
 
 
 def is_finite_unscaled(model: nn.Module, step: Taken, scale: float) -> bool:
@@ -90,7 +101,7 @@ def trip_of(
             break
     written = f"{changed} was written to since" if changed else ""
     if not suspects:
-        why = "its gradients are not of calls that were seen (made before, or by torch.autograd.grad?)"
+        why = step.unseen
     elif finding is None and not why:
         changes = "does something in it change from run to run?"
         if elsewhere:
@@ -99,4 +110,4 @@ def trip_of(
     remarks = [f"{written}: the replay ran on other values"] if changed and finding else []
     if suspects and (mended := step.calls[0].mend_buffers()):
         remarks.append(f"buffers have their values of before the step again: {', '.join(mended)}")
-    return Trip(step.number, began, len(step.calls), rank, finding, why, step.skipped, tuple(remarks))
+    return Trip(step.number, began, step.count, rank, finding, why, step.skipped, tuple(remarks))

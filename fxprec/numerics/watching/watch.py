@@ -6,9 +6,9 @@ import contextlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,13 @@ from fxprec.model.conversion import Conversion
 from fxprec.model.entry_point import EntryPoint
 from fxprec.model.module import conversion_of
 from fxprec.numerics.finding import Finding
+from fxprec.numerics.kept import kept
 from fxprec.numerics.problem import Problem
-from fxprec.numerics.watching.hold import Hold, skips_on_device
+from fxprec.numerics.watching.hold import Hold, is_scaled, skips_on_device
 from fxprec.numerics.watching.kept_call import KeptCall
 from fxprec.numerics.watching.replay import Taken, is_finite_unscaled, outputs_alone, trip_of
+from fxprec.numerics.watching.report import Recording, Report, Seen
+from fxprec.numerics.watching.seen_call import SeenCall
 from fxprec.numerics.watching.step_numbers import Numbers, Verdicts
 from fxprec.numerics.watching.trip import Trip
 from fxprec.numerics.watching.weight_writes import WeightWrites
@@ -44,6 +47,7 @@ _MOST_REPLAYS: Final = 3
 #: Calls of a step that are kept; of more (nobody steps an optimizer?) the oldest go.
 _MOST_CALLS: Final = 256
 
+_C = TypeVar("_C", bound=SeenCall)
 OnFinding = Literal["warn", "raise"] | Callable[[Trip], object]
 
 
@@ -75,6 +79,8 @@ def watch(
     or nan get their values of before. Weights are read when this begins and when it ends: one that an optimizer's step
     makes inf or nan shows in the next step, which tells the optimizer, its step, and the state that it divided by.
 
+    Steps of ``capture_step`` hold the same work in their graph; one that was not finite runs again without it.
+
     A scaler that is enabled decides on gradients itself. An overflow that a smaller scale cures is its daily business,
     and no finding, unless the scale cannot fall (a static one) or came to its floor: then the scaler's error tells the
     finding. Several processes (DDP) skip together, by an all-reduce of two numbers before each step.
@@ -94,20 +100,6 @@ def watch(
         ValueError: an optimizer of other parameters, one that cannot skip (on CUDA without ``wait``; LBFGS), DTensors.
     """
     return Watcher(model, optimizer, scaler, on_finding, wait)
-
-
-class _Report(NamedTuple):
-    """What was found before a step. ``ranks``: the last numbers are what all found; ``scaled``: it is the scale."""
-
-    step: Taken
-    found: OnHost
-    outputs: list[KeptCall]
-    gradients: int
-    ranks: bool
-    scaled: bool
-
-    def numbers(self) -> Numbers:
-        return Numbers(self.found.values, len(self.outputs), self.gradients)
 
 
 class Watcher:
@@ -142,7 +134,7 @@ class Watcher:
         self._verdicts, self._hold, self._plans = Verdicts(self._home), Hold(), Plans()
         self._buffers = WrittenBuffers(model)
         self._known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._alive: weakref.WeakSet[KeptCall] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[SeenCall] = weakref.WeakSet()
         self._stack = contextlib.ExitStack()
         self._busy = self._armed = False
         self._outputs_count = True
@@ -150,8 +142,9 @@ class Watcher:
         self._numbers_of_calls = itertools.count()
         self._new: list[KeptCall] = []
         self._step: Taken | None = None
-        self._unread: list[_Report] = []
-        self._held: Tensor | None = None  # on CUDA: 1 from a fault on until the host has heard of it
+        self._unread: list[Report] = []
+        self._recording: Recording | None = None
+        self._held = torch.zeros((), device=self._home)  # on CUDA: 1 from a fault on until the host has heard of it
         if optimizer is not None and not self._concerns(optimizer):
             raise ValueError(
                 f"none of the parameters of this {type(optimizer).__name__} belongs to the model: was it made for "
@@ -167,7 +160,7 @@ class Watcher:
                 f"{conversion.name} is watched already: one watch(...) around the loop sees all its steps"
             )
         with contextlib.ExitStack() as stack:
-            conversion.watcher = self._call
+            conversion.watcher = self
             stack.callback(self._disarm, conversion)
             if self._optimizer is None:
                 hooks = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
@@ -196,7 +189,8 @@ class Watcher:
             call.let_go()
         self._new.clear()
         self._unread.clear()
-        self._step = self._held = None
+        self._step = None
+        self._held.zero_()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -220,12 +214,18 @@ class Watcher:
 
     # -- calls of the model --------------------------------------------------------------------------------------------
 
-    def _call(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+    def call(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         """In the place of a call: run it, and keep what a replay takes."""
         if self._busy or is_traced():
             return run()
+        number = next(self._numbers_of_calls)
+        if self._recording is not None:
+            return self._ran(SeenCall(number), self._recording.came, run)
         if capturing(self._home):
-            raise CaptureError("a CUDA graph of a model that is watched: its replays run unseen. Leave watch before")
+            raise CaptureError(
+                "a CUDA graph of a model that is watched: its replays run unseen. Take fxprec.capture_step, which is "
+                "watched, or leave watch before"
+            )
         if not self._asks_ranks:
             self._settle()
         if not self._unread:
@@ -234,15 +234,17 @@ class Watcher:
             self._verdicts.group = ddp.process_group
         conversion = conversion_of(self._model)
         draws_from_torch = entry.static.allowed and bool(conversion.captured)
-        call = KeptCall(
-            next(self._numbers_of_calls), entry.name, args, kwargs, self._buffers.now(conversion), draws_from_torch
-        )
+        call = KeptCall(number, entry.name, args, kwargs, self._buffers.now(conversion), draws_from_torch)
+        return self._ran(call, self._came, run)
+
+    def _ran(self, call: _C, came: Callable[[_C], object], run: Callable[[], Any]) -> Any:
+        """Run a call, and look at its outputs."""
         self._busy = True
         try:
             output = run()
         finally:
             self._busy = False
-        call.look(output, self._came)
+        call.look(output, came)
         self._alive.add(call)
         return output
 
@@ -294,29 +296,27 @@ class Watcher:
 
     def _look(self, optimizer: Optimizer) -> None:
         self._hold.release()  # after a step that raised
-        if self._scaler is None and hasattr(optimizer, "found_inf"):
+        if self._scaler is None and is_scaled(optimizer):
             raise RuntimeError(
                 f"a loss scaler steps this {type(optimizer).__name__}, and watch knows of none: give it, "
                 "watch(model, optimizer, scaler)"
             )
-        step = self._taken()
-        step.skipped = True
+        calls = self._calls_taken()
         checked = self._checked(optimizer) if self._scaler is None else None
-        numbers, outputs = self._numbers(step, [] if checked is None else [*checked.found_inf.values()])
+        numbers = self._numbers(calls, [] if checked is None else [*checked.found_inf.values()])
         found = self._verdicts.found(numbers)
         agreed = self._verdicts.agreed(numbers, found)
         if self._scaler is None:
-            self._report(step, numbers, outputs, ranks=agreed)
+            self._report(numbers, ranks=agreed)
         found = found if agreed is None else agreed[0]
-        if self._scaler is None and self._held is not None:
+        unread = reading_waits(self._home) or self._recording is not None
+        if unread and self._scaler is None:
             found = torch.maximum(self._held, found)
-        if reading_waits(self._home) and self._scaler is None:
-            self._held = found
-        if reading_waits(self._home) and skips_on_device(optimizer) and not makes_state(optimizer):
-            told = getattr(optimizer, "found_inf", None)
+            self._held.copy_(found)
+        if unread and skips_on_device(optimizer) and not makes_state(optimizer):
             own = checked if getattr(optimizer, "max_norm", None) is not None else None
-            self._hold.tell(optimizer, found if told is None else torch.maximum(told.view(()), found), own)
-        elif bool(found):
+            self._hold.tell(optimizer, found, own)
+        elif self._recording is None and bool(found):  # warm-ups make the state, and are undone
             self._hold.hide_gradients(optimizer)
 
     def _checked(self, optimizer: Any) -> GradientCheck:
@@ -325,32 +325,36 @@ class Watcher:
             return optimizer.check_gradients(None)
         return check(parameters_of(optimizer), None, False, self._plans)
 
-    def _numbers(self, step: Taken, flags: Iterable[Tensor]) -> tuple[Numbers, list[KeptCall]]:
-        """What there is to see of a step, and whose the outputs are."""
-        outputs = [(call, largest) for call in step.calls for largest in call.largest.values()]
-        if not self._outputs_count:
-            outputs = []
-        return Numbers.of([largest for _, largest in outputs], flags, self._home), [call for call, _ in outputs]
+    def _calls_taken(self) -> Sequence[SeenCall]:
+        """Of the step that an optimizer takes now."""
+        if self._recording is not None:
+            return self._recording.calls
+        step = self._taken()
+        step.skipped = True
+        return step.calls
 
-    def _report(
-        self,
-        step: Taken,
-        numbers: Numbers,
-        outputs: list[KeptCall],
-        *,
-        ranks: Tensor | None = None,
-        scale: Tensor | None = None,
-    ) -> None:
+    def _numbers(self, calls: Iterable[SeenCall], flags: Iterable[Tensor]) -> Numbers:
+        """What there is to see of a step."""
+        outputs = [largest for call in calls for largest in call.largest.values()] if self._outputs_count else []
+        return Numbers.of(outputs, flags, self._home)
+
+    def _report(self, numbers: Numbers, *, ranks: Tensor | None = None, scale: Tensor | None = None) -> None:
+        """Of the step that was taken last, or is recorded."""
         more = ranks if ranks is not None else scale
-        found = OnHost.of(numbers.values if more is None else numbers.and_more(more))
-        self._unread.append(_Report(step, found, outputs, numbers.gradients, ranks is not None, scale is not None))
+        numbers = numbers if more is None else replace(numbers, values=numbers.and_more(more))
+        seen = Seen(numbers, ranks is not None, scale is not None)
+        if self._recording is not None:
+            self._recording.seen = seen
+        else:
+            assert self._step is not None
+            self._unread.append(Report(self._step, seen, OnHost.of(numbers.values)))
 
     def _look_at_rest(self) -> None:
         """At calls whose gradients no optimizer has taken."""
         if self._new:
             checked = check(self._model.parameters(), None, False, self._plans) if self._scaler is None else None
-            step = self._taken()
-            self._report(step, *self._numbers(step, [] if checked is None else [*checked.found_inf.values()]))
+            flags = [] if checked is None else [*checked.found_inf.values()]
+            self._report(self._numbers(self._taken().calls, flags))
 
     def _look_at_weights(self, quiet: bool = False) -> None:
         """At what the last step wrote, which no call has read yet."""
@@ -368,15 +372,71 @@ class Watcher:
         assert self._scaler is not None
         flags = [flag for optimizer, found in self._scaler._found_in() if self._concerns(optimizer) for flag in found]
         if flags:
-            step = self._taken()
-            step.skipped = True
-            self._report(step, *self._numbers(step, flags), scale=self._scaler._scales.first)
+            self._report(self._numbers(self._calls_taken(), flags), scale=self._scaler._scales.first)
 
     def after_update(self, fallen: bool) -> str:
         """For the scaler: read what has come; where the scale came to its floor all, and tell of it."""
         known = len(self.trips)
         self._settle(wait=fallen, quiet=fallen, at_floor=fallen)
         return str(self.trips[-1]) if len(self.trips) > known else ""
+
+    # -- captured steps ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """See ``fxprec.model.watcher.Watcher``, as for what follows."""
+        before, held = (self._new, self._step, self._unread, self._busy), self._held.clone()
+        self._new, self._step, self._unread, self._busy = [], None, [], False
+        self._writes.before(self.steps)
+        try:
+            yield
+        finally:
+            self._new, self._step, self._unread, self._busy = before
+            self._held.copy_(held)
+            self._writes.put_back()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[object]:
+        self._recording = recording = Recording()
+        try:
+            yield recording
+        finally:
+            self._recording = None
+            self._hold.release()
+            recording.tables = self._plans.kept()
+            recording.calls.clear()
+
+    def fixed(self) -> Hashable:
+        return self, self._outputs_count
+
+    def begin(self) -> None:
+        self._settle()
+        self._step = None
+
+    def written(self) -> Iterable[Tensor]:
+        return self._buffers.now(conversion_of(self._model)).values()
+
+    def replayed(self, recording: object, optimizer: Optimizer, again: Callable[[float], None]) -> None:
+        assert isinstance(recording, Recording)
+        if recording.seen is None:  # another optimizer's
+            return
+        own = weakref.ref(optimizer)
+        step = Taken(self.steps, [], skipped=True, optimizers=[own], again=again, recorded=recording.count)
+        self.steps += 1
+        self._writes.before(step.number)
+        self._writes.after(optimizer)
+        self._unread.append(Report(step, recording.seen, OnHost.of(recording.seen.numbers.values)))
+        if self._scaler is None:  # else it tells when
+            self._settle()
+
+    def _run_again(self, step: Taken, again: Callable[[float], None], scale: float) -> None:
+        """Of a captured step, keep the calls, with their backward, as of any other one."""
+        try:
+            with kept(self._model), self.aside():
+                again(scale)
+                step.calls = sorted(self._new, key=lambda call: call.number)
+        except Exception as error:  # of the user's code, which is not to end a training
+            step.unseen = f"the replay failed: {error}"
 
     # -- what was found ------------------------------------------------------------------------------------------------
 
@@ -413,21 +473,23 @@ class Watcher:
             if trip is not None:
                 self._tell(trip, quiet)
 
-    def _judged(self, report: _Report, at_floor: bool, together: bool) -> Trip | None:
+    def _judged(self, report: Report, at_floor: bool, together: bool) -> Trip | None:
         step, numbers = report.step, report.numbers()
-        bad = zip(report.outputs, numbers.bad_outputs(), strict=True)
-        flagged = [*dict.fromkeys(call for call, is_bad in bad if is_bad)]
+        bad_outputs = any(numbers.bad_outputs())
         *_, last_but_one, last = [0.0, 0.0, *report.found.values.tolist()]
-        somewhere, of_rank = (last_but_one, int(last)) if report.ranks else (0.0, 0)
-        if not (flagged or numbers.bad_gradients() or somewhere):
+        somewhere, of_rank = (last_but_one, int(last)) if report.seen.ranks else (0.0, 0)
+        if not (bad_outputs or numbers.bad_gradients() or somewhere):
             self._in_a_row = 0
             self._writes.ran(step.optimizers, step.number)
             return None
-        if self._held is not None:
-            self._held = torch.zeros_like(self._held)
+        self._held.zero_()
         if step.tripped:  # told of, by another optimizer of the same step
             return None
-        scale = last if report.scaled else 1.0
+        scale = last if report.seen.scaled else 1.0
+        enough = self._in_a_row >= _MOST_REPLAYS and not at_floor
+        if step.again is not None and not (enough and self._scaler is None):
+            self._run_again(step, step.again, scale)
+        flagged = [call for call in step.calls if bad_outputs and call.had_bad_outputs]
         if self._scaler is not None and self._scaler.get_backoff_factor() < 1 and not (flagged or at_floor):
             if is_finite_unscaled(self._model, step, scale):
                 return None
@@ -435,10 +497,10 @@ class Watcher:
         self._in_a_row += 1
         rank = self._verdicts.rank
         if of_rank and not flagged:
-            trip = Trip(step.number, None, len(step.calls), rank, None, f"it began on rank {of_rank - 1}", step.skipped)
-        elif self._in_a_row > _MOST_REPLAYS and not at_floor:
+            trip = Trip(step.number, None, step.count, rank, None, f"it began on rank {of_rank - 1}", step.skipped)
+        elif enough:
             why = f"as were the {_MOST_REPLAYS} before it; not run again"
-            trip = Trip(step.number, None, len(step.calls), rank, None, why, step.skipped)
+            trip = Trip(step.number, None, step.count, rank, None, why, step.skipped)
         else:
             asks = together and report.ranks and not of_rank
             trip = trip_of(self._model, step, flagged, scale, rank, "" if asks else self._verdicts.elsewhere())

@@ -54,6 +54,10 @@ class WeightWrites:
         """An optimizer has written, or was kept from it."""
         self._versions = [*map(_version, self._all)]
 
+    def put_back(self) -> None:
+        """What was written since ``before`` has the values that it had there."""
+        self._versions = {parameter: parameter._version for parameter in self._versions}
+
     def ran(self, optimizers: Iterable[weakref.ref[Optimizer]], step: int) -> None:
         """Optimizers have stepped in a step that was finite."""
         for each in optimizers:

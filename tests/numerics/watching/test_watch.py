@@ -700,6 +700,7 @@ def test_a_disabled_scaler_is_none() -> None:
 
 
 def test_a_captured_step() -> None:
+    """On a CPU it is a loop; graphs: test_captured_steps.py."""
     results = []
     for watched in (False, True):
         model, scaler = small()
@@ -718,16 +719,6 @@ def test_a_captured_step() -> None:
                 results.append(state(model, opt))
         if watched:
             assert same(before, results[0])
-
-
-def test_a_captured_step_that_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, scaler = small()
-    opt = OPTIMIZERS["ours"](model.parameters())
-    run = fxprec.capture_step(model, F.cross_entropy, opt, scaler, batch())
-    monkeypatch.setattr(run, "_recorder", object())
-    run._iteration.look()
-    with watch(model, opt), pytest.raises(fxprec.CaptureError, match="Small is watched"):
-        run(*batch())
 
 
 class Slow:
@@ -766,6 +757,24 @@ def test_a_device_skips_by_itself(monkeypatch: pytest.MonkeyPatch, optimizer: st
     assert moved == ([False, not down, True, False, not down, True, True])
     assert [(trip.step, trip.finding is None) for trip in watcher.trips] == [(0, False), (3, False)]
     assert slow.waits == (6 if down else 0)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW, fused", "ours, clipping"])
+def test_two_models_with_one_optimizer_on_a_device(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    Slow(monkeypatch)
+    one, two = small()[0], small()[0]
+    opt = OPTIMIZERS[optimizer]([*one.parameters(), *two.parameters()])
+    moved = []
+    with watch(one, opt) as first, watch(two, opt) as second, quiet():
+        for data in [*[(batch(), batch())] * 2, (bad(), batch()), (batch(), bad()), (batch(), batch())]:
+            before = [p.detach().clone() for p in (*one.parameters(), *two.parameters())]
+            opt.zero_grad()
+            (F.cross_entropy(one(data[0][0]), data[0][1]) + F.cross_entropy(two(data[1][0]), data[1][1])).backward()
+            opt.step()
+            assert not hasattr(opt, "found_inf") and not hasattr(opt, "gradient_check")
+            moved.append(not same(before, [p.detach() for p in (*one.parameters(), *two.parameters())]))
+    assert moved == [True, True, False, False, True]
+    assert [len(each.findings) for each in (first, second)] == [1, 1]
 
 
 def test_two_optimizers_on_a_device_wait_for_no_step_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,50 @@
+"""Who looks on as a converted model is trained: ``fxprec.numerics.watch``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fxprec.model.entry_point import EntryPoint
+
+
+class Watcher(Protocol):
+    """Of one model. All but ``call`` is for ``capture_step``, whose graphs run no Python that could be looked at."""
+
+    def call(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """In the place of a call that records gradients; ``run`` runs it."""
+        ...
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Steps in the block are none of the loop's: they leave no trace, and what was known stays."""
+        ...
+
+    def recording(self) -> AbstractContextManager[object]:
+        """A step in the block is looked at by the device alone; what comes is for ``replayed``, of its replays."""
+        ...
+
+    def fixed(self) -> Hashable:
+        """What a recording takes as given."""
+        ...
+
+    def begin(self) -> None:
+        """A captured step comes next: read what is known of those before it."""
+        ...
+
+    def written(self) -> Iterable[Tensor]:
+        """The buffers that a call of the model may write."""
+        ...
+
+    def replayed(self, recording: object, optimizer: Optimizer, again: Callable[[float], None]) -> None:
+        """A captured step was launched.
+
+        Args:
+            recording: of its graph.
+            optimizer: that steps in it.
+            again: run its forward and backward once more, without the graph, at a loss scale.
+        """
+        ...
