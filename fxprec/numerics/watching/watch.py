@@ -393,7 +393,7 @@ class Watcher:
         finally:
             self._new, self._step, self._unread, self._busy = before
             self._held.copy_(held)
-            self._writes.put_back()
+            self._writes.after()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[object]:
@@ -424,7 +424,7 @@ class Watcher:
         step = Taken(self.steps, [], skipped=True, optimizers=[own], again=again, recorded=recording.count)
         self.steps += 1
         self._writes.before(step.number)
-        self._writes.after(optimizer)
+        self._writes.after()
         self._unread.append(Report(step, recording.seen, OnHost.of(recording.seen.numbers.values)))
         if self._scaler is None:  # else it tells when
             self._settle()
@@ -502,7 +502,7 @@ class Watcher:
             why = f"as were the {_MOST_REPLAYS} before it; not run again"
             trip = Trip(step.number, None, step.count, rank, None, why, step.skipped)
         else:
-            asks = together and report.ranks and not of_rank
+            asks = together and report.seen.ranks and not of_rank
             trip = trip_of(self._model, step, flagged, scale, rank, "" if asks else self._verdicts.elsewhere())
             began = self._verdicts.began(trip.finding is not None) if asks else None
             if trip.finding is None and began is not None:

@@ -51,12 +51,8 @@ class WeightWrites:
             self._versions = now
 
     def after(self) -> None:
-        """An optimizer has written, or was kept from it."""
+        """An optimizer has written, or was kept from it; or all has the values of before again."""
         self._versions = [*map(_version, self._all)]
-
-    def put_back(self) -> None:
-        """What was written since ``before`` has the values that it had there."""
-        self._versions = {parameter: parameter._version for parameter in self._versions}
 
     def ran(self, optimizers: Iterable[weakref.ref[Optimizer]], step: int) -> None:
         """Optimizers have stepped in a step that was finite."""
