@@ -190,6 +190,8 @@ def _watcher(inputs: Sequence[Any]) -> str:
     for x in inputs:
         if type(x) not in _PLAIN and not isinstance(x, FakeTensor):
             return f"a {type(x).__name__} dispatches the ops itself"
+        if x.is_neg():
+            return "memory that is read negated, as of the imaginary part of a conjugate"
     return ""
 
 

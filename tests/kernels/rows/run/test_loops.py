@@ -260,6 +260,16 @@ def test_what_loops_do_not_serve_runs_op_by_op_and_says_why(function: Any, input
     assert torch.equal(found, function(*inputs))
 
 
+def test_memory_that_is_read_negated() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (x * 2.0 + y) * y
+
+    x, y = torch.randn(64, 64, dtype=torch.complex64).conj().imag, torch.randn(64, 64)
+    region = tools.region_of(function, kernels="loops")
+    assert torch.equal(region(x, y), function(x, y)) and "negated" in region.reason
+    looped(function, y, y)
+
+
 def test_a_small_region_is_a_loop_where_torch_runs_many_kernels_or_no_backward_follows() -> None:
     region = tools.region_of(lambda x, y: (x + y).relu(), kernels="loops")
     region(leaf(16, 64), leaf(16, 64))
