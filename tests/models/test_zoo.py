@@ -173,6 +173,13 @@ def test_one_step_in_float16(name):
     assert torch.nn.functional.cosine_similarity(a, b, dim=0) >= 0.99
 
 
+#: Backwards that nobody can differentiate, of which a ledger of gradients says so.
+WITHOUT_DERIVATIVE = {
+    "deepseek": {"transformers::grouped_mm_fallback_backward"},
+    "wav2vec2": {"aten::_weight_norm_interface_backward", "aten::_ctc_loss_backward"},
+}
+
+
 @pytest.mark.parametrize(
     ("name", "gradients"),
     [("deepseek", True), ("gan", False), ("mamba", False), ("wav2vec2", True)],
@@ -180,4 +187,6 @@ def test_one_step_in_float16(name):
 def test_the_error_ledger_adds_up(name, gradients):
     """Routes that differ in the reference, weights made of others, a scan, and six graphs."""
     found = added_up(Subject.of_zoo(name, ZOO[name]), torch.bfloat16, "O1", gradients)
-    assert found.measured != 0 and found.adds_up and not found.remarks
+    assert found.measured != 0 and found.adds_up
+    lacking = {remark.partition(" has no derivative in ")[0] for remark in found.remarks}
+    assert lacking == WITHOUT_DERIVATIVE.get(name, set())
