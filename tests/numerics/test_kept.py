@@ -39,7 +39,7 @@ class Normed(nn.Module):
         if not self.training:
             return self.last(h * self.rate)
         with torch.no_grad():
-            self.rate.lerp_(h.detach().abs().mean(0), 0.1)
+            self.rate.mul_(0.9).add_(h.detach().abs().mean(0), alpha=0.1)
         return self.last(h)
 
 
