@@ -73,6 +73,20 @@ def run_both(
     return results[0], results[1]
 
 
+def check_errors(
+    found: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor], low: torch.dtype, slack: float
+) -> None:
+    """Each result errs at most twice as much as torch's ops one by one, or by a rounding.
+
+    Args:
+        slack: what results in ``low`` may err by at least, and what are near 0.
+    """
+    for number, (own, other, right) in enumerate(zip(found, eager, exact, strict=True)):
+        assert own.dtype == other.dtype and own.shape == other.shape
+        least = slack if own.dtype is low or right.abs().max() < 1e-3 else 2.0**-17
+        assert error(own, right) <= max(2 * error(other, right), least), f"result {number}"
+
+
 def error(found: Tensor, exact: Tensor) -> float:
     """The largest difference over the largest exact value; NaN and infinities must be at the same places."""
     found, exact = found.double(), exact.double()

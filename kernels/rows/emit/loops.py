@@ -14,6 +14,7 @@ first of them on. Nothing is contracted to FMA: what a backward computes anew is
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,8 +68,12 @@ def emit_loops(
         w.line("#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tasks > 1)")
         with w.block("for (int64_t task = 0; task < tasks; ++task) {"):
             w.task()
-    header = files("fxprec.kernels").joinpath("rows/emit/loops.h").read_text(encoding="utf-8")
-    return "\n".join([header, *w.lines]) + "\n"
+    return "\n".join([_header(), *w.lines]) + "\n"
+
+
+@functools.cache
+def _header() -> str:
+    return files("fxprec.kernels").joinpath("rows/emit/loops.h").read_text(encoding="utf-8")
 
 
 def check(program: Program) -> None:

@@ -72,10 +72,7 @@ def test_kernels_are_as_exact_as_the_ops(device: str, made: Any) -> None:
     found, exact = tools.run_both(function, inputs, lambda *given: region(*given, *extra))
     torch.manual_seed(1)
     eager, _ = tools.run_both(function, inputs, function)
-    for number, (own, other, right) in enumerate(zip(found, eager, exact, strict=True)):
-        assert own.dtype == other.dtype and own.shape == other.shape
-        slack = 2.0**-9 if own.dtype is low or right.abs().max() < 1e-3 else 2.0**-17
-        assert tools.error(own, right) <= max(2 * tools.error(other, right), slack), f"result {number}"
+    tools.check_errors(found, eager, exact, low, 2.0**-9)
 
 
 @pytest.mark.skipif(kernel_tools.INTERPRETING, reason="runs once, outside of the interpreter")
