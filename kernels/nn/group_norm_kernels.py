@@ -87,7 +87,7 @@ def group_forward_kernel(
     read in phase 2; PARTS is S or the power of two above it. All arithmetic and sums in fp32.
     """
     group, _, first, base, low, high = group_place(groups, pixels, CPG, PT, LAST)
-    number = pixels.to(tl.float32) * CPG
+    number = tl.full((), pixels, tl.float32) * CPG  # one pixel is a constant to Triton, which has no .to()
     total = tl.num_programs(0)
     channels = tl.arange(0, CT)
     points = tl.arange(0, PT)
@@ -175,7 +175,7 @@ def group_backward_kernel(
     parts: fp32 [N * groups, S, 2], sums of g and of g * n (see ``group_norm``): written in phase 1, read in phase 2.
     """
     group, sample, first, base, low, high = group_place(groups, pixels, CPG, PT, LAST)
-    number = pixels.to(tl.float32) * CPG
+    number = tl.full((), pixels, tl.float32) * CPG  # one pixel is a constant to Triton, which has no .to()
     mean = tl.load(statistics + group)
     rstd = tl.load(statistics + tl.num_programs(0) + group)
     channels = tl.arange(0, CT)

@@ -277,7 +277,8 @@ def compiled_launch(launch: Any, dtypes: list[torch.dtype], architecture: int) -
             elif number % 16 == 0:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     assert next(numbers, None) is None
-    return _compiled(kernel, architecture, {"num_warps": launch.form.warps}, types, constants, attributes)
+    options = {"num_warps": launch.form.warps, "enable_fp_fusion": launch.contracts}
+    return _compiled(kernel, architecture, options, types, constants, attributes)
 
 
 if INTERPRETING:

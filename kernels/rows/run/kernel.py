@@ -22,6 +22,7 @@ from fxprec.kernels.rows.emit.source import emit
 from fxprec.kernels.rows.emit.tiling import Form, form_of, reduction_levels
 from fxprec.kernels.rows.program.layout import Layout
 from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.program.values import COMPARISONS
 from fxprec.kernels.rows.run.walks import Placed, walks
 
 _COUNT = itertools.count()
@@ -29,6 +30,9 @@ _COUNT = itertools.count()
 _PER_MULTIPROCESSOR: Final = 4
 #: Rows that each of them takes at least, where the device is full.
 _ROWS_EACH: Final = 32
+#: The backward of these decides once more what the forward decided, or looks for the operand that equals a maximum: it
+#: computes the operands again, and each kernel contracts other products. The same bits come of contracting none.
+_DECIDED: Final = COMPARISONS | {"max", "min", "maximum", "minimum"}
 #: In the interpreter, whose programs run one after the other.
 _INTERPRETED: Final = 3
 
@@ -45,6 +49,7 @@ class Launch:
         partials: shape of the partial sums, which a second stage adds up over the first dimension; None without any.
         passes: how often a row is read.
         wide: whether every access of a full tensor may be one of 16 bytes.
+        contracts: whether a product and a sum may be rounded once, as one FMA.
     """
 
     name: str
@@ -56,6 +61,7 @@ class Launch:
     partials: tuple[int, int] | None
     passes: int = 1
     wide: bool = False
+    contracts: bool = True
     _compiled: dict[int, Callable[..., None]] = field(default_factory=dict)
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int, partials: Tensor | None) -> None:
@@ -87,7 +93,7 @@ class Launch:
             kernel[self.grid](*arguments, num_warps=self.form.warps)
             return
         with torch.cuda.device(index):
-            compiled = kernel[self.grid](*arguments, num_warps=self.form.warps)
+            compiled = kernel[self.grid](*arguments, num_warps=self.form.warps, enable_fp_fusion=self.contracts)
         if not any(tensor.data_ptr() & 15 for tensor in pointers):
             self._compiled[index] = compiled[self.grid]
 
@@ -119,6 +125,7 @@ def prepare(
         partials=(down, width) if width else None,
         passes=1 + len(reduction_levels(program)) if form.kind == "loop" else 1,
         wide=columns % 8 == 0 and walked.wide,
+        contracts=not any(value.op in _DECIDED for value in program.values),
     )  # fmt: skip
 
 

@@ -101,6 +101,20 @@ def test_rows_longer_than_a_tile(device: str) -> None:
     check(lambda x, s: (x * s).sum(-1), leaf(2, 17001, device=device), leaf(device=device))
 
 
+def mixed_over_its_maximum(p: Tensor, q: Tensor) -> Tensor:
+    z = p.float() * 1.3 + q.float() * 0.7 + (p * q).float() * 0.1  # which products become FMAs is the compiler's choice
+    return z / z.amax(-1, keepdim=True)
+
+
+@on_devices
+def test_the_backward_finds_the_maximum_that_the_forward_found(device: str) -> None:
+    check(
+        mixed_over_its_maximum,
+        *(leaf(200, 33, dtype=torch.bfloat16, device=device) for _ in range(2)),
+        low=torch.bfloat16,
+    )
+
+
 @on_devices
 def test_131072_columns(device: str) -> None:
     check(lambda x: F.log_softmax(x * 0.5, -1), leaf(1, 131072, device=device))
