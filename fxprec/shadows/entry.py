@@ -31,6 +31,9 @@ _NAMED: Final = 8
 class Entry:
     """One shadow. ``alias`` shares its storage but not its version counter; the last three: its weight when copied.
 
+    ``plain`` shares both, and leads to no AccumulateGrad: an optimizer keeps what it writes longer than the shadow
+    lives, and an AccumulateGrad that lives on runs on the stream where it was made, which no graph captures.
+
     No weak reference to a parameter: ``torch.utils.swap_tensors`` refuses tensors that have one.
 
     Attributes:
@@ -45,6 +48,7 @@ class Entry:
     weight: Callable[[], Tensor | None]
     shadow: Tensor
     alias: Tensor
+    plain: Tensor
     edge: Any
     wish: Wish | None
     shared: bool
@@ -75,6 +79,7 @@ class Entry:
             _reference(weight, edge, dies),
             shadow,
             shadow.data,
+            shadow.detach(),
             edge,
             wish,
             not weight.is_cuda and weight.is_shared(),  # of CUDA tensors torch says so whatever they are

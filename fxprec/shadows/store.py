@@ -132,14 +132,14 @@ class ShadowStore:
         self._stale = True
 
     def shadow_of(self, weight: Tensor) -> Tensor | None:
-        """The persistent shadow of a weight, for an optimizer to write, as low precision of its new value."""
+        """The shadow of a weight without its edge, for an optimizer to write, as low precision of its new value."""
         return self.shadows_of([weight])[0]
 
     def shadows_of(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
         """``shadow_of`` each."""
         entries = map(self._entries.get, map(id, weights))
         return [
-            entry.shadow if entry and entry.pointer == w.data_ptr() and entry.shadow.shape == w.shape else None
+            entry.plain if entry and entry.pointer == w.data_ptr() and entry.shadow.shape == w.shape else None
             for w, entry in zip(weights, entries, strict=True)
         ]
 

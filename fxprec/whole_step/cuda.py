@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -46,6 +47,7 @@ class CudaRecorder:
         self.device = torch.device("cuda", index)
         self.stream = _stream(index)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()  # that live, and use it
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -75,6 +77,8 @@ class CudaRecorder:
         gc.collect()
         collecting = gc.isenabled()
         gc.disable()
+        if not self._graphs:  # torch takes no pool again whose graphs are gone while something of it is still in use
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             # Other threads (a data loader's) may go on: only this one is kept from what would break the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
@@ -91,6 +95,7 @@ class CudaRecorder:
         finally:
             if collecting:
                 gc.enable()
+        self._graphs.add(graph)
         return graph, made[0]
 
     def _clean_up(self) -> None:

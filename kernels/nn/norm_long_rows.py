@@ -46,12 +46,12 @@ def long_forward_kernel(
     middle = tl.zeros((1,), tl.float32)
     if CENTER:
         count = (tl.maximum(COLUMNS - lanes + (BLOCK - 1), 0) // BLOCK).to(tl.float32)[None, :]
-        middle = tl.sum(center * count, 1) / COLUMNS
+        middle = tl.div_rn(tl.sum(center * count, 1), COLUMNS * 1.0)
         tl.store(statistics + row, middle)
         statistics += rows
         distance = tl.where(count > 0, center - middle[:, None], 0.0)
         squares += distance * distance * count
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(squares, 1) / COLUMNS + eps))
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(squares, 1), COLUMNS * 1.0) + eps))
     tl.store(statistics + row, inverse)
     tl.debug_barrier()  # s was written by other threads of this program
     for start in range(0, COLUMNS, BLOCK):
@@ -103,8 +103,8 @@ def long_backward_kernel(
                 total += gradient
                 value = tl.where(inside, value - center, 0.0)
             along += gradient * (value * inverse)
-        slope = (tl.sum(along, 1) / COLUMNS)[:, None]
-        level = (tl.sum(total, 1) / COLUMNS)[:, None]
+        slope = tl.div_rn(tl.sum(along, 1), COLUMNS * 1.0)[:, None]
+        level = tl.div_rn(tl.sum(total, 1), COLUMNS * 1.0)[:, None]
     for start in range(0, COLUMNS, BLOCK):
         column = start + lanes
         inside = (column < COLUMNS)[None, :]

@@ -55,11 +55,11 @@ def forward_kernel(
         tl.store(s + (row[:, None] * COLUMNS + column[None, :]), rounded, mask=inside)
         value = rounded.to(tl.float32)
     if CENTER:
-        center = tl.sum(value, 1) / COLUMNS
+        center = tl.div_rn(tl.sum(value, 1), COLUMNS * 1.0)
         tl.store(statistics + row, center, mask=there)
         statistics += rows
         value = tl.where(inside, value - center[:, None], 0.0)
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, 1) / COLUMNS + eps))
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(value * value, 1), COLUMNS * 1.0) + eps))
     tl.store(statistics + row, inverse, mask=there)
     value *= inverse[:, None]
     if weight is not None:
@@ -111,9 +111,9 @@ def backward_kernel(
             if dbiases is not None:
                 bias_sum += gradient
             gradient *= factor
-            along = (tl.sum(gradient * value, 1) / COLUMNS)[:, None]
+            along = tl.div_rn(tl.sum(gradient * value, 1), COLUMNS * 1.0)[:, None]
             if CENTER:
-                gradient -= (tl.sum(gradient, 1) / COLUMNS)[:, None]
+                gradient -= tl.div_rn(tl.sum(gradient, 1), COLUMNS * 1.0)[:, None]
             gradient = (gradient - value * along) * inverse
         else:
             gradient = tl.zeros((ROWS, BLOCK), tl.float32)

@@ -1011,3 +1011,20 @@ def test_accumulation_holds_shared_weights_too() -> None:
         written_elsewhere(model.weight)
         assert torch.equal(model(x), before)
     assert not torch.equal(model(x), before)
+
+
+def test_what_an_optimizer_keeps_of_a_shadow_keeps_no_edge():
+    """A weight's AccumulateGrad runs where it was made as long as it lives: a captured step makes shadows anew."""
+    store, weight = ShadowStore(LOW), nn.Parameter(torch.ones(3))
+    store.begin()
+    (shadow,) = store.read([weight])
+    kept = store.shadow_of(weight)
+    assert kept is not None and kept.grad_fn is None and kept.data_ptr() == shadow.data_ptr()
+    before = shadow._version
+    kept.mul_(2)
+    assert shadow._version == before + 1 and shadow.tolist() == [2, 2, 2]
+    shadow.grad_fn.next_functions[0][0].metadata["made"] = "before"
+    assert torch.autograd.graph.get_gradient_edge(weight).node.metadata
+    del shadow
+    store.clear()
+    assert not torch.autograd.graph.get_gradient_edge(weight).node.metadata, "it is made anew"

@@ -37,6 +37,7 @@ class Writer:
         self.loads = dict(zip(values, loads, strict=True))
         self.ports = dict(program.loads)
         self.stores = [each for each in zip(program.stores, stores, strict=True) if not each[0].partial]
+        self._exact = any(store.dtype is torch.float32 and store.rows and store.columns for store in program.stores)
         self.partials: list[tuple[Store, int]] = []
         self.width = 0
         for store in program.stores:
@@ -138,7 +139,8 @@ class Writer:
             return f"{self.text(value.args[0])}.to(tl.{_TRITON[value.attribute]}).to(tl.float32)"
         whole = value.op in COMPARISONS and any(isinstance(a, Value) and a.kind == "integer" for a in value.args)
         arguments = [str(int(a)) if whole and not isinstance(a, Value) else self.text(a) for a in value.args]
-        return _EXPRESSIONS[value.op].format(*arguments)
+        exact = value.op in _EXACT and (self._exact or not value.columns)
+        return (_EXACT if exact else _EXPRESSIONS)[value.op].format(*arguments)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -192,7 +194,7 @@ def _single(number: float) -> float:
 
 
 HEADER: Final = """from fxprec.kernels.launch.philox import keep_tile
-from fxprec.kernels.rows.emit.functions import expm1, log1p, maximum, minimum, row_max, row_min, sign, tanh, trunc
+from fxprec.kernels.rows.emit.functions import exp, expm1, log1p, maximum, minimum, row_max, row_min, sign, tanh, trunc
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
 """
@@ -204,6 +206,10 @@ REDUCE: Final = MappingProxyType(
 _TRITON: Final = MappingProxyType({torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"})
 _NAMES: Final = MappingProxyType(
     {"where": "chosen", "and": "both", "or": "either", "not": "other", "abs": "magnitude", "round": "rounded"}
+)
+#: Of what is stored in FP32, or is one number a row: by default a GPU's are approximations, good for low outputs.
+_EXACT: Final = MappingProxyType(
+    {"div": "tl.div_rn({}, {})", "exp": "exp({})", "sigmoid": "tl.div_rn(1.0, 1.0 + exp(-{}))"}
 )
 _EXPRESSIONS: Final = MappingProxyType(
     {

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 import torch
 
@@ -106,6 +106,9 @@ class Builder:
         simpler = self._simpler(op, args)
         if simpler is not None:
             return simpler
+        if op == "add" and 1.0 in args and _is(tanh := args[args.index(1.0) - 1], "tanh"):
+            # 1 + tanh(u), with all its digits where tanh is near -1, and half the instructions, the backward's too.
+            return self("mul", self("sigmoid", self("mul", tanh.args[0], 2.0)), 2.0)
         return self._make(op, args, None, "bool" if op in BOOLEAN else "float")
 
     def reduce(self, op: str, x: Operand) -> Operand:
@@ -115,8 +118,10 @@ class Builder:
         return self("mul", x, float(self.columns)) if op == "sum" else x  # the same number in every column
 
     def mean(self, x: Operand) -> Operand:
-        """Of each row."""
-        return self("mul", self.reduce("sum", x), 1.0 / max(self.columns, 1))
+        """Of each row. Divided: a product with 1 / n may become an FMA with what the mean is taken from."""
+        if isinstance(x, Value) and x.columns:
+            return self("div", self.reduce("sum", x), float(max(self.columns, 1)))
+        return x
 
     def _simpler(self, op: str, args: tuple[Operand, ...]) -> Value | None:
         """Only what is exact for every value, NaN and signed zeros included."""
@@ -145,6 +150,10 @@ class Builder:
                 extent = (any(v.rows for v in values), op not in REDUCTIONS and any(v.columns for v in values))
             known = self._known[key] = Value(op, args, *extent, kind, attribute, len(self._known))
         return known
+
+
+def _is(operand: Operand, op: str) -> TypeGuard[Value]:
+    return isinstance(operand, Value) and operand.op == op
 
 
 def _integers(args: tuple[Operand, ...]) -> bool:

@@ -92,7 +92,9 @@ def test_the_stream_has_the_promoted_dtype_and_is_rounded_once(
     assert s.dtype == wide and y.dtype == (output or low)
     assert kernel_tools.same_bits(s, (x.float() + residual.float()).to(wide))
     again = layer_norm(s.detach(), 40, weight, bias, output_dtype=output or low)
-    assert kernel_tools.same_bits(y, again), "y is of the s that was stored"
+    # Of the s that was stored: of the sum that was rounded to it y would be off by roundings of s. Two kernels may
+    # contract other products, which FP32 outputs show.
+    torch.testing.assert_close(y, again, rtol=2**-18 if y.dtype is F32 else 0, atol=2**-18 if y.dtype is F32 else 0)
     cotangents = [torch.randn(9, 40, device=device).to(t.dtype) for t in (y, s)]
     expected = reference(x, residual, weight, bias, None, 40, dtype=output)
     found = gradients((y, s), own, cotangents)

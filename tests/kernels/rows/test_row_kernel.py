@@ -44,7 +44,7 @@ class Triton:
         self.grid = grid
         return self._run
 
-    def _run(self, *arguments: Any, num_warps: int | None = None) -> Any:
+    def _run(self, *arguments: Any, num_warps: int | None = None, enable_fp_fusion: bool = True) -> Any:
         if num_warps is None:
             self.direct.append((self.grid, arguments))
         else:

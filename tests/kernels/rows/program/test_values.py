@@ -44,7 +44,7 @@ def test_a_row_of_equal_numbers_is_reduced_without_a_loop() -> None:
     b, _, _, c = builder()
     assert repr(b.reduce("sum", c)) == f"%{b.made - 1} = mul(%2, 8)"
     assert b.reduce("max", c) is c
-    assert repr(b.mean(c)).endswith("0.125)")
+    assert b.mean(c) is c
 
 
 def test_only_what_is_exact_is_simplified() -> None:
