@@ -112,8 +112,9 @@ def pull(
     )
     if operation.keeps_values:
         place = operation.leaves[0]
-        gradients = [(place, results[0].weight)] if place in reads else []
-        return _told(inputs, results, {0: inputs.low(place)}, gradients)
+        low, result = inputs.low(place), results[0]
+        gradients = [(place, result.weight.to(low.device))] if place in reads else []
+        return _told(inputs, results, {0: low.to(result.low.device)}, gradients)  # a cast may go to another device
     if not operation.why_inexact:
         if _is_linear(operation, [*reads]):
             with contextlib.suppress(RuntimeError, NotImplementedError):

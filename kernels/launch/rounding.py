@@ -26,10 +26,10 @@ def random_words(seed, step, index, start, BLOCK: constexpr):
     """One random word for each of BLOCK consecutive elements of a tensor.
 
     seed: int64 scalar. step: int32 scalar. index: int64 scalar, what tells tensors apart, its lower half counts.
-    start: int64 scalar, the number of the first element, a multiple of 4. Returns uint32 [BLOCK]: element e has word
+    start: int scalar, the number of the first element, a multiple of 4. Returns uint32 [BLOCK]: element e has word
     e % 4 of the Philox counter (e // 4 as 64 bits, index, step).
     """
-    quads = (start // 4) + tl.arange(0, BLOCK // 4)
+    quads = (start // 4).to(tl.int64) + tl.arange(0, BLOCK // 4)  # shifted by 32, which 32 bits cannot be
     zero = tl.zeros((BLOCK // 4,), tl.int32)
     w0, w1, w2, w3 = tl.philox(
         seed, quads.to(tl.int32), (quads >> 32).to(tl.int32), zero + index.to(tl.int32), zero + step

@@ -70,10 +70,11 @@ def statistics_kernel(
         here_mean = channel_mean(lane_count, lane_mean, tl.maximum(here, 1.0), PLANAR)
         off = lane_mean - here_mean[None, :]
         here_m2 = over_tile(tl.fma(lane_count * off, off, lane_m2), PLANAR)
-        both = tl.maximum(count + here, 1.0)
+        # Rounded, as ``/`` need not be: a first tile's share is 1 to the bit, and its mean loses nothing.
+        share = tl.div_rn(here, tl.maximum(count + here, 1.0))
         delta = here_mean - mean
-        mean += delta * (here / both)
-        m2 += here_m2 + delta * (delta * (count * here / both))
+        mean += delta * share
+        m2 += here_m2 + delta * (delta * (count * share))
         count += here
     parts = tl.num_programs(1)
     place = partials + tl.program_id(1) * channels + channel
@@ -106,13 +107,13 @@ def finish_kernel(
     m2 = tl.sum(tl.fma(counts * off, off, m2s), axis=0)
     there = channel < channels
     tl.store(mean + channel, center, mask=there)
-    tl.store(rstd + channel, tl.div_rn(1.0, tl.sqrt_rn(m2 / count + eps)), mask=there)
+    tl.store(rstd + channel, tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(m2, count) + eps)), mask=there)
     if running_mean is not None:
         old = tl.load(running_mean + channel, mask=there, other=0.0).to(tl.float32)
         tl.store(running_mean + channel, momentum * center + (1.0 - momentum) * old, mask=there)
     if running_var is not None:
         old = tl.load(running_var + channel, mask=there, other=0.0).to(tl.float32)
-        unbiased = m2 / tl.maximum(count - 1.0, 1.0)
+        unbiased = tl.div_rn(m2, tl.maximum(count - 1.0, 1.0))
         tl.store(running_var + channel, momentum * unbiased + (1.0 - momentum) * old, mask=there)
 
 

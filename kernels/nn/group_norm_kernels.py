@@ -68,7 +68,7 @@ def share_statistics(x, low, high, groups, pixels, CPG: constexpr, LAST: constex
             center = tl.where(inside, center + distance / tl.maximum(count, 1.0), center)
             squares = tl.where(inside, squares + distance * (value - center), squares)
     size = tl.sum(count)
-    mean = tl.sum(center * count) / tl.maximum(size, 1.0)
+    mean = tl.div_rn(tl.sum(center * count), tl.maximum(size, 1.0))
     distance = tl.where(count > 0, center - mean, 0.0)
     return mean, tl.sum(squares + count * (distance * distance)), size
 
@@ -94,9 +94,9 @@ def group_forward_kernel(
     if WHOLE:
         place, inside = tile_places(channels, points, high, groups, pixels, CPG, LAST)
         value = tl.load(x + base + place, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.sum(value) / number
+        mean = tl.div_rn(tl.sum(value), number)
         value = tl.where(inside, value - mean, 0.0)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value) / number + eps))
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(value * value), number) + eps))
         value *= rstd * channel_values(weight, first, channels, 1.0, CPG, LAST)
         value += channel_values(bias, first, channels, 0.0, CPG, LAST)
         if SILU:
@@ -111,7 +111,7 @@ def group_forward_kernel(
             part = parts + (group * tl.num_programs(1) + lanes) * 3
             means = tl.load(part, mask=here, other=0.0)
             sizes = tl.load(part + 2, mask=here, other=0.0)
-            mean = tl.sum(means * sizes) / number
+            mean = tl.div_rn(tl.sum(means * sizes), number)
             distance = means - mean
             spread = tl.sum(tl.load(part + 1, mask=here, other=0.0) + sizes * (distance * distance))
         else:
@@ -122,7 +122,7 @@ def group_forward_kernel(
                 tl.store(part + 1, spread)
                 tl.store(part + 2, size)
         if PHASE != 1:
-            rstd = tl.div_rn(1.0, tl.sqrt_rn(spread / number + eps))
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(spread, number) + eps))
             if tl.program_id(1) == 0:
                 tl.store(statistics + group, mean)
                 tl.store(statistics + total + group, rstd)
@@ -189,8 +189,8 @@ def group_backward_kernel(
         store_channels(dweights, dbiases, row, gradient * value, gradient, channels, CPG, LAST)
         if dx is not None:
             gradient *= scale
-            level = tl.sum(gradient) / number
-            slope = tl.sum(gradient * value) / number
+            level = tl.div_rn(tl.sum(gradient), number)
+            slope = tl.div_rn(tl.sum(gradient * value), number)
             gradient = (gradient - level - value * slope) * rstd
             tl.store(dx + base + place, gradient.to(dx.dtype.element_ty), mask=inside)
     else:
@@ -220,8 +220,8 @@ def group_backward_kernel(
                 tl.store(part, level)
                 tl.store(part + 1, slope)
         if dx is not None and PHASE != 1:
-            level /= number
-            slope /= number
+            level = tl.div_rn(level, number)
+            slope = tl.div_rn(slope, number)
             for c in range(0, CPG, CT):
                 scale = channel_values(weight, first, c + channels, 1.0, CPG, LAST)
                 shift = channel_values(bias, first, c + channels, 0.0, CPG, LAST)

@@ -162,18 +162,22 @@ def gap(one: list[float], other: list[float]) -> float:
 def compare(
     model: nn.Module, batches: Callable[[int], list[Any]], low: torch.dtype, fuse: Any, **options: Any
 ) -> tuple[Run, Run]:
-    """Fused and unfused trainings on the same batches; between their losses lies no more than another order makes."""
+    """Fused and unfused trainings on the same batches; between their losses lies no more than another order makes.
+
+    Trainings drift apart whatever the first difference was, and gaps are as random as the losses: of the fused run's
+    and one other order's either may be the larger. The bound is the largest of the three gaps between three orders.
+    """
     plain = train(model, batches(0), low, False, **options)
     assert not regions(plain.model)
     peak = plain.peak
     fused = train(model, batches(0), low, fuse, **options)
-    other = train(model, batches(1), low, False, **options)
+    others = [train(model, batches(order), low, False, **options) for order in (1, 2)]
     assert abs(fused.losses[0] - plain.losses[0]) <= 4 * torch.finfo(low).eps * plain.losses[0]
-    floor = gap(plain.losses, other.losses)
+    floor = max(gap(one.losses, other.losses) for one, other in itertools.combinations([plain, *others], 2))
     found = gap(plain.losses, fused.losses)
     print(
         f"\nlosses {plain.losses[0]:.3f} -> {plain.losses[-1]:.3f}, fused {fused.losses[-1]:.3f}; gap {found:.4f}, "
-        f"of another order {floor:.4f}; skipped {plain.skipped}, fused {fused.skipped}; "
+        f"of other orders {floor:.4f}; skipped {plain.skipped}, fused {fused.skipped}; "
         f"peak {peak / 2**20:.0f} MiB, fused {fused.peak / 2**20:.0f}"
     )
     assert 0 < floor and found <= floor, (found, floor)

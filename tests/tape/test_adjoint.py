@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fxprec.tape import vjp
 from fxprec.tape.adjoint import measured, terms
 from fxprec.tape.exact_ops import EXACT, draws
+from fxprec.tape.memory import Place
+from fxprec.tape.operation import Operation
+from fxprec.tape.origin import Origin
 from fxprec.tape.recorder import Recorder
-from fxprec.tape.vjp import _LINEAR, _PRODUCTS, inner
+from fxprec.tape.vjp import _LINEAR, _PRODUCTS, Result, inner, pull
+from fxprec.torch_internals import aten_to_copy
 
 OPS = [
     op
@@ -242,6 +249,34 @@ def test_what_a_product_pulls_back_lies_as_what_it_belongs_to(rows: int, columns
         torch.testing.assert_close(of_y, x.mT @ m)
         if rows > 1 < columns:
             assert (of_x.stride(), of_y.stride()) == (x.stride(), y.stride())
+
+
+def test_a_cast_to_another_device_is_compared_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors, whose device need not be there; they have no values, which inner products would want."""
+    monkeypatch.setattr(vjp, "inner", lambda weight, value: float((weight * value).numel()))
+    monkeypatch.setattr(vjp, "difference", torch.sub)
+    place = Place(0, torch.float32, (4,), (1,), 0)
+    made = Place(1, torch.bfloat16, (4,), (1,), 0)
+    cast = Operation(aten_to_copy, (place,), None, (0,), (), (made,), (), Origin("outside", ""))
+    assert cast.keeps_values
+    with FakeTensorMode():
+        here, there = (torch.empty(4, dtype=torch.float64, device=device) for device in ("cpu", "cuda"))
+        inputs: Any = SimpleNamespace(low=lambda _: here, error=lambda _: here)
+        results = {0: Result(there, there.bfloat16(), there)}
+        ((source, gradient),) = pull(cast, inputs, results, (), {place.storage}).gradients
+    assert source == place and gradient.device.type == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_what_came_from_the_host_has_its_part() -> None:
+    x = torch.randn(50, generator=torch.Generator().manual_seed(5))
+    recorder = Recorder(torch.float64)
+    with recorder, torch.no_grad():
+        result = x.bfloat16().cuda().float().square()
+    targets = [(recorder.memory.place(result), torch.ones_like(result, dtype=torch.float64))]
+    error = measured(recorder, targets)
+    assert error and sum(term.rounding + term.bend for term in terms(recorder, targets)) == pytest.approx(error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,7 +206,7 @@ def test_a_capture_that_fails_names_the_line_and_changes_nothing(what: str) -> N
 
     captured, eager, (x, y) = training(dropout=0.3), training(dropout=0.3), batches(1)[0]
     before, random = tools.everything(captured), torch.cuda.get_rng_state()
-    with pytest.raises(fxprec.CaptureError, match=r"test_captured_step_gpu.py:\d+ in loss_of"):
+    with pytest.raises(fxprec.CaptureError, match=rf"{re.escape(Path(__file__).name)}:\d+ in loss_of"):
         fxprec.capture_step(captured.model, loss_of, captured.optimizer, captured.scaler, (x, y))
     assert same(tools.everything(captured), before) and torch.equal(torch.cuda.get_rng_state(), random)
     for make in (lambda: captured.eager, lambda: captured.captured((x, y))):  # the device is as it was, too

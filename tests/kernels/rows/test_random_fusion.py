@@ -170,7 +170,8 @@ def inputs() -> tuple[Tensor, Tensor]:
 def rewrite(model: Model, context: Context, shapes: bool) -> GraphModule:
     gm = trace_static(model, ("x", "y"), {}).gm
     if shapes:
-        assert propagate_shapes(gm, inputs())
+        device = model.scale.device
+        assert propagate_shapes(gm, tuple(x.to(device) for x in inputs()))
     return run_passes(gm, context)
 
 
