@@ -34,6 +34,7 @@ from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.promotion import is_zero_dim
+from fxprec.passes.fusion.aligned_rows import align_rows
 from fxprec.passes.fusion.attention_calls import call_attention
 from fxprec.passes.fusion.channels_last import lay_out
 from fxprec.passes.fusion.effects import order_of_effects, sort
@@ -74,6 +75,8 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
         called, reasons = call_kernels(gm.graph, native=True)
         changed |= called
         declined += reasons
+    if context.device == "cuda" and (context.regions or context.native_mixed):
+        changed |= align_rows(gm.graph, context.low)  # last: a bias may have left its linear for a region
     return PassResult(gm, changed, tuple(declined))
 
 

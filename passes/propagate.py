@@ -108,7 +108,7 @@ class _Walk:
         annotations.numel = numel_of(value)
         if not isinstance(value, torch.Tensor):
             return NON_TENSOR
-        annotations.ndim = value.dim()
+        annotations.sizes = tuple(value.shape)
         return value.dtype
 
     def _call(self, node: Node) -> DTypeInfo:

@@ -77,7 +77,7 @@ def traced(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
         value = gm.get_parameter(node.target) if node.target in dict(gm.named_parameters()) else None
         node.meta["kind"] = "parameter" if value is not None else "buffer"
         if value is not None:
-            node.meta["ndim"] = value.dim()
+            node.meta["sizes"] = tuple(value.shape)
     if inputs:
         propagate_shapes(gm, inputs)
     return gm

@@ -176,7 +176,7 @@ def _converted(
         return model(*batch) if inside else workload.loss(model(*batch[:-1]), batch[-1])
 
     if whole:
-        train = fxprec.capture_step(model, workload.loss, optimizer, scaler, batches[0])
+        train = fxprec.capture_step(model, None if inside else workload.loss, optimizer, scaler, batches[0])
     else:
         train = loop(model, optimizer, scaler, loss_of, None if own else setup.clip)
     return Step(model, optimizer, scaler, batches, train, ready)
@@ -232,6 +232,10 @@ _TABLE: Final = (
     Variant(
         "o1-whole", "fxprec O1, whole step captured, its AdamW", partial(_converted, own=True, whole=True),
         **_CAPTURED,
+    ),
+    Variant(
+        "o1-loss-whole", "fxprec O1 with the loss inside, whole step captured, its AdamW",
+        partial(_converted, own=True, inside=True, whole=True), **_CAPTURED,
     ),
     Variant(
         "o2-whole", "fxprec O2, whole step captured, its AdamW", partial(_converted, level="O2", own=True, whole=True),

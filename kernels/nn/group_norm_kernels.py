@@ -69,6 +69,7 @@ def share_statistics(x, low, high, groups, pixels, CPG: constexpr, LAST: constex
             squares = tl.where(inside, squares + distance * (value - center), squares)
     size = tl.sum(count)
     mean = tl.div_rn(tl.sum(center * count), tl.maximum(size, 1.0))
+    mean += tl.div_rn(tl.sum((center - mean) * count), tl.maximum(size, 1.0))  # what rounding the products took
     distance = tl.where(count > 0, center - mean, 0.0)
     return mean, tl.sum(squares + count * (distance * distance)), size
 
@@ -112,6 +113,7 @@ def group_forward_kernel(
             means = tl.load(part, mask=here, other=0.0)
             sizes = tl.load(part + 2, mask=here, other=0.0)
             mean = tl.div_rn(tl.sum(means * sizes), number)
+            mean += tl.div_rn(tl.sum((means - mean) * sizes), number)
             distance = means - mean
             spread = tl.sum(tl.load(part + 1, mask=here, other=0.0) + sizes * (distance * distance))
         else:

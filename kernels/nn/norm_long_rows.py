@@ -47,6 +47,7 @@ def long_forward_kernel(
     if CENTER:
         count = (tl.maximum(COLUMNS - lanes + (BLOCK - 1), 0) // BLOCK).to(tl.float32)[None, :]
         middle = tl.div_rn(tl.sum(center * count, 1), COLUMNS * 1.0)
+        middle += tl.div_rn(tl.sum((center - middle[:, None]) * count, 1), COLUMNS * 1.0)  # what rounding took
         tl.store(statistics + row, middle)
         statistics += rows
         distance = tl.where(count > 0, center - middle[:, None], 0.0)

@@ -64,7 +64,7 @@ def is_zero_dim(node: Node) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
     if node.op == "get_attr":
-        return annotations.ndim == 0
+        return annotations.sizes == ()
     rank = facts_of(annotations.op.name).rank
     if rank == "reduced":
         return len(node.args) == 1 and not ({"dim", "axis"} & node.kwargs.keys())

@@ -49,7 +49,8 @@ def batch_norm(
     if isinstance(x, Proxy):
         return leaf(batch_norm, x, running_mean, running_var, weight, bias, **options)
     fits = residual is None or (residual.shape == x.shape and residual.dtype in CASTABLE)
-    if fits and isinstance(momentum, int | float) and is_served(x):
+    joined = relu or residual is not None or _is_channels_last(x)  # alone, torch's kernels of planes are as good
+    if fits and joined and isinstance(momentum, int | float) and is_served(x):
         from fxprec.kernels.nn.batch_norm import batch_norm as kernel  # which loads Triton
 
         return kernel(x, running_mean, running_var, weight, bias, **options)
@@ -74,6 +75,10 @@ def cross_entropy(
 
         return kernel(input, target, weight, **options)
     return F.cross_entropy(input.float() if input.dtype in _LOW else input, target, weight, **options)
+
+
+def _is_channels_last(x: Any) -> bool:
+    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _in_slices(logits: Any) -> bool:
@@ -145,11 +150,10 @@ def _batch_norm(node: Node, arguments: dict[str, Any]) -> bool:
     user = _only_user(end, "relu")
     if user is not None:
         end, relu = user, True
-    if end is node:
-        return False
     keywords = {"residual": residual, "relu": relu}
     _call(batch_norm, node, end, {("x" if k == "input" else k): v for k, v in arguments.items()} | keywords)
-    notes(end).fused = "the kernel of batch_norm" + (", add" if residual is not None else "") + " and relu"
+    with_what = (", add and relu" if residual is not None else " and relu") if relu else ""
+    notes(end).fused = f"the kernel of batch_norm{with_what}"
     return True
 
 

@@ -130,8 +130,8 @@ class Annotations:
     dtype: Annotated[DTypeInfo, "propagate"] = NON_TENSOR
     #: Elements of the value where shapes are known, else None (a tuple: of its elements).
     numel: Annotated[Any, "propagate"] = None
-    #: Dimensions of a parameter or buffer.
-    ndim: Annotated[int | None, "propagate"] = None
+    #: Of a parameter or buffer.
+    sizes: Annotated[tuple[int, ...] | None, "propagate"] = None
     #: Positions of the results that are FP32 whatever arrives.
     wide: Annotated[frozenset[int], "propagate"] = frozenset()
     #: Whether the value is known to be a 0-dim tensor; None: nobody asked yet.

@@ -111,8 +111,8 @@ def _rank(node: Node) -> int | None:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.dim()
-    if notes(node).state("ndim"):
-        return notes(node).ndim
+    if (sizes := notes(node).sizes) is not None:
+        return len(sizes)
     op = notes(node).op
     if op is NO_OP or node.kwargs:
         return None

@@ -72,10 +72,13 @@ def _tiles(w: Writer) -> None:
     w.line("column = start + tl.arange(0, BLOCK)[None, :]")
     if w.addresses.inside_row:
         w.line("inside_row = column < COLUMNS")
-    _compute_once(w)
+    if not w.form.is_full:
+        _compute_once(w)
     for n, (store, _) in enumerate(w.partials):
         w.line(f"total_{n} = tl.zeros((ROWS, {'BLOCK' if store.columns else 1}), tl.float32)")
-    with w.block(f"for tile in range(first, 1 + (rows - 1) // ROWS, {step}):" if w.form.persistent else ""):
+    ahead = f", num_stages={w.form.stages}" if w.form.stages > 1 else ""
+    head = f"for tile in {'tl.' if ahead else ''}range(first, 1 + (rows - 1) // ROWS, {step}{ahead}):"
+    with w.block(head if w.form.persistent else ""):
         w.row_index()
         w.line(f"inside = within[:, None]{' & inside_row' if w.addresses.inside_row else ''}")
         w.compute(store.value for store in w.program.stores)

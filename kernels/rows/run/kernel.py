@@ -26,9 +26,7 @@ from fxprec.kernels.rows.program.values import COMPARISONS
 from fxprec.kernels.rows.run.walks import Placed, walks
 
 _COUNT = itertools.count()
-#: Programs of a launch that go from tile to tile, for each multiprocessor.
-_PER_MULTIPROCESSOR: Final = 4
-#: Rows that each of them takes at least, where the device is full.
+#: Rows that each program takes at least that goes from tile to tile, where the device is full.
 _ROWS_EACH: Final = 32
 #: The backward of these decides once more what the forward decided, or looks for the operand that equals a maximum: it
 #: computes the operands again, and each kernel contracts other products. The same bits come of contracting none.
@@ -117,7 +115,7 @@ def prepare(
     form = form_of(program, layout.flat, layout.rows)
     source = emit(name, program, form, walked.loads, walked.stores, walked.dimensions, walked.strides)
     rows, columns = layout.rows, layout.columns
-    down, across = form.down(rows, columns, _resident(device, rows)), form.across(columns)
+    down, across = form.down(rows, columns, _resident(device, rows, form.resident)), form.across(columns)
     width = program.partial_width
     return Launch(
         name, source, form, (down * across, 1, 1), walked.numbers,
@@ -129,12 +127,12 @@ def prepare(
     )  # fmt: skip
 
 
-def _resident(device: torch.device, rows: int) -> int:
-    """Programs that go from tile to tile: enough to fill the device, few enough that their partials are no traffic."""
+def _resident(device: torch.device, rows: int, each: int) -> int:
+    """Programs that go from tile to tile: ``each`` a multiprocessor, few enough that their partials are no traffic."""
     if device.type != "cuda" or interpreting():
         return _INTERPRETED
     processors = _multiprocessors(device.index or 0)
-    return max(processors, min(processors * _PER_MULTIPROCESSOR, rows // _ROWS_EACH))
+    return max(processors, min(processors * each, rows // _ROWS_EACH))
 
 
 @functools.cache

@@ -75,8 +75,10 @@ def test_results_and_gradients_are_as_near_to_float64_as_eagers(
     mine = [*(ours if add else [ours]), *gradients(ours, wanted, cotangents)]
     # The interpreter cuts where it should round to bfloat16.
     slack = 2**-7 if kernel_tools.INTERPRETING and dtype == BF16 else 2**-21
+    # Terms of a gradient are as large as 1 / deviation: those of a single column cancel, but for an FMA's rounding.
+    terms = 1e-5**-0.5 if columns == (1,) else 1.0
     for got, truth, low in zip(mine, *forms, strict=True):
-        assert error(got, truth) <= 2 * error(low, truth) + slack * max(truth.abs().max().item(), 1.0)
+        assert error(got, truth) <= 2 * error(low, truth) + slack * max(truth.abs().max().item(), terms)
     assert [t.dtype for t in mine[-len(wanted) :]] == [t.dtype for t in wanted]
 
 

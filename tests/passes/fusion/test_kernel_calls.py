@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +91,8 @@ def test_batch_norm_joins_what_follows_it_and_nothing_else(tools) -> None:
 
     residual = torch.randn(2, 4, 3, 3)
     found = calls(rewritten(tools, f, X, WEIGHT, *CHANNELS, residual), kernel_calls.batch_norm)
-    assert [(node.kwargs["residual"], node.kwargs["relu"]) for node in found] == [(None, True)]
+    assert [node.kwargs["relu"] for node in found] == [False, False, True, False, False]
+    assert all(node.kwargs["residual"] is None for node in found)
 
 
 @outside
@@ -114,6 +117,20 @@ def test_without_kernels_nothing_is_called(tools) -> None:
     gm = tools.traced(f, torch.randn(3, 4), torch.tensor([0, 1, 2]))
     tools.rewritten(gm, tools.context(regions="aten"), until="fuse")
     assert not calls(gm, kernel_calls.cross_entropy)
+
+
+@outside
+def test_a_plain_batch_norm_is_the_kernels_where_channels_lie_next_to_each_other(monkeypatch) -> None:
+    taken: list[Any] = []
+    monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)
+    module = types.SimpleNamespace(batch_norm=lambda x, *_, **options: taken.append(x) or x)
+    monkeypatch.setitem(sys.modules, "fxprec.kernels.nn.batch_norm", module)
+    planes = torch.randn(2, 4, 3, 3)
+    for x in (planes, planes.contiguous(memory_format=torch.channels_last), planes[..., 0]):
+        kernel_calls.batch_norm(x, *CHANNELS)
+    assert len(taken) == 1 and taken[0].stride(1) == 1
+    kernel_calls.batch_norm(planes, *CHANNELS, relu=True)
+    assert len(taken) == 2
 
 
 @outside

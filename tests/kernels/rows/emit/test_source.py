@@ -94,9 +94,12 @@ def test_no_spills_and_wide_accesses(model: str, architecture: int) -> None:
         form = launch.form
         print(f"{launch.name:50} {found.registers:9} {found.shared:7}  {form.kind} {form.rows} x {form.block}")
         assert found.spills == 0, launch.name
-        assert "atom" not in found.ptx and "red.global" not in found.ptx
+        assert not re.search(r"\b(atom|red)\.global", found.ptx)
         if launch.wide:  # every full tensor walks its columns one by one, and a row is a multiple of 16 bytes
-            assert found.accesses("ld") & WIDE and found.accesses("st") & WIDE, launch.name
+            whole = re.search(r"tl\.load\([^\n]*\[:, None\] \+ column", launch.source)  # not a row for all rows
+            ahead = re.search(r"cp\.async\.c[ag]\.shared\.global [^\n]*, 0x(8|10),", found.ptx)
+            assert found.accesses("ld") & WIDE or ahead or not whole, launch.name
+            assert found.accesses("st") & WIDE, launch.name
             narrow = found.accesses("ld") - WIDE
             assert narrow <= {"b32", "b64", "v2.b32"}, (launch.name, narrow)  # statistics, seeds, scalars
 

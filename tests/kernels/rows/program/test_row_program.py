@@ -109,19 +109,43 @@ def test_reductions_of_a_loop_are_found_by_level() -> None:
     ("function", "shapes", "kind", "rows", "block"),
     [
         (lambda x: torch.exp(x), [(100, 8)], "flat", 1, 1024),
-        (lambda x, b: x * b, [(100, 8), (8,)], "tile", 128, 16),
+        (lambda x, b: x * b, [(100, 8), (8,)], "tile", 64, 16),
         (lambda x, b: x * b, [(1, 8), (1, 1)], "tile", 1, 16),
-        (lambda x, b: x * b, [(100, 768), (768,)], "tile", 2, 1024),
+        (lambda x, b: x * b, [(100, 768), (768,)], "tile", 1, 1024),
         (lambda x, b: x * b, [(100, 3072), (3072,)], "blocks", 4, 512),
         (lambda x, b: x * b, [(100, 1500), (1500,)], "blocks", 4, 1024),
         (lambda x: F.softmax(x, -1), [(100, 16384)], "tile", 1, 16384),
         (lambda x: F.softmax(x, -1), [(100, 16385)], "loop", 1, 4096),
     ],
 )
-def test_tiles(function: Any, shapes: list[tuple[int, ...]], kind: str, rows: int, block: int) -> None:
+def test_tiles_without_partials(function: Any, shapes: list[tuple[int, ...]], kind: str, rows: int, block: int) -> None:
     plan = tools.plan_of(function, torch.zeros(shapes[0]), *[leaf(*shape) for shape in shapes[1:]])
     form, columns = plan.inference_launch.form, plan.layout.columns
     assert (form.kind, form.rows, form.block) == (kind, rows, block)
     assert plan.inference_launch.grid == (form.down(plan.layout.rows, columns, 99) * form.across(columns), 1, 1)
     tiles = plan.inference_launch.grid[0] * form.rows * form.block
     assert tiles >= plan.layout.rows * columns or form.kind == "loop"
+    assert not form.persistent and form.stages == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind", "rows", "block", "warps", "stages"),
+    [
+        (64, "tile", 16, 64, 1, 3), (768, "tile", 1, 1024, 1, 3), (2048, "tile", 1, 2048, 4, 1),
+        (8192, "tile", 1, 8192, 16, 1), (8193, "loop", 1, 4096, 8, 1),
+    ],
+)  # fmt: skip
+def test_tiles_of_a_norm_with_partials(columns: int, kind: str, rows: int, block: int, warps: int, stages: int) -> None:
+    plan = tools.plan_of(lambda x, w: F.layer_norm(x, (columns,), w), leaf(9000, columns), leaf(columns))
+    form = plan.backward_launch.form
+    assert (form.kind, form.rows, form.block, form.warps, form.stages) == (kind, rows, block, warps, stages)
+    assert form.persistent and ("num_stages=3" in plan.backward_launch.source) is (stages == 3)
+
+
+@pytest.mark.parametrize(
+    ("columns", "block", "warps"), [(3072, 1024, 4), (1536, 512, 2), (1500, 1024, 4), (5000, 1024, 4)]
+)
+def test_blocks_with_partials_are_one_row_of_many_programs(columns: int, block: int, warps: int) -> None:
+    plan = tools.plan_of(lambda x, b: F.silu(x + b), leaf(9000, columns), leaf(columns))
+    form = plan.backward_launch.form
+    assert (form.kind, form.rows, form.block, form.warps, form.stages) == ("blocks", 1, block, warps, 3)

@@ -1,0 +1,73 @@
+"""On a GPU low linears whose results do not lie on 16 bytes become calls that let their rows begin there.
+
+Before::
+
+    %logits: bfloat16 = linear(%x, %weight_low)              # 50257 classes
+
+After::
+
+    %logits: bfloat16 = aligned_linear(%x, %weight_low)      # the same values, rows 50264 apart
+
+Why, and what it does: ``fxprec.kernels.nn.aligned_linear``. What is small at run time, or watched by a compiler or a
+mode, is torch's linear.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node, Proxy
+
+from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.leaves import leaf
+
+_LOW: Final = (torch.float16, torch.bfloat16)
+#: Multiplications of a product from which on the slow kernel loses more than a call takes: 2 FLOP each at some 100
+#: TFLOP/s in the place of 600 (measured on an H200).
+_WORTH: Final = 1 << 30
+#: Elements of 16 bits in 16 bytes.
+_VECTOR: Final = 8
+
+
+def aligned_linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    """``F.linear``, its rows on 16 bytes where that pays."""
+    if isinstance(input, Proxy):
+        return leaf(aligned_linear, input, weight, bias)
+    if (
+        input.is_cuda
+        and weight.dtype in _LOW
+        and input.numel() * len(weight) >= _WORTH
+        and type(input) is Tensor
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None
+    ):
+        from fxprec.kernels.nn.aligned_linear import aligned_linear as kernel
+
+        return kernel(input, weight, bias)
+    return F.linear(input, weight, bias)
+
+
+def align_rows(graph: Graph, low: torch.dtype) -> bool:
+    """Replace those of weights whose number of rows is no multiple of 8. Returns whether any was."""
+    changed = False
+    for node in graph.find_nodes(op="call_function", target=F.linear):
+        sizes = _sizes(node)
+        if notes(node).precision.compute is low and sizes is not None and sizes[0] % _VECTOR:
+            node.target = aligned_linear
+            notes(node).fused = f"rows of {sizes[0]} on 16 bytes"
+            changed = True
+    return changed
+
+
+def _sizes(node: Node) -> tuple[int, ...] | None:
+    """Of the weight, below its cast."""
+    weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    if isinstance(weight, Node) and weight.target in CASTS:
+        weight = weight.args[0]
+    sizes = notes(weight).sizes if isinstance(weight, Node) else None
+    return sizes if sizes is not None and len(sizes) == 2 else None

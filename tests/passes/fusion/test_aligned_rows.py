@@ -1,0 +1,65 @@
+"""Linears whose rows are no whole 16 bytes, on a pretended GPU: which are called, and what they run as."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxprec.passes.fusion import aligned_rows
+from fxprec.passes.graph.annotations import notes
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.bias = nn.Parameter(torch.randn(37, 16)), nn.Parameter(torch.randn(37))
+        self.even, self.last = nn.Parameter(torch.randn(40, 16)), nn.Parameter(torch.randn(4097, 40))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, self.odd, self.bias), F.linear(F.relu(F.linear(x, self.even)), self.last)
+
+
+def fused(tools: Any, **options: Any) -> list[Any]:
+    options = {"device": "cuda"} | options
+    gm = tools.rewritten(tools.traced(Heads(), torch.randn(2, 16)), tools.context(**options), until="fuse")
+    return [node.target for node in gm.graph.nodes if notes(node).op.name == "linear"]
+
+
+@pytest.mark.parametrize("regions", ["", "triton", "aten"])
+def test_those_of_odd_rows_are_called(tools: Any, regions: str) -> None:
+    assert fused(tools, regions=regions) == [aligned_rows.aligned_linear, F.linear, aligned_rows.aligned_linear]
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"native_mixed": False}, {"level": "O0"}])
+def test_elsewhere_none_is(tools: Any, options: dict[str, Any]) -> None:
+    assert fused(tools, **options) == [F.linear] * 3
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_large_and_not_watched_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    module = types.SimpleNamespace(aligned_linear=lambda x, w, b: taken.append(len(w)) or F.linear(x, w, b))
+    monkeypatch.setitem(sys.modules, "fxprec.kernels.nn.aligned_linear", module)
+    monkeypatch.setattr(aligned_rows, "_WORTH", 3 * 16 * 37)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    x, weight = torch.randn(3, 16, dtype=torch.bfloat16), torch.randn(37, 16, dtype=torch.bfloat16)
+    assert torch.equal(aligned_rows.aligned_linear(x, weight), F.linear(x, weight)) and taken == [37]
+    aligned_rows.aligned_linear(x, nn.Parameter(weight))
+    assert taken == [37, 37]
+    aligned_rows.aligned_linear(x[:2], weight)  # small
+    aligned_rows.aligned_linear(x.float(), weight.float())
+    with Seen():
+        aligned_rows.aligned_linear(x, weight)
+    torch.func.vmap(lambda row: aligned_rows.aligned_linear(row, weight))(torch.stack([x, x]))
+    assert taken == [37, 37]
