@@ -47,7 +47,7 @@ def aligned_rows(x: Tensor) -> Tensor:
     """[M, N] in rows that begin on 16 bytes: ``x`` itself, or a copy."""
     if x.stride(1) == 1 and x.stride(0) * x.element_size() % _LINE == x.data_ptr() % _LINE == 0:
         return x
-    return _empty(*x.shape, x).copy_(x)
+    return _empty(x.shape[0], x.shape[1], x).copy_(x)
 
 
 def _empty(rows: int, columns: int, like: Tensor) -> Tensor:
