@@ -5,15 +5,20 @@ Before::
     %bn: bfloat16 = batch_norm(%conv, %mean, %var, %weight, %bias, training=True)
     %add: bfloat16 = add(%bn, %x)
     %relu: bfloat16 = relu(%add)
+    %wide: float32 = cast(%conv_1, torch.float32)
+    %group_norm: float32 = group_norm(%wide, 32, %weight, %bias)
+    %silu: float32 = silu(%group_norm)
+    %low: bfloat16 = cast(%silu, torch.bfloat16)
     %logits: float32 = cast(%linear, torch.float32)
     %loss: float32 = cross_entropy(%logits, %target)
 
 After::
 
     %relu: bfloat16 = batch_norm(%conv, %mean, %var, %weight, %bias, training=True, residual=%x, relu=True)
+    %low: bfloat16 = group_norm(%conv_1, 32, %weight, %bias, silu=True)
     %loss: float32 = cross_entropy(%linear, %target)       # reads low logits, computes in FP32
 
-Both are calls of ``fxprec.kernels``, which decide at run time whether a kernel serves, and run torch's ops otherwise.
+All are calls of ``fxprec.kernels``, which decide at run time whether a kernel serves, and run torch's ops otherwise.
 Without regions (on a CPU) only a loss whose logits were cast becomes a call: of many logits it makes no FP32 copies.
 """
 
@@ -59,6 +64,20 @@ def batch_norm(
     return F.relu(y) if relu else y
 
 
+def group_norm(
+    x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, silu: bool = False
+) -> Any:  # fmt: skip
+    """``F.group_norm``, or ``F.silu`` of it, in FP32, of low x and rounded once to its dtype."""
+    if isinstance(x, Proxy):
+        return leaf(group_norm, x, num_groups, weight, bias, eps, silu)
+    if is_served(x):
+        from fxprec.kernels.nn.group_norm import group_norm as kernel  # which loads Triton
+
+        return kernel(x, num_groups, weight, bias, eps, silu=silu)
+    y = F.group_norm(x.float(), num_groups, weight, bias, eps)
+    return (F.silu(y) if silu else y).to(x.dtype)
+
+
 def cross_entropy(
     input: Any, target: Any, weight: Any = None, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -97,7 +116,7 @@ def _in_slices(logits: Any) -> bool:
 
 
 def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
-    """Replace batch norms (with a residual sum and relu behind them) and cross entropies by calls of one kernel each.
+    """Replace batch norms (with a residual sum and relu), group norms (with silu) and cross entropies by one call each.
 
     Args:
         native: the graph gets no fused regions; only calls that gain without Triton are replaced.
@@ -125,7 +144,7 @@ def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
 
 def _arguments(node: Node) -> dict[str, Any] | None:
     """Name -> argument of the functional forms, without those that have no meaning; None of any other form."""
-    for function in (F.batch_norm, F.cross_entropy):
+    for function in (F.batch_norm, F.cross_entropy, F.group_norm):
         if node.target is function:
             try:
                 bound = inspect.signature(function).bind(*node.args, **node.kwargs)
@@ -138,7 +157,7 @@ def _arguments(node: Node) -> dict[str, Any] | None:
 
 
 def _batch_norm(node: Node, arguments: dict[str, Any]) -> bool:
-    """With the sum and relu behind it; left alone where there is nothing to join."""
+    """With the sum and relu behind it, where there are any."""
     output = notes(node).precision.output
     end, residual, relu = node, None, False
     user = _only_user(end, "add")
@@ -154,6 +173,36 @@ def _batch_norm(node: Node, arguments: dict[str, Any]) -> bool:
     _call(batch_norm, node, end, {("x" if k == "input" else k): v for k, v in arguments.items()} | keywords)
     with_what = (", add and relu" if residual is not None else " and relu") if relu else ""
     notes(end).fused = f"the kernel of batch_norm{with_what}"
+    return True
+
+
+def _group_norm(node: Node, arguments: dict[str, Any]) -> bool:
+    """Between two casts, with SiLU before the second: elsewhere its result is wanted in FP32."""
+    wide = arguments["input"]
+    if not isinstance(wide, Node) or not _is_inserted_cast(wide):
+        return False
+    source, silu = wide.args[0], _only_user(node, "silu")
+    end = node if silu is None else silu
+    assert isinstance(source, Node)
+    low = notes(source).precision.output
+    casts = [*end.users]
+    if low not in _LOW or not casts or not all(_is_inserted_cast(each) and each.args[1] is low for each in casts):
+        return False
+    decided = notes(node).precision
+    _call(
+        group_norm,
+        node,
+        end,
+        {"x": source} | {k: v for k, v in arguments.items() if k != "input"} | {"silu": end is not node},
+    )
+    why = f"{decided.why}; its kernel reads and writes {low} and computes in FP32"
+    notes(end).precision = Precision.arriving(torch.float32, low, decided.rule, why)
+    notes(end).fused = "the kernel of group_norm" + (" and silu" if silu is not None else "")
+    for each in casts:
+        each.replace_all_uses_with(end)
+        end.graph.erase_node(each)
+    if not wide.users:
+        end.graph.erase_node(wide)
     return True
 
 
@@ -202,4 +251,4 @@ def _only_user(node: Node, name: str) -> Node | None:
     return user if op.name == name and not op.in_place else None
 
 
-_KERNELS: Final = {"batch_norm": _batch_norm, "cross_entropy": _cross_entropy}
+_KERNELS: Final = {"batch_norm": _batch_norm, "cross_entropy": _cross_entropy, "group_norm": _group_norm}

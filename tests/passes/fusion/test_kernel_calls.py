@@ -119,6 +119,52 @@ def test_without_kernels_nothing_is_called(tools) -> None:
     assert not calls(gm, kernel_calls.cross_entropy)
 
 
+def grouped(x, w, scale, shift, w2, r):
+    y = F.conv2d(F.silu(F.group_norm(F.conv2d(x, w), 2, scale, shift)), w2)
+    plain = F.conv2d(F.group_norm(y, 4), w2)
+    wanted_wide = F.group_norm(y, 2, scale, shift) + r
+    of_wide = F.conv2d(F.group_norm(r, 2), w2)
+    return plain, wanted_wide, of_wide
+
+
+def low_group_norms(tools, *inputs) -> GraphModule:
+    gm = tools.traced(grouped, *inputs)
+    return tools.rewritten(gm, tools.context(regions="triton", device="cuda"))
+
+
+GROUPED = [X, WEIGHT, *CHANNELS[2:], torch.randn(4, 4, 1, 1), torch.randn(2, 4, 3, 3)]
+
+
+@outside
+def test_group_norms_between_casts_are_one_kernel_with_silu(tools) -> None:
+    gm = low_group_norms(tools, *GROUPED)
+    first, second = calls(gm, kernel_calls.group_norm)
+    assert (first.kwargs["silu"], second.kwargs["silu"]) == (True, False)
+    assert [str(node.args[0]) for node in (first, second)] == ["conv2d", "conv2d_1"]
+    precision = first.meta["precision"]
+    assert (precision.compute, precision.output) == (torch.float32, torch.bfloat16)
+    assert "reads and writes torch.bfloat16" in precision.why
+    assert first.meta["fused"] == "the kernel of group_norm and silu" and second.meta["fused"].endswith("group_norm")
+    assert len(calls(gm, F.group_norm)) == 2, "one whose result is wanted in FP32, and one that comes in FP32"
+    assert not [node for node in gm.graph.nodes if not node.users and node.op == "call_function"]
+
+
+@on_devices
+def test_group_norms_compute_as_in_float64(tools, device: str) -> None:
+    gm = low_group_norms(tools, *GROUPED)
+    results = []
+    for kind, function in ((torch.float64, grouped), (torch.float32, grouped), (torch.float32, gm)):
+        given = [x.to(device, kind).requires_grad_() for x in GROUPED]
+        with torch.autocast(device, torch.bfloat16, enabled=function is grouped and kind is torch.float32):
+            found = function(*given)
+        cotangents = [torch.ones_like(y).mul_(0.5) for y in found]
+        results.append([*found, *torch.autograd.grad(found, given, cotangents)])
+    for exact, eager, own in zip(*results, strict=True):
+        size = exact.abs().max()
+        off, theirs = ((y.double() - exact).abs().max() / size for y in (own, eager))
+        assert off <= 2 * theirs + 2.0**-7
+
+
 @outside
 def test_a_plain_batch_norm_is_the_kernels_where_channels_lie_next_to_each_other(monkeypatch) -> None:
     taken: list[Any] = []
