@@ -11,7 +11,7 @@ backward then multiplies it by the gradient of the loss, which moves nothing whe
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from fxprec.kernels.nn.cross_entropy_arguments import check_arguments
 from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
-
-#: Elements between rows, below which a gradient has them too.
-_GAP: Final = 16
 
 
 def _forward(
@@ -113,17 +110,7 @@ def _backward(
 
 
 def _backward_fake(grad_output: Any, logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _like_rows(logits), target.new_empty(target.shape if rest[-1] else (0,))
-
-
-def _like_rows(x: Tensor) -> Tensor:
-    """Without numbers, its rows as far apart as those of ``x``, where these leave no more than a gap between them.
-
-    Rows of logits that begin on 16 bytes (``aligned_linear``) have gradients that do.
-    """
-    rows, columns = x.shape
-    apart = x.stride(0) if columns <= x.stride(0) < columns + _GAP else columns
-    return x.new_empty_strided((rows, columns), (apart, 1))
+    return logits.new_empty(logits.shape), target.new_empty(target.shape if rest[-1] else (0,))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -1,4 +1,4 @@
-"""On a GPU low linears whose results do not lie on 16 bytes become calls that let their rows begin there.
+"""On a GPU low linears whose outputs are no whole 16 bytes become calls that compute some more.
 
 Before::
 
@@ -6,7 +6,7 @@ Before::
 
 After::
 
-    %logits: bfloat16 = aligned_linear(%x, %weight_low)      # the same values, rows 50264 apart
+    %logits: bfloat16 = aligned_linear(%x, %weight_low)      # the same values, of 50264 classes
 
 Why, and what it does: ``fxprec.kernels.nn.aligned_linear``. What is small at run time, or watched by a compiler or a
 mode, is torch's linear.
@@ -35,7 +35,7 @@ _VECTOR: Final = 8
 
 
 def aligned_linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    """``F.linear``, its rows on 16 bytes where that pays."""
+    """``F.linear``, with outputs of whole 16 bytes where that pays."""
     if isinstance(input, Proxy):
         return leaf(aligned_linear, input, weight, bias)
     if (
@@ -59,7 +59,7 @@ def align_rows(graph: Graph, low: torch.dtype) -> bool:
         sizes = _sizes(node)
         if notes(node).precision.compute is low and sizes is not None and sizes[0] % _VECTOR:
             node.target = aligned_linear
-            notes(node).fused = f"rows of {sizes[0]} on 16 bytes"
+            notes(node).fused = f"a product of {-(-sizes[0] // _VECTOR) * _VECTOR} outputs"
             changed = True
     return changed
 

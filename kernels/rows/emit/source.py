@@ -72,8 +72,7 @@ def _tiles(w: Writer) -> None:
     w.line("column = start + tl.arange(0, BLOCK)[None, :]")
     if w.addresses.inside_row:
         w.line("inside_row = column < COLUMNS")
-    if not w.form.is_full:
-        _compute_once(w)
+    _compute_once(w)
     for n, (store, _) in enumerate(w.partials):
         w.line(f"total_{n} = tl.zeros((ROWS, {'BLOCK' if store.columns else 1}), tl.float32)")
     ahead = f", num_stages={w.form.stages}" if w.form.stages > 1 else ""

@@ -13,6 +13,7 @@ grid has one dimension, the only one that may be long.
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -26,6 +27,9 @@ LONGEST_TILE: Final = 16384
 #: on an H200 (2026-11-26, torch 2.11, bfloat16): layer norm of 768 columns with dropout ran at 85 % of a copy's
 #: bandwidth forward and 83 % backward (75 % and 44 % with 8 elements a thread), RMS norm of 2048 at 91 % and 88 %.
 _ONE_WARP: Final = 1024
+#: Elements of a thread, the best first, of tiles up to 1024, up to 8192 and longer ones.
+_LONGER: Final = (_ONE_WARP, LONGEST_TILE // 2)
+_EACH: Final = ((32, 8, 16), (16, 32, 8), (32, 16))
 _FLAT: Final = 1024
 #: Tiles that are on their way or computed at one time.
 _STAGES: Final = 3
@@ -53,11 +57,6 @@ class Form:
     stages: int = 1
     resident: int = 4
 
-    @property
-    def is_full(self) -> bool:
-        """Whether a thread has so many elements that what is good for all rows is better read again than kept."""
-        return self.persistent and self.rows * self.block >= 1024 * self.warps
-
     def across(self, columns: int) -> int:
         """How many programs share a row."""
         return -(-columns // self.block) if self.kind in ("flat", "blocks") else 1
@@ -82,7 +81,9 @@ def form_of(program: Program, flat: bool, count: int) -> Form:
     if not program.reduces and block > _FLAT:
         return _blocks(columns, count, partial)
     rows = max(1, _ONE_WARP // block) if count > 1 else 1
-    warps = None if block > LONGEST_TILE else _warps(rows * block, _pressure(program))
+    draws = sum(value.op == "keep" for value in program.values)
+    values = _pressure(program) + (rows > 1) + draws // 2  # rows have numbers of their own, and so have draws
+    warps = None if block > LONGEST_TILE else _warps(rows * block, values)
     if warps is None and program.reduces:
         return Form("loop", 1, 4096, 8, partial)
     return Form("tile", rows, block, warps or 4, partial, _STAGES if partial and rows * block <= _ONE_WARP else 1)
@@ -90,10 +91,10 @@ def form_of(program: Program, flat: bool, count: int) -> Form:
 
 def _warps(elements: int, values: int) -> int | None:
     """For a tile of so many elements, of whose values so many are needed at a time; None: they do not fit."""
-    for each in (16, 32, 8) if _ONE_WARP < elements <= LONGEST_TILE // 2 else (32, 16, 8):
+    for each in _EACH[bisect(_LONGER, elements - 1)]:
         warps = max(1, elements // (32 * each))
-        registers = 65536 // (32 * warps)  # of a thread, and at most 255
-        if warps <= 32 and values <= (288 if registers >= 255 else registers - 28) // each:
+        registers = min(255, 65536 // (32 * warps))
+        if warps <= 32 and values <= (registers - 28) // each:
             return warps
     return None
 
@@ -101,8 +102,8 @@ def _warps(elements: int, values: int) -> int | None:
 def _pressure(program: Program) -> int:
     """How many values of a tile are needed at one time, as its lines are written, and the partials beside them.
 
-    Registers a thread are about 30, and its elements times this: within 15 % for norms with gelu, dropout and biases
-    (32 elements a thread, 9 values: 247; 16 elements, 7 values: 136), which ptxas keeps within 255 up to 288.
+    Registers of a thread are about 28, and its elements times this: within 15 % for norms with gelu, dropout and
+    biases (32 elements, 7 values: 244; 16 elements, 7 values: 136).
     """
     loads = {value for value, _ in program.loads}
     place = {value: number for number, value in enumerate(program.values)}
