@@ -20,6 +20,7 @@ the rest                      arithmetic on floats, as named
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, TypeGuard
@@ -118,10 +119,12 @@ class Builder:
         return self("mul", x, float(self.columns)) if op == "sum" else x  # the same number in every column
 
     def mean(self, x: Operand) -> Operand:
-        """Of each row. Divided: a product with 1 / n may become an FMA with what the mean is taken from."""
-        if isinstance(x, Value) and x.columns:
-            return self("div", self.reduce("sum", x), float(max(self.columns, 1)))
-        return x
+        """Of each row. Divided, but by powers of two: a rounded 1 / n would be seen by an FMA that takes it from x."""
+        if not (isinstance(x, Value) and x.columns):
+            return x
+        count = float(max(self.columns, 1))
+        exact = math.frexp(count)[0] == 0.5
+        return self("mul", self.reduce("sum", x), 1.0 / count) if exact else self("div", self.reduce("sum", x), count)
 
     def _simpler(self, op: str, args: tuple[Operand, ...]) -> Value | None:
         """Only what is exact for every value, NaN and signed zeros included."""
