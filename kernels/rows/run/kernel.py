@@ -11,7 +11,7 @@ import functools
 import itertools
 import linecache
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -48,6 +48,7 @@ class Launch:
         passes: how often a row is read.
         wide: whether every access of a full tensor may be one of 16 bytes.
         contracts: whether a product and a sum may be rounded once, as one FMA.
+        kernel: name and source of the kernel that it runs, where that is another one, which differs in names.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Launch:
     passes: int = 1
     wide: bool = False
     contracts: bool = True
+    kernel: tuple[str, str] | None = None
     _compiled: dict[int, Callable[..., None]] = field(default_factory=dict)
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int, partials: Tensor | None) -> None:
@@ -84,9 +86,13 @@ class Launch:
             with torch.cuda.device(index):
                 compiled(*arguments)
 
+    def running(self, other: Launch) -> Launch:
+        """The same, whose kernel is that of ``other``: compiled once."""
+        return replace(self, kernel=(other.name, other.source), _compiled=other._compiled)
+
     def _through_triton(self, index: int, pointers: Sequence[Tensor], arguments: Sequence[Any]) -> None:
         """The first time, and for unaligned tensors, each of which has a say of its own."""
-        kernel = built(self.name, self.source)
+        kernel = built(*(self.kernel or (self.name, self.source)))
         if index < 0 or interpreting():
             kernel[self.grid](*arguments, num_warps=self.form.warps)
             return

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,10 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Derived:
-    """Row programs of one region, for all numbers of rows."""
+    """Row programs of one region, for all numbers of rows.
+
+    Attributes:
+        launches: the first of each program and way that tensors lie: those of equal layers, whose sources differ in
+            names, run the kernel that was compiled for it.
+    """
 
     forward: Program
     backward: Backward | None
+    launches: dict[Any, Launch] = field(default_factory=dict, repr=False)
 
 
 @dataclass(eq=False)
@@ -145,12 +151,13 @@ class Plan:
         """Of the forward where no gradient will be asked for."""
         program = self.derived.forward
         stores = program.stores[: len(self.outputs)]
-        return self._forward_launch(Program(program.loads, stores, program.seeds, program.columns), self.outputs)
+        alone = Program(program.loads, stores, program.seeds, program.columns)
+        return self._forward_launch("inference", alone, self.outputs)
 
     @functools.cached_property
     def forward_launch(self) -> Launch | Loops:
         """Of the forward, with statistics."""
-        return self._forward_launch(self.derived.forward, (*self.outputs, *self.statistics))
+        return self._forward_launch("forward", self.derived.forward, (*self.outputs, *self.statistics))
 
     @functools.cached_property
     def backward_launch(self) -> Launch | Loops:
@@ -159,7 +166,7 @@ class Plan:
         read = [*(self.saved(kind, n) for kind, n in bw.saved)]
         read += [(f"grad_{self.output_names[n]}", self.outputs[n]) for n in bw.cotangents]
         write = [(f"grad_{self.input_names[n]}", spec) for n, spec in zip(bw.owners, self.gradients, strict=True)]
-        return self._prepared(f"{self.name}_backward", bw.program, read, write)
+        return self._prepared("backward", f"{self.name}_backward", bw.program, read, write)
 
     def saved(self, kind: str, n: int) -> tuple[str, Spec]:
         """Name and spec of one of ``keeps``."""
@@ -167,13 +174,13 @@ class Plan:
             return self.input_names[n], self.inputs[n]
         return (self.output_names[n], self.outputs[n]) if kind == "output" else (f"statistic_{n}", self.statistics[n])
 
-    def _forward_launch(self, program: Program, stores: Sequence[Spec]) -> Launch | Loops:
+    def _forward_launch(self, kind: str, program: Program, stores: Sequence[Spec]) -> Launch | Loops:
         names = [*self.output_names, *(f"statistic_{n}" for n in range(len(self.statistics)))]
         read = [*zip(self.input_names, self.inputs, strict=True)]
-        return self._prepared(self.name, program, read, [*zip(names, stores, strict=False)])
+        return self._prepared(kind, self.name, program, read, [*zip(names, stores, strict=False)])
 
     def _prepared(
-        self, name: str, program: Program,
+        self, kind: str, name: str, program: Program,
         read: Sequence[tuple[str, Spec]], write: Sequence[tuple[str, Spec | None]],
     ) -> Launch | Loops:  # fmt: skip
         def placed(spec: Spec) -> tuple[list[int], int]:
@@ -188,7 +195,11 @@ class Plan:
             return prepare_loops(program, self.layout, loads, stores)
         from fxprec.kernels.rows.run.kernel import prepare  # which loads Triton
 
-        return prepare(name, program, self.layout, loads, stores, self.device)
+        launch = prepare(name, program, self.layout, loads, stores, self.device)
+        places = [where for _, where in (*loads, *stores)]
+        lie = tuple(None if where is None else (*where[0], where[1]) for where in places)
+        first = self.derived.launches.setdefault((kind, self.device, self.layout, lie), launch)
+        return launch if first is launch else launch.running(first)
 
     # -- what they are -----------------------------------------------------------------------------------------------
 

@@ -134,6 +134,10 @@ def test_equal_layers_are_derived_once(device: str) -> None:
     assert len(derived) == len(regions)
     # the first, the MLP's, that of a residual and its norm, and the last: nobody reads its residual
     assert len({id(each) for each in derived}) == 4
+    launches = [plan.forward_launch for region in regions for plan in region.plans]
+    compiled = {launch.kernel or (launch.name, launch.source) for launch in launches}
+    assert len(compiled) == 4 and len({launch.source for launch in launches}) == len(launches)
+    assert len({id(launch._compiled) for launch in launches}) == 4, "with one compiled kernel each"
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

@@ -97,6 +97,16 @@ def test_the_second_launch_does_not_ask_triton(triton: Triton) -> None:
     assert triton.direct == [(grid, (*others, 40))] * 2
 
 
+def test_a_launch_that_runs_anothers_kernel_does_not_ask_triton_again(triton: Triton) -> None:
+    first, second = (launch_of(lambda x: F.silu(x), torch.randn(40)) for _ in range(2))
+    second = second.running(first)
+    tensors: list[Any] = [OnDevice(16), OnDevice(32)]
+    first(tensors, None, 0, None)
+    second(tensors, None, 0, None)
+    assert len(triton.looked_up) == 1 and len(triton.direct) == 1
+    assert second.kernel == (first.name, first.source)
+
+
 def test_unaligned_tensors_ask_each_time(triton: Triton) -> None:
     launch = launch_of(lambda x: F.silu(x), torch.randn(40))
     odd: list[Any] = [OnDevice(8), OnDevice(32)]
