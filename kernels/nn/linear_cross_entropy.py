@@ -8,7 +8,8 @@ sum until then: a mean's denominator is divided out in the backward, in FP32, le
 With reduction "none" each row's gradient of the loss is known in the backward only, which makes the logits again.
 
 The gradient of the weight is summed in FP32 over the chunks. On CUDA a chunk's part of it comes from the matmul in
-FP32; on a CPU it is rounded to the low dtype first.
+FP32; on a CPU it is rounded to the low dtype first. Matmuls have up to seven classes more, whose weights and gradients
+are zeros: why, says ``aligned_linear``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
 
 _SMALLEST: Final = 128
-_PITCH: Final = 64  # elements that a row of logits is padded to, for the matmuls' aligned accesses
+_PITCH: Final = 8  # classes that matmuls have a multiple of
 
 
 def default_chunk(rows: int, features: int, classes: int) -> int:
@@ -63,33 +64,51 @@ def _run_chunks(
         grad_output: of each loss, [N] at any distance; None for 1.
     """
     count, classes = len(hidden), len(weight)
-    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    width = _width(weight)
+    weight, bias = (_widened(x, width, hidden.dtype) for x in (weight, bias))
     of_hidden, of_weight, of_bias = gradients
+    total = None if of_weight is None else of_weight.as_strided((width, of_weight.shape[1]), of_weight.stride())
     chunk = min(count, chunk or default_chunk(count, hidden.shape[1], classes))
-    buffer = hidden.new_empty(chunk, -(-classes // _PITCH) * _PITCH)
+    buffer = hidden.new_empty(chunk, width)
     stats = hidden.new_empty(3 * chunk, dtype=torch.float32)
-    for sums in (of_weight, of_bias):
+    for sums in (total, of_bias):
         if sums is not None:
             sums.zero_()
     for start in range(0, count, max(chunk, 1)):
         rows = slice(start, min(start + chunk, count))
         x = hidden[rows]
-        logits = buffer[: len(x), :classes]
+        whole = buffer[: len(x)]
+        logits = whole[:, :classes]  # behind them are zeros, as logits and as gradients
         if bias is None:
-            torch.mm(x, weight.t(), out=logits)
+            torch.mm(x, weight.t(), out=whole)
         else:
-            torch.addmm(bias, x, weight.t(), out=logits)
+            torch.addmm(bias, x, weight.t(), out=whole)
         launch(
             logits, target[rows], None, ignore_index, label_smoothing, z_loss, stats[: 3 * len(x)].view(3, len(x)),
             losses=losses[rows], grad_output=None if grad_output is None else grad_output[rows],
             gradient=None if gradients == (None, None, None) else logits,
         )  # fmt: skip
         if of_hidden is not None:
-            torch.mm(logits, weight, out=of_hidden[rows])
-        if of_weight is not None:
-            _add_product(of_weight, logits.t(), x)
+            torch.mm(whole, weight, out=of_hidden[rows])
+        if total is not None:
+            _add_product(total, whole.t(), x)
         if of_bias is not None:
             of_bias += logits.sum(0, dtype=torch.float32)
+
+
+def _width(weight: Tensor) -> int:
+    """Classes of the matmuls."""
+    return -(-len(weight) // _PITCH) * _PITCH
+
+
+def _widened(x: Any, width: int, dtype: torch.dtype) -> Any:
+    """[classes, ...] in the low dtype, with zeros up to the width; None as it is."""
+    if x is None or len(x) == width:
+        return x if x is None else x.to(dtype)
+    wide = x.new_empty((width, *x.shape[1:]), dtype=dtype)
+    wide[: len(x)] = x
+    wide[len(x) :] = 0
+    return wide
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -157,10 +176,11 @@ def _fake(
 def _empty_gradients(
     hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of hidden, weight and bias; without elements where none is asked for."""
+    """Of hidden, weight and bias, without elements where none is asked for; the weight's has room for the width."""
+    rows = (_width(weight), *weight.shape[1:]) if of_weight else (0,)
     return (
         hidden.new_empty(hidden.shape if of_hidden else (0,)),
-        hidden.new_empty(weight.shape if of_weight else (0,), dtype=torch.float32),
+        hidden.new_empty(rows, dtype=torch.float32)[: len(weight)],
         hidden.new_empty(len(weight) if of_bias else 0, dtype=torch.float32),
     )
 

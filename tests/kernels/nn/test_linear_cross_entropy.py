@@ -177,8 +177,8 @@ def test_all_logits_are_never_in_memory_nor_a_chunk_in_float32(device: str, of: 
     hidden, weight, _, target = (x.detach() for x in inputs(64, 4, 500, torch.float16, device))
     with Largest() as largest:
         module._forward(hidden, weight, target, None, -100, "mean", 0.0, 0.0, 16, *of)
-    assert largest.bytes == 16 * 512 * 2, "a chunk of rows, padded"
-    assert largest.wide <= weight.numel() * 4
+    assert largest.bytes == 16 * 504 * 2, "a chunk of rows, padded"
+    assert largest.wide <= 504 * 4 * 4, "the weight's gradient, padded"
 
 
 def test_the_default_chunk_holds_twice_the_hidden_states() -> None:
@@ -259,10 +259,10 @@ def test_under_autocast_as_by_a_linear_layer() -> None:
 
 @by_hand
 def test_without_gradients_none_are_made() -> None:
-    hidden, weight, _, target = inputs(5, 4, 6, torch.float32, "cpu")
+    hidden, weight, _, target = inputs(5, 40, 104, torch.float32, "cpu")
     with torch.no_grad(), Largest() as largest:
         module._forward(hidden, weight, target, None, -100, "mean", 0.0, 0.0, 0, False, False, False)
-    assert largest.wide == 5 * 64 * 4
+    assert largest.wide < weight.numel() * 4
     with torch.no_grad():
         assert not linear_cross_entropy(hidden, weight, target).requires_grad
 
