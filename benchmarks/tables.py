@@ -9,7 +9,8 @@ A table stands between two comments, and everything between them is generated::
     <!-- end -->
 
 There are ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy TASK [DTYPE]``, ``convert``, ``convert-budgets``,
-``ledger QUESTION``, ``tuning``, ``inference SIZE``, ``watch SIZE [LEVEL]``; the dtype is bfloat16 where none is named.
+``ledger QUESTION``, ``tuning``, ``inference SIZE``, ``watch SIZE [LEVEL]``, ``hotspots SIZE [DTYPE]``, ``forms
+[DTYPE]``; the dtype is bfloat16 where none is named.
 Where there are results of several devices, ``device=NAME`` says which. Below each table stand device, versions, date
 and commit. A ratio within the noise is printed as "=", never as a win.
 """
@@ -25,6 +26,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from benchmarks.measure.results import RESULTS, ROOT, ResultsError, load
+from benchmarks.reports.forms import Timed
+from benchmarks.workloads.regions import MODELS, slug
 from benchmarks.workloads.subjects import ADDED_UP, SMALL
 from benchmarks.workloads.training import NAMES
 
@@ -375,6 +378,57 @@ def _inference(words: Sequence[str], device: str | None, root: pathlib.Path) -> 
     return f"{_markdown(('model', 'batch', 'autocast, ms', *_INFERENCE), rows)}\n{meaning}. {_measured(found)}.\n"
 
 
+def _hotspots(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a model and variant."""
+    size, dtype = _two("hotspots SIZE [DTYPE]", words)
+    found = _found([f"hotspots-{size}-{dtype}-{name}" for name in NAMES], device, root)
+    rows = []
+    for data in found:
+        for name, each in data["variants"].items():
+            if "ms" not in each:
+                rows.append((data["model"], data["shape"], name, *("",) * 5))
+                continue
+            times = "" if each["x_autocast"] is None or name == _BASELINE else f"{each['x_autocast']:.2f}"
+            figures = (_three_digits(each[key]) for key in ("ms", "busy_ms", "host_ms"))
+            rows.append((data["model"], data["shape"], name, *figures, str(each["launches"]), times))
+    columns = ("model", "", "variant", "ms a step", "device busy, ms", "host, ms", "kernels", "x autocast")
+    meaning = (
+        "Each variant by itself, not in turns. Device busy: the sum of all kernels; host: until it had queued a step, "
+        "of many in a row, where a full queue waits for the device; kernels: with copies and fills"
+    )
+    return f"{_markdown(columns, rows)}\n{meaning}. {dtype}; {_measured(found)}.\n"
+
+
+def _forms(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a kernel."""
+    if len(words) > 1:
+        raise ResultsError(f"{' '.join(words)!r}: a table is 'forms [DTYPE]'")
+    (dtype,) = words or ("bfloat16",)
+    found = _found([f"forms-{dtype}-{slug(name)}" for name in MODELS], device, root)
+    rows = [
+        (data["model"], f"`{each['region']}`", each["pass"], _form(each["present"]), _percent(each["share"]),
+         _form(each["best"]), _percent(each["best_share"]), str(1 + len(each["forms"])))
+        for data in found for each in data["kernels"]
+    ]  # fmt: skip
+    columns = ("model", "region", "pass", "the form that it had", "of a copy", "the best form", "of a copy", "forms")
+    copied = sorted({_three_digits(data["copy_bytes_a_second"] / 1e9) for data in found})
+    timing = "; ".join(sorted({data["timing"] for data in found}))
+    meaning = (
+        f"Timed {timing}. Of a copy: bytes that must be moved over the time, as a share of a large copy's "
+        f"{' to '.join(copied)} GB/s. A form: rows x columns of a tile, and where programs go from tile to tile, tiles "
+        "under way and all programs"
+    )
+    return f"{_markdown(columns, rows)}\n{meaning}. {dtype}; {_measured(found)}.\n"
+
+
+def _form(cells: Sequence[float]) -> str:
+    return str(Timed(cells[0], *map(int, cells[1:])))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]]] = {
     "step": _step,
     "memory": _memory,
@@ -385,6 +439,8 @@ TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]
     "tuning": _tuning,
     "inference": _inference,
     "watch": _watch,
+    "hotspots": _hotspots,
+    "forms": _forms,
 }
 
 

@@ -7,8 +7,9 @@ included, but that a linear's bias is added by itself there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,10 @@ from fxprec.kernels.rows.program.structure import structure_of
 from fxprec.kernels.rows.run.accounting import bytes_moved
 from fxprec.kernels.rows.run.region import FusedRegion
 
-__all__ = ["QUICK_REGION", "REGIONS", "regions"]
+__all__ = ["MODELS", "QUICK_REGION", "REGIONS", "Call", "calls", "regions", "slug"]
+
+#: A region, and what went into it.
+Call: TypeAlias = tuple[FusedRegion, tuple[Tensor, ...]]
 
 #: Small: logits are the business of cross-entropy's kernel.
 _VOCABULARY: Final = 128
@@ -75,37 +79,42 @@ def _vit(setup: Setup) -> tuple[nn.Module, dict[str, Any]]:
     return ViTForImageClassification(config), {"pixel_values": pixels}
 
 
-def regions(
-    name: str, make: Callable[[Setup], tuple[nn.Module, dict[str, Any]]], setup: Setup, quick: bool = False
-) -> Iterator[Problem]:
-    """The regions of a model, each structure at each shapes once.
-
-    :param quick: only the one that moves the most.
-    """
+def calls(name: str, make: Callable[[Setup], tuple[nn.Module, dict[str, Any]]], setup: Setup) -> list[Call]:
+    """What a forward of a model calls, each structure at each shapes once; the inputs want gradients as there."""
     with torch.device(setup.device):
         model, inputs = make(setup)
     fuse = True if can_launch(setup.device) else "aten"
     model, _ = fxprec.convert(model.train(), dtype=setup.low, fuse=fuse)
     model(**inputs)  # captures
-    calls: dict[Any, tuple[FusedRegion, tuple[Tensor, ...]]] = {}
+    noted: dict[Any, Call] = {}
 
     def note(region: nn.Module, given: tuple[Tensor, ...]) -> None:
         assert isinstance(region, FusedRegion)
         alike = [(tuple(x.shape), x.stride(), x.dtype, x.requires_grad) for x in given]
         key = (structure_of(region.graph_module), *alike)
-        calls.setdefault(key, (region, tuple(x.detach().requires_grad_(x.requires_grad) for x in given)))
+        noted.setdefault(key, (region, tuple(x.detach().requires_grad_(x.requires_grad) for x in given)))
 
     found = [region for gm in fxprec.graphs(model) for region in gm.modules() if isinstance(region, FusedRegion)]
     hooks = [region.register_forward_pre_hook(note) for region in found]
     model(**inputs)
     for hook in hooks:
         hook.remove()
-    if not calls:
+    if not noted:
         raise RuntimeError(f"no fused region of {name} ran: there is nothing to time")
     del model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    problems = [_problem(name, *call) for call in calls.values()]
+    return [*noted.values()]
+
+
+def regions(
+    name: str, make: Callable[[Setup], tuple[nn.Module, dict[str, Any]]], setup: Setup, quick: bool = False
+) -> Iterator[Problem]:
+    """The regions of a model as problems.
+
+    :param quick: only the one that moves the most.
+    """
+    problems = [_problem(name, *call) for call in calls(name, make, setup)]
     problems = [p for p in problems if setup.tiny or p.moved[0] is None or p.moved[0] >= _SMALLEST]
     yield from sorted(problems, key=lambda p: -(p.moved[0] or 0))[: 1 if quick else None]
 
@@ -137,7 +146,13 @@ def _moved(region: FusedRegion, inputs: tuple[Tensor, ...], ours: Callable[..., 
     return forward, bytes_moved(region.plans[-1])[1] - forward
 
 
-_MODELS: Final = {"GPT-2 small": _gpt2, "BERT-base": _bert, "Llama 1B": _llama, "ViT-B/16": _vit}
+MODELS: Final = {"GPT-2 small": _gpt2, "BERT-base": _bert, "Llama 1B": _llama, "ViT-B/16": _vit}
+
+
+def slug(model: str) -> str:
+    """As options and files name a model: "vit-b-16"."""
+    return re.sub(r"\W+", "-", model).lower()
+
 
 #: A single region, in the place of them all.
 QUICK_REGION: Final = Source(
@@ -145,5 +160,5 @@ QUICK_REGION: Final = Source(
 )
 REGIONS: Final = tuple(
     Source(f"regions of {name}", lambda setup, name=name, make=make: regions(name, make, setup))
-    for name, make in _MODELS.items()
+    for name, make in MODELS.items()
 )

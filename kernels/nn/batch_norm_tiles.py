@@ -31,6 +31,10 @@ FORWARD_BYTES: Final = 16384
 BACKWARD_BYTES: Final = 8192
 _WIDEST: Final = 1024  # columns of a tile of contiguous memory, where there are rows to go with them
 _MOST_PARTS: Final = 256
+#: What Triton asks of a pitch before it reads several elements in one access.
+_VECTOR: Final = 16
+#: Elements of a tile that are read one by one.
+_ALONE: Final = 4096
 #: Programs for each multiprocessor, which holds both at once if a thread has at most 64 registers.
 _RESIDENT: Final = 2
 
@@ -88,6 +92,8 @@ def cut(shape: tuple[int, ...], contiguous: bool, programs: int, tile: int) -> T
     for size in shape[2:]:
         positions *= size
     planar = contiguous and positions > 1
+    if (positions if planar else channels) % _VECTOR:  # each element has an address of its own, which takes registers
+        tile = min(tile, _ALONE)
     if planar and channels == 1 and samples * positions < 2**31:
         samples, positions = 1, samples * positions
     if planar:

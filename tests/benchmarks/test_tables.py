@@ -101,6 +101,19 @@ def results(tmp_path: pathlib.Path) -> pathlib.Path:
         }  # fmt: skip
         save(f"watch-cpu-O0-{name}", {"environment": ENVIRONMENT, "level": "O0", **watched}, root)
     save("ledger-variances-vit", {"environment": ENVIRONMENT, "model": "vit", **figures}, root)
+    stepped = {"what": "", "ms": 1201.4, "host_ms": 30.54, "busy_ms": 27.764, "launches": 978, "x_autocast": 1.0}
+    variants = {"autocast": stepped, "o1": stepped | {"x_autocast": 1.136}, "o1-whole": failed}
+    save(
+        "hotspots-gpu-bfloat16-gpt",
+        {"environment": ENVIRONMENT, "model": "gpt", "shape": "big", "variants": variants},
+        root,
+    )
+    swept = {
+        "region": "fused_add", "pass": "backward", "share": 0.4412, "best_share": 0.8527,
+        "present": [93.8, 2, 1024, 8, 1, 0, 512], "best": [48.4, 1, 1024, 1, 3, 8, 1056], "forms": [[]] * 13,
+    }  # fmt: skip
+    data = {"model": "Llama 1B", "copy_bytes_a_second": 4.27e12, "timing": "in turns", "kernels": [swept]}
+    save("forms-bfloat16-llama-1b", {"environment": ENVIRONMENT, **data}, root)
     return root
 
 
@@ -173,6 +186,24 @@ def test_watch(results):
     assert "O0, one thread; " + MEASURED in text
 
 
+def test_hotspots(results):
+    text, _ = rendered(page("hotspots gpu"), results)
+    assert "| model |  | variant | ms a step | device busy, ms | host, ms | kernels | x autocast |\n" in text
+    assert "| gpt | big | autocast | 1201 | 27.8 | 30.5 | 978 | – |\n" in text  # noqa: RUF001
+    assert "| gpt | big | o1 | 1201 | 27.8 | 30.5 | 978 | 1.14 |\n" in text
+    assert "| gpt | big | o1-whole | – | – | – | – | – |\n" in text  # noqa: RUF001
+    assert "not in turns" in text and f"bfloat16; {MEASURED}" in text
+
+
+def test_forms(results):
+    text, _ = rendered(page("forms"), results)
+    assert (
+        "| Llama 1B | `fused_add` | backward | 2 x 1024, 8 warps | 44 % | 1 x 1024, 1 warp, 3 stages, 1056 programs "
+        "| 85 % | 14 |\n"
+    ) in text
+    assert "Timed in turns. Of a copy: " in text and "copy's 4270 GB/s" in text and f"bfloat16; {MEASURED}" in text
+
+
 def test_what_was_generated_stays(results):
     once, count = rendered(page("step cpu", "memory cpu"), results)
     assert rendered(once, results) == (once, count) == (once, 2)
@@ -206,6 +237,9 @@ def test_several_devices(results):
         (page("step"), r"a table is 'step SIZE \[DTYPE\]'"),
         (page("watch"), r"a table is 'watch SIZE \[LEVEL\]'"),
         (page("watch cpu"), "no results of watch-cpu-O1-mlp: 'python -m benchmarks watch' writes them"),
+        (page("hotspots"), r"a table is 'hotspots SIZE \[DTYPE\]'"),
+        (page("forms cpu bfloat16"), r"a table is 'forms \[DTYPE\]'"),
+        (page("forms float16"), "no results of forms-float16-gpt-2-small: 'python -m benchmarks forms' writes them"),
         (page("ledger adds"), "'adds': a table is 'ledger QUESTION', with one of adds-up, planted, variances"),
         (page("convert cpu"), "'convert' takes nothing but device=NAME"),
         ("<!-- table: step cpu -->\n", "1 tables begin and 0 are complete: one has no '<!-- end -->'"),

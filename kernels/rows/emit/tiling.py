@@ -30,6 +30,8 @@ _ONE_WARP: Final = 1024
 #: Elements of a thread, the best first, of tiles up to 1024, up to 8192 and longer ones.
 _LONGER: Final = (_ONE_WARP, LONGEST_TILE // 2)
 _EACH: Final = ((32, 8, 16), (16, 32, 8), (32, 16))
+#: Columns that are read at once, of 2 bytes, where rows are whole numbers of them.
+_VECTOR: Final = 8
 _FLAT: Final = 1024
 #: Tiles that are on their way or computed at one time.
 _STAGES: Final = 3
@@ -80,18 +82,22 @@ def form_of(program: Program, flat: bool, count: int) -> Form:
     block = max(16, 1 << (columns - 1).bit_length())
     if not program.reduces and block > _FLAT:
         return _blocks(columns, count, partial)
-    rows = max(1, _ONE_WARP // block) if count > 1 else 1
+    wide = columns % _VECTOR == 0
+    rows = max(1, (_ONE_WARP if wide else _ONE_WARP // 2) // block) if count > 1 else 1
     draws = sum(value.op == "keep" for value in program.values)
     values = _pressure(program) + (rows > 1) + draws // 2  # rows have numbers of their own, and so have draws
-    warps = None if block > LONGEST_TILE else _warps(rows * block, values)
+    warps = None if block > LONGEST_TILE else _warps(rows * block, values, wide)
     if warps is None and program.reduces:
         return Form("loop", 1, 4096, 8, partial)
     return Form("tile", rows, block, warps or 4, partial, _STAGES if partial and rows * block <= _ONE_WARP else 1)
 
 
-def _warps(elements: int, values: int) -> int | None:
-    """For a tile of so many elements, of whose values so many are needed at a time; None: they do not fit."""
-    for each in _EACH[bisect(_LONGER, elements - 1)]:
+def _warps(elements: int, values: int, wide: bool) -> int | None:
+    """For a tile of so many elements, of whose values so many are needed at a time; None: they do not fit.
+
+    ``wide``: several are read at once. Otherwise each has an address, two registers, and a thread has half as many.
+    """
+    for each in _EACH[bisect(_LONGER, elements - 1)] if wide else _EACH[1][::2]:
         warps = max(1, elements // (32 * each))
         registers = min(255, 65536 // (32 * warps))
         if warps <= 32 and values <= (registers - 28) // each:

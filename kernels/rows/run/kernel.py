@@ -27,7 +27,7 @@ from fxprec.kernels.rows.run.walks import Placed, walks
 
 _COUNT = itertools.count()
 #: Rows that each program takes at least that goes from tile to tile, where the device is full.
-_ROWS_EACH: Final = 32
+_ROWS_EACH: Final = 16
 #: The backward of these decides once more what the forward decided, or looks for the operand that equals a maximum: it
 #: computes the operands again, and each kernel contracts other products. The same bits come of contracting none.
 _DECIDED: Final = COMPARISONS | {"max", "min", "maximum", "minimum"}

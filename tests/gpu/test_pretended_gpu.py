@@ -1,0 +1,90 @@
+"""Every launch that the tests for a GPU make, on one that is pretended: compiled for its arguments, checked, not run.
+
+Here for 9.0 and some of them. All, for any of 80, 90 and 100, in two to four minutes, and in one where Triton's cache
+knows them: ``PRETENDED_GPU=80 python -m pytest -s tests/gpu/test_pretended_gpu.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Final
+
+import pytest
+
+import kernel_tools
+
+ROOT: Final = pathlib.Path(__file__).parents[2]
+CAPABILITY: Final = os.environ.get("PRETENDED_GPU", "90")
+#: Where the tests for a GPU are that are run, and the least numbers of tests, launches and compiled kernels.
+SOME: Final = (
+    ("rows/run", "rows/test_row_functions.py", "nn/test_group_norm.py", "optim/test_adam.py", "launch"), (190, 500, 150)
+)  # fmt: skip
+ALL: Final = (("",), (900, 2000, 1000))
+#: What is wrong with a kernel -> programs and elements of a launch, warps, its count, and what is said of it.
+WRONG: Final = {
+    "spills": (1, 4096, 1, 3, "bytes of local memory a thread"),
+    "grid": (0, 16, 4, 3, "has a grid of"),
+    "constant": (1, 16, 4, 1, "CompilationError"),
+    "nothing": (1, 16, 4, 3, ""),
+}
+
+
+def run(*arguments: str) -> str:
+    """What pytest prints with the plugin."""
+    env = {
+        **os.environ,
+        "PRETENDED_GPU": CAPABILITY,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "tools"))),
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "pretended_gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=env).stdout
+
+
+@kernel_tools.compiles
+@pytest.mark.slow
+def test_every_launch_compiles_and_keeps_its_promises() -> None:
+    folders, least = ALL if "PRETENDED_GPU" in os.environ else SOME
+    output = run("-m", "gpu and not slow", *(f"tests/kernels/{folder}" for folder in folders))
+    found = tuple(
+        int(re.search(pattern, output)[1])  # type: ignore[index]
+        for pattern in (r"(\d+) passed", r"launched (\d+) times", r"times, (\d+) compiled")
+    )
+    assert " failed" not in output and " error" not in output, output[-4000:]
+    assert all(number >= wanted for number, wanted in zip(found, least, strict=True)), output[-2000:]
+    print("\n".join(line for line in output.splitlines() if "registers" in line or "launched" in line))
+
+
+@kernel_tools.compiles
+def test_what_is_wrong_fails(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_wrong.py").write_text(
+        f"""
+import pytest, torch, triton, triton.language as tl
+
+@triton.jit
+def wrong(x, y, count, CONSTANT: tl.constexpr, SPILLS: tl.constexpr, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    value = tl.load(x + places).to(tl.float32)
+    if CONSTANT:
+        value *= count.to(tl.float32)
+    total = value
+    if SPILLS:
+        for other in range(count):
+            value = tl.load(x + places + other) + value * value
+            total += value * tl.sum(value)
+    tl.store(y + places, total + value)
+
+@pytest.mark.parametrize(("fault", "what"), {WRONG}.items())
+def test_wrong(fault, what):
+    x = torch.zeros(1 << 15, device="cuda")
+    grid, block, warps, count, _ = what
+    wrong[(grid,)](x, x, count, fault == "constant", fault == "spills", BLOCK=block, num_warps=warps)
+""",
+        encoding="utf-8",
+    )
+    output = run(str(tmp_path / "test_wrong.py"), "--rootdir", str(tmp_path), "-c", os.devnull)
+    assert "3 failed, 1 passed" in output, output
+    assert all(said in output for *_, said in WRONG.values()), output
