@@ -78,7 +78,7 @@ def _run_chunks(
         rows = slice(start, min(start + chunk, count))
         x = hidden[rows]
         whole = buffer[: len(x)]
-        logits = whole[:, :classes]  # behind them are zeros, as logits and as gradients
+        logits = whole[:, :classes]  # behind them are zeros
         if bias is None:
             torch.mm(x, weight.t(), out=whole)
         else:
@@ -88,6 +88,7 @@ def _run_chunks(
             losses=losses[rows], grad_output=None if grad_output is None else grad_output[rows],
             gradient=None if gradients == (None, None, None) else logits,
         )  # fmt: skip
+        whole[:, classes:] = 0  # NaN, where a row is not finite
         if of_hidden is not None:
             torch.mm(whole, weight, out=of_hidden[rows])
         if total is not None:

@@ -30,25 +30,30 @@ _LOW: Final = (torch.float16, torch.bfloat16)
 #: Multiplications of a product from which on the slow kernel loses more than a call takes: 2 FLOP each at some 100
 #: TFLOP/s in the place of 600 (measured on an H200).
 _WORTH: Final = 1 << 30
+#: Ops that give the same, in memory as well, of rows that lie apart.
+_READ_BY_STRIDES: Final = frozenset(
+    {"cross_entropy", "log_softmax", "logsumexp", "argmax", "max", "topk", "fused_region"}
+)
 #: Elements of 16 bits in 16 bytes.
 _VECTOR: Final = 8
 
 
-def aligned_linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    """``F.linear``, with outputs of whole 16 bytes where that pays."""
+def aligned_linear(input: Any, weight: Any, bias: Any = None, apart: bool = False) -> Any:
+    """``F.linear``, with outputs of whole 16 bytes where that pays; ``apart``: its rows may lie apart in memory."""
     if isinstance(input, Proxy):
-        return leaf(aligned_linear, input, weight, bias)
+        return leaf(aligned_linear, input, weight, bias, apart)
     if (
         input.is_cuda
+        and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None
         and weight.dtype in _LOW
-        and input.numel() * len(weight) >= _WORTH
         and type(input) is Tensor
         and type(weight) in (Tensor, torch.nn.Parameter)
-        and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None
+        and input.numel() * len(weight) >= _WORTH
     ):
         from fxprec.kernels.nn.aligned_linear import aligned_linear as kernel
 
-        return kernel(input, weight, bias)
+        y = kernel(input, weight, bias)
+        return y if apart else y.contiguous()
     return F.linear(input, weight, bias)
 
 
@@ -59,9 +64,24 @@ def align_rows(graph: Graph, low: torch.dtype) -> bool:
         sizes = _sizes(node)
         if notes(node).precision.compute is low and sizes is not None and sizes[0] % _VECTOR:
             node.target = aligned_linear
+            node.kwargs = {**node.kwargs, "apart": all(_takes_pitch(user, sizes[0]) for user in node.users)}
             notes(node).fused = f"a product of {-(-sizes[0] // _VECTOR) * _VECTOR} outputs"
             changed = True
     return changed
+
+
+def _takes_pitch(reader: Node, columns: int) -> bool:
+    """Whether all the same comes of rows that lie apart: a view that cuts them would fail, a user would see it."""
+    name = notes(reader).op.name
+    if reader.target in CASTS or name in _READ_BY_STRIDES:
+        return True
+    if name == "flatten" or (name == "view" and columns in (reader.args[-1], _last(reader.args[-1]))):
+        return all(_takes_pitch(each, columns) for each in reader.users)
+    return False
+
+
+def _last(sizes: Any) -> Any:
+    return sizes[-1] if isinstance(sizes, tuple | list) and sizes else None
 
 
 def _sizes(node: Node) -> tuple[int, ...] | None:

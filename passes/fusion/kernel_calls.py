@@ -54,8 +54,14 @@ def batch_norm(
     if isinstance(x, Proxy):
         return leaf(batch_norm, x, running_mean, running_var, weight, bias, **options)
     fits = residual is None or (residual.shape == x.shape and residual.dtype in CASTABLE)
-    joined = relu or residual is not None or _is_channels_last(x)  # alone, torch's kernels of planes are as good
-    if fits and joined and isinstance(momentum, int | float) and is_served(x):
+    if (
+        fits
+        and isinstance(momentum, int | float)
+        and _is_taken(x)
+        and (
+            relu or residual is not None or _is_channels_last(x)  # alone, torch's kernels of planes are as good
+        )
+    ):
         from fxprec.kernels.nn.batch_norm import batch_norm as kernel  # which loads Triton
 
         return kernel(x, running_mean, running_var, weight, bias, **options)
@@ -70,7 +76,7 @@ def group_norm(
     """``F.group_norm``, or ``F.silu`` of it, in FP32, of low x and rounded once to its dtype."""
     if isinstance(x, Proxy):
         return leaf(group_norm, x, num_groups, weight, bias, eps, silu)
-    if is_served(x):
+    if _is_taken(x):
         from fxprec.kernels.nn.group_norm import group_norm as kernel  # which loads Triton
 
         return kernel(x, num_groups, weight, bias, eps, silu=silu)
@@ -94,6 +100,11 @@ def cross_entropy(
 
         return kernel(input, target, weight, **options)
     return F.cross_entropy(input.float() if input.dtype in _LOW else input, target, weight, **options)
+
+
+def _is_taken(x: Any) -> bool:
+    """Whether a kernel takes it; not where somebody looks into the ops: ours have no rule for vmap and forward mode."""
+    return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None and is_served(x)
 
 
 def _is_channels_last(x: Any) -> bool:
@@ -137,9 +148,17 @@ def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
         arguments = _arguments(node)
         if arguments is None:
             declined.append(f"{node.name}: {op.name} with arguments that the kernel does not have")
+        elif any(roots.get(each) in written for each in _read(arguments)):
+            declined.append(f"{node.name}: {op.name} of what the graph writes to in place")
         else:
-            changed |= make(node, arguments)
+            changed |= make(node, arguments, lambda each: roots.get(each) not in written)
     return changed, declined
+
+
+def _read(arguments: dict[str, Any]) -> list[Node]:
+    """What an op reads and does not write, and below a cast what that read: the call may come later than both."""
+    own = [each for name in ("input", "weight", "bias") if isinstance(each := arguments.get(name), Node)]
+    return own + [source for each in own if _is_inserted_cast(each) for source in each.all_input_nodes]
 
 
 def _arguments(node: Node) -> dict[str, Any] | None:
@@ -156,7 +175,7 @@ def _arguments(node: Node) -> dict[str, Any] | None:
     return None
 
 
-def _batch_norm(node: Node, arguments: dict[str, Any]) -> bool:
+def _batch_norm(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool]) -> bool:
     """With the sum and relu behind it, where there are any."""
     output = notes(node).precision.output
     end, residual, relu = node, None, False
@@ -164,7 +183,7 @@ def _batch_norm(node: Node, arguments: dict[str, Any]) -> bool:
     if user is not None and not user.kwargs and len(user.args) == 2 and notes(user).precision.output is output:
         other = user.args[1] if user.args[0] is end else user.args[0]
         after = _only_user(user, "relu")
-        if isinstance(other, Node) and other is not end and after is not None:
+        if isinstance(other, Node) and other is not end and after is not None and steady(other):
             end, residual = user, other
     user = _only_user(end, "relu")
     if user is not None:
@@ -176,7 +195,7 @@ def _batch_norm(node: Node, arguments: dict[str, Any]) -> bool:
     return True
 
 
-def _group_norm(node: Node, arguments: dict[str, Any]) -> bool:
+def _group_norm(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool]) -> bool:
     """Between two casts, with SiLU before the second: elsewhere its result is wanted in FP32."""
     wide = arguments["input"]
     if not isinstance(wide, Node) or not _is_inserted_cast(wide):
@@ -206,7 +225,7 @@ def _group_norm(node: Node, arguments: dict[str, Any]) -> bool:
     return True
 
 
-def _cross_entropy(node: Node, arguments: dict[str, Any]) -> bool:
+def _cross_entropy(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool]) -> bool:
     logits = arguments["input"]
     if not isinstance(logits, Node) or notes(node).precision.output not in (None, torch.float32):
         return False  # float64 probabilities, or a policy's own dtype: the kernel's loss is FP32

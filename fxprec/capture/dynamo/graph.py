@@ -105,7 +105,7 @@ def _name_weights(
         frame = _path_of_frame(source, name) if frame is None else frame
         with gm.graph.inserting_before(node):
             weight = gm.graph.create_node("get_attr", target, name="p_" + name.replace(".", "_"))
-        weight.meta = {**node.meta, "kind": kind, "ndim": value.dim()}
+        weight.meta = {**node.meta, "kind": kind, "sizes": tuple(value.shape)}
         if target != name:
             notes(weight).path = name
         attach(gm, target, value)

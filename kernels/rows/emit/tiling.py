@@ -87,7 +87,7 @@ def form_of(program: Program, flat: bool, count: int) -> Form:
     draws = sum(value.op == "keep" for value in program.values)
     values = _pressure(program) + (rows > 1) + draws // 2  # rows have numbers of their own, and so have draws
     warps = None if block > LONGEST_TILE else _warps(rows * block, values, wide)
-    if warps is None and program.reduces:
+    if warps is None and block > _ONE_WARP:
         return Form("loop", 1, 4096, 8, partial)
     return Form("tile", rows, block, warps or 4, partial, _STAGES if partial and rows * block <= _ONE_WARP else 1)
 

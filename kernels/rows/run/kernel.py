@@ -35,7 +35,7 @@ _DECIDED: Final = COMPARISONS | {"max", "min", "maximum", "minimum"}
 _INTERPRETED: Final = 3
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Launch:
     """One row program for tensors that lie in one way.
 

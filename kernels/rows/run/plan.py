@@ -7,6 +7,7 @@ the launches are made anew.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ class Derived:
 
     forward: Program
     backward: Backward | None
-    launches: dict[Any, Launch] = field(default_factory=dict, repr=False)
+    launches: weakref.WeakValueDictionary[Any, Launch] = field(default_factory=weakref.WeakValueDictionary, repr=False)
 
 
 @dataclass(eq=False)

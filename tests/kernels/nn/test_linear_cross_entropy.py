@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -258,6 +259,15 @@ def test_under_autocast_as_by_a_linear_layer() -> None:
 
 
 @by_hand
+@pytest.mark.parametrize("classes", [8, 9])
+def test_a_row_that_is_ignored_and_not_finite_has_no_gradient(classes: int) -> None:
+    hidden, weight = torch.randn(4, 16), torch.randn(classes, 16)
+    hidden[1] = math.inf
+    hidden.requires_grad_()
+    linear_cross_entropy(hidden, weight, torch.tensor([1, -100, 2, 3])).backward()
+    assert hidden.grad is not None and hidden.grad[1].eq(0).all() and hidden.grad[0].ne(0).any()
+
+
 def test_without_gradients_none_are_made() -> None:
     hidden, weight, _, target = inputs(50, 4, 104, torch.float32, "cpu")
     with torch.no_grad():

@@ -42,6 +42,35 @@ def test_elsewhere_none_is(tools: Any, options: dict[str, Any]) -> None:
     assert fused(tools, **options) == [F.linear] * 3
 
 
+def readers(x: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, ...]:
+    cut, loss, given = (F.linear(x, w) for _ in range(3))
+    flat = F.linear(x, w).flatten(0, 1)
+    rows = F.linear(x, w).view(-1, 9)
+    halves = F.linear(x, w).view(-1, 3)
+    return (
+        cut.view(2, 15, 3), F.cross_entropy(loss.flatten(0, 1), t), given,
+        F.cross_entropy(flat, t), F.log_softmax(rows, -1), halves * 2,
+    )  # fmt: skip
+
+
+def test_rows_lie_apart_only_where_no_reader_minds(tools: Any) -> None:
+    inputs = torch.randn(2, 5, 16), torch.randn(9, 16), torch.zeros(10, dtype=torch.long)
+    gm = tools.traced(readers, *inputs)
+    for node in gm.graph.find_nodes(op="placeholder", target="w"):
+        node.meta["sizes"] = (9, 16)
+    gm = tools.rewritten(gm, tools.context(device="cuda", keep_output_dtype=False), until="fuse")
+    found = [node.kwargs["apart"] for node in gm.graph.nodes if node.target is aligned_rows.aligned_linear]
+    assert found == [False, True, False, True, True, False]
+
+
+def test_what_a_reader_minds_is_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aligned_rows, "_WORTH", 1)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    x, weight = torch.randn(3, 16, dtype=torch.bfloat16), torch.randn(9, 16, dtype=torch.bfloat16)
+    assert aligned_rows.aligned_linear(x, weight, apart=True).stride() == (16, 1)
+    assert aligned_rows.aligned_linear(x, weight).view(9, 3).stride() == (3, 1)
+
+
 class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -149,6 +149,40 @@ def test_group_norms_between_casts_are_one_kernel_with_silu(tools) -> None:
     assert not [node for node in gm.graph.nodes if not node.users and node.op == "call_function"]
 
 
+@outside
+@pytest.mark.parametrize("written", ["source", "scale", "between"])
+def test_norms_stay_where_what_they_read_is_written_to(tools, written: str) -> None:
+    def f(x, w, scale, shift, w2, mean, var):
+        y = F.conv2d(x, w)
+        alias = y.flatten(1)
+        z = F.group_norm(y, 2, scale, shift) if written != "between" else F.batch_norm(y, mean, var, scale, shift, True)
+        (scale if written == "scale" else alias).mul_(3.0)
+        return F.conv2d(F.silu(z) if written != "between" else F.relu(z), w2)
+
+    inputs = [X, WEIGHT, *CHANNELS[2:], torch.randn(4, 4, 1, 1), *CHANNELS[:2]]
+    gm = tools.rewritten(tools.traced(f, *inputs), tools.context(regions="triton", device="cuda"))
+    assert not calls(gm, kernel_calls.group_norm) and not calls(gm, kernel_calls.batch_norm)
+    assert "of what the graph writes to in place" in str(gm.meta["declined"])
+
+
+@outside
+@pytest.mark.parametrize("way", ["vmap", "dual"])
+def test_who_looks_into_the_ops_gets_torchs(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)  # and no kernel could run here
+    x = torch.randn(2, 2, 4, 3, 3).contiguous(memory_format=torch.channels_last_3d)
+
+    def f(y):
+        normed = kernel_calls.batch_norm(y, None, None, None, None, True)
+        return kernel_calls.group_norm(normed, 2, silu=True)
+
+    if way == "vmap":
+        assert torch.func.vmap(f)(x).shape == x.shape
+    else:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x[0], torch.ones_like(x[0]))
+            assert torch.autograd.forward_ad.unpack_dual(f(dual)).tangent is not None
+
+
 @on_devices
 def test_group_norms_compute_as_in_float64(tools, device: str) -> None:
     gm = low_group_norms(tools, *GROUPED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import kernel_tools
 import region_tools as tools
 from fxprec.kernels.rows.program.spec import Spec, spec_of
 from fxprec.kernels.rows.run.accounting import bytes_moved, count_kernels
@@ -140,3 +142,15 @@ def test_kernels_and_bytes(function: Any, inputs: list[Tensor], kernels: int, ab
     moved, bound = bytes_moved(plan)
     assert count_kernels(plan) == kernels and moved - bound == above
     assert bound >= sum(spec.bytes for spec in (*plan.inputs, *plan.outputs))
+
+
+@pytest.mark.skipif(not kernel_tools.HAS_TRITON, reason="wants Triton")
+def test_launches_go_with_their_plans() -> None:
+    derived = None
+    for rows in range(3, 9):
+        plan = tools.plan_of(lambda x: F.layer_norm(x, (8,)) * 2, torch.randn(rows, 8), device=torch.device("cuda"))
+        derived = plan.derived
+        assert plan.inference_launch in derived.launches.values()
+        del plan
+    gc.collect()
+    assert derived is not None and not derived.launches
