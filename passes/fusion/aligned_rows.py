@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import Graph, Node, Proxy
 
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.passes.fusion.kernel_calls import cross_entropy
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.leaves import leaf
@@ -30,10 +31,6 @@ _LOW: Final = (torch.float16, torch.bfloat16)
 #: Multiplications of a product from which on the slow kernel loses more than a call takes: 2 FLOP each at some 100
 #: TFLOP/s in the place of 600 (measured on an H200).
 _WORTH: Final = 1 << 30
-#: Ops that give the same, in memory as well, of rows that lie apart.
-_READ_BY_STRIDES: Final = frozenset(
-    {"cross_entropy", "log_softmax", "logsumexp", "argmax", "max", "topk", "fused_region"}
-)
 #: Elements of 16 bits in 16 bytes.
 _VECTOR: Final = 8
 
@@ -73,7 +70,7 @@ def align_rows(graph: Graph, low: torch.dtype) -> bool:
 def _takes_pitch(reader: Node, columns: int) -> bool:
     """Whether all the same comes of rows that lie apart: a view that cuts them would fail, a user would see it."""
     name = notes(reader).op.name
-    if reader.target in CASTS or name in _READ_BY_STRIDES:
+    if reader.target in CASTS or reader.target in (cross_entropy, F.cross_entropy) or name == "fused_region":
         return True
     if name == "flatten" or (name == "view" and columns in (reader.args[-1], _last(reader.args[-1]))):
         return all(_takes_pitch(each, columns) for each in reader.users)
