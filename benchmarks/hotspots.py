@@ -19,7 +19,6 @@ which ``python -m benchmarks tables`` makes a table. ``--check`` runs all at tin
 from __future__ import annotations
 
 import argparse
-import gc
 import pathlib
 import sys
 import time
@@ -33,7 +32,7 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure.interleaved import give_memory_back, keep_memory
+from benchmarks.measure.interleaved import free_variants, keep_memory
 from benchmarks.measure.results import save
 from benchmarks.measure.training_step import Setup, Step, tf32
 from benchmarks.measure.variants import BASELINE, VARIANTS, Variant, variants
@@ -114,15 +113,6 @@ def _by_name(step: Step, device: torch.device) -> tuple[Counter[str], Counter[st
     return times, counts
 
 
-def _free() -> None:
-    """Of a variant, before the next one is built."""
-    torch.compiler.reset()
-    gc.collect()
-    give_memory_back()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parser = argparse.ArgumentParser(
@@ -167,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     left_out.append(f"{workload.name} {variant.name}")
                     continue
                 found.append(profiled(variant, workload, options.setup, 0.0 if options.check else options.seconds))
-                _free()
+                free_variants()
             if found:
                 failed += sum(each.failed for each in found)
                 _tell(console, workload, options, found)

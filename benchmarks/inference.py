@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import importlib
 import pathlib
 import sys
@@ -37,7 +36,7 @@ from torch import Tensor, nn
 
 import fxprec
 from benchmarks.measure import results
-from benchmarks.measure.interleaved import Schedule, give_memory_back, host_times, keep_memory, measure
+from benchmarks.measure.interleaved import Schedule, free_variants, host_times, keep_memory, measure
 from benchmarks.reports.inference import BASELINE, Batch, Found, Row, draw, found_before, twin_of
 from benchmarks.workloads.training import NAMES, Workload, workloads
 
@@ -178,9 +177,7 @@ def compare(workload: Workload, batch: int | None, names: list[str], seconds: fl
     for row in found.rows:
         row.samples = samples.get(row.name)
     calls.clear()
-    torch.compiler.reset()
-    gc.collect()
-    give_memory_back()
+    free_variants()
     return found
 
 

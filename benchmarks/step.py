@@ -28,7 +28,6 @@ and where time ran out. Results are written after each model, to ``benchmarks/re
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import math
 import pathlib
@@ -49,7 +48,7 @@ from benchmarks.measure.interleaved import (
     Clock,
     Schedule,
     device_times,
-    give_memory_back,
+    free_variants,
     host_times,
     keep_memory,
     measure,
@@ -129,7 +128,7 @@ def compare(workload: Workload, chosen: Sequence[Variant], setup: Setup, plan: P
                 _count(found, steps)
         finally:
             steps.clear()
-            _free()
+            free_variants()
     return found
 
 
@@ -208,15 +207,6 @@ def _kernels(step: Step) -> int:
 def _wait(setup: Setup) -> None:
     if setup.device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _free() -> None:
-    """Of the variants of a model, before those of the next one are built."""
-    torch.compiler.reset()
-    gc.collect()
-    give_memory_back()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

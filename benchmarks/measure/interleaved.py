@@ -28,8 +28,8 @@ from typing import Final, Literal
 import torch
 
 __all__ = [
-    "Ratio", "Samples", "Schedule", "device_times", "give_memory_back", "host_times", "keep_memory", "measure", "noise",
-    "order",
+    "Ratio", "Samples", "Schedule", "device_times", "free_variants", "give_memory_back", "host_times", "keep_memory",
+    "measure", "noise", "order",
 ]  # fmt: skip
 
 Clock = Callable[[Callable[[], object], int], list[float]]
@@ -173,6 +173,15 @@ def give_memory_back() -> None:
     """
     if malloc_trim := _of_libc("malloc_trim"):
         malloc_trim(0)
+
+
+def free_variants() -> None:
+    """Of what was built, before other things are."""
+    torch.compiler.reset()
+    gc.collect()
+    give_memory_back()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _of_libc(name: str) -> Callable[..., int] | None:

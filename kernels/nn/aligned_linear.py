@@ -44,14 +44,14 @@ def pitch_of(columns: int, itemsize: int) -> int:
     return -(-columns * itemsize // _LINE) * _LINE // itemsize
 
 
-def _padded(x: Tensor, dim: int = 0) -> Tensor:
-    """With zeros behind along a dimension, up to its pitch."""
+def padded(x: Tensor, dim: int = 0) -> Tensor:
+    """With zeros behind along a dimension, up to its pitch; ``x`` itself where none are lacking."""
     lacks = pitch_of(x.shape[dim], x.element_size()) - x.shape[dim]
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, lacks]) if lacks else x
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = F.linear(x, _padded(weight), None if bias is None else _padded(bias))
+    y = F.linear(x, padded(weight), None if bias is None else padded(bias))
     # No view: what is written in place is not to ask how it was made.
     return y.new_empty(0).set_(y.untyped_storage(), 0, (len(x), len(weight)), y.stride())
 
@@ -65,9 +65,9 @@ class _Aligned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (x, weight), (dy,), wanted = ctx.saved_tensors, gradients, ctx.needs_input_grad
-        wide = _padded(dy, 1)
+        wide = padded(dy, 1)
         return (
-            wide @ _padded(weight) if wanted[0] else None,
+            wide @ padded(weight) if wanted[0] else None,
             (wide.t() @ x)[: len(weight)] if wanted[1] else None,
             *(dy.sum(0) if each else None for each in wanted[2:]),
         )

@@ -24,12 +24,12 @@ from torch import Tensor
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.nn import cross_entropy_reference
+from fxprec.kernels.nn.aligned_linear import padded, pitch_of
 from fxprec.kernels.nn.cross_entropy_arguments import check_linear_arguments
 from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
 
 _SMALLEST: Final = 128
-_PITCH: Final = 8  # classes that matmuls have a multiple of
 
 
 def default_chunk(rows: int, features: int, classes: int) -> int:
@@ -64,8 +64,8 @@ def _run_chunks(
         grad_output: of each loss, [N] at any distance; None for 1.
     """
     count, classes = len(hidden), len(weight)
-    width = _width(weight)
-    weight, bias = (_widened(x, width, hidden.dtype) for x in (weight, bias))
+    weight = padded(weight.to(hidden.dtype))
+    bias, width = None if bias is None else padded(bias.to(hidden.dtype)), len(weight)
     of_hidden, of_weight, of_bias = gradients
     total = None if of_weight is None else of_weight.as_strided((width, of_weight.shape[1]), of_weight.stride())
     chunk = min(count, chunk or default_chunk(count, hidden.shape[1], classes))
@@ -95,21 +95,6 @@ def _run_chunks(
             _add_product(total, whole.t(), x)
         if of_bias is not None:
             of_bias += logits.sum(0, dtype=torch.float32)
-
-
-def _width(weight: Tensor) -> int:
-    """Classes of the matmuls."""
-    return -(-len(weight) // _PITCH) * _PITCH
-
-
-def _widened(x: Any, width: int, dtype: torch.dtype) -> Any:
-    """[classes, ...] in the low dtype, with zeros up to the width; None as it is."""
-    if x is None or len(x) == width:
-        return x if x is None else x.to(dtype)
-    wide = x.new_empty((width, *x.shape[1:]), dtype=dtype)
-    wide[: len(x)] = x
-    wide[len(x) :] = 0
-    return wide
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -178,7 +163,7 @@ def _empty_gradients(
     hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of hidden, weight and bias, without elements where none is asked for; the weight's has room for the width."""
-    rows = (_width(weight), *weight.shape[1:]) if of_weight else (0,)
+    rows = (pitch_of(len(weight), hidden.itemsize), *weight.shape[1:]) if of_weight else (0,)
     return (
         hidden.new_empty(hidden.shape if of_hidden else (0,)),
         hidden.new_empty(rows, dtype=torch.float32)[: len(weight)],

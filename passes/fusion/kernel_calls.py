@@ -54,14 +54,8 @@ def batch_norm(
     if isinstance(x, Proxy):
         return leaf(batch_norm, x, running_mean, running_var, weight, bias, **options)
     fits = residual is None or (residual.shape == x.shape and residual.dtype in CASTABLE)
-    if (
-        fits
-        and isinstance(momentum, int | float)
-        and _is_taken(x)
-        and (
-            relu or residual is not None or _is_channels_last(x)  # alone, torch's kernels of planes are as good
-        )
-    ):
+    joined = relu or residual is not None  # alone, torch's kernels of planes are as good
+    if fits and isinstance(momentum, int | float) and _is_taken(x) and (joined or _is_channels_last(x)):
         from fxprec.kernels.nn.batch_norm import batch_norm as kernel  # which loads Triton
 
         return kernel(x, running_mean, running_var, weight, bias, **options)
@@ -208,12 +202,8 @@ def _group_norm(node: Node, arguments: dict[str, Any], steady: Callable[[Node], 
     if low not in _LOW or not casts or not all(_is_inserted_cast(each) and each.args[1] is low for each in casts):
         return False
     decided = notes(node).precision
-    _call(
-        group_norm,
-        node,
-        end,
-        {"x": source} | {k: v for k, v in arguments.items() if k != "input"} | {"silu": end is not node},
-    )
+    options = {name: each for name, each in arguments.items() if name != "input"}
+    _call(group_norm, node, end, {"x": source, **options, "silu": silu is not None})
     why = f"{decided.why}; its kernel reads and writes {low} and computes in FP32"
     notes(end).precision = Precision.arriving(torch.float32, low, decided.rule, why)
     notes(end).fused = "the kernel of group_norm" + (" and silu" if silu is not None else "")

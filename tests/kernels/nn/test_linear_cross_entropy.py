@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
 from fxprec.kernels.nn import linear_cross_entropy as module
-from fxprec.kernels.nn.linear_cross_entropy import _PITCH, default_chunk, linear_cross_entropy, reference
+from fxprec.kernels.nn.aligned_linear import pitch_of
+from fxprec.kernels.nn.linear_cross_entropy import default_chunk, linear_cross_entropy, reference
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 #: Plain torch, Triton's interpreter, a device.
@@ -187,7 +188,7 @@ def test_the_default_chunk_holds_twice_the_hidden_states() -> None:
     assert default_chunk(8192, 768, 50257) == 128, "but no less than this"
     assert default_chunk(1 << 20, 1024, 10) == 1 << 27
     for rows, features, classes in [(16384, 4096, 128256), (32768, 2048, 32000)]:
-        logits = default_chunk(rows, features, classes) * -(-classes // _PITCH) * _PITCH
+        logits = default_chunk(rows, features, classes) * pitch_of(classes, 2)
         assert rows * features <= logits <= 2.1 * rows * features
 
 

@@ -14,14 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
 import kernel_tools as tools
+import region_tools
 from fxprec import settings
 from fxprec.kernels.launch import triton_support
 from fxprec.kernels.nn import rope
+from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.run.accounting import bytes_moved
+from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.passes.fusion import kernel_calls
 from small_transformers import MODELS
 
@@ -103,6 +107,18 @@ def test_no_spills_and_wide_accesses(model: str, architecture: int) -> None:
             assert found.accesses("st") & WIDE, launch.name
             narrow = found.accesses("ld") - WIDE
             assert narrow <= {"b32", "b64", "v2.b32"}, (launch.name, narrow)  # statistics, seeds, scalars
+
+
+@tools.compiles
+@pytest.mark.parametrize("columns", [512, 768, 1024, 4096, 5120, 8192, 12288, 16384])
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+def test_norms_do_not_spill_up_to_the_longest_tile(norm: Any, columns: int) -> None:
+    x, weight = Spec((16384, columns), (columns, 1), torch.bfloat16, True), Spec((columns,), (1,), torch.float32, True)
+    graph = region_tools.graph_of(lambda x, r, w: norm(x + r, (columns,), w))
+    plan = make_plan("fused", graph, [x, x, weight], torch.device("cuda"), {})
+    for launch, dtypes in plan.launches():
+        found = tools.compiled_launch(launch, dtypes, 90)
+        assert found.spills <= (8 if found.registers <= 128 else 0), (launch.name, launch.form, found.spills)
 
 
 @pytest.mark.parametrize("model", MODELS)
