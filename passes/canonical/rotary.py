@@ -14,47 +14,70 @@ After::
 
     %out = rope(%q, %cos, %sin, 32)
 
-The tables of cosines and sines are FP32, and would make the queries and keys FP32 by promotion, before they are copied,
-turned and copied again. The kernel reads and writes them in their own dtype and computes in FP32.
+So are halves by ``chunk`` and ``split``, and pairs of neighbours (GPT-J): ``stack((-x[..., 1::2], x[..., ::2]), -1)``,
+flattened. The tables of cosines and sines are FP32, and would make the queries and keys FP32 by promotion, before they
+are copied, turned and copied again. The kernel reads and writes them in their own dtype and computes in FP32.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node, Proxy
 
 from fxprec.passes.graph.annotations import Op, argument, notes
 from fxprec.passes.graph.leaves import is_served, leaf
 
+#: As a ``half``: pairs are neighbours, and not columns half of all apart.
+NEIGHBOURS: Final = "neighbours"
+_HALVES: Final = ("first", "second")
 
-def rope(x: Any, cos: Any, sin: Any, half: int) -> Any:
-    """``x * cos + cat((-x[..., half:], x[..., :half]), -1) * sin``, in FP32 for low x, in x's dtype."""
+
+def rope(x: Any, cos: Any, sin: Any, half: int | str | None) -> Any:
+    """``x * cos + turned(x) * sin``, in FP32 for low x, in x's dtype.
+
+    Args:
+        x: (..., columns).
+        cos, sin: an angle's for each column; of shapes that broadcast to x's.
+        half: turned is ``cat((-x[..., half:], x[..., :half]), -1)``; None: the half that ``chunk`` takes;
+            ``NEIGHBOURS``: ``stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)``.
+    """
     if isinstance(x, Proxy):
         return leaf(rope, x, cos, sin, half)
-    own = _tables(x, cos, sin, half)
+    columns: int | str = (x.shape[-1] + 1) // 2 if half is None else half
+    own = _tables(x, cos, sin, columns)
     if own is not None:
         from fxprec.kernels.nn.rope import rope as kernel  # which loads Triton
 
         turned, tables = own
-        result = kernel(turned, *tables)
+        result = kernel(turned, *tables, interleaved=columns == NEIGHBOURS)
         return result if turned is x else result.transpose(-3, -2)
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    if isinstance(columns, str):
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((-x[..., columns:], x[..., :columns]), dim=-1)
     result = x * cos + turned * sin
     return result.to(x.dtype) if result.dtype != x.dtype and x.dtype in (torch.float16, torch.bfloat16) else result
 
 
-def _tables(x: Any, cos: Any, sin: Any, half: int) -> tuple[Any, tuple[Any, Any]] | None:
+def _tables(x: Tensor, cos: Tensor, sin: Tensor, half: int | str) -> tuple[Tensor, Sequence[Tensor]] | None:
     """(x as [B, H, T, D], (cos, sin) as [B, T, D]) where the kernel serves; None where it does not."""
-    fits = x.dim() == 4 and x.shape[-1] == 2 * half and cos.shape == sin.shape and cos.dim() == 4
-    if not fits or cos.requires_grad or sin.requires_grad or cos.shape[-1] != x.shape[-1] or not is_served(x):
+    columns = x.shape[-1]
+    fits = x.dim() == 4 and columns % 2 == 0 and half in (columns // 2, NEIGHBOURS)
+    if not fits or cos.shape != sin.shape or not 2 <= cos.dim() <= 4 or cos.shape[-1] != columns:
         return None
-    if cos.dtype != sin.dtype or cos.device != x.device or cos.shape[0] not in (1, x.shape[0]):
+    if cos.requires_grad or sin.requires_grad or cos.dtype != sin.dtype or cos.device != x.device or not is_served(x):
+        return None
+    four = [table[(None,) * (4 - table.dim())] for table in (cos, sin)]
+    if four[0].shape[0] not in (1, x.shape[0]):
         return None
     for heads, turned in ((1, x), (2, x.transpose(1, 2))):
-        if cos.shape[heads] == 1 and cos.shape[3 - heads] == turned.shape[2]:
-            return turned, (cos.squeeze(heads), sin.squeeze(heads))
+        if four[0].shape[heads] == 1 and four[0].shape[3 - heads] == turned.shape[2]:
+            return turned, [table.squeeze(heads) for table in four]
     return None
 
 
@@ -83,12 +106,12 @@ def _erase(node: Node) -> None:
             _erase(source)
 
 
-def _match(plain: Any, turned: Any) -> tuple[Node, Node, Node, int] | None:
+def _match(plain: Any, turned: Any) -> tuple[Node, Node, Node, int | str | None] | None:
     """(x, cos, sin, half) of the two products."""
     if not (_product(plain) and _product(turned)):
         return None
-    for half, sin in (turned.args, reversed(turned.args)):
-        source = _rotated(half)
+    for rotated, sin in (turned.args, reversed(turned.args)):
+        source = _rotated(rotated)
         if source is None or not isinstance(sin, Node):
             continue
         for x, cos in (plain.args, reversed(plain.args)):
@@ -97,29 +120,60 @@ def _match(plain: Any, turned: Any) -> tuple[Node, Node, Node, int] | None:
     return None
 
 
-def _rotated(node: Any) -> tuple[Node, int] | None:
-    """(x, n) of ``cat((-x[..., n:], x[..., :n]), dim=-1)``."""
-    if not _is(node, "cat") or not isinstance(node.args[0], tuple | list) or len(node.args[0]) != 2:
+def _rotated(node: Any) -> tuple[Node, int | str | None] | None:
+    """(x, half) of an x whose pairs are turned by a quarter; see ``rope``."""
+    if _is(node, "flatten") and argument(node, 1, "start_dim", 0) == -2 and argument(node, 2, "end_dim", -1) == -1:
+        parts, neighbours = _parts(node.args[0], "stack"), True
+    else:
+        parts, neighbours = _parts(node, "cat"), False
+    if parts is None or not _is(parts[0], "neg"):
         return None
-    if argument(node, 1, "dim", 0) != -1:
+    second, first = (_half(part) for part in (parts[0].args[0], parts[1]))
+    if first is None or second is None or (first.x, first.columns) != (second.x, second.columns):
         return None
-    negative, first = node.args[0]
-    if not (_is(negative, "neg") and _is(first, "getitem") and _is(negative.args[0], "getitem")):
-        return None
-    second = negative.args[0]
-    (x, low), (same, high) = first.args, second.args
-    if x is not same or not (_slice(low) and _slice(high)):
-        return None
-    low, high = low[1], high[1]
-    fits = low.start is None and high.stop is None and low.stop == high.start and isinstance(low.stop, int)
-    return (x, low.stop) if fits and low.stop > 0 else None
+    if neighbours:
+        return (first.x, NEIGHBOURS) if (first.which, second.which) == ("even", "odd") else None
+    return (first.x, first.columns) if (first.which, second.which) == ("first", "second") else None
 
 
-def _slice(index: Any) -> bool:
-    """``[..., a:b]``"""
-    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
-        return False
-    return isinstance(index[1], slice) and index[1].step is None
+def _parts(node: Any, joined: str) -> Sequence[Any] | None:
+    """The two tensors that ``cat`` or ``stack`` join along the last dim."""
+    if not _is(node, joined) or not isinstance(node.args[0], tuple | list) or len(node.args[0]) != 2:
+        return None
+    return node.args[0] if argument(node, 1, "dim", 0) == -1 else None
+
+
+@dataclass(frozen=True)
+class _Half:
+    """Half of x's columns: the first or second, of which the first has so many (None: what ``chunk`` takes), or every
+    other, "even" or "odd"."""
+
+    x: Node
+    which: str
+    columns: int | None = None
+
+
+def _half(node: Any) -> _Half | None:
+    """Of ``x[..., :n]``, ``x[..., ::2]`` and the like, parts of ``chunk(x, 2, -1)`` and of ``split(x, (n, n), -1)``."""
+    if not _is(node, "getitem"):
+        return None
+    source, index = node.args
+    if index in (0, 1) and _is(source, "chunk"):
+        fits = argument(source, 1, "chunks") == 2 and argument(source, 2, "dim", 0) == -1
+        return _Half(source.args[0], _HALVES[index]) if fits else None
+    if index in (0, 1) and _is(source, "split"):
+        sizes = argument(source, 1, "split_size_or_sections", source.kwargs.get("split_size"))
+        fits = isinstance(sizes, tuple | list) and len(sizes) == 2 and argument(source, 2, "dim", 0) == -1
+        fits = fits and isinstance(sizes[0], int) and sizes[0] == sizes[1]
+        return _Half(source.args[0], _HALVES[index], sizes[0]) if fits else None
+    if not (isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)):
+        return None
+    start, stop, step = index[1].start, index[1].stop, index[1].step
+    if stop is None and step == 2 and start in (None, 0, 1):
+        return _Half(source, "odd" if start else "even")
+    if step is None and start is None and isinstance(stop, int) and stop > 0:
+        return _Half(source, "first", stop)
+    return _Half(source, "second", start) if step is stop is None and isinstance(start, int) and start > 0 else None
 
 
 def _product(node: Any) -> bool:

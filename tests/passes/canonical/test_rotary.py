@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 
 import kernel_tools
-from fxprec.passes.canonical.rotary import rope
+from fxprec.kernels.nn import rope as rope_file
+from fxprec.passes.canonical.rotary import NEIGHBOURS, rope
 from fxprec.passes.graph.text import format_graph
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")
+launch = rope_file._launch
 X, W = torch.randn(2, 3, 5, 8), torch.randn(8, 8)
 COS, SIN = torch.randn(2, 1, 5, 8), torch.randn(2, 1, 5, 8)
 
@@ -27,6 +29,21 @@ def rotated(x):
 
 def llama(x, cos, sin):
     return (x * cos) + (rotated(x) * sin)
+
+
+def by(halves):
+    """Llama's embedding with halves made otherwise."""
+
+    def embedded(x, cos, sin):
+        left, right = halves(x)
+        return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+    return embedded
+
+
+def gpt_j(x, cos, sin):
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1)
+    return (x * cos) + (turned.flatten(-2) * sin)
 
 
 @outside
@@ -61,13 +78,18 @@ return %linear_1_f32""",
         llama,
         lambda x, cos, sin: (rotated(x) * sin) + (x * cos),
         lambda x, cos, sin: torch.add(torch.mul(cos, x), torch.mul(sin, rotated(x))),
+        by(lambda x: x.chunk(2, dim=-1)),
+        by(lambda x: torch.chunk(x, chunks=2, dim=-1)),
+        by(lambda x: x.split((4, 4), dim=-1)),
+        by(lambda x: torch.split(x, [4, 4], -1)),
+        gpt_j,
     ],
-    ids=["llama", "swapped", "torch functions"],
+    ids=["llama", "swapped", "torch functions", "chunk", "torch.chunk", "split", "torch.split", "neighbours"],
 )
 def test_spellings(tools, function) -> None:
     gm = tools.rewritten(tools.traced(function, X, COS, SIN), tools.context(regions="triton"), until="canonicalize")
     assert [node.target for node in gm.graph.nodes if node.op == "call_function"] == [rope]
-    assert torch.allclose(gm(X, COS, SIN), llama(X, COS, SIN))
+    assert torch.allclose(gm(X, COS, SIN), function(X, COS, SIN))
 
 
 @outside
@@ -81,8 +103,30 @@ def test_spellings(tools, function) -> None:
         lambda x, cos, sin: ((x + 1) * cos) + (rotated(x) * sin),
         lambda x, cos, sin: torch.add(x * cos, rotated(x) * sin, alpha=2),
         lambda x, cos, sin: (x * 2.0) + (rotated(x) * sin),
+        by(lambda x: x.chunk(2, dim=-1)[::-1]),
+        by(lambda x: (x[..., :4], x[..., :4])),
+        by(lambda x: (x[..., :4], x.chunk(2, dim=-1)[1])),
+        by(lambda x: (x[..., ::2], x[..., 1::2])),
+        lambda x, cos, sin: (x * cos) + torch.stack((-x[..., 4:], x[..., :4]), dim=-1).flatten(-2) * sin,
+        lambda x, cos, sin: (x * cos) + torch.stack((-x[..., ::2], x[..., 1::2]), dim=-1).flatten(-2) * sin,
+        lambda x, cos, sin: (x * cos) + torch.stack((-x[..., 1::2], x[..., ::2]), dim=-2).flatten(-2) * sin,
     ],
-    ids=["uneven", "no sign", "other dim", "sub", "other x", "alpha", "number"],
+    ids=[
+        "uneven",
+        "no sign",
+        "other dim",
+        "sub",
+        "other x",
+        "alpha",
+        "number",
+        "halves swapped",
+        "one half",
+        "ways mixed",
+        "neighbours joined as halves",
+        "halves joined as neighbours",
+        "neighbours swapped",
+        "rows joined",
+    ],
 )
 def test_what_only_looks_like_it_stays(tools, function) -> None:
     gm = tools.rewritten(tools.traced(function, X, COS, SIN), tools.context(regions="triton"), until="canonicalize")
@@ -106,19 +150,29 @@ SHAPES = {
     "heads first": ((2, 3, 5, 8), (2, 1, 5, 8)),
     "heads last": ((2, 5, 3, 8), (2, 5, 1, 8)),
     "one table": ((2, 3, 5, 8), (1, 1, 5, 8)),
-    "tables without a batch": ((2, 3, 5, 8), (5, 8)),  # runs as ops
+    "tables of positions": ((2, 3, 5, 8), (5, 8)),
+    "tables of positions, heads last": ((2, 5, 3, 8), (5, 1, 8)),
+    "tables of heads": ((2, 3, 5, 8), (3, 5, 8)),  # runs as ops
     "a number of columns that is no double": ((2, 3, 5, 9), (2, 1, 5, 9)),  # likewise
+    "no heads": ((3, 5, 8), (5, 8)),  # likewise
 }
 
 
 @on_devices
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("low", [torch.float16, torch.float32])
-def test_values_and_gradients(device: str, shapes, low: torch.dtype) -> None:
-    x = torch.randn(shapes[0]).to(device, low).requires_grad_()
-    cos, sin = torch.randn(shapes[1], device=device), torch.randn(shapes[1], device=device)
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [(name, half) for name, (x, _) in SHAPES.items() for half in (4, None, NEIGHBOURS)[: 2 + (x[-1] % 2 == 0)]],
+)
+def test_values_and_gradients(device: str, name: str, low: torch.dtype, half, monkeypatch) -> None:
+    shape, table = SHAPES[name]
+    launched = []
+    monkeypatch.setattr(rope_file, "_launch", lambda *args: launched.append(launch(*args)))
+    x = torch.randn(shape).to(device, low).requires_grad_()
+    cos, sin = torch.randn(table, device=device), torch.randn(table, device=device)
     exact = x.detach().double().requires_grad_()
-    result, right = rope(x, cos, sin, 4), llama(exact, cos.double(), sin.double())
+    plain = {4: llama, None: by(lambda x: x.chunk(2, dim=-1)), NEIGHBOURS: gpt_j}[half]
+    result, right = rope(x, cos, sin, half), plain(exact, cos.double(), sin.double())
     assert result.dtype == low and result.shape == right.shape
     cotangent = torch.randn_like(result)
     (gradient,) = torch.autograd.grad(result, x, cotangent)
@@ -126,3 +180,6 @@ def test_values_and_gradients(device: str, shapes, low: torch.dtype) -> None:
     tolerance = 2e-3 if low is torch.float16 else 1e-5
     assert torch.allclose(result.double(), right, tolerance, tolerance)
     assert torch.allclose(gradient.double(), other, tolerance, tolerance)
+    assert len(launched) == (
+        0 if name in ("tables of heads", "a number of columns that is no double", "no heads") else 2
+    )
