@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note, reject, settings
 from torch import Tensor
 
 import kernel_tools
@@ -71,7 +71,11 @@ def test_kernels_are_as_exact_as_the_ops(device: str, made: Any) -> None:
     torch.manual_seed(1)
     found, exact = tools.run_both(function, inputs, lambda *given: region(*given, *extra))
     torch.manual_seed(1)
-    eager, _ = tools.run_both(function, inputs, function)
+    try:
+        eager, _ = tools.run_both(function, inputs, function)
+    except RuntimeError as error:  # layer_norm on CUDA refuses weights of another dtype than x's
+        assert device == "cuda" and "expected scalar type" in str(error), error
+        reject()
     tools.check_errors(found, eager, exact, low, 2.0**-9)
 
 
