@@ -38,6 +38,7 @@ from fxprec.kernels.optim.tables import (
     chunk_place,
     count_step,
     elements_at,
+    written_aligned,
 )
 
 _BLOCK: Final = 512
@@ -125,6 +126,44 @@ def adam_block(
             tl.store(shadow + offset, p_stored.to(tl.float32).to(SHADOW_DTYPE), mask=mask)
 
 
+@jit()
+def adam_chunk(
+    address, entry, start, length, seed, step, scale, decay, step_size, correction, lerp_weight, beta2,
+    one_minus_beta2, eps, weight_decay,
+    GRADIENT_DTYPE: constexpr, PARAM_DTYPE: constexpr, STATE_DTYPE: constexpr, SHADOW_DTYPE: constexpr,
+    DECAY: constexpr, DECOUPLED: constexpr, AMSGRAD: constexpr, MAXIMIZE: constexpr, STOCHASTIC: constexpr,
+    FROM_GRADIENT: constexpr, GRADIENT_ALIGNED: constexpr, WRITTEN_ALIGNED: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """Update a chunk of a tensor. ALIGNED: the address of the gradient, those of all that is written divide by 16."""
+    gradient = elements_at(address, start, GRADIENT_DTYPE, GRADIENT_ALIGNED)
+    param = elements_at(tl.load(entry + PARAM), start, PARAM_DTYPE, WRITTEN_ALIGNED)
+    exp_avg = elements_at(tl.load(entry + STATE), start, STATE_DTYPE, WRITTEN_ALIGNED)
+    exp_avg_sq = elements_at(tl.load(entry + STATE + 1), start, STATE_DTYPE, WRITTEN_ALIGNED)
+    max_exp_avg_sq = elements_at(tl.load(entry + STATE + 2), start, STATE_DTYPE, WRITTEN_ALIGNED)
+    shadow = param
+    has_shadow = False
+    if SHADOW_DTYPE is not None:
+        shadow_address = tl.load(entry + SHADOW)
+        has_shadow = shadow_address != 0
+        shadow = elements_at(shadow_address, start, SHADOW_DTYPE, WRITTEN_ALIGNED)
+    index = tl.load(entry + INDEX)
+    whole = length // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        adam_block(
+            gradient, param, exp_avg, exp_avg_sq, max_exp_avg_sq, shadow, has_shadow, first, length, start, seed, step,
+            index, scale, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, weight_decay,
+            PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED, AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT,
+            False, BLOCK,
+        )  # fmt: skip
+    if whole < length:
+        adam_block(
+            gradient, param, exp_avg, exp_avg_sq, max_exp_avg_sq, shadow, has_shadow, whole, length, start, seed, step,
+            index, scale, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, weight_decay,
+            PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED, AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT,
+            True, BLOCK,
+        )  # fmt: skip
+
+
 @jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["lr", "grad_scale", "found_inf"])
 def adam_kernel(
     chunks, entries, gradients, arrivals, lr, grad_scale, found_inf,
@@ -165,32 +204,30 @@ def adam_kernel(
     correction = tl.sqrt(1.0 - power2).to(tl.float32)
     decay = (1.0 - rate * double(decay_high, decay_low)).to(tl.float32)
 
-    gradient = elements_at(address, start, GRADIENT_DTYPE, ALIGNED)
-    param = elements_at(tl.load(entry + PARAM), start, PARAM_DTYPE, ALIGNED)
-    exp_avg = elements_at(tl.load(entry + STATE), start, STATE_DTYPE, ALIGNED)
-    exp_avg_sq = elements_at(tl.load(entry + STATE + 1), start, STATE_DTYPE, ALIGNED)
-    max_exp_avg_sq = elements_at(tl.load(entry + STATE + 2), start, STATE_DTYPE, ALIGNED)
-    shadow = param
-    has_shadow = False
-    if SHADOW_DTYPE is not None:
-        shadow_address = tl.load(entry + SHADOW)
-        has_shadow = shadow_address != 0
-        shadow = elements_at(shadow_address, start, SHADOW_DTYPE, ALIGNED)
-    index = tl.load(entry + INDEX)
-    whole = length // BLOCK * BLOCK
-    for first in range(0, whole, BLOCK):
-        adam_block(
-            gradient, param, exp_avg, exp_avg_sq, max_exp_avg_sq, shadow, has_shadow, first, length, start, seed, step,
-            index, scale, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, decay_high,
-            PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED, AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT,
-            False, BLOCK,
+    # Where some tensor of the launch is not aligned, each tensor goes by its own addresses.
+    if ALIGNED:
+        adam_chunk(
+            address, entry, start, length, seed, step, scale, decay, step_size, correction, lerp_weight, beta2,
+            one_minus_beta2, eps, decay_high, GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED,
+            AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT, True, True, BLOCK,
         )  # fmt: skip
-    if whole < length:
-        adam_block(
-            gradient, param, exp_avg, exp_avg_sq, max_exp_avg_sq, shadow, has_shadow, whole, length, start, seed, step,
-            index, scale, decay, step_size, correction, lerp_weight, beta2, one_minus_beta2, eps, decay_high,
-            PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED, AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT,
-            True, BLOCK,
+    elif not written_aligned(entry):
+        adam_chunk(
+            address, entry, start, length, seed, step, scale, decay, step_size, correction, lerp_weight, beta2,
+            one_minus_beta2, eps, decay_high, GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED,
+            AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT, False, False, BLOCK,
+        )  # fmt: skip
+    elif address % 16 != 0:
+        adam_chunk(
+            address, entry, start, length, seed, step, scale, decay, step_size, correction, lerp_weight, beta2,
+            one_minus_beta2, eps, decay_high, GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED,
+            AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT, False, True, BLOCK,
+        )  # fmt: skip
+    else:
+        adam_chunk(
+            address, entry, start, length, seed, step, scale, decay, step_size, correction, lerp_weight, beta2,
+            one_minus_beta2, eps, decay_high, GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, DECOUPLED,
+            AMSGRAD, MAXIMIZE, STOCHASTIC, FROM_GRADIENT, True, True, BLOCK,
         )  # fmt: skip
     count_step(arrivals + tensor, tl.load(entry + CHUNKS), step_count, step)
 

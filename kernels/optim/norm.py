@@ -38,6 +38,23 @@ def square_block(total, bad, value):
     return tl.fma(value, value, total), bad | (~(tl.abs(value) < float("inf"))).to(tl.int32)
 
 
+@jit()
+def chunk_squares(address, start, length, factor, GRADIENT: constexpr, ALIGNED: constexpr, BLOCK: constexpr):
+    """Sum of squares and flag of a chunk; ALIGNED: the address divides by 16."""
+    gradient = elements_at(address, start, GRADIENT, ALIGNED)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    bad = tl.zeros((BLOCK,), tl.int32)
+    whole = length // BLOCK * BLOCK
+    for offset in range(0, whole, BLOCK):
+        value = tl.load(gradient + (offset + lanes)).to(tl.float32) * factor
+        total, bad = square_block(total, bad, value)
+    if whole < length:
+        value = tl.load(gradient + (whole + lanes), mask=whole + lanes < length, other=0.0).to(tl.float32) * factor
+        total, bad = square_block(total, bad, value)
+    return tl.sum(total), tl.max(bad)
+
+
 @jit(do_not_specialize_on_alignment=["grad_scale"])
 def norm_kernel(
     chunks, entries, gradients, grad_scale, sums, flags,
@@ -55,20 +72,14 @@ def norm_kernel(
     factor = 1.0
     if grad_scale is not None:
         factor = tl.div_rn(1.0, tl.load(grad_scale))
-    gradient = elements_at(address, start, GRADIENT, ALIGNED)
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    bad = tl.zeros((BLOCK,), tl.int32)
-    whole = length // BLOCK * BLOCK
-    for offset in range(0, whole, BLOCK):
-        value = tl.load(gradient + (offset + lanes)).to(tl.float32) * factor
-        total, bad = square_block(total, bad, value)
-    if whole < length:
-        value = tl.load(gradient + (whole + lanes), mask=whole + lanes < length, other=0.0).to(tl.float32) * factor
-        total, bad = square_block(total, bad, value)
+    # Where some gradient of the launch is not aligned, each goes by its own address.
+    if ALIGNED or address % 16 == 0:
+        total, bad = chunk_squares(address, start, length, factor, GRADIENT, True, BLOCK)
+    else:
+        total, bad = chunk_squares(address, start, length, factor, GRADIENT, False, BLOCK)
     program = tl.program_id(0)
-    tl.store(sums + program, tl.sum(total))
-    tl.store(flags + program, tl.max(bad))
+    tl.store(sums + program, total)
+    tl.store(flags + program, bad)
 
 
 @jit(do_not_specialize=["count"])

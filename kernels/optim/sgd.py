@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import constexpr, jit, on_device, tl
 from fxprec.kernels.optim.lists import check_scalar, device_rate
-from fxprec.kernels.optim.tables import PARAM, SHADOW, STATE, Gradients, chunk_place, elements_at
+from fxprec.kernels.optim.tables import PARAM, SHADOW, STATE, Gradients, chunk_place, elements_at, written_aligned
 
 _BLOCK: Final = 512
 
@@ -82,6 +82,38 @@ def sgd_block(
             tl.store(shadow + offset, p_stored.to(tl.float32).to(SHADOW_DTYPE), mask=mask)
 
 
+@jit()
+def sgd_chunk(
+    address, entry, start, length, scale, rate, momentum, one_minus_dampening, weight_decay,
+    GRADIENT_DTYPE: constexpr, PARAM_DTYPE: constexpr, STATE_DTYPE: constexpr, SHADOW_DTYPE: constexpr,
+    DECAY: constexpr, NESTEROV: constexpr, MAXIMIZE: constexpr, FIRST: constexpr,
+    GRADIENT_ALIGNED: constexpr, WRITTEN_ALIGNED: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """Update a chunk of a tensor. ALIGNED: the address of the gradient, those of all that is written divide by 16."""
+    gradient = elements_at(address, start, GRADIENT_DTYPE, GRADIENT_ALIGNED)
+    param = elements_at(tl.load(entry + PARAM), start, PARAM_DTYPE, WRITTEN_ALIGNED)
+    buffer = param
+    if STATE_DTYPE is not None:
+        buffer = elements_at(tl.load(entry + STATE), start, STATE_DTYPE, WRITTEN_ALIGNED)
+    shadow = param
+    has_shadow = False
+    if SHADOW_DTYPE is not None:
+        shadow_address = tl.load(entry + SHADOW)
+        has_shadow = shadow_address != 0
+        shadow = elements_at(shadow_address, start, SHADOW_DTYPE, WRITTEN_ALIGNED)
+    whole = length // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        sgd_block(
+            gradient, param, buffer, shadow, has_shadow, first, length, scale, rate, momentum, one_minus_dampening,
+            weight_decay, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST, False, BLOCK,
+        )  # fmt: skip
+    if whole < length:
+        sgd_block(
+            gradient, param, buffer, shadow, has_shadow, whole, length, scale, rate, momentum, one_minus_dampening,
+            weight_decay, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST, True, BLOCK,
+        )  # fmt: skip
+
+
 @jit(do_not_specialize_on_alignment=["lr", "grad_scale", "found_inf"])
 def sgd_kernel(
     chunks, entries, gradients, lr, grad_scale, found_inf,
@@ -112,27 +144,30 @@ def sgd_kernel(
     if lr is not None:
         rate = tl.load(lr).to(tl.float32)
 
-    gradient = elements_at(address, start, GRADIENT_DTYPE, ALIGNED)
-    param = elements_at(tl.load(entry + PARAM), start, PARAM_DTYPE, ALIGNED)
-    buffer = param
-    if STATE_DTYPE is not None:
-        buffer = elements_at(tl.load(entry + STATE), start, STATE_DTYPE, ALIGNED)
-    shadow = param
-    has_shadow = False
-    if SHADOW_DTYPE is not None:
-        shadow_address = tl.load(entry + SHADOW)
-        has_shadow = shadow_address != 0
-        shadow = elements_at(shadow_address, start, SHADOW_DTYPE, ALIGNED)
-    whole = length // BLOCK * BLOCK
-    for first in range(0, whole, BLOCK):
-        sgd_block(
-            gradient, param, buffer, shadow, has_shadow, first, length, scale, rate, momentum, one_minus_dampening,
-            weight_decay, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST, False, BLOCK,
+    # Where some tensor of the launch is not aligned, each tensor goes by its own addresses.
+    if ALIGNED:
+        sgd_chunk(
+            address, entry, start, length, scale, rate, momentum, one_minus_dampening, weight_decay,
+            GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST,
+            True, True, BLOCK,
         )  # fmt: skip
-    if whole < length:
-        sgd_block(
-            gradient, param, buffer, shadow, has_shadow, whole, length, scale, rate, momentum, one_minus_dampening,
-            weight_decay, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST, True, BLOCK,
+    elif not written_aligned(entry):
+        sgd_chunk(
+            address, entry, start, length, scale, rate, momentum, one_minus_dampening, weight_decay,
+            GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST,
+            False, False, BLOCK,
+        )  # fmt: skip
+    elif address % 16 != 0:
+        sgd_chunk(
+            address, entry, start, length, scale, rate, momentum, one_minus_dampening, weight_decay,
+            GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST,
+            False, True, BLOCK,
+        )  # fmt: skip
+    else:
+        sgd_chunk(
+            address, entry, start, length, scale, rate, momentum, one_minus_dampening, weight_decay,
+            GRADIENT_DTYPE, PARAM_DTYPE, STATE_DTYPE, SHADOW_DTYPE, DECAY, NESTEROV, MAXIMIZE, FIRST,
+            True, True, BLOCK,
         )  # fmt: skip
 
 

@@ -302,6 +302,13 @@ def elements_at(address, start, DTYPE: constexpr, ALIGNED: constexpr):
 
 
 @jit()
+def written_aligned(entry):
+    """Whether the addresses of a tensor's parameter, states and shadow divide by 16, those that are there."""
+    states = tl.load(entry + STATE) | tl.load(entry + STATE + 1) | tl.load(entry + STATE + 2)
+    return (tl.load(entry + PARAM) | states | tl.load(entry + SHADOW)) % 16 == 0
+
+
+@jit()
 def count_step(arrivals, programs, step_count, step):
     """The last of a tensor's programs to come here stores ``step`` (fp32): all of them have read the old one by then.
 

@@ -316,6 +316,20 @@ def test_hundreds_of_tensors_of_as_many_sizes_are_one_launch(
         assert kernel_tools.same_bits(a.cpu(), b)
 
 
+@pytest.mark.skipif(not kernel_tools.INTERPRETING, reason="looks into the interpreter")
+@pytest.mark.parametrize("which", ["nothing", "gradients", "params", "states", "shadows"])
+def test_each_tensor_promises_what_its_own_addresses_hold(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = problem("cpu", shapes=[(8,), (8,), (8,)], shadow=F16)
+    lists = {"gradients": case.gradients, "params": case.params, "states": case.states[1], "shadows": case.shadows}
+    if which != "nothing":
+        lists[which][1] = torch.cat([torch.zeros(1, dtype=lists[which][1].dtype), lists[which][1]])[1:]
+    chosen, chunk = [], adam.adam_chunk
+    monkeypatch.setattr(adam, "adam_chunk", lambda *given: chosen.append(given[-3:-1]) or chunk(*given))
+    adam.launch(case.plan().bind(case.gradients), AdamSettings(), lr=1e-3)
+    odd = {"nothing": (True, True), "gradients": (False, True)}.get(which, (False, False))
+    assert chosen == [(True, True), odd, (True, True)]
+
+
 def counting(kind: Any, grids: list[Any]) -> Any:
     original = kind.__getitem__
 
@@ -468,8 +482,13 @@ def test_float32_moves_16_bytes_at_a_time_and_nothing_spills(architecture: int, 
 
 
 @kernel_tools.compiles
-def test_odd_addresses_are_claimed_for_nothing() -> None:
-    assert not re.search(r"(ld|st)\.global[.\w]*\.v\d", compiled(ALIGNED=False).ptx)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_beside_odd_addresses_each_tensor_goes_by_its_own(amsgrad: bool) -> None:
+    """Three loops: all aligned, all but the gradient, and none of it."""
+    kernel, wide = compiled(ALIGNED=False, AMSGRAD=amsgrad), 4 if amsgrad else 3
+    assert len(re.findall(r"(?:ld|st)\.global[.\w]*v4\.b32", kernel.ptx)) == 2 * wide + 2 * wide
+    assert len(re.findall(r"(?:ld|st)\.global[.\w]*v2\.b32", kernel.ptx)) == 2 + 1
+    assert kernel.spills == 0 and kernel.registers <= 96
 
 
 @kernel_tools.compiles

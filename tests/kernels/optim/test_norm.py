@@ -123,6 +123,14 @@ def test_tensors_at_odd_addresses_give_the_same(device: str) -> None:
     assert results[0].sum_of_squares.item() == pytest.approx(results[1].sum_of_squares.item(), rel=1e-6)
 
 
+@pytest.mark.skipif(not kernel_tools.INTERPRETING, reason="looks into the interpreter")
+def test_each_gradient_promises_what_its_own_address_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, chunk = [], norm.chunk_squares
+    monkeypatch.setattr(norm, "chunk_squares", lambda *given: chosen.append(given[-2]) or chunk(*given))
+    norm.launch(bind([torch.zeros(8), torch.zeros(9)[1:], torch.zeros(8)]))
+    assert chosen == [True, False, True]
+
+
 def test_a_scalar_of_another_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"grad_scale must be one float32 number.*got torch.float64"):
         norm.launch(bind([torch.zeros(3)]), grad_scale=torch.tensor(1.0, dtype=torch.float64))
@@ -152,8 +160,12 @@ def test_the_pass_reads_16_bytes_at_a_time_and_spills_nothing(architecture: int,
 
 
 @kernel_tools.compiles
-def test_the_pass_at_odd_addresses_claims_no_alignment() -> None:
-    assert not re.search(r"ld\.global[.\w]*\.v\d", compiled(90, torch.float16, aligned=False).ptx)
+def test_beside_odd_addresses_each_gradient_goes_by_its_own() -> None:
+    kernel, alone = (compiled(90, torch.float16, aligned=aligned) for aligned in (False, True))
+    wide, narrow = r"ld\.global[.\w]*v4\.b32", r"ld\.global[.\w]*\.b16"
+    assert len(re.findall(wide, kernel.ptx)) == len(re.findall(wide, alone.ptx))
+    assert len(re.findall(narrow, kernel.ptx)) > len(re.findall(narrow, alone.ptx))
+    assert kernel.spills == 0 and kernel.registers <= 80
 
 
 @kernel_tools.compiles

@@ -270,6 +270,20 @@ def test_hundreds_of_tensors_of_as_many_sizes_are_one_launch(
     assert all(kernel_tools.same_bits(a.cpu(), b) for a, b in zip(case.written(), expected.written(), strict=True))
 
 
+@pytest.mark.skipif(not kernel_tools.INTERPRETING, reason="looks into the interpreter")
+@pytest.mark.parametrize("which", ["nothing", "gradients", "params", "buffers", "shadows"])
+def test_each_tensor_promises_what_its_own_addresses_hold(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = problem("cpu", shapes=[(8,), (8,), (8,)], shadow=F16)
+    if which != "nothing":
+        tensors = getattr(case, which)
+        tensors[1] = torch.cat([torch.zeros(1, dtype=tensors[1].dtype), tensors[1]])[1:]
+    chosen, chunk = [], sgd.sgd_chunk
+    monkeypatch.setattr(sgd, "sgd_chunk", lambda *given: chosen.append(given[-3:-1]) or chunk(*given))
+    sgd.launch(case.bind(), MOMENTUM, lr=0.3)
+    odd = {"nothing": (True, True), "gradients": (False, True)}.get(which, (False, False))
+    assert chosen == [(True, True), odd, (True, True)]
+
+
 # What is refused
 
 
@@ -334,8 +348,12 @@ def test_float32_moves_16_bytes_at_a_time_and_nothing_spills(architecture: int) 
 
 
 @kernel_tools.compiles
-def test_odd_addresses_are_claimed_for_nothing() -> None:
-    assert not re.search(r"(ld|st)\.global[.\w]*\.v\d", compiled(ALIGNED=False).ptx)
+def test_beside_odd_addresses_each_tensor_goes_by_its_own() -> None:
+    """Three loops: all aligned, all but the gradient, and none of it."""
+    kernel = compiled(ALIGNED=False)
+    assert len(re.findall(r"(?:ld|st)\.global[.\w]*v4\.b32", kernel.ptx)) == 2 * 2 + 2 * 2
+    assert len(re.findall(r"(?:ld|st)\.global[.\w]*v2\.b32", kernel.ptx)) == 2 + 1
+    assert kernel.spills == 0 and kernel.registers <= 64
 
 
 @kernel_tools.compiles
