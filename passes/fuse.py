@@ -41,7 +41,7 @@ from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
 from fxprec.passes.fusion.loop_regions import gains, suits_loops
-from fxprec.passes.fusion.part_gradients import gather_gradients
+from fxprec.passes.fusion.wide_parts import move_wide
 from fxprec.passes.fusion.regions import Region, find_regions, saves
 from fxprec.passes.fusion.row_operations import drops
 from fxprec.passes.fusion.seeds import draw_seeds_like
@@ -78,7 +78,7 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
         declined += reasons
     if context.device == "cuda" and (context.regions or context.native_mixed):
         changed |= align_rows(gm.graph, context.low)  # last: a bias may have left its linear for a region
-        changed |= gather_gradients(gm.graph)
+        changed |= move_wide(gm.graph)
     return PassResult(gm, changed, tuple(declined))
 
 

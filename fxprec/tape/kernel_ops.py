@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
+from fxprec.kernels.nn.max_pool import backward_reference
 
 _aten = torch.ops.aten
 
@@ -217,4 +218,5 @@ KERNELS: Final[dict[str, Callable[..., Any]]] = {
     "fxprec::scaled_gradient": _scaled_gradient,
     "fxprec::glu_backward": _glu_backward,
     "fxprec::glu_packed_backward": _glu_packed_backward,
+    "fxprec::max_pool2d_backward": backward_reference,
 }

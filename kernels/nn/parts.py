@@ -1,13 +1,20 @@
-"""Parts of a tensor whose gradients are put together in one pass, where the tensor has its own.
+"""Parts of a tensor, cut or joined, whose gradients and values move in words of up to 16 bytes.
 
 Queries, keys and values are parts of one product::
 
     q, k, v = qkv.view(B, T, 3, H, D).permute(2, 0, 3, 1, 4).unbind(0)
 
 torch's backward of ``unbind`` stacks their gradients as [3, B, H, T, D], value by value since they are no neighbours in
-memory, and the product's backward copies that to [B, T, 3 * H * D]. Here the gradient is allocated as ``qkv`` lies in
-memory, and each part is copied to its place in it, 16 bytes at once where they lie so. On an H200 (GPT-2, 16 x 1024,
-bfloat16, torch 2.11, 2026-11-26) stacking and copying took 3.1 of a step's 37 ms; the bytes take 0.4.
+memory, and the product's backward copies that to [B, T, 3 * H * D]. ``parts`` allocates the gradient as ``qkv`` lies in
+memory, and copies each part to its place in it. On an H200 (GPT-2, 16 x 1024 in bfloat16, torch 2.11, 2026-11-26)
+stacking and copying took 3.1 of a step's 37 ms; the bytes take 0.4.
+
+The skips of a U-Net are joined along channels that are next to each other in memory::
+
+    x = torch.cat((x, skip), dim=1)                  # of channels_last
+
+for which torch's kernel took three times as long as the bytes do (1.5 of 28 ms); and the gradients that it gives back
+lie apart, so that all who read them are slow. ``join`` copies parts to their places, and gradients from them.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["copy_wide", "parts"]
+__all__ = ["copy_wide", "join", "joins", "parts"]
 
 #: Dtypes that stand for so many bytes of a copy, the widest first.
 _WORDS: Final = ((16, torch.complex128), (8, torch.int64), (4, torch.int32))
@@ -42,8 +49,36 @@ def parts(x: Tensor, take: Take) -> tuple[Tensor, ...]:
     return tuple(take(x))
 
 
+def joins(tensors: Sequence[Tensor], dim: int) -> bool:
+    """Whether ``join`` serves: the dim is the innermost in memory, of all alike, and their rows hold whole words."""
+    first = tensors[0]
+    inner = dim % first.dim() if first.dim() else 0
+    if any(x.dtype != first.dtype or x.device != first.device or x.dim() != first.dim() for x in tensors):
+        return False
+    if any(x.shape[:inner] + x.shape[inner + 1 :] != first.shape[:inner] + first.shape[inner + 1 :] for x in tensors):
+        return False  # torch says why not
+    layout = torch.channels_last if inner == 1 and first.dim() == 4 else torch.contiguous_format
+    if inner != (1 if layout is torch.channels_last else first.dim() - 1):
+        return False
+    words = all(x.shape[inner] * x.element_size() % _WORDS[0][0] == 0 for x in tensors)
+    return words and all(x.is_contiguous(memory_format=layout) for x in tensors)
+
+
+def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """``torch.cat(tensors, dim)`` of tensors of one dtype that ``joins`` says yes to; gradients lie as they do."""
+    sizes = [x.shape[dim] for x in tensors]
+    shape = [*tensors[0].shape]
+    shape[dim] = sum(sizes)
+    layout = torch.contiguous_format if tensors[0].is_contiguous() else torch.channels_last
+    like = torch.empty(shape, dtype=tensors[0].dtype, device="meta", memory_format=layout)
+    return _Whole.apply(like, tensors[0].device, lambda x: x.split(sizes, dim), *tensors)
+
+
 def copy_wide(target: Tensor, source: Tensor) -> None:
     """``target.copy_(source)`` of equal shape and dtype, in words of up to 16 bytes where rows and strides hold."""
+    if target.dim() and target.stride(-1) != 1 and 1 in target.stride():
+        inner = target.stride().index(1)
+        target, source = target.movedim(inner, -1), source.movedim(inner, -1)
     word = next((dtype for size, dtype in _WORDS if _holds(target, size) and _holds(source, size)), None)
     if word is not None:
         target, source = target.view(word), source.view(word)
@@ -76,7 +111,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, device: torch.device, take: Take, *given: Tensor | None) -> Tensor:
-        ctx.take, ctx.given = take, [each is not None for each in given]
+        ctx.take = take
         whole = torch.empty_like(like, device=device)
         for place, values in zip(take(whole), given, strict=True):
             if values is None:
@@ -87,5 +122,15 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found = zip(ctx.given, parts(gradients[0], ctx.take), strict=True)
-        return None, None, None, *(part if given else None for given, part in found)
+        wanted = ctx.needs_input_grad[3:]
+        found = zip(wanted, parts(gradients[0], ctx.take), strict=True)
+        return None, None, None, *(_dense(part) if each else None for each, part in found)
+
+
+def _dense(part: Tensor) -> Tensor:
+    """Without room between its rows."""
+    if torch.is_grad_enabled():
+        return part
+    result = torch.empty_like(part)
+    copy_wide(result, part)
+    return result

@@ -11,12 +11,14 @@ Before::
     %low: bfloat16 = cast(%silu, torch.bfloat16)
     %logits: float32 = cast(%linear, torch.float32)
     %loss: float32 = cross_entropy(%logits, %target)
+    %pool: bfloat16 = max_pool2d(%relu, 2)
 
 After::
 
     %relu: bfloat16 = batch_norm(%conv, %mean, %var, %weight, %bias, training=True, residual=%x, relu=True)
     %low: bfloat16 = group_norm(%conv_1, 32, %weight, %bias, silu=True)
     %loss: float32 = cross_entropy(%linear, %target)       # reads low logits, computes in FP32
+    %pool: bfloat16 = max_pool2d(%relu, 2)                 # of channels_last; saves a byte a result
 
 All are calls of ``fxprec.kernels``, which decide at run time whether a kernel serves, and run torch's ops otherwise.
 Without regions (on a CPU) only a loss whose logits were cast becomes a call: of many logits it makes no FP32 copies.
@@ -78,6 +80,26 @@ def group_norm(
     return (F.silu(y) if silu else y).to(x.dtype)
 
 
+def max_pool2d(input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Any:
+    """``F.max_pool2d``: the kernel's where channels are last."""
+    if isinstance(input, Proxy):
+        return leaf(max_pool2d, input, kernel_size, stride, padding)
+    if _is_taken(input) and _is_channels_last(input):
+        from fxprec.kernels.nn.max_pool import LARGEST  # which loads Triton
+        from fxprec.kernels.nn.max_pool import max_pool2d as kernel
+
+        kernel_size, stride, padding = (_pair(each) for each in (kernel_size, stride or kernel_size, padding))
+        if kernel_size[0] * kernel_size[1] <= LARGEST:
+            return kernel(input, kernel_size, stride, padding)
+    return F.max_pool2d(input, kernel_size, stride, padding)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """As torch reads a size: one number is both."""
+    first, *rest = size if isinstance(size, tuple | list) else (size,)
+    return (first, rest[0] if rest else first)
+
+
 def cross_entropy(
     input: Any, target: Any, weight: Any = None, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -121,7 +143,7 @@ def _in_slices(logits: Any) -> bool:
 
 
 def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
-    """Replace batch norms (with a residual sum and relu), group norms (with silu) and cross entropies by one call each.
+    """Replace batch norms (with a residual sum and relu), group norms (with silu), cross entropies, max poolings.
 
     Args:
         native: the graph gets no fused regions; only calls that gain without Triton are replaced.
@@ -157,16 +179,25 @@ def _read(arguments: dict[str, Any]) -> list[Node]:
 
 def _arguments(node: Node) -> dict[str, Any] | None:
     """Name -> argument of the functional forms, without those that have no meaning; None of any other form."""
-    for function in (F.batch_norm, F.cross_entropy, F.group_norm):
-        if node.target is function:
-            try:
-                bound = inspect.signature(function).bind(*node.args, **node.kwargs)
-            except TypeError:
-                return None
-            found = dict(bound.arguments)
-            unusual = any(found.pop(name, None) is not None for name in ("size_average", "reduce"))
-            return None if unusual else found
-    return None
+    form = _FORMS.get(node.target)
+    if form is None:
+        return None
+    try:
+        found = dict(inspect.signature(form).bind(*node.args, **node.kwargs).arguments)
+    except TypeError:
+        return None
+    unusual = any(found.pop(name, None) is not None for name in ("size_average", "reduce"))
+    return None if unusual else found
+
+
+#: Whose signature a call has.
+_FORMS: Final[dict[Any, Callable[..., Any]]] = {
+    F.batch_norm: F.batch_norm,
+    F.cross_entropy: F.cross_entropy,
+    F.group_norm: F.group_norm,
+    F.max_pool2d: F.max_pool2d_with_indices,
+    torch.max_pool2d: F.max_pool2d_with_indices,
+}
 
 
 def _batch_norm(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool]) -> bool:
@@ -232,6 +263,16 @@ def _cross_entropy(node: Node, arguments: dict[str, Any], steady: Callable[[Node
     return True
 
 
+def _max_pool2d(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool]) -> bool:
+    """Of whole windows without dilation: of others torch's."""
+    dilation, ceil, indices = (arguments.pop(name, None) for name in ("dilation", "ceil_mode", "return_indices"))
+    if ceil or indices or dilation not in (None, 1, (1, 1), [1, 1]):
+        return False
+    _call(max_pool2d, node, node, arguments)
+    notes(node).fused = "the kernel of max_pool2d"
+    return True
+
+
 def _is_inserted_cast(node: Node) -> bool:
     return node.target is cast and notes(node).inserted
 
@@ -260,4 +301,9 @@ def _only_user(node: Node, name: str) -> Node | None:
     return user if op.name == name and not op.in_place else None
 
 
-_KERNELS: Final = {"batch_norm": _batch_norm, "cross_entropy": _cross_entropy, "group_norm": _group_norm}
+_KERNELS: Final = {
+    "batch_norm": _batch_norm,
+    "cross_entropy": _cross_entropy,
+    "group_norm": _group_norm,
+    "max_pool2d": _max_pool2d,
+}

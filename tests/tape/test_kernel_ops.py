@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fxprec.kernels as kernels
 from fxprec.kernels.launch.kernel_op import _KERNELS
+from fxprec.kernels.nn.max_pool import max_pool2d
 from fxprec.tape.adjoint import measured, terms
 from fxprec.tape.kernel_ops import KERNELS
 from fxprec.tape.recorder import Recorder
@@ -77,6 +78,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "linear cross entropy, rows": (linear(reduction="none", label_smoothing=0.1), [(12, 16), (7, 16), (7,)]),
     "swiglu": (lambda a, b: kernels.swiglu(a, b), [(12, 16), (12, 16)]),
     "geglu": (lambda a: kernels.geglu_packed(a, approximate="tanh"), [(12, 16)]),
+    "max pooling": (lambda x: max_pool2d(x, (3, 3), (2, 2), (1, 1)), [(3, 4, 5, 5)]),
     "rope": (rope, [(2, 3, 6, 8), (2, 3, 6, 8)]),
 }
 

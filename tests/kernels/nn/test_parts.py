@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.nn import parts as file
-from fxprec.kernels.nn.parts import copy_wide, parts
+from fxprec.kernels.nn.parts import copy_wide, join, joins, parts
 
 CUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]] = {
     "queries, keys, values": ((2, 5, 3, 2, 16), lambda x: x.permute(2, 0, 3, 1, 4).unbind(0)),
@@ -84,7 +84,12 @@ WIDE = {
     "odd strides": (lambda: torch.zeros(5, 17, dtype=torch.bfloat16)[:, :16], None),
     "off by one": (lambda: torch.zeros(5, 24, dtype=torch.bfloat16)[:, 1:17], None),
     "off by four": (lambda: torch.zeros(5, 24, dtype=torch.bfloat16)[:, 4:20], torch.int64),
-    "columns apart": (lambda: torch.zeros(16, 8, dtype=torch.bfloat16).t(), None),
+    "columns apart": (lambda: torch.zeros(16, 8, dtype=torch.bfloat16)[:, ::2], None),
+    "transposed": (lambda: torch.zeros(16, 8, dtype=torch.bfloat16).t(), torch.complex128),
+    "channels last": (
+        lambda: torch.zeros(2, 3, 5, 16, dtype=torch.bfloat16).permute(0, 3, 1, 2)[:, 8:],
+        torch.complex128,
+    ),
     "no dim": (lambda: torch.zeros((), dtype=torch.bfloat16), None),
     "as wide as words": (lambda: torch.zeros(2, 2, dtype=torch.complex128), None),
 }
@@ -95,13 +100,60 @@ def test_copies_in_the_widest_words(make: Any, word: torch.dtype | None, monkeyp
     target, seen = make(), []
     original = Tensor.copy_
     monkeypatch.setattr(Tensor, "copy_", lambda x, y: seen.append((x.dtype, y.dtype)) or original(x, y))
-    source = torch.randn(target.shape, dtype=torch.float32).to(target.dtype)
+    source = torch.empty_like(target).copy_(torch.randn(target.shape))
+    seen.clear()
     copy_wide(target, source)
     assert torch.equal(target, source) and seen == [(word or target.dtype,) * 2]
 
 
+def laid_out(*shape: int, layout: torch.memory_format = torch.channels_last) -> Tensor:
+    return torch.randn(shape).bfloat16().contiguous(memory_format=layout).requires_grad_()
+
+
+JOINED = {
+    "channels last": ([laid_out(2, 8, 3, 5), laid_out(2, 16, 3, 5)], 1),
+    "three": ([laid_out(2, 8, 3, 5) for _ in range(3)], -3),
+    "contiguous": ([laid_out(4, 3, 8, layout=torch.contiguous_format) for _ in range(2)], 2),
+    "pixels": ([laid_out(4, 8, 1, 1), laid_out(4, 16, 1, 1)], 1),
+    "vectors": ([torch.randn(8).bfloat16().requires_grad_(), torch.randn(16).bfloat16().requires_grad_()], 0),
+}
+
+
+@pytest.mark.parametrize(("tensors", "dim"), JOINED.values(), ids=JOINED)
+def test_joined_as_torch_does_and_gradients_lie_as_the_tensors(tensors: list[Tensor], dim: int) -> None:
+    assert joins(tensors, dim)
+    own, right = join(tensors, dim), torch.cat(tensors, dim)
+    assert torch.equal(own, right) and own.stride() == right.stride()
+    cotangent = torch.randn_like(own)
+    for x, found, other in zip(
+        tensors, *(torch.autograd.grad(y, tensors, cotangent) for y in (own, right)), strict=True
+    ):
+        assert torch.equal(found, other) and found.stride() == x.stride()
+    one = torch.autograd.grad(join([tensors[0].detach(), *tensors[1:]], dim), tensors[1], cotangent)[0]
+    assert torch.equal(one, torch.autograd.grad(right, tensors[1], cotangent)[0])
+    wide = [x.detach()[:2].double().requires_grad_() for x in tensors]
+    assert torch.autograd.gradcheck(lambda *xs: join(xs, dim), wide)
+    assert torch.autograd.gradgradcheck(lambda *xs: join(xs, dim) ** 2, wide, atol=1e-4)
+
+
+NOT_JOINED = {
+    "another dim": ([laid_out(2, 8, 3, 5), laid_out(2, 8, 3, 5)], 2),
+    "layouts mixed": ([laid_out(2, 8, 3, 5), laid_out(2, 8, 3, 5, layout=torch.contiguous_format)], 1),
+    "odd channels": ([laid_out(2, 8, 3, 5), laid_out(2, 9, 3, 5)], 1),
+    "dtypes mixed": ([laid_out(2, 8, 3, 5), laid_out(2, 8, 3, 5).float()], 1),
+    "sizes that do not fit": ([laid_out(2, 8, 3, 5), laid_out(2, 8, 1, 5)], 1),
+    "dims that do not fit": ([laid_out(2, 8, 3, 5), torch.zeros(0).bfloat16()], 1),
+    "room between rows": ([laid_out(2, 16, 3, 5)[:, :8], laid_out(2, 8, 3, 5)], 1),
+}
+
+
+@pytest.mark.parametrize(("tensors", "dim"), NOT_JOINED.values(), ids=NOT_JOINED)
+def test_not_joined(tensors: list[Tensor], dim: int) -> None:
+    assert not joins(tensors, dim)
+
+
 def test_a_source_that_does_not_hold_words_is_copied_by_values() -> None:
-    target, source = torch.zeros(5, 16, dtype=torch.bfloat16), torch.randn(16, 5).bfloat16().t()
+    target, source = torch.zeros(8, 16, dtype=torch.bfloat16), torch.randn(16, 8).bfloat16().t()
     copy_wide(target, source)
     assert torch.equal(target, source)
     assert file._WORDS[0][0] == torch.complex128.itemsize

@@ -403,3 +403,39 @@ def test_nothing_is_joined_where_every_node_stays_visible_or_nothing_was_cast():
         model = fxprec.convert(nn.Linear(16, 8), loss=F.cross_entropy, **options).module
         model(torch.randn(5, 16), torch.randint(8, (5,)))
         assert F.cross_entropy in {node.target for node in fxprec.graph_module(model).graph.nodes}
+
+
+POOLS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "F.max_pool2d": (lambda x: F.max_pool2d(x, 2), True),
+    "torch.max_pool2d": (lambda x: torch.max_pool2d(x, (3, 3), stride=2, padding=[1, 1]), True),
+    "keywords": (lambda x: F.max_pool2d(input=x, kernel_size=2, stride=[2], dilation=1), True),
+    "module": (lambda x: nn.MaxPool2d(3, 2, 1).forward(x), True),
+    "indices": (lambda x: F.max_pool2d(x, 2, return_indices=True)[0], False),
+    "dilation": (lambda x: F.max_pool2d(x, 2, dilation=2), False),
+    "ceil": (lambda x: F.max_pool2d(x, 2, ceil_mode=True), False),
+}
+
+
+@outside
+@pytest.mark.parametrize(("pool", "called"), POOLS.values(), ids=POOLS)
+def test_max_poolings_of_whole_windows_are_called(tools, pool, called: bool, monkeypatch) -> None:
+    gm = rewritten(tools, lambda x, w: pool(F.conv2d(x, w)), X, WEIGHT)
+    assert len(calls(gm, kernel_calls.max_pool2d)) == called
+    low = F.conv2d(X.bfloat16(), WEIGHT.bfloat16())
+    assert torch.equal(gm(X, WEIGHT), pool(low).float())
+    if called:  # as on a GPU
+        taken: list[Any] = []
+        monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)
+        module = types.SimpleNamespace(max_pool2d=lambda *args: taken.append(args) or F.max_pool2d(*args), LARGEST=127)
+        monkeypatch.setitem(sys.modules, "fxprec.kernels.nn.max_pool", module)
+        assert torch.equal(gm(X, WEIGHT), pool(low).float()) and not taken
+        last = X.contiguous(memory_format=torch.channels_last)
+        assert torch.equal(gm(last, WEIGHT), pool(F.conv2d(last.bfloat16(), WEIGHT.bfloat16())).float())
+        assert [len(each) for each in taken[0][1:]] == [2, 2, 2]
+
+
+@outside
+def test_large_windows_are_torchs(monkeypatch) -> None:
+    monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)
+    x = torch.randn(1, 3, 12, 12).contiguous(memory_format=torch.channels_last)
+    assert torch.equal(kernel_calls.max_pool2d(x, 12), F.max_pool2d(x, 12))

@@ -1,4 +1,4 @@
-"""What cuts a tensor into parts, on a pretended GPU: which are called, and what they run as."""
+"""What cuts a tensor into parts or joins some, on a pretended GPU: which are called, and what they run as."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxprec.kernels.nn import parts as kernels
-from fxprec.passes.fusion import part_gradients
+from fxprec.passes.fusion import wide_parts
 
 X = torch.randn(4, 6, 8)
 CUTS: dict[str, Any] = {
@@ -31,7 +31,7 @@ def rewritten(tools: Any, function: Any, **options: Any) -> Any:
 
 
 def calls(gm: Any) -> int:
-    return len(gm.graph.find_nodes(op="call_function", target=part_gradients.parts))
+    return len(gm.graph.find_nodes(op="call_function", target=wide_parts.parts))
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
@@ -56,12 +56,43 @@ def test_parts_that_may_be_written_stay(tools: Any) -> None:
     gm(X.clone().requires_grad_())
 
 
+JOINS: dict[str, Any] = {
+    "cat": lambda x, y: torch.cat((x, y), -1),
+    "keywords": lambda x, y: torch.cat(tensors=[x, y], dim=2),
+    "concat": lambda x, y: torch.concat((x, y), axis=2),
+    "rows": lambda x, y: torch.cat((x, y)),  # torch's, at run time
+}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_each_spelling_joins(tools: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = rewritten(tools, lambda x: JOINS[name](x * 2, x) + 1)
+    assert len(gm.graph.find_nodes(op="call_function", target=wide_parts.joined)) == 1
+    on_a_gpu(monkeypatch)
+    taken: list[Any] = []
+    join = kernels.join
+    monkeypatch.setattr(kernels, "join", lambda *args: taken.append(args) or join(*args))
+    x = X.clone().requires_grad_()
+    found, right = gm(x), JOINS[name](x * 2, x) + 1
+    assert torch.equal(found, right) and len(taken) == (name != "rows")
+    assert torch.equal(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, right)))
+
+
+def test_one_tensor_and_small_ones_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(kernels, "join", lambda *args: pytest.fail("called"))
+    assert torch.equal(wide_parts.joined((X,), -1), X)
+    assert wide_parts.joined((X[:1], X[:1]), -1).shape == (1, 6, 16)
+    with Seen():
+        wide_parts.joined((X, X), -1)
+
+
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Where calls of the kernel are told, and small tensors are worth it."""
     taken: list[Tensor] = []
     kernel = kernels.parts
     monkeypatch.setattr(kernels, "parts", lambda x, take: taken.append(x) or kernel(x, take))
-    monkeypatch.setattr(part_gradients, "_WORTH", X.numel())
+    monkeypatch.setattr(wide_parts, "_WORTH", X.numel())
     monkeypatch.setattr(Tensor, "is_cuda", True)
     return taken
 
@@ -73,11 +104,10 @@ class Seen(TorchDispatchMode):
 
 def test_what_is_small_or_watched_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = on_a_gpu(monkeypatch)
-    part_gradients.parts(X, "chunk", 2)
+    wide_parts.parts(X, "chunk", 2)
     assert len(taken) == 1
-    part_gradients.parts(X[1:], "chunk", 2)
-    part_gradients.parts(torch.nn.Parameter(X), "chunk", 2)
+    wide_parts.parts(X[1:], "chunk", 2)
     with Seen():
-        part_gradients.parts(X, "chunk", 2)
-    torch.func.vmap(lambda x: part_gradients.parts(x, "unbind")[0])(X.expand(4, 4, 6, 8))
+        wide_parts.parts(X, "chunk", 2)
+    torch.func.vmap(lambda x: wide_parts.parts(x, "unbind")[0])(X.expand(4, 4, 6, 8))
     assert len(taken) == 1
