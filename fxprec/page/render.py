@@ -1,11 +1,13 @@
 """One self-contained HTML file of a report's data: no request is made, and no text of the model is ever markup.
 
-The data lie in the file as JSON in which ``<`` is written ``\\u003c``, so that no name can end its element; the script
-puts every text into the page as text. Texts that repeat are stored once: a node is a row of numbers.
+The data lie in the file as JSON, compressed and written in letters (gzip, base64), so that no name can end its element;
+the script puts every text into the page as text. Texts that repeat are stored once: a node is a row of numbers.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 import json
 import re
@@ -38,14 +40,14 @@ def render(report: Mapping[str, Any], lines: Sequence[tuple[str, str]], other: M
         "other": None if other is None else {"verdict": _verdict(other["headline"]), "nodes": _nodes(other, strings)},
         "strings": [*strings],
     }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")
+    packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)  # equal reports, equal files
     page = _asset("page.html")
     parts = {
         "TITLE": html.escape(f"{headline['model']}: fxprec"),
         "STYLE": _asset("page.css"),
         "LAYOUT": _asset("dagre.min.js"),
         "SCRIPT": _asset("page.js"),
-        "DATA": text,
+        "DATA": base64.b64encode(packed).decode(),
     }
     return re.sub(r"@@([A-Z]+)@@", lambda place: parts[place[1]], page)  # at once: a part may hold "@@DATA@@" itself
 
@@ -81,7 +83,7 @@ def _nodes(report: Mapping[str, Any], strings: dict[str, int]) -> list[list[Any]
                 reads.append(places[name] if name in places else -1 - number_of(name))
             why, named = _reason(row["why"], places)
             texts = [number_of(why if field == "why" else row[field]) for field in _TEXTS]
-            errors = [(number_of(label), share) for label, share in row.get("errors", ())]
+            errors = [(number_of(label), float(f"{share:.4g}")) for label, share in row.get("errors", ())]
             spans = [(number_of(label), number_of(dtype), *more) for label, dtype, more in row.get("ranges", ())]
             about = (number, row["bytes"], _nanoseconds(row), reads, *([errors, spans] if errors or spans else []))
             rows.append([*texts, number_of(named), *about])

@@ -1,6 +1,10 @@
 "use strict";
-(() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+(async () => {
+  const data = await unpacked(document.getElementById("data").textContent).catch(() => null);
+  if (!data) {
+    document.getElementById("verdict").textContent = "This page wants a browser that can unpack gzip: Chrome 80, Firefox 113, Safari 16.4 or later.";
+    return;
+  }
   const FIELDS = ["name", "kind", "module", "op", "compute", "output", "rule", "why", "source", "region"];
   const LOW = new Set(["bfloat16", "float16"]);
   const MOST = { rows: 300, boxes: 150 };
@@ -14,6 +18,9 @@
     element.append(...children);
     return element;
   }
+
+  /* A path, which may be broken behind its dots and underscores. */
+  const path = (text) => make("td", "", {}, ...text.split(/(?<=[._])/).flatMap((part) => [part, document.createElement("wbr")]));
 
   function svg(tag, attributes, text) {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -42,7 +49,8 @@
     node.kind === "cast" || node.kind === "absorbed" ? "cast"
       : LOW.has(node.compute) ? "low" : node.compute === "-" ? "none" : "full";
   const within = (node, module) => !module || node.module === module || node.module.startsWith(module + ".");
-  const stem = (why) => why.split("; ")[0];
+  /* Reasons that differ in a name only are one: a tuned policy has an override for each of many nodes. */
+  const stem = (why) => why.split("; ")[0].replace(/^(override \w+) '[^']*'/, "$1");
 
   const state = { module: "", node: null, text: "", dtype: "", reason: "", measure: "bytes" };
   let shown = nodes;
@@ -178,7 +186,7 @@
     for (const box of boxes.values()) {
       const module = box.id.startsWith("m");
       box.label = module ? box.id.slice(1).split(".").pop() : box.nodes[0].op === "placeholder" ? box.nodes[0].name : box.nodes[0].op;
-      box.note = module ? `${box.nodes.length} nodes` : box.nodes[0].compute === "-" ? box.nodes[0].output : box.nodes[0].compute;
+      box.note = module ? `${box.nodes.length} node${box.nodes.length > 1 ? "s" : ""}` : box.nodes[0].compute === "-" ? box.nodes[0].output : box.nodes[0].compute;
       graph.setNode(box.id, { width: 16 + 7.4 * Math.max(box.label.length, box.note.length), height: 40 });
     }
     for (const [from, to] of edges.values()) if (boxes.has(from) && boxes.has(to)) graph.setEdge(from, to);
@@ -220,8 +228,8 @@
   function drawList() {
     const rows = shown.slice(0, MOST.rows).map((node) => {
       const row = make("tr", "", { "data-node": key(node) });
-      row.append(make("td", node.name), make("td", node.op), make("td", node.compute, { class: kindOf(node) }),
-        make("td", node.output), make("td", node.module), make("td", node.why));
+      row.append(path(node.name), path(node.op), make("td", node.compute, { class: kindOf(node) }),
+        make("td", node.output), path(node.module), make("td", node.why, { title: node.why }));
       row.addEventListener("click", () => choose(node, false));
       if (state.node === node) row.classList.add("chosen");
       return row;
@@ -279,7 +287,7 @@
     const there = new Map(read(data.other.nodes).map((node) => [key(node), node]));
     const rows = [];
     const add = (name, module, before, after) =>
-      rows.push(make("tr", "", byKey.has(name) ? { "data-node": name } : {}, make("td", name), make("td", module), make("td", before), make("td", after)));
+      rows.push(make("tr", "", byKey.has(name) ? { "data-node": name } : {}, path(name), path(module), make("td", before), make("td", after)));
     const told = (node) => (node.compute === "-" ? node.output : node.compute === node.output ? node.compute : `${node.compute}, out ${node.output}`);
     for (const node of nodes) {
       const before = there.get(key(node));
@@ -352,4 +360,10 @@
   drawCard();
   drawComparison();
   fromAddress();
+  document.documentElement.dataset.ready = "";
+
+  async function unpacked(letters) {
+    const bytes = Uint8Array.from(atob(letters), (letter) => letter.charCodeAt(0));
+    return await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+  }
 })();
