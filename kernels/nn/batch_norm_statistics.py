@@ -56,14 +56,15 @@ def statistics_kernel(
         column = start_column + tl.arange(0, BLOCK_COLUMNS)
         lane_mean = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         lane_m2 = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-        steps = 0.0
+        steps = tl.full((), 0.0, tl.float32)
         for start_row in tl.range(first_row, end_row, BLOCK_ROWS, num_stages=STAGES):
             row = start_row + lanes
             inside = (row < rows)[:, None] & (column < columns)[None, :]
             value = tl.load(x + base + row[:, None] * pitch + column[None, :], mask=inside, other=0.0).to(tl.float32)
             steps += 1.0
             delta = tl.where(inside, value - lane_mean, 0.0)
-            lane_mean = tl.fma(delta, 1.0 / steps, lane_mean)
+            share = tl.where(steps > 1.0, 1.0 / steps, 1.0)  # ``/`` of 1 and 1 need not be 1, but a value next to it
+            lane_mean = tl.fma(delta, share, lane_mean)
             lane_m2 = tl.fma(delta, value - lane_mean, lane_m2)
         lane_count = tl.where((column < columns)[None, :], lane_steps[:, None], 0.0)
         here = over_tile(lane_count, PLANAR)

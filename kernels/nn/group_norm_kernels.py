@@ -65,7 +65,9 @@ def share_statistics(x, low, high, groups, pixels, CPG: constexpr, LAST: constex
             value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
             count += inside.to(tl.float32)
             distance = value - center
-            center = tl.where(inside, center + distance / tl.maximum(count, 1.0), center)
+            # A lane's first value is its mean: ``/``, which is an approximation, might give one next to it.
+            moved = tl.where(count > 1.0, center + distance / tl.maximum(count, 1.0), value)
+            center = tl.where(inside, moved, center)
             squares = tl.where(inside, squares + distance * (value - center), squares)
     size = tl.sum(count)
     mean = tl.div_rn(tl.sum(center * count), tl.maximum(size, 1.0))

@@ -39,7 +39,9 @@ def long_forward_kernel(
             value = rounded.to(tl.float32)
         if CENTER:
             distance = value - center
-            center = tl.where(inside, center + distance / (start // BLOCK + 1), center)
+            # Of the first ones 1 is the share to the bit, which ``/`` need not give: an approximation.
+            share = tl.div_rn(1.0, tl.full((), start // BLOCK + 1, tl.float32))
+            center = tl.where(inside, center + distance * share, center)
             squares = tl.where(inside, squares + distance * (value - center), squares)
         else:
             squares += value * value

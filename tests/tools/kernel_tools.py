@@ -25,6 +25,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from approximations import check_approximations
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETING
@@ -244,6 +246,7 @@ def _compiled(
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     spills = numbers["STACK"] + numbers["LOCAL"]
+    check_approximations(built.asm["ptx"])
     return Compiled(built.asm["ttir"], built.asm["ptx"], numbers["REG"], spills, numbers["SHARED"])
 
 

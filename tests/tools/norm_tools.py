@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kernel_tools
+from approximations import check_approximations
 from fxprec.kernels.nn.norm_launch import dropped, normalised
 
 #: Within one rounding of a dtype and the order of FP32 sums.
@@ -118,4 +119,5 @@ def compiled(
     # Before 3.7 a few kernels at the limit of registers put up to four values aside.
     old = kernel_tools.triton_release() < (3, 7)
     spills = max(0, numbers["STACK"] + numbers["LOCAL"] - 16 * old)
+    check_approximations(built.asm["ptx"])
     return Compiled(built.asm["ttir"], built.asm["ptx"], numbers["REG"], spills, built.metadata.shared)

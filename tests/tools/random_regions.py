@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fxprec.kernels.launch.philox import keep_mask
+
 P = 0.3
 _SMOOTH = [
     "torch.tanh({0})", "torch.sigmoid({0})", "F.silu({0})", "F.gelu({0})", "torch.erf({0})", "F.softplus({0})",
@@ -69,6 +71,22 @@ class Random:
             x = {"low": x.to(low), "single": x, "bool": x > 0, "integer": (x * 3).int()}[kind].to(device)
             made.append(_laid(x, layout).detach().requires_grad_(wanted and x.is_floating_point()))
         return made
+
+
+def dropped(x: Any, number: int) -> Any:
+    """A dropout that a region takes."""
+    return F.dropout(x, P, True)
+
+
+def with_masks(plan: Any, seeds: Tensor | None) -> Any:
+    """Dropout by the masks that a plan's kernels draw."""
+
+    def drop(x: Tensor, number: int) -> Tensor:
+        assert seeds is not None
+        mask = keep_mask(seeds[number], plan.layout.rows, plan.layout.columns, P)
+        return x * plan.layout.torch_shaped(mask).to(x.dtype) / (1 - P)
+
+    return drop
 
 
 def _cast(x: Any, low: torch.dtype) -> Any:

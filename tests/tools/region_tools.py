@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.fx import GraphModule, symbolic_trace
 
 from fxprec.kernels.rows.program.spec import spec_of
 from fxprec.kernels.rows.run.derive import make_plan
+from fxprec.kernels.rows.run.evaluate import evaluate
 from fxprec.kernels.rows.run.plan import Plan
 from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.ops.names import canonical_op
@@ -48,6 +50,18 @@ def wide(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
 
 
+def in_float64(plan: Plan) -> Callable[..., list[Tensor]]:
+    """The plan's forward program in plain torch without any rounding, for inputs in float64; to be differentiated."""
+    program = replace(plan.derived.forward, stores=plan.derived.forward.stores[: len(plan.outputs)])
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        values = evaluate(program, plan.layout, inputs, None, 0, torch.float64, rounds=False)
+        shaped = [plan.layout.torch_shaped(v, s.columns) for v, s in zip(values, program.stores, strict=True)]
+        return [x.reshape(spec.shape) for x, spec in zip(shaped, plan.outputs, strict=True)]
+
+    return run
+
+
 def run_both(
     function: Callable[..., Any],
     inputs: Sequence[Tensor],
@@ -75,16 +89,22 @@ def run_both(
 
 def check_errors(
     found: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor], low: torch.dtype, slack: float
-) -> None:
-    """Each result errs at most twice as much as torch's ops one by one, or by a rounding.
+) -> float:
+    """Each result errs at most twice as much as torch's ops one by one, or by a rounding; see ``over_eager``.
 
     Args:
         slack: what results in ``low`` may err by at least, and what are near 0.
+
+    Returns:
+        the worst of them over eager's.
     """
+    worst = 0.0
     for number, (own, other, right) in enumerate(zip(found, eager, exact, strict=True)):
         assert own.dtype == other.dtype and own.shape == other.shape
         least = slack if own.dtype is low or right.abs().max() < 1e-3 else 2.0**-17
-        assert error(own, right) <= max(2 * error(other, right), least), f"result {number}"
+        worst = max(worst, over := error(own, right) / max(error(other, right), least / 2))
+        assert over <= 2, f"result {number}: {error(own, right)}, of eager {error(other, right)}"
+    return worst
 
 
 def error(found: Tensor, exact: Tensor) -> float:

@@ -38,6 +38,7 @@ class Writer:
         self.ports = dict(program.loads)
         self.stores = [each for each in zip(program.stores, stores, strict=True) if not each[0].partial]
         self._exact = any(store.dtype is torch.float32 and store.rows and store.columns for store in program.stores)
+        self._decisive = program.decisive
         self.partials: list[tuple[Store, int]] = []
         self.width = 0
         for store in program.stores:
@@ -139,7 +140,7 @@ class Writer:
             return f"{self.text(value.args[0])}.to(tl.{_TRITON[value.attribute]}).to(tl.float32)"
         whole = value.op in COMPARISONS and any(isinstance(a, Value) and a.kind == "integer" for a in value.args)
         arguments = [str(int(a)) if whole and not isinstance(a, Value) else self.text(a) for a in value.args]
-        exact = value.op in _EXACT and (self._exact or not value.columns)
+        exact = value.op in _EXACT and (self._exact or not value.columns or value in self._decisive)
         return (_EXACT if exact else _EXPRESSIONS)[value.op].format(*arguments)
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -207,7 +208,8 @@ _TRITON: Final = MappingProxyType({torch.float32: "float32", torch.float16: "flo
 _NAMES: Final = MappingProxyType(
     {"where": "chosen", "and": "both", "or": "either", "not": "other", "abs": "magnitude", "round": "rounded"}
 )
-#: Of what is stored in FP32, or is one number a row: by default a GPU's are approximations, good for low outputs.
+#: Of what is stored in FP32, is one number a row, or decides something: by default a GPU's are approximations, good for
+#: low outputs.
 _EXACT: Final = MappingProxyType(
     {"div": "tl.div_rn({}, {})", "exp": "exp({})", "sigmoid": "tl.div_rn(1.0, 1.0 + exp(-{}))"}
 )

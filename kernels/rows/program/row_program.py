@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxprec.kernels.rows.program.values import REDUCTIONS, Builder, Operand, Value, walk
+from fxprec.kernels.rows.program.values import DECIDING, REDUCTIONS, Builder, Operand, Value, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,27 @@ class Program:
         loaded = {value for value, _ in self.loads}
         roots = [store.value for store in self.stores if isinstance(store.value, Value)]
         return walk(roots, loaded.__contains__)
+
+    @property
+    def decides(self) -> bool:
+        """Whether something jumps where the last bits of what is computed say so (``DECIDING``)."""
+        return bool(self._decisions)
+
+    @property
+    def decisive(self) -> set[Value]:
+        """What such decisions are made from.
+
+        The backward makes them once more, or looks for the operand that equals a maximum. So these values must have the
+        same bits in both kernels, however those are compiled.
+        """
+        loaded = {value for value, _ in self.loads}
+        operands = [a for value in self._decisions for a in value.args if isinstance(a, Value)]
+        return {*walk(operands, loaded.__contains__)}
+
+    @property
+    def _decisions(self) -> list[Value]:
+        loaded = {value for value, _ in self.loads}  # a maximum that was kept decides nothing by itself
+        return [value for value in self.values if value.op in DECIDING and value not in loaded]
 
     @property
     def partial_width(self) -> int:

@@ -34,6 +34,8 @@ REDUCTIONS: Final = frozenset({"sum", "max", "min"})
 #: Operations whose result is true or false.
 BOOLEAN: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "isnan", "keep"})
 COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+#: Operations whose result jumps, or whose derivative does: what their operands' last bits are decides where.
+DECIDING: Final = COMPARISONS | {"max", "min", "maximum", "minimum", "sign", "floor", "ceil", "trunc"}
 _LOGICAL: Final = frozenset({"and", "or", "not"})
 
 

@@ -22,15 +22,11 @@ from fxprec.kernels.rows.emit.source import emit
 from fxprec.kernels.rows.emit.tiling import Form, form_of, reduction_levels
 from fxprec.kernels.rows.program.layout import Layout
 from fxprec.kernels.rows.program.row_program import Program
-from fxprec.kernels.rows.program.values import COMPARISONS
 from fxprec.kernels.rows.run.walks import Placed, walks
 
 _COUNT = itertools.count()
 #: Rows that each program takes at least that goes from tile to tile, where the device is full.
 _ROWS_EACH: Final = 16
-#: The backward of these decides once more what the forward decided, or looks for the operand that equals a maximum: it
-#: computes the operands again, and each kernel contracts other products. The same bits come of contracting none.
-_DECIDED: Final = COMPARISONS | {"max", "min", "maximum", "minimum"}
 #: In the interpreter, whose programs run one after the other.
 _INTERPRETED: Final = 3
 
@@ -92,12 +88,13 @@ class Launch:
 
     def _through_triton(self, index: int, pointers: Sequence[Tensor], arguments: Sequence[Any]) -> None:
         """The first time, and for unaligned tensors, each of which has a say of its own."""
-        kernel = built(*(self.kernel or (self.name, self.source)))
+        kernel = built(*(self.kernel or (self.name, self.source)))[self.grid]
+        options = {"num_warps": self.form.warps, "enable_fp_fusion": self.contracts}
         if index < 0 or interpreting():
-            kernel[self.grid](*arguments, num_warps=self.form.warps)
+            kernel(*arguments, **options)
             return
         with torch.cuda.device(index):
-            compiled = kernel[self.grid](*arguments, num_warps=self.form.warps, enable_fp_fusion=self.contracts)
+            compiled = kernel(*arguments, **options)
         if not any(tensor.data_ptr() & 15 for tensor in pointers):
             self._compiled[index] = compiled[self.grid]
 
@@ -129,7 +126,7 @@ def prepare(
         partials=(down, width) if width else None,
         passes=1 + len(reduction_levels(program)) if form.kind == "loop" else 1,
         wide=columns % 8 == 0 and walked.wide,
-        contracts=not any(value.op in _DECIDED for value in program.values),
+        contracts=not program.decides,  # each kernel would contract other products: the same bits come of none
     )  # fmt: skip
 
 

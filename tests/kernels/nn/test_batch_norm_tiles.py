@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kernel_tools
+from approximations import check_approximations
 from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.nn.batch_norm import apply_kernel
 from fxprec.kernels.nn.batch_norm_backward import _BLOCK_PARTS, inputs_kernel, sums_kernel
@@ -156,6 +157,7 @@ class Built:
         options = {"num_warps": warps, "enable_fp_fusion": False}
         built = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         self.ttir, self.ptx, self.shared = built.asm["ttir"], built.asm["ptx"], built.metadata.shared
+        check_approximations(self.ptx)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
             cubin.write(built.asm["cubin"])
             cubin.flush()

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, note, reject, settings
 from torch import Tensor
 
 import kernel_tools
 import random_regions as random
 import region_tools as tools
-from fxprec.kernels.launch.philox import draw_seeds, keep_mask
+from fxprec.kernels.launch.philox import draw_seeds
 from fxprec.kernels.rows.program.terms import Declined
 from fxprec.kernels.rows.run.evaluate import evaluate
 from fxprec.kernels.rows.run.gradients import eager_backward
@@ -34,21 +33,6 @@ _REASONS = (
 )  # fmt: skip
 
 
-def dropped(x: Any, number: int) -> Any:
-    return F.dropout(x, random.P, True)
-
-
-def with_masks(plan: Any, seeds: Tensor | None) -> Any:
-    """Dropout by the masks that a plan's kernels draw."""
-
-    def drop(x: Tensor, number: int) -> Tensor:
-        assert seeds is not None
-        mask = keep_mask(seeds[number], plan.layout.rows, plan.layout.columns, random.P)
-        return x * plan.layout.torch_shaped(mask).to(x.dtype) / (1 - random.P)
-
-    return drop
-
-
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 
@@ -60,14 +44,14 @@ def test_kernels_are_as_exact_as_the_ops(device: str, made: Any) -> None:
     low = torch.float16
     note(f"{made.source}{made.inputs}")
     inputs = made.tensors(low, device)
-    region = tools.region_of(made.function(dropped), made.draws)
+    region = tools.region_of(made.function(random.dropped), made.draws)
     seeds = draw_seeds(made.draws, inputs[0].device) if made.draws else None
     extra = () if seeds is None else (seeds,)
     region(*inputs, *extra)
     if region.path == "aten":
         assert any(words in region.reason for words in _REASONS), region.reason
         return
-    function = made.function(with_masks(region.plans[-1], seeds))
+    function = made.function(random.with_masks(region.plans[-1], seeds))
     torch.manual_seed(1)
     found, exact = tools.run_both(function, inputs, lambda *given: region(*given, *extra))
     torch.manual_seed(1)
@@ -86,12 +70,12 @@ def test_programs_are_torchs_in_float64(made: Any) -> None:
     note(f"{made.source}{made.inputs}")
     inputs = made.tensors(torch.float32)
     try:
-        plan = tools.plan_of(made.function(dropped), *inputs)
+        plan = tools.plan_of(made.function(random.dropped), *inputs)
     except Declined as reason:
         assert any(words in str(reason) for words in _REASONS), str(reason)
         return
     seeds = draw_seeds(made.draws, tools.CPU) if made.draws else None
-    function = made.function(with_masks(plan, seeds))
+    function = made.function(random.with_masks(plan, seeds))
     given = tools.wide(inputs)
     exact = function(*given)
     values = evaluate(plan.derived.forward, plan.layout, inputs, seeds, 0, dtype=torch.float64)

@@ -1,7 +1,8 @@
-"""Kernels whose backward decides again what the forward decided are compiled without contracting products and sums."""
+"""What a backward decides again falls as in the forward: nothing is contracted there, nothing approximated."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,3 +40,27 @@ def test_where_something_is_decided_no_product_is_contracted(case: str) -> None:
         assert launch.contracts is contracts
         ptx = kernel_tools.compiled_launch(launch, dtypes, 90).ptx
         assert ("fma.rn.f32" in ptx) is contracts, launch.name
+
+
+def test_what_decides_is_as_exact_in_both_kernels() -> None:
+    """Only the forward stores FP32, for which it divides and exponentiates exactly; the maximum is one of these."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.exp(x.float()) / (y.float() + 9)
+        return z.amax(-1, keepdim=True) * x, z
+
+    plan = make_plan("fused", tools.graph_of(function), [X, X], tools.CPU, {})
+    for launch, _ in plan.launches():
+        assert re.search(r" = exp\(", launch.source) and not re.search(r"tl\.exp\(", launch.source)
+        assert "tl.div_rn(exp_" in launch.source
+
+
+def test_a_maximum_that_was_kept_decides_nothing() -> None:
+    plan = make_plan("fused", tools.graph_of(lambda x, y: F.softmax(x * y, -1)), [X, X], tools.CPU, {})
+    assert not plan.forward_launch.contracts and plan.backward_launch.contracts
+
+
+@pytest.mark.parametrize("jump", [torch.floor, torch.ceil, torch.trunc, torch.sign])
+def test_what_jumps_decides(jump: Any) -> None:
+    plan = make_plan("fused", tools.graph_of(lambda x, y: jump(x * 1.3 + y) * y), [X, X], tools.CPU, {})
+    assert not plan.forward_launch.contracts and not plan.backward_launch.contracts
