@@ -1,7 +1,9 @@
-"""Every launch that the tests for a GPU make, on one that is pretended: compiled for its arguments, checked, not run.
+"""What a GPU would launch, on one that is pretended: compiled for its arguments, checked, not run.
 
-Here for 9.0 and some of them. All, for any of 80, 90 and 100, in two to four minutes, and in one where Triton's cache
-knows them: ``PRETENDED_GPU=80 python -m pytest -s tests/gpu/test_pretended_gpu.py``.
+The tests for a GPU, kernels at sizes and layouts where launches go wrong, random regions, real models. Here for 9.0 and
+some of them. All, for any of 80, 90 and 100, in some ten minutes, and in fewer where Triton's cache knows them::
+
+    PRETENDED_GPU=80 python -m pytest -s tests/gpu/test_pretended_gpu.py
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import kernel_tools
 
 ROOT: Final = pathlib.Path(__file__).parents[2]
 CAPABILITY: Final = os.environ.get("PRETENDED_GPU", "90")
+EVERYTHING: Final = "PRETENDED_GPU" in os.environ
 #: Where the tests for a GPU are that are run, and the least numbers of tests, launches and compiled kernels.
 SOME: Final = (
     ("rows/run", "rows/test_row_functions.py", "nn/test_group_norm.py", "optim/test_adam.py", "launch"), (190, 500, 150)
@@ -33,29 +36,56 @@ WRONG: Final = {
 }
 
 
-def run(*arguments: str) -> str:
-    """What pytest prints with the plugin."""
+def run(*arguments: str, **variables: str) -> str:
+    """What a program of Python prints that can import what tests share; it has to succeed."""
     env = {
         **os.environ,
+        **variables,
         "PRETENDED_GPU": CAPABILITY,
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "tools"))),
     }
-    command = [sys.executable, "-m", "pytest", "-p", "pretended_gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=env).stdout
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=env)
+    print(done.stdout)
+    return done.stdout + done.stderr[-2000:] * bool(done.returncode)
+
+
+def tests(*arguments: str, **variables: str) -> str:
+    """What pytest prints with the plugin."""
+    plugin = ("-m", "pytest", "-p", "pretended_gpu", "-q", "--tb=short", "-p", "no:cacheprovider")
+    return run(*plugin, *arguments, **variables)
+
+
+def check(output: str, least: tuple[int, ...] = (1, 1, 1)) -> None:
+    """Nothing failed, and there were at least so many tests, launches and compiled kernels."""
+    patterns = (r"(\d+) passed", r"launched (\d+) times", r"times, (\d+) compiled")
+    found = [int(match[1]) if (match := re.search(pattern, output)) else 0 for pattern in patterns]
+    assert not re.search(r" failed| error|[1-9]\d* faults", output), output[-4000:]
+    assert all(number >= wanted for number, wanted in zip(found, least, strict=True)), output[-2000:]
 
 
 @kernel_tools.compiles
 @pytest.mark.slow
-def test_every_launch_compiles_and_keeps_its_promises() -> None:
-    folders, least = ALL if "PRETENDED_GPU" in os.environ else SOME
-    output = run("-m", "gpu and not slow", *(f"tests/kernels/{folder}" for folder in folders))
-    found = tuple(
-        int(re.search(pattern, output)[1])  # type: ignore[index]
-        for pattern in (r"(\d+) passed", r"launched (\d+) times", r"times, (\d+) compiled")
-    )
-    assert " failed" not in output and " error" not in output, output[-4000:]
-    assert all(number >= wanted for number, wanted in zip(found, least, strict=True)), output[-2000:]
-    print("\n".join(line for line in output.splitlines() if "registers" in line or "launched" in line))
+def test_every_launch_of_the_tests_keeps_its_promises() -> None:
+    folders, least = ALL if EVERYTHING else SOME
+    check(tests("-m", "gpu and not slow", *(f"tests/kernels/{folder}" for folder in folders)), least)
+
+
+@kernel_tools.compiles
+@pytest.mark.slow
+def test_random_regions_and_sizes_where_launches_go_wrong() -> None:
+    some = {} if EVERYTHING else {"PRETENDED_SIZES": "some", "PRETENDED_REGIONS": "10"}
+    output = tests("tests/gpu/pretended_sizes.py", "tests/gpu/pretended_regions.py", **some)
+    check(output)
+    assert int(re.search(r"random programs, triton: (\d+)", output)[1]) >= 10  # type: ignore[index]
+
+
+@kernel_tools.compiles
+@pytest.mark.slow
+def test_real_models() -> None:
+    chosen = () if EVERYTHING else ("cnn-wide", "--dtype", "bfloat16")
+    output = run("tests/tools/zoo_launches.py", *chosen, "--capability", CAPABILITY)
+    assert re.search(r"\d+ launches of \d+ compiled kernels for sm_\d+, 0 spills\n$", output), output[-4000:]
+    assert "not captured" not in output
 
 
 @kernel_tools.compiles
@@ -85,6 +115,6 @@ def test_wrong(fault, what):
 """,
         encoding="utf-8",
     )
-    output = run(str(tmp_path / "test_wrong.py"), "--rootdir", str(tmp_path), "-c", os.devnull)
+    output = tests(str(tmp_path / "test_wrong.py"), "--rootdir", str(tmp_path), "-c", os.devnull)
     assert "3 failed, 1 passed" in output, output
     assert all(said in output for *_, said in WRONG.values()), output

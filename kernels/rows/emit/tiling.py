@@ -32,6 +32,11 @@ _LONGER: Final = (_ONE_WARP, LONGEST_TILE // 2)
 _EACH: Final = ((32, 8, 16), (16, 32, 8), (32, 16))
 #: Columns that are read at once, of 2 bytes, where rows are whole numbers of them.
 _VECTOR: Final = 8
+#: Elements of a thread whose rows are no whole numbers of vectors: each has an address of its own.
+_NARROW: Final = (16, 8)
+#: Rows of such a tile up to which addresses are few, since they differ by what is known to the compiler: layer norm's
+#: backward of five tensors took 122 registers with 4 rows, 221 with 8, and spilled with 16.
+_SHARED_ADDRESSES: Final = 4
 _FLAT: Final = 1024
 #: Tiles that are on their way or computed at one time.
 _STAGES: Final = 3
@@ -86,6 +91,8 @@ def form_of(program: Program, flat: bool, count: int) -> Form:
     rows = max(1, (_ONE_WARP if wide else _ONE_WARP // 2) // block) if count > 1 else 1
     draws = sum(value.op == "keep" for value in program.values)
     values = _pressure(program) + (rows > 1) + draws // 2  # rows have numbers of their own, and so have draws
+    if not wide and rows > _SHARED_ADDRESSES:
+        values += 2 * _full_tensors(program)
     warps = None if block > LONGEST_TILE else _warps(rows * block, values, wide)
     if warps is None and block > _ONE_WARP:
         return Form("loop", 1, 4096, 8, partial)
@@ -97,12 +104,18 @@ def _warps(elements: int, values: int, wide: bool) -> int | None:
 
     ``wide``: several are read at once. Otherwise each has an address, two registers, and a thread has half as many.
     """
-    for each in _EACH[bisect(_LONGER, elements - 1)] if wide else _EACH[1][::2]:
+    for each in _EACH[bisect(_LONGER, elements - 1)] if wide else _NARROW:
         warps = max(1, elements // (32 * each))
         registers = min(255, 65536 // (32 * warps))
         if warps <= 32 and values <= (registers - 28) // each:
             return warps
     return None
+
+
+def _full_tensors(program: Program) -> int:
+    """How many tensors of rows and columns are read and written."""
+    read = sum(port.rows and port.columns for _, port in program.loads)
+    return read + sum(store.rows and store.columns and not store.partial for store in program.stores)
 
 
 def _pressure(program: Program) -> int:

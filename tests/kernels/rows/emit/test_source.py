@@ -118,7 +118,8 @@ def test_norms_do_not_spill_up_to_the_longest_tile(norm: Any, columns: int) -> N
     plan = make_plan("fused", graph, [x, x, weight], torch.device("cuda"), {})
     for launch, dtypes in plan.launches():
         found = tools.compiled_launch(launch, dtypes, 90)
-        assert found.spills <= (8 if found.registers <= 128 else 0), (launch.name, launch.form, found.spills)
+        # As above; Triton 3.6's ptxas keeps four numbers of a row's loop so, with 80 registers.
+        assert found.spills <= (16 if found.registers <= 128 else 0), (launch.name, launch.form, found.spills)
 
 
 @pytest.mark.parametrize("model", MODELS)
