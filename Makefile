@@ -19,6 +19,11 @@ PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Empty where somebody looks on: pip shows what it downloads.
 QUIET := $(if $(filter true 1,$(CI)),--quiet)
 
+# timm wants a torchvision, and what finds one imports it, which fails beside a torch of another build (tests alone put
+# this folder on their path).
+BESIDE_TIMM := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt --no-deps \
+	--upgrade --target $(VENV)/timm timm torchvision
+
 TORCH ?= 2.10.0 2.11.0 2.13.0 2.14.1
 
 .PHONY: demo test matrix lint docs hooks install clean
@@ -53,6 +58,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@echo "Making $(VENV) with fxprec[$(subst -,$(comma),$*)]: PyTorch is downloaded once, and takes a while to unpack"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt -e ".[$(subst -,$(comma),$*)]"
+	$(if $(findstring frameworks,$*),$(BESIDE_TIMM))
 	touch $@
 
 clean:
