@@ -24,7 +24,7 @@ CAPABILITY: Final = os.environ.get("PRETENDED_GPU", "90")
 EVERYTHING: Final = "PRETENDED_GPU" in os.environ
 #: Where the tests for a GPU are that are run, and the least numbers of tests, launches and compiled kernels.
 SOME: Final = (
-    ("rows/run", "rows/test_row_functions.py", "nn/test_group_norm.py", "optim/test_adam.py", "launch"), (190, 500, 150)
+    ("rows/run", "rows/test_row_functions.py", "nn/test_group_norm.py", "optim/test_adam.py", "launch"), (190, 450, 150)
 )  # fmt: skip
 ALL: Final = (("",), (900, 2000, 1000))
 #: What is wrong with a kernel -> programs and elements of a launch, warps, its count, and what is said of it.
@@ -32,6 +32,7 @@ WRONG: Final = {
     "spills": (1, 4096, 1, 3, "bytes of local memory a thread"),
     "grid": (0, 16, 4, 3, "has a grid of"),
     "constant": (1, 16, 4, 1, "CompilationError"),
+    "approximation": (1, 128, 4, 3, "tests/tools/approximations.py says nothing"),
     "nothing": (1, 16, 4, 3, ""),
 }
 
@@ -49,7 +50,7 @@ def run(*arguments: str, **variables: str) -> str:
     return done.stdout + done.stderr[-2000:] * bool(done.returncode)
 
 
-def tests(*arguments: str, **variables: str) -> str:
+def pytest_with_plugin(*arguments: str, **variables: str) -> str:
     """What pytest prints with the plugin."""
     plugin = ("-m", "pytest", "-p", "pretended_gpu", "-q", "--tb=short", "-p", "no:cacheprovider")
     return run(*plugin, *arguments, **variables)
@@ -67,14 +68,14 @@ def check(output: str, least: tuple[int, ...] = (1, 1, 1)) -> None:
 @pytest.mark.slow
 def test_every_launch_of_the_tests_keeps_its_promises() -> None:
     folders, least = ALL if EVERYTHING else SOME
-    check(tests("-m", "gpu and not slow", *(f"tests/kernels/{folder}" for folder in folders)), least)
+    check(pytest_with_plugin("-m", "gpu and not slow", *(f"tests/kernels/{folder}" for folder in folders)), least)
 
 
 @kernel_tools.compiles
 @pytest.mark.slow
 def test_random_regions_and_sizes_where_launches_go_wrong() -> None:
     some = {} if EVERYTHING else {"PRETENDED_SIZES": "some", "PRETENDED_REGIONS": "10"}
-    output = tests("tests/gpu/pretended_sizes.py", "tests/gpu/pretended_regions.py", **some)
+    output = pytest_with_plugin("tests/gpu/pretended_sizes.py", "tests/gpu/pretended_regions.py", **some)
     check(output)
     assert int(re.search(r"random programs, triton: (\d+)", output)[1]) >= 10  # type: ignore[index]
 
@@ -95,13 +96,15 @@ def test_what_is_wrong_fails(tmp_path: pathlib.Path) -> None:
 import pytest, torch, triton, triton.language as tl
 
 @triton.jit
-def wrong(x, y, count, CONSTANT: tl.constexpr, SPILLS: tl.constexpr, BLOCK: tl.constexpr):
+def wrong(x, y, count, FAULT: tl.constexpr, BLOCK: tl.constexpr):
     places = tl.arange(0, BLOCK)
     value = tl.load(x + places).to(tl.float32)
-    if CONSTANT:
+    if FAULT == "constant":
         value *= count.to(tl.float32)
+    if FAULT == "approximation":
+        value = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [value], tl.float32, True, 1)
     total = value
-    if SPILLS:
+    if FAULT == "spills":
         for other in range(count):
             value = tl.load(x + places + other) + value * value
             total += value * tl.sum(value)
@@ -111,10 +114,10 @@ def wrong(x, y, count, CONSTANT: tl.constexpr, SPILLS: tl.constexpr, BLOCK: tl.c
 def test_wrong(fault, what):
     x = torch.zeros(1 << 15, device="cuda")
     grid, block, warps, count, _ = what
-    wrong[(grid,)](x, x, count, fault == "constant", fault == "spills", BLOCK=block, num_warps=warps)
+    wrong[(grid,)](x, x, count, fault, BLOCK=block, num_warps=warps)
 """,
         encoding="utf-8",
     )
-    output = tests(str(tmp_path / "test_wrong.py"), "--rootdir", str(tmp_path), "-c", os.devnull)
-    assert "3 failed, 1 passed" in output, output
+    output = pytest_with_plugin(str(tmp_path / "test_wrong.py"), "--rootdir", str(tmp_path), "-c", os.devnull)
+    assert "4 failed, 1 passed" in output, output
     assert all(said in output for *_, said in WRONG.values()), output

@@ -93,9 +93,13 @@ def tally() -> Iterator[Tally]:
 
 def compare(
     ours: Callable[..., Any], eager: Callable[..., Any], exact: Callable[..., Any], inputs: Sequence[Tensor],
-    low: torch.dtype, arithmetic: Arithmetic,
+    low: torch.dtype, arithmetic: Arithmetic, slack: float | None = None,
 ) -> float:  # fmt: skip
-    """Values and gradients, ours under the arithmetic: the worst error over eager's."""
+    """Values and gradients, ours under the arithmetic: the worst error over eager's.
+
+    Args:
+        slack: what low results may err by at least; a rounding, if nothing is said.
+    """
 
     def compute(function: Callable[..., Any], context: contextlib.AbstractContextManager[Any]) -> list[list[Tensor]]:
         torch.manual_seed(1)
@@ -104,7 +108,7 @@ def compare(
 
     found, right = compute(ours, computing_as(arithmetic))
     other, _ = compute(eager, contextlib.nullcontext())
-    return tools.check_errors(found, other, right, low, torch.finfo(low).eps / 2)
+    return tools.check_errors(found, other, right, low, slack or torch.finfo(low).eps / 2)
 
 
 # -- kernels by hand ---------------------------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ class Middle(Setup):
     """Sizes between those that take no time and real ones."""
 
     def size(self, full: int, tiny: int) -> int:
-        return min(full, 12 * tiny)
+        return min(full, 3 * tiny)
 
 
 def by_hand(setup: Setup) -> Iterator[Problem]:
@@ -339,7 +343,7 @@ def test_models_regions(device: str, low: torch.dtype, model: str, tally: Tally)
     max_examples=150 if CHOSEN else 8, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
     suppress_health_check=[*HealthCheck], phases=(Phase.generate, Phase.shrink),
 )  # fmt: skip
-@given(made=random.regions(casts=False))
+@given(made=random.regions(casts=True))
 def test_random_regions(device: str, tally: Tally, made: Any) -> None:
     low = torch.float16
     inputs = made.tensors(low, device)
@@ -352,7 +356,8 @@ def test_random_regions(device: str, tally: Tally, made: Any) -> None:
     function = made.function(random.with_masks(plan, seeds))
     extra = () if seeds is None else (seeds,)
     for arithmetic in ARITHMETICS:
-        over = compare(lambda *x: region(*x, *extra), function, function, inputs, low, arithmetic)
+        # Where a region casts by itself, the last bit before decides how it rounds there.
+        over = compare(lambda *x: region(*x, *extra), function, function, inputs, low, arithmetic, 2.0**-9)
         tally.add("random regions", made.source, over)
     if plan.derived.backward is not None:
         tally.decisions["random regions"] += check_decisions(plan, inputs, seeds)

@@ -13,6 +13,8 @@ from typing import Final
 
 from triton import knobs
 
+from approximations import approximations
+
 __all__ = ["CompiledKernel", "read"]
 
 #: An access of global memory in PTX: "ld" or "st", of how many values, of how many bits each.
@@ -34,6 +36,8 @@ class CompiledKernel:
         warps: of a program.
         loads, stores: bytes of the widest access of global memory; 0 without any.
         ahead: bytes of the widest load that does not wait (``cp.async``).
+        fused: multiply-adds in FP32 that are rounded once, the library's own among them.
+        approximations: instructions whose results are not the correctly rounded ones, each once.
     """
 
     name: str
@@ -45,6 +49,8 @@ class CompiledKernel:
     loads: int
     stores: int
     ahead: int
+    fused: int
+    approximations: str
 
 
 _FIELDS: Final = {each.name for each in fields(CompiledKernel)}
@@ -75,6 +81,8 @@ def read(files: Mapping[str, str]) -> CompiledKernel:
         loads=max(widths["ld"]),
         stores=max(widths["st"]),
         ahead=max((int(size, 0) for size in _AHEAD.findall(ptx)), default=0),
+        fused=len(re.findall(r"\bfma\.rn(?:\.ftz)?\.f32\b", ptx)),
+        approximations=" ".join(sorted(approximations(ptx))),
     )
     new = known.with_suffix(f".{os.getpid()}")
     new.write_text(json.dumps(asdict(found)))

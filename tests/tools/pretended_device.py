@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 import compiled_kernel
+from approximations import BOUNDS
 from compiled_kernel import CompiledKernel
 
 __all__ = ["DEVICE", "RECORD", "BadLaunchError", "Launchable", "Record", "pretend"]
@@ -144,6 +145,8 @@ class _Utils:
         made = Launchable.latest.made = compiled_kernel.read(Launchable.latest.files)
         if made.local > _LOCAL:
             raise _fault(f"{name} has {made.local} bytes of local memory a thread, with {made.registers} registers")
+        if unknown := {*made.approximations.split()} - BOUNDS.keys():
+            raise _fault(f"{name} uses {unknown}, of whose error tests/tools/approximations.py says nothing")
         return 0, 0, made.registers, made.local, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -51,6 +52,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         most[kernel.name] = max(known[0], kernel.registers), max(known[1], kernel.local)
     for name in sorted(most):
         terminalreporter.line(f"{name:60} {most[name][0]:4} registers {most[name][1]:4} bytes of local memory")
+    used = Counter(name for each in RECORD.launches for name in each.made.approximations.split())
+    used["fma.rn.f32"] = sum(each.made.fused > 0 for each in RECORD.launches)
+    terminalreporter.line(", ".join(f"{name} in {count} kernels" for name, count in sorted(used.items())))
     for what, count in sorted(RECORD.counts.items()):
         terminalreporter.line(f"{what}: {count}")
     terminalreporter.line(
