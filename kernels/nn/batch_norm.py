@@ -31,6 +31,7 @@ from fxprec.kernels.nn.batch_norm_statistics import STATISTICS, channel_statisti
 from fxprec.kernels.nn.batch_norm_tiles import (
     FORWARD_BYTES,
     STAGES,
+    aligned,
     channel_terms,
     dense,
     like,
@@ -193,6 +194,7 @@ def launch(
     if not can_launch(x.device):
         rstd = spread.float() if training else (spread.float() + eps).rsqrt()
         return y.copy_(_eager(x, mean.float(), rstd, weight, bias, residual, relu))
+    x = aligned(x)
     cut = tiles(x, FORWARD_BYTES, residual)
     with on_device(x.device):
         apply_kernel[cut.grid](

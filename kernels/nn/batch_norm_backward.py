@@ -28,6 +28,7 @@ from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_
 from fxprec.kernels.nn.batch_norm_tiles import (
     BACKWARD_BYTES,
     STAGES,
+    aligned,
     channel_terms,
     dense,
     like,
@@ -174,7 +175,7 @@ def launch(
             if target.numel():
                 target.copy_(gradient)
         return dx, dweight, dbias, dresidual
-    dy, y = like(dy, x), None if y is None else like(y, x)
+    x, dy, y = aligned(x), like(dy, x), None if y is None else like(y, x)
     cut = tiles(x, BACKWARD_BYTES)
     terms = {"mean": packed(mean), "spread": packed(spread), "weight": packed(weight), "bias": packed(bias)}
     scalars = {"eps": eps, "TRAINING": training}

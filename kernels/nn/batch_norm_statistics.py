@@ -24,6 +24,7 @@ from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_
 from fxprec.kernels.nn.batch_norm_tiles import (
     FORWARD_BYTES,
     STAGES,
+    aligned,
     channel_mean,
     dense,
     over_tile,
@@ -135,7 +136,7 @@ def launch(
         if running_var is not None:
             running_var.copy_(momentum * (var * (count / (count - 1))) + (1.0 - momentum) * running_var.float())
         return mean, (var + eps).rsqrt()
-    x = dense(x)
+    x = aligned(dense(x))
     cut = tiles(x, FORWARD_BYTES)
     partials = x.new_empty((3, cut.parts, cut.channels), dtype=torch.float32)
     mean = x.new_empty(cut.channels, dtype=torch.float32)

@@ -31,7 +31,7 @@ FORWARD_BYTES: Final = 16384
 BACKWARD_BYTES: Final = 8192
 _WIDEST: Final = 1024  # columns of a tile of contiguous memory, where there are rows to go with them
 _MOST_PARTS: Final = 256
-#: What Triton asks of a pitch before it reads several elements in one access.
+#: What Triton asks of a pitch, and of an address in bytes, before it reads several elements in one access.
 _VECTOR: Final = 16
 #: Elements of a tile that are read one by one.
 _ALONE: Final = 4096
@@ -127,10 +127,18 @@ def dense(x: Tensor) -> Tensor:
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if x.stride(1) == 1 else x.contiguous()
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x, from ``dense``, at an address from which several elements may be read at once: itself or a copy.
+
+    Other tiles would do too, which spill less; but then an address would decide how a sum is rounded.
+    """
+    return x.clone() if x.data_ptr() % _VECTOR else x
+
+
 def like(tensor: Tensor, x: Tensor) -> Tensor:
-    """A tensor of x's shape with x's strides: itself or a copy. x: from ``dense``."""
+    """A tensor of x's shape with x's strides, ``aligned``: itself or a copy. x: from ``dense``."""
     if tensor.stride() == x.stride():
-        return tensor
+        return aligned(tensor)
     return torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)
 
 

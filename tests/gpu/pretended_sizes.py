@@ -118,7 +118,8 @@ LAYOUTS: Final[dict[str, Callable[[Sequence[int]], tuple[list[int], int]]]] = {
     "odd address": lambda shape: (_dense(shape), 1),
     "odd rows": lambda shape: (_dense([*shape[:-1], shape[-1] + 3] if shape else []), 1),
     "every second": lambda shape: ([2 * stride for stride in _dense(shape)], 0),
-    "channels last": lambda shape: (_channels_last(shape) if len(shape) == 4 else _dense(shape), 1),
+    "channels last": lambda shape: (_channels_last(shape), 0),
+    "channels last at an odd address": lambda shape: (_channels_last(shape), 1),
 }
 
 
@@ -127,6 +128,8 @@ def _dense(shape: Sequence[int]) -> list[int]:
 
 
 def _channels_last(shape: Sequence[int]) -> list[int]:
+    if len(shape) != 4:
+        return _dense(shape)
     _, channels, height, width = shape
     return [channels * height * width, 1, width * channels, channels]
 
@@ -155,8 +158,9 @@ class Untouched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-#: What kernels of optimizers read of their tables: name of a variable -> its interval.
-TABLES: Final = {"tensor": (0, 2**20), "length": (0, 2**20)}
+#: What is known of a kernel's numbers beside its arguments: an argument -> name of a variable -> its interval. What
+#: optimizers read of their tables; how many elements of a row of logits lie before the first whole 16 bytes.
+FACTS: Final = {"entries": {"tensor": (0, 2**20), "length": (0, 2**20)}, "logits": {"before": (0, 15)}}
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +179,7 @@ def _integers_fit() -> Iterator[None]:
             return
         seen.add(key)
         (path,) = [path for name, path in launched.files.items() if name.endswith(".ttir")]
-        facts = TABLES if "entries" in launched.source.fn.arg_names else {}
+        facts = next((FACTS[name] for name in launched.source.fn.arg_names if name in FACTS), {})
         found = integers(Path(path).read_text(), numbers, grid, facts)
         if found.wrong or found.unknown:
             text = "; ".join((*found.wrong, *found.unknown))
@@ -197,11 +201,11 @@ def check(call: Call, rows: int, columns: int, layout: str) -> None:
 
 
 NAMED: Final = {f"region, {name}": call for name, call in REGIONS.items()} | BY_HAND
-FEW: Final = ("region, bias", "region, layer norm", "cross_entropy", "group_norm")
+FEW: Final = ("region, bias", "region, layer norm", "cross_entropy", "batch_norm")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", range(1, 18) if ALL else (17,))
+@pytest.mark.parametrize("size", range(1, 18) if ALL else (16, 17))
 @pytest.mark.parametrize("name", NAMED if ALL else FEW)
 def test_small(name: str, size: int, layout: str) -> None:
     check(NAMED[name], 3, size, layout)
@@ -218,8 +222,10 @@ def test_empty(name: str, rows: int, columns: int) -> None:
 
 @pytest.mark.parametrize("layout", ["dense", "channels last"])
 @pytest.mark.parametrize(("rows", "columns"), [(70_000, 8), (2, 70_000)])
-@pytest.mark.parametrize("name", NAMED if ALL else ("group_norm",))
+@pytest.mark.parametrize("name", NAMED if ALL else ("group_norm", "batch_norm"))
 def test_beyond_a_second_dimension_of_a_grid(name: str, rows: int, columns: int, layout: str) -> None:
+    if name in ("rope", "group_norm") and columns > 8:
+        pytest.skip("heads of so many columns, so many channels")
     check(NAMED[name], rows, columns, layout)
 
 
@@ -227,10 +233,23 @@ def test_beyond_a_second_dimension_of_a_grid(name: str, rows: int, columns: int,
 LARGE: Final = [(2**21 + 1, 1024), (2**28 + 1, 8), (2**16 + 2, 2**15 + 8), (2, 2**30 + 8)]
 
 
+def unlikely(name: str, rows: int, columns: int, layout: str) -> str:
+    """Why nobody has such a tensor, or a kernel is not for it; "" where somebody may."""
+    if name == "rope" and (columns > 512 or layout == "channels last"):
+        return "heads of so many columns; columns apart in memory are torch's"
+    if name in ("batch_norm", "group_norm") and (columns > 2**29 or rows > 2**27):
+        return "so many channels, so many groups"
+    if name == "region, layer norm" and columns > 2**29:
+        return "column sums of two rows, which torch adds up"
+    return ""
+
+
 @pytest.mark.parametrize("layout", ["dense", "channels last"] if ALL else ["dense"])
 @pytest.mark.parametrize(("rows", "columns"), LARGE if ALL else LARGE[:1])
 @pytest.mark.parametrize("name", NAMED if ALL else FEW)
 def test_more_than_2_31_elements(name: str, rows: int, columns: int, layout: str) -> None:
+    if reason := unlikely(name, rows, columns, layout):
+        pytest.skip(reason)
     with Untouched():
         check(NAMED[name], rows, columns, layout)
 

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import matrix
 
@@ -32,7 +33,12 @@ def run(folder: Path, tests: str, monkeypatch: pytest.MonkeyPatch) -> matrix.Run
 
 def test_a_run_is_counted_and_its_failures_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run(tmp_path, TESTS, monkeypatch)
-    assert (done.torch, done.passed, done.skipped) == ("9.9.9", 2, 1) and 0 < done.seconds < 60
+    assert (done.torch, done.build, done.passed, done.skipped) == (
+        "9.9.9",
+        torch.__version__.partition("+")[2],
+        2,
+        1,
+    ) and 0 < done.seconds < 60
     assert done.failures == ("test_some::test_bad", "test_some::test_error")
 
 
@@ -43,8 +49,8 @@ def test_no_result_is_red(tests: str, status: int, tmp_path: Path, monkeypatch: 
 
 def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     runs = {
-        "2.10.0": matrix.Run("2.10.0", "3.6.0", 7000, 12, 601.4, ()),
-        "2.14.1": matrix.Run("2.14.1", "3.8.0", 6999, 12, 99.5, ("tests.test_a::test_b",)),
+        "2.10.0": matrix.Run("2.10.0", "cpu", "3.6.0", 7000, 12, 601.4, ()),
+        "2.14.1": matrix.Run("2.14.1", "cu130", "3.8.0", 6999, 12, 99.5, ("tests.test_a::test_b",)),
     }
     given = []
     monkeypatch.setattr(matrix, "run", lambda version, arguments: (given.append(arguments), runs[version])[1])
@@ -54,9 +60,9 @@ def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         == """\
 == torch 2.10.0
 == torch 2.14.1
-torch      triton      passed  failed skipped  seconds
-2.10.0     3.6.0         7000       0      12      601
-2.14.1     3.8.0         6999       1      12      100
+torch      build  triton    passed  failed skipped  seconds
+2.10.0     cpu    3.6.0       7000       0      12      601
+2.14.1     cu130  3.8.0       6999       1      12      100
     tests.test_a::test_b
 """
     )
