@@ -33,6 +33,9 @@ WRONG: Final = {
     "grid": (0, 16, 4, 3, "has a grid of"),
     "constant": (1, 16, 4, 1, "CompilationError"),
     "approximation": (1, 128, 4, 3, "tests/tools/approximations.py says nothing"),
+    "address": (1, 16, 4, 3, "that divides by 16, and got"),
+    "dtype": (1, 16, 4, 3, "and got torch.int32"),
+    "count": (1, 16, 4, 16, "that divides by 16, and got 17"),
     "nothing": (1, 16, 4, 3, ""),
 }
 
@@ -114,10 +117,13 @@ def wrong(x, y, count, FAULT: tl.constexpr, BLOCK: tl.constexpr):
 def test_wrong(fault, what):
     x = torch.zeros(1 << 15, device="cuda")
     grid, block, warps, count, _ = what
-    wrong[(grid,)](x, x, count, fault, BLOCK=block, num_warps=warps)
+    compiled = wrong[(grid,)](x, x, count, fault, BLOCK=block, num_warps=warps)
+    again = {{"address": (x[1:], x, count), "dtype": (x, x.int(), count), "count": (x, x, 1 + count)}}.get(fault)
+    if again is not None:
+        compiled[(1, 1, 1)](*again, fault, block)
 """,
         encoding="utf-8",
     )
     output = pytest_with_plugin(str(tmp_path / "test_wrong.py"), "--rootdir", str(tmp_path), "-c", os.devnull)
-    assert "4 failed, 1 passed" in output, output
+    assert "7 failed, 1 passed" in output, output
     assert all(said in output for *_, said in WRONG.values()), output
