@@ -35,6 +35,7 @@ import fxprec
 from benchmarks.workloads.training import workloads
 from benchmarks.workloads.zoo import ZOO
 from compiled_kernel import CompiledKernel
+from fxprec.kernels.launch.triton_support import why_not
 from fxprec.kernels.rows.run.kernel import Launch, built
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.optim import AdamW
@@ -106,7 +107,22 @@ def subjects() -> dict[str, Subject]:
     return found
 
 
-def launches_of(subject: Subject, dtype: torch.dtype) -> Found:
+class CountedGraphs(RecordedGraphs):
+    """Counts what is launched while a step is recorded: on a GPU its graph would hold that."""
+
+    device = DEVICE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched = Counter[Launchable]()
+
+    def record(self, body: Callable[[], Any]) -> tuple[Any, Any]:
+        made: list[tuple[Any, Any]] = []
+        self.launched = _launched(lambda: made.append(super(CountedGraphs, self).record(body)))
+        return made[0]
+
+
+def launches_of(subject: Subject, dtype: torch.dtype, graphs: CountedGraphs) -> Found:
     """Train, record and run a model."""
     torch.manual_seed(0)
     given = {"loss": subject.loss} if subject.inside else {}
@@ -127,16 +143,18 @@ def launches_of(subject: Subject, dtype: torch.dtype) -> Found:
             loss()
 
     training = _launched(step)
-    captured, uncaptured = Counter[Launchable](), ""
+    graphs.launched = Counter()
+    uncaptured = ""
     try:
         whole = fxprec.capture_step(model, None if subject.inside else subject.loss, optimizer, scaler, inputs)
-        captured = _launched(lambda: whole(*inputs) if subject.inside else whole(**inputs))
+        whole(*inputs) if subject.inside else whole(**inputs)
     except fxprec.CaptureError as error:
         uncaptured = str(error)
     model.eval()
     inference = _launched(forward)
     regions = [each for gm in fxprec.graphs(model) for each in gm.modules() if isinstance(each, FusedRegion)]
     unfused = Counter(region.reason for region in regions if region.path == "aten")
+    captured = graphs.launched
     made = training | captured | inference
     return Found(training, captured, inference, uncaptured, unfused, tuple(_slow(regions, made)))
 
@@ -217,13 +235,14 @@ def main() -> int:
     warnings.simplefilter("ignore")
     pretend(options.capability)
     kept = skip_products()
-    graphs = RecordedGraphs()
-    graphs.device, cuda.recorder_of = DEVICE, lambda device: graphs
+    graphs = CountedGraphs()
+    cuda.recorder_of = lambda device: graphs
+    why_not(DEVICE.type)  # launches a kernel that is no model's
     print(_HEAD, flush=True)
     slow: list[str] = []
     for name in options.names or known:
         for dtype in options.dtype or _DTYPES:
-            found = launches_of(known[name], _DTYPES[dtype])
+            found = launches_of(known[name], _DTYPES[dtype], graphs)
             print(_row(name, dtype, found), flush=True)
             for reason, count in found.unfused.items():
                 print(f"    {count} regions op by op: {reason}")
