@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import importlib.util
 import json
 import random
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,7 @@ def bell(draw: random.Random) -> str:
     )
 
 
+@functools.cache
 def large(rows_wanted: int) -> dict[str, Any]:
     """A report of so many nodes, all measured with numbers of their own: converting so large a model takes minutes."""
     data, draw = report_of(Net(1)).to_dict(), random.Random(0)
@@ -221,6 +222,7 @@ def test_two_reports_a_ledger_and_ranges(opened: Any, tmp_path: Path) -> None:
     batches = [(torch.randn(5, 16), torch.randint(4, (5,)))]
     measured = {"ledger": audit(model, batches, F.cross_entropy), "ranges": ranges(model, batches, F.cross_entropy)}
     page = opened(written(fxprec.report(model), tmp_path, **measured, before=report_of(Net(), policy=policy)))
+    assert page.locator("#compared td").first.text_content()[:2] != "0/", "one graph needs no number"
     differ = page.locator("#compared tbody tr", has_text="head").all_text_contents()
     assert any("linear_6" in line and "float32" in line and "bfloat16" in line for line in differ)
     page.locator("#compared tbody tr", has_text="linear_6").first.click()
@@ -242,11 +244,51 @@ def test_two_reports_a_ledger_and_ranges(opened: Any, tmp_path: Path) -> None:
 
 
 @in_a_browser
-def test_forty_layers_open(opened: Any, tmp_path: Path) -> None:
-    text = written(report_of(Net(40)), tmp_path)
-    begun = time.monotonic()
-    opened(text)
-    assert time.monotonic() - begun < 20, "how long it takes is told by the closing note; a hang is found here"
+def test_ten_thousand_nodes_open(opened: Any) -> None:
+    """With fewer pixels than nodes a column of the strip is of several, of which the largest shown is chosen."""
+    data = large(10_000)
+    page = opened(render(data, [], data))  # in time: playwright waits for half a minute
+    assert page.text_content("#found") == "10,010 of 10,010 nodes" and page.locator("#list tbody tr").count() == 300
+    assert page.text_content("#drawing") == "1,822 boxes are too many to draw: choose a module in the tree."
+    strip = page.locator("#strip").bounding_box()
+    middle = {"x": int(strip["width"] / 2), "y": 40}
+    page.fill("#search", "gelu")
+    page.locator("#strip").click(position=middle)
+    name = page.text_content("#card h2")
+    assert name.startswith("%gelu_"), "one that is shown"
+    per_column = -(-10_010 // int(strip["width"] - 2))
+    assert per_column > 1 and abs(int(name.removeprefix("%gelu_")) - 455) <= 2, "in the middle of 910 layers"
+    page.fill("#search", "")
+    page.locator("#strip").click(position=middle)
+    rows = {row["node"]: row["bytes"] for row in data["graphs"][0]["rows"] if row["kind"] != "shadow"}
+    place = [*rows].index(page.text_content("#card h2")[1:])
+    column = [*rows.values()][place // per_column * per_column :][:per_column]
+    assert len(column) == per_column and rows[[*rows][place]] == max(column)
+
+
+@in_a_browser
+def test_what_is_empty_says_so_and_escape_shows_all(opened: Any, tmp_path: Path) -> None:
+    page = opened(written(report_of(Net()), tmp_path))
+    every = page.text_content("#found")
+    page.select_option("#dtype", "float32")
+    page.fill("#search", "no such node")
+    assert page.text_content("#list .empty") == "No node is so: change the search or a filter, or press Escape for all."
+    page.keyboard.press("Escape")  # out of the field
+    page.keyboard.press("Escape")
+    assert page.text_content("#found") == every and page.input_value("#search") == page.input_value("#dtype") == ""
+    assert page.locator("#compared").is_hidden()
+
+
+@in_a_browser
+def test_modules_unfold_and_fold(opened: Any, tmp_path: Path) -> None:
+    page = opened(written(report_of(Net()), tmp_path))
+    blocks, below = (page.locator(f'#tree button[data-module="{each}"]') for each in ("blocks", "blocks.1.norm"))
+    layer = page.locator('#tree button[data-module="blocks.1"]')
+    assert blocks.get_attribute("aria-expanded") == "true" and layer.get_attribute("aria-expanded") == "false"
+    layer.click()
+    assert below.is_visible() and below.get_attribute("aria-expanded") is None, "nothing is below it"
+    layer.click()
+    assert below.is_hidden() and layer.get_attribute("aria-expanded") == "false"
 
 
 HOSTILE = [

@@ -54,6 +54,9 @@
 
   const state = { module: "", node: null, text: "", dtype: "", reason: "", measure: "bytes" };
   let shown = nodes;
+  let drawn = null; /* the module whose graph is drawn */
+
+  const count = (number) => number.toLocaleString("en");
 
   /* -- what is shown ------------------------------------------------------------------------------------------- */
 
@@ -68,10 +71,10 @@
 
   function refresh() {
     shown = nodes.filter(matches);
-    $("found").textContent = `${shown.length} of ${nodes.length} nodes`;
+    $("found").textContent = `${count(shown.length)} of ${count(nodes.length)} nodes`;
     drawStrip();
     drawList();
-    drawGraph();
+    if (drawn !== state.module) drawGraph();
     for (const button of $("tree").querySelectorAll("button"))
       button.classList.toggle("chosen", button.dataset.module === state.module);
   }
@@ -87,7 +90,12 @@
     if (node && scroll) document.querySelector("#list tr.chosen")?.scrollIntoView({ block: "nearest" });
   }
 
-  /* -- the strip: a column a node ------------------------------------------------------------------------------ */
+  /* -- the strip: a column a node, or as many nodes a column as there is no room for ---------------------------- */
+
+  const KINDS = ["low", "full", "cast", "none"];
+
+  const size = (node) => (state.measure === "one" ? 1 : state.measure === "error" ? node.error : Math.max(0, node[state.measure]));
+  const perColumn = () => Math.ceil(nodes.length / Math.max(1, $("strip").clientWidth || 800));
 
   function drawStrip() {
     const canvas = $("strip");
@@ -97,23 +105,38 @@
     const pen = canvas.getContext("2d");
     pen.scale(scale, scale);
     const style = getComputedStyle(document.documentElement);
-    const colour = Object.fromEntries(["low", "full", "cast", "none"].map((kind) => [kind, style.getPropertyValue(`--${kind}`)]));
-    const size = (node) => (state.measure === "one" ? 1 : state.measure === "error" ? node.error : Math.max(0, node[state.measure]));
-    const largest = Math.max(1e-30, ...nodes.map(size));
-    const step = width / Math.max(1, nodes.length);
-    const visible = new Set(shown.map((node) => node.index));
-    for (const node of nodes) {
-      const tall = 6 + (height - 10) * Math.sqrt(size(node) / largest);
-      pen.globalAlpha = visible.has(node.index) ? 1 : 0.15;
-      pen.fillStyle = colour[kindOf(node)];
-      pen.fillRect(node.index * step, height - tall, Math.max(0.7, step - (step > 4 ? 1 : 0)), tall);
-    }
+    const many = perColumn(), columns = [];
+    for (let at = 0; at < nodes.length; at += many) columns.push(nodes.slice(at, at + many));
+    const totals = columns.map((column) => column.reduce((sum, node) => sum + size(node), 0));
+    const largest = Math.max(1e-30, ...totals);
+    const step = width / Math.max(1, columns.length);
+    const visible = new Set(shown);
+    columns.forEach((column, at) => {
+      const tall = 6 + (height - 10) * Math.sqrt(totals[at] / largest);
+      let top = height;
+      for (const seen of [true, false])
+        for (const kind of KINDS) {
+          const part = column.filter((node) => visible.has(node) === seen && kindOf(node) === kind);
+          const share = totals[at] ? part.reduce((sum, node) => sum + size(node), 0) / totals[at] : part.length / column.length;
+          pen.globalAlpha = seen ? 1 : 0.15;
+          pen.fillStyle = style.getPropertyValue(`--${kind}`);
+          pen.fillRect(at * step, top -= share * tall, Math.max(0.7, step - (step > 4 ? 1 : 0)), share * tall);
+        }
+    });
     if (state.node) {
       pen.globalAlpha = 1;
       pen.strokeStyle = getComputedStyle(canvas).color; /* the variable itself is a function of the theme */
       pen.lineWidth = 2;
-      pen.strokeRect(state.node.index * step - 1, 1, Math.max(3, step) + 1, height - 2);
+      pen.strokeRect(Math.floor(state.node.index / many) * step - 1, 1, Math.max(3, step) + 1, height - 2);
     }
+  }
+
+  /* The largest node that is shown of the column there. */
+  function atStrip(offset) {
+    const many = perColumn(), columns = Math.ceil(nodes.length / many);
+    const first = Math.floor((offset / $("strip").clientWidth) * columns) * many;
+    const column = nodes.slice(Math.max(0, first), first + many), seen = column.filter(matches);
+    return (seen.length ? seen : column).reduce((best, node) => (best && size(best) >= size(node) ? best : node), null);
   }
 
   /* -- modules ------------------------------------------------------------------------------------------------- */
@@ -123,13 +146,13 @@
     for (const node of nodes) {
       let at = root;
       const kind = kindOf(node);
-      const count = (of) => { if (kind in of.counts) of.counts[kind] += 1; };
-      count(root);
+      const add = (of) => { if (kind in of.counts) of.counts[kind] += 1; };
+      add(root);
       for (const part of node.module ? node.module.split(".") : []) {
         if (!at.parts.has(part))
           at.parts.set(part, { path: at.path ? `${at.path}.${part}` : part, parts: new Map(), counts: { low: 0, full: 0 } });
         at = at.parts.get(part);
-        count(at);
+        add(at);
       }
     }
     const item = (name, of) => {
@@ -139,13 +162,21 @@
         bar.append(make("i", "", { style: `background: var(--${kind}); width: ${(100 * of.counts[kind]) / total}%` }));
       const button = make("button", name || data.title, { type: "button", "data-module": of.path });
       button.prepend(bar);
-      button.addEventListener("click", () => { state.module = of.path; refresh(); });
+      button.addEventListener("click", () => {
+        if (of.parts.size) unfold(state.module !== of.path || button.ariaExpanded === "false");
+        state.module = of.path;
+        refresh();
+      });
       const line = make("li", "", {}, button);
+      let list = null; /* its modules, made when they are first shown */
+      const unfold = (open) => {
+        if (open && !list.childElementCount) for (const [own, below] of of.parts) list.append(item(own, below));
+        list.hidden = !open;
+        button.ariaExpanded = String(open);
+      };
       if (of.parts.size) {
-        const list = make("ul");
-        const fill = () => { if (!list.childElementCount) for (const [own, below] of of.parts) list.append(item(own, below)); };
-        if (of.path.split(".").length < 2 && of.parts.size < 40) fill();
-        button.addEventListener("click", fill);
+        list = make("ul");
+        unfold(!of.path || (!of.path.includes(".") && of.parts.size < 40));
         line.append(list);
       }
       return line;
@@ -163,6 +194,7 @@
 
   function drawGraph() {
     const place = $("drawing");
+    drawn = state.module;
     place.replaceChildren();
     const boxes = new Map(), edges = new Map();
     for (const node of nodes) {
@@ -177,7 +209,7 @@
       }
     }
     if (boxes.size > MOST.boxes) {
-      place.append(make("p", `${boxes.size} boxes: choose a module in the tree to see its graph`));
+      place.append(make("p", `${count(boxes.size)} boxes are too many to draw: choose a module in the tree.`, { class: "empty" }));
       return;
     }
     const graph = new dagre.graphlib.Graph();
@@ -186,7 +218,7 @@
     for (const box of boxes.values()) {
       const module = box.id.startsWith("m");
       box.label = module ? box.id.slice(1).split(".").pop() : box.nodes[0].op === "placeholder" ? box.nodes[0].name : box.nodes[0].op;
-      box.note = module ? `${box.nodes.length} node${box.nodes.length > 1 ? "s" : ""}` : box.nodes[0].compute === "-" ? box.nodes[0].output : box.nodes[0].compute;
+      box.note = module ? `${count(box.nodes.length)} node${box.nodes.length > 1 ? "s" : ""}` : box.nodes[0].compute === "-" ? box.nodes[0].output : box.nodes[0].compute;
       graph.setNode(box.id, { width: 16 + 7.4 * Math.max(box.label.length, box.note.length), height: 40 });
     }
     for (const [from, to] of edges.values()) if (boxes.has(from) && boxes.has(to)) graph.setEdge(from, to);
@@ -228,14 +260,16 @@
   function drawList() {
     const rows = shown.slice(0, MOST.rows).map((node) => {
       const row = make("tr", "", { "data-node": key(node) });
-      row.append(path(node.name), path(node.op), make("td", node.compute, { class: kindOf(node) }),
+      row.append(path(node.name), path(node.op), make("td", node.compute, { class: node.compute === "-" ? "none" : kindOf(node) }),
         make("td", node.output), path(node.module), make("td", node.why, { title: node.why }));
       row.addEventListener("click", () => choose(node, false));
       if (state.node === node) row.classList.add("chosen");
       return row;
     });
     $("list").replaceChildren(table(["node", "op", "computes", "output", "module", "why"], rows));
-    if (shown.length > MOST.rows) $("list").append(make("p", `${shown.length - MOST.rows} more: search, or choose a module`));
+    const left = shown.length - MOST.rows;
+    if (left > 0) $("list").append(make("p", `${count(left)} more: search, or choose a module.`, { class: "empty" }));
+    if (!shown.length) $("list").append(make("p", "No node is so: change the search or a filter, or press Escape for all.", { class: "empty" }));
   }
 
   const bytesText = (size) => (size < 0 ? "unknown" : size < 1e3 ? `${size} B` : size < 1e6 ? `${(size / 1e3).toPrecision(3)} kB` : `${(size / 1e6).toPrecision(3)} MB`);
@@ -248,7 +282,7 @@
     const highest = lowest + tall.length - 1;
     const bars = svg("svg", { class: "bars", viewBox: `0 0 ${tall.length} 9`, preserveAspectRatio: "none", role: "img", "aria-label": `from 2^${lowest} to 2^${highest}` });
     [...tall].forEach((digit, at) => bars.append(svg("rect", { x: at + 0.1, y: 9 - digit, width: 0.8, height: digit })));
-    const shares = [["0", zeros], ["saturated", saturated], ["flushed", flushed], ["would be 0 in float16", inFloat16]];
+    const shares = [["zeros", zeros], ["saturated", saturated], ["flushed", flushed], ["would be 0 in float16", inFloat16]];
     const told = shares.filter(([name, share]) => share || name === "saturated" || (name === "flushed" && share !== null));
     return [bars, `2^${lowest} to 2^${highest}, headroom ${headroom} bits; ${told.map(([name, share]) => `${percent(share)} ${name}`).join(", ")}`];
   }
@@ -256,7 +290,7 @@
   function drawCard() {
     const card = $("card"), node = state.node;
     card.replaceChildren();
-    if (!node) { card.append(make("p", "Choose a node: in the strip, the graph or the list; j and k go on and back.")); return; }
+    if (!node) { card.append(make("p", "Choose a node: in the strip, the graph or the list; j and k go on and back.", { class: "empty" })); return; }
     const link = (index) => {
       const to = nodes[index], anchor = make("a", `%${to.name}`, { href: `#node=${encodeURIComponent(key(to))}` });
       return make("span", "", {}, anchor, `: ${to.output} `);
@@ -272,7 +306,7 @@
     line("read by", ...node.readers.map(link));
     line("because", node.rule === "-" ? node.why : `${node.rule}: ${node.why}`);
     line("bytes", bytesText(node.bytes));
-    if (node.time >= 0) line("time", `${(node.time / 1e3).toPrecision(3)} us of a step, estimated by the costs of the device`);
+    if (node.time > 0) line("time", `${(node.time / 1e3).toPrecision(3)} us of a step, estimated by the costs of the device`);
     for (const [label, share] of node.errors) line("error", `${data.strings[label]}: ${percent(share)} of the whole`);
     for (const [label, dtype, ...figures] of node.ranges) line("range", `${data.strings[label]}, ${data.strings[dtype]}`, ...drawRange(...figures));
     line("region", node.region);
@@ -286,8 +320,9 @@
     if (!data.other) return;
     const there = new Map(read(data.other.nodes).map((node) => [key(node), node]));
     const rows = [];
+    const shownName = (name) => (data.graphs.length > 1 ? name : name.slice(name.indexOf("/") + 1));
     const add = (name, module, before, after) =>
-      rows.push(make("tr", "", byKey.has(name) ? { "data-node": name } : {}, path(name), path(module), make("td", before), make("td", after)));
+      rows.push(() => make("tr", "", byKey.has(name) ? { "data-node": name } : {}, path(shownName(name)), path(module), make("td", before), make("td", after)));
     const told = (node) => (node.compute === "-" ? node.output : node.compute === node.output ? node.compute : `${node.compute}, out ${node.output}`);
     for (const node of nodes) {
       const before = there.get(key(node));
@@ -297,8 +332,9 @@
     for (const [name, node] of there) if (!byKey.has(name)) add(name, node.module, told(node), "-");
     const place = $("compared");
     place.hidden = false;
-    place.append(make("h2", `compared: ${rows.length} nodes differ`), make("p", `before: ${data.other.verdict}`), make("p", `now: ${data.verdict}`),
-      table(["node", "module", "before", "now"], rows));
+    place.append(make("h2", rows.length === 1 ? "compared: 1 node differs" : `compared: ${count(rows.length)} nodes differ`), make("p", `before: ${data.other.verdict}`), make("p", `now: ${data.verdict}`),
+      ...(rows.length ? [table(["node", "module", "before", "now"], rows.slice(0, MOST.rows).map((row) => row()))] : []));
+    if (rows.length > MOST.rows) place.append(make("p", `${count(rows.length - MOST.rows)} more`, { class: "empty" }));
     place.addEventListener("click", (event) => {
       const name = event.target.closest("[data-node]")?.dataset.node;
       if (name) choose(byKey.get(name));
@@ -324,12 +360,18 @@
   const fill = (id, values) => {
     const counts = new Map();
     for (const value of values) if (value && value !== "-") counts.set(value, (counts.get(value) || 0) + 1);
-    for (const [value, count] of [...counts].sort((a, b) => b[1] - a[1])) $(id).append(make("option", `${value} (${count})`, { value }));
+    for (const [value, times] of [...counts].sort((a, b) => b[1] - a[1])) $(id).append(make("option", `${value} (${count(times)})`, { value }));
   };
   fill("dtype", nodes.map((node) => node.compute));
   fill("reason", nodes.filter((node) => node.kind === "op").map((node) => stem(node.why)));
   for (const [id, name] of [["search", "text"], ["dtype", "dtype"], ["reason", "reason"], ["measure", "measure"]])
     $(id).addEventListener("input", () => { state[name] = $(id).value; refresh(); });
+  const everything = () => {
+    for (const [id, name] of [["search", "text"], ["dtype", "dtype"], ["reason", "reason"]]) state[name] = $(id).value = "";
+    state.module = "";
+    refresh();
+    choose(null);
+  };
   const theme = () => {
     const root = document.documentElement;
     const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
@@ -338,8 +380,8 @@
   };
   $("theme").addEventListener("click", theme);
   $("strip").addEventListener("click", (event) => {
-    const at = Math.floor((event.offsetX / $("strip").clientWidth) * nodes.length);
-    if (nodes[at]) choose(nodes[at]);
+    const node = atStrip(event.offsetX);
+    if (node) choose(node);
   });
   addEventListener("keydown", (event) => {
     if (event.target.matches("input, select")) { if (event.key === "Escape") event.target.blur(); return; }
@@ -347,7 +389,7 @@
     const on = event.key === "j" ? 1 : event.key === "k" ? -1 : 0;
     if (event.key === "/") { event.preventDefault(); $("search").focus(); }
     else if (event.key === "t") theme();
-    else if (event.key === "Escape") { state.module = ""; refresh(); choose(null); }
+    else if (event.key === "Escape") everything();
     else if (on && shown.length) {
       const at = state.node ? shown.indexOf(state.node) + on : 0;
       choose(shown[Math.min(shown.length - 1, Math.max(0, at))]);
