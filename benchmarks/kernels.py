@@ -67,10 +67,10 @@ def rows(problem: Problem, setup: Setup, clock: Clock, seconds: float, copied: f
     # On a CPU only that dynamo and autograd take the function: compiling there says nothing.
     backend = "inductor" if setup.device.type == "cuda" else "aot_eager"
     variants: dict[str, Callable[..., Any]] = {
-        "ours": lambda *x: problem.ours(*x, **problem.options),
+        "ours": problem.ours,
         "eager": _eager(problem, setup),
         "compile": torch.compile(_eager(problem, setup), fullgraph=True, dynamic=False, backend=backend),
-        "ours again": lambda *x: problem.ours(*x, **problem.options),
+        "ours again": problem.ours,
     }
     directions = ["forward + backward"] if problem.together else ["forward", "backward"]
     for direction in directions:
@@ -87,7 +87,7 @@ def rows(problem: Problem, setup: Setup, clock: Clock, seconds: float, copied: f
 def _eager(problem: Problem, setup: Setup) -> Callable[..., Any]:
     def run(*inputs: Tensor) -> Any:
         with torch.autocast(setup.device.type, dtype=setup.low, enabled=problem.autocast):
-            return problem.eager(*inputs, **problem.options)
+            return problem.eager(*inputs)
 
     return run
 
@@ -137,7 +137,7 @@ def check(problem: Problem, setup: Setup) -> str:
         ]
         function = problem.ours if name == "ours" else problem.eager
         with torch.autocast(setup.device.type, dtype=setup.low, enabled=name == "eager" and problem.autocast):
-            results = function(*inputs, **problem.checked)
+            results = function(*inputs)
         outputs = _differentiable(results)
         cotangents = cotangents or [_cotangent(x).to(setup.low) for x in outputs]
         wanted = [x for x in inputs if x.requires_grad]

@@ -12,34 +12,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fxprec.kernels.nn.batch_norm import batch_norm
     from fxprec.kernels.nn.cross_entropy import cross_entropy
-    from fxprec.kernels.nn.glu import geglu, geglu_packed, swiglu, swiglu_packed
     from fxprec.kernels.nn.group_norm import group_norm
-    from fxprec.kernels.nn.layer_norm import layer_norm
     from fxprec.kernels.nn.linear_cross_entropy import linear_cross_entropy
-    from fxprec.kernels.nn.rms_norm import rms_norm
     from fxprec.kernels.nn.rope import rope, rope_qk
-    from fxprec.kernels.nn.softmax import softmax
 
 __all__ = [
     "batch_norm",
     "cross_entropy",
-    "geglu",
-    "geglu_packed",
     "group_norm",
-    "layer_norm",
     "linear_cross_entropy",
-    "rms_norm",
     "rope",
     "rope_qk",
-    "softmax",
-    "swiglu",
-    "swiglu_packed",
 ]
 
-_HOMES = {name: name for name in __all__} | {
-    **dict.fromkeys(("geglu", "geglu_packed", "swiglu", "swiglu_packed"), "glu"),
-    "rope_qk": "rope",
-}
+_HOMES = {name: name for name in __all__} | {"rope_qk": "rope"}
 
 
 def __getattr__(name: str) -> Any:

@@ -41,11 +41,11 @@ from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
 from fxprec.passes.fusion.loop_regions import gains, suits_loops
-from fxprec.passes.fusion.wide_parts import move_wide
 from fxprec.passes.fusion.regions import Region, find_regions, saves
 from fxprec.passes.fusion.row_operations import drops
 from fxprec.passes.fusion.seeds import draw_seeds_like
 from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
+from fxprec.passes.fusion.wide_parts import move_wide
 from fxprec.passes.fusion.wide_sums import accumulate_wide
 from fxprec.passes.graph.annotations import Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS

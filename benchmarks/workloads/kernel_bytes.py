@@ -12,8 +12,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fxprec.kernels.nn.norm_launch import BACKWARD_COLUMNS
-
 
 def batch_norm(dtype: torch.dtype, *, training: bool, residual: bool = False, relu: bool = False) -> tuple[int, int]:
     """For each element, of tensors all of one dtype; in the backward every input wants a gradient."""
@@ -44,39 +42,6 @@ def cross_entropy(
     return logits + targets + rows * (row + 4) + 2 * shares, 2 * logits + targets + 12 * rows
 
 
-def norm(
-    rows: int,
-    columns: int,
-    x: torch.dtype,
-    *,
-    center: bool,
-    residual: torch.dtype | None = None,
-    y: torch.dtype | None = None,
-    parameters: Sequence[torch.dtype] = (),
-    dropout: bool = False,
-) -> tuple[int, int]:
-    """Of layer norm (``center``) or RMS norm, with every gradient wanted.
-
-    Args:
-        x: dtype of x; likewise residual and y (x's without it).
-        parameters: dtypes of weight and bias, as many as there are.
-    """
-    y = y or x
-    s = x if residual is None else torch.promote_types(x, residual)
-    small = 4 * rows * (1 + center) + columns * sum(dtype.itemsize for dtype in parameters)
-    forward = x.itemsize + y.itemsize + (0 if residual is None else residual.itemsize + s.itemsize)
-    backward = y.itemsize + s.itemsize
-    if residual is None:
-        backward += x.itemsize
-    else:
-        one = residual == x and not dropout
-        backward += s.itemsize + residual.itemsize + (0 if one else x.itemsize)
-    if columns > BACKWARD_COLUMNS and parameters:
-        backward += y.itemsize + s.itemsize
-    gradients = columns * sum(dtype.itemsize for dtype in parameters)
-    return rows * columns * forward + small, rows * columns * backward + small + gradients
-
-
 def group_norm(shape: Sequence[int], x: torch.dtype, parameters: Sequence[torch.dtype] = ()) -> tuple[int, int]:
     """Of x [N, C, *]; a group that no tile holds is read twice, the second time mostly from a cache.
 
@@ -87,29 +52,14 @@ def group_norm(shape: Sequence[int], x: torch.dtype, parameters: Sequence[torch.
     return 2 * prod(shape) * x.itemsize + small, 3 * prod(shape) * x.itemsize + 2 * small
 
 
-def softmax(
-    x: Tensor,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    dropout_p: float = 0.0,
-    output_dtype: torch.dtype | None = None,
+def max_pool2d(
+    x: Tensor, kernel_size: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
 ) -> tuple[int, int]:
-    """Every element once, a broadcast mask once for all who read it. A causal mask halves what is read."""
-    n, columns = x.numel(), x.shape[-1]
-    queries = x.shape[-2] if x.dim() > 1 else 1
-    seen = sum(min(i + 1, columns) for i in range(queries)) * (n // max(1, queries * columns)) if causal else n
-    entries = 0 if mask is None else mask.numel() * mask.itemsize
-    out = (output_dtype or x.dtype).itemsize
-    again = seen * x.itemsize + entries if dropout_p > 0 else seen * out
-    return seen * x.itemsize + entries + n * out, again + seen * out + n * x.itemsize
-
-
-def glu(gate: Tensor, up: Tensor) -> tuple[int, int]:
-    """Gate and up in, the result out; those and dy in, two gradients out."""
-    both = gate.numel() * gate.itemsize + up.numel() * up.itemsize
-    out = gate.numel() * torch.promote_types(gate.dtype, up.dtype).itemsize
-    return both + out, 2 * both + out
+    """The image in, a result and a byte for each out; those in, the image's gradient out."""
+    out = x.shape[0] * x.shape[1]
+    for size, *window in zip(x.shape[2:], kernel_size, stride, padding, strict=True):
+        out *= (size + 2 * window[2] - window[0]) // window[1] + 1
+    return (x.numel() + out) * x.itemsize + out, (x.numel() + out) * x.itemsize + out
 
 
 def rope(*tensors: Tensor, cos: Tensor, sin: Tensor) -> int:

@@ -7,8 +7,8 @@ leaves FP32: both then give the same dtypes. Inputs are random, activations low 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,13 +19,10 @@ from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.nn import (
     batch_norm,
     cross_entropy,
-    glu,
     group_norm,
-    layer_norm,
     linear_cross_entropy,
-    rms_norm,
+    max_pool,
     rope,
-    softmax,
 )
 
 __all__ = ["PROBLEMS", "Problem", "Setup", "Source"]
@@ -59,8 +56,6 @@ class Problem:
     Attributes:
         ours, eager: functions of ``inputs``, which give a tensor or a tuple of them.
         moved: bytes that forward and backward must move; None where arithmetic is the limit.
-        options: keyword arguments of both functions, and ``checked``, those of the comparison of the two: a dropout of
-            0, since each draws its own.
         autocast: whether ``eager`` runs under torch.autocast; a region's graph has its casts written out.
         compared: whether the results are; not so where something is drawn in any case.
         together: forward and backward are one figure, since the forward makes the gradient.
@@ -72,8 +67,6 @@ class Problem:
     eager: Callable[..., Any]
     inputs: tuple[Tensor, ...]
     moved: tuple[int | None, int | None]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    checked: Mapping[str, Any] = field(default_factory=dict)
     autocast: bool = True
     compared: bool = True
     together: bool = False
@@ -90,10 +83,6 @@ class Source:
 
 def _text(*sizes: int) -> str:
     return "x".join(map(str, sizes))
-
-
-def _dropped(p: float) -> dict[str, Any]:
-    return {"options": {"p": p}, "checked": {"p": 0.0}}
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
@@ -125,58 +114,6 @@ def _linear_cross_entropy(setup: Setup, rows: int, features: int, classes: int) 
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
-
-
-def _layer_norm(setup: Setup, rows: int, columns: int, residual: bool, p: float = 0.0) -> Problem:
-    rows, columns = setup.size(rows, 6), setup.size(columns, 32)
-    x, r = setup.activation(rows, columns), setup.activation(rows, columns)
-    weight, bias = setup.parameter(columns), setup.parameter(columns)
-    moved = kernel_bytes.norm(
-        rows, columns, setup.low, center=True, residual=setup.low if residual else None,
-        parameters=(weight.dtype, bias.dtype), dropout=p > 0,
-    )  # fmt: skip
-    if not residual:
-        return Problem(
-            "layer_norm", _text(rows, columns), lambda x, w, b: layer_norm.layer_norm(x, columns, w, b),
-            lambda x, w, b: F.layer_norm(x, (columns,), w, b).to(x.dtype), (x, weight, bias), moved,
-        )  # fmt: skip
-
-    def eager(x: Tensor, r: Tensor, w: Tensor, b: Tensor, p: float) -> tuple[Tensor, Tensor]:
-        s = r + F.dropout(x, p)
-        return F.layer_norm(s, (columns,), w, b).to(x.dtype), s
-
-    return Problem(
-        "dropout, add, layer_norm" if p else "add, layer_norm", _text(rows, columns),
-        lambda x, r, w, b, p: layer_norm.layer_norm(x, columns, w, b, residual=r, dropout_p=p), eager,
-        (x, r, weight, bias), moved, **_dropped(p),
-    )  # fmt: skip
-
-
-def _rms_norm(setup: Setup, rows: int, columns: int, residual: bool) -> Problem:
-    rows, columns = setup.size(rows, 6), setup.size(columns, 32)
-    x, r, weight = setup.activation(rows, columns), setup.activation(rows, columns), setup.parameter(columns)
-    moved = kernel_bytes.norm(
-        rows, columns, setup.low, center=False, residual=setup.low if residual else None, parameters=(weight.dtype,)
-    )
-
-    def plain(x: Tensor, w: Tensor) -> Tensor:
-        """As Llama has it, whose weight is cast by hand."""
-        wide = x.float()
-        return w.to(x.dtype) * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-    def added(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        s = r + x
-        return plain(s, w), s
-
-    if not residual:
-        return Problem(
-            "rms_norm", _text(rows, columns), lambda x, w: rms_norm.rms_norm(x, columns, w, 1e-6), plain, (x, weight),
-            moved,
-        )  # fmt: skip
-    return Problem(
-        "add, rms_norm", _text(rows, columns), lambda x, r, w: rms_norm.rms_norm(x, columns, w, 1e-6, residual=r),
-        added, (x, r, weight), moved,
-    )  # fmt: skip
 
 
 def _group_norm(setup: Setup, samples: int, channels: int, side: int) -> Problem:
@@ -216,59 +153,19 @@ def _batch_norm(setup: Setup, samples: int, channels: int, side: int, residual: 
     return Problem(name, _text(*shape), ours, eager, inputs, moved)
 
 
-# -- attention and gates ----------------------------------------------------------------------------------------------
-
-
-def _softmax(setup: Setup, batch: int, heads: int, length: int, causal: bool, p: float = 0.0) -> Problem:
-    batch, heads, length = setup.size(batch, 2), setup.size(heads, 2), setup.size(length, 9)
-    x = setup.activation(batch, heads, length, length)
-    scale = 0.125
-    mask = None
-    if not causal:
-        mask = torch.zeros(batch, 1, 1, length, device=setup.device, dtype=setup.low)
-        mask[:, :, :, length - length // 8 :] = -1e4
-    above = torch.ones(length, length, dtype=torch.bool, device=setup.device).triu(1)
-
-    def ours(x: Tensor, mask: Tensor | None = None, *, p: float) -> Tensor:
-        return softmax.softmax(x, scale=scale, mask=mask, causal=causal, dropout_p=p)
-
-    def eager(x: Tensor, mask: Tensor | None = None, *, p: float) -> Tensor:
-        z = x * scale
-        z = z.masked_fill(above, -torch.inf) if mask is None else z + mask
-        return F.dropout(torch.softmax(z, dim=-1), p).to(x.dtype)
-
-    moved = kernel_bytes.softmax(x, mask=mask, causal=causal, dropout_p=p)
-    name = ("causal" if causal else "mask") + ", softmax" + ", dropout" * (p > 0)
+def _max_pool(setup: Setup, samples: int, channels: int, side: int, size: int) -> Problem:
+    """Of 2 by 2 pixels, or ResNet's of 3 by 3."""
+    samples, channels, side = setup.size(samples, 2), setup.size(channels, 8), setup.size(side, 5)
+    x = setup.activation(samples, channels, side, side, wanted=False).to(memory_format=torch.channels_last)
+    edge = size // 2 if size > 2 else 0
+    window = ((size, size), (2, 2), (edge, edge))
     return Problem(
-        name, _text(*x.shape), ours, eager, (x,) if mask is None else (x, mask), moved, **_dropped(p)
+        f"max_pool2d, {size} x {size}", _text(*x.shape), lambda x: max_pool.max_pool2d(x, *window),
+        lambda x: F.max_pool2d(x, *window), (x.requires_grad_(),), kernel_bytes.max_pool2d(x, *window),
     )  # fmt: skip
 
 
-def _swiglu(setup: Setup, rows: int, columns: int, packed: bool) -> Problem:
-    rows, columns = setup.size(rows, 6), setup.size(columns, 24)
-    if not packed:
-        gate, up = setup.activation(rows, columns), setup.activation(rows, columns)
-        return Problem(
-            "swiglu", _text(rows, columns), glu.swiglu, lambda g, u: F.silu(g) * u, (gate, up),
-            kernel_bytes.glu(gate, up),
-        )  # fmt: skip
-
-    def eager(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    x = setup.activation(rows, 2 * columns)
-    return Problem(
-        "swiglu, packed", _text(rows, 2 * columns), glu.swiglu_packed, eager, (x,), kernel_bytes.glu(*x.chunk(2, -1))
-    )
-
-
-def _geglu(setup: Setup, rows: int, columns: int) -> Problem:
-    rows, columns = setup.size(rows, 6), setup.size(columns, 24)
-    gate, up = setup.activation(rows, columns), setup.activation(rows, columns)
-    return Problem(
-        "geglu", _text(rows, columns), glu.geglu, lambda g, u: F.gelu(g) * u, (gate, up), kernel_bytes.glu(gate, up)
-    )
+# -- attention --------------------------------------------------------------------------------------------------------
 
 
 def _rope(setup: Setup, batch: int, heads: tuple[int, int], length: int, columns: int) -> Problem:
@@ -310,22 +207,14 @@ _RESNET: Final = (
 #: The most important first: what a time limit leaves out comes last.
 PROBLEMS: Final = (
     Source("cross_entropy", _one(_cross_entropy, 16384, 50257), quick=True),
-    Source("dropout, add, layer_norm", _one(_layer_norm, 16384, 768, True, 0.1), quick=True),
     Source("batch_norm, add, relu", _one(_batch_norm, 256, 256, 56, True), quick=True),
-    Source("swiglu", _one(_swiglu, 8192, 5632, False), quick=True),
+    Source("max_pool2d", _one(_max_pool, 32, 64, 256, 2), quick=True),
+    Source("rope", _one(_rope, 4, (32, 8), 2048, 64), quick=True),
     Source("cross_entropy, gradient in forward", _one(_cross_entropy, 16384, 50257, True)),
     Source("linear_cross_entropy", _one(_linear_cross_entropy, 16384, 768, 50257)),
     *(Source("batch_norm", _one(_batch_norm, 256, *each)) for each in _RESNET),
-    Source("layer_norm", _one(_layer_norm, 50432, 768, False)),
-    Source("add, layer_norm", _one(_layer_norm, 16384, 768, True)),
-    Source("rms_norm", _one(_rms_norm, 8192, 2048, False)),
-    Source("add, rms_norm", _one(_rms_norm, 8192, 2048, True)),
-    Source("rope", _one(_rope, 4, (32, 8), 2048, 64)),
+    Source("max_pool2d", _one(_max_pool, 256, 64, 112, 3)),
     Source("group_norm, silu", _one(_group_norm, 16, 320, 64)),
     Source("group_norm, silu", _one(_group_norm, 16, 1280, 16)),
-    Source("causal, softmax, dropout", _one(_softmax, 16, 12, 1024, True, 0.1)),
-    Source("mask, softmax", _one(_softmax, 32, 12, 512, False)),
-    Source("swiglu, packed", _one(_swiglu, 8192, 5632, True)),
-    Source("geglu", _one(_geglu, 16384, 3072)),
     Source("cross_entropy, 128256 classes", _one(_cross_entropy, 8192, 128256)),
 )

@@ -36,29 +36,6 @@ def _through(gradient: Tensor, value: Tensor, rstd: Tensor, center: bool) -> Ten
     return (inner - gradient.mean(1, keepdim=True) if center else inner) * rstd
 
 
-def _norm_backward(
-    dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None, statistics: Tensor, seed: Tensor | None,
-    columns: int, p: float, offset: float, *wanted: torch.dtype | None,
-) -> list[Tensor]:  # fmt: skip
-    gradient = torch.zeros_like(s) if ds is None else ds
-    dweight = dbias = s.new_zeros(columns)
-    if dy is not None:
-        center, rows = len(statistics) == 2, dy.reshape(-1, columns)
-        mean = statistics[0][:, None] if center else None
-        value, rstd = _normalized(s.reshape(-1, columns), mean, statistics[-1][:, None])
-        scaled = rows if weight is None else rows * (weight.reshape(-1) + offset)
-        gradient = gradient + _through(scaled, value, rstd, center).view(s.shape)
-        dweight, dbias = (rows * value).sum(0), rows.sum(0)
-    branch = gradient * _kept(seed, s, columns, p) if p and seed is not None else gradient
-    return [x for x, dtype in zip((gradient, branch, dweight, dbias), wanted, strict=True) if dtype is not None]
-
-
-def _kept(seed: Tensor, x: Tensor, columns: int, p: float) -> Tensor:
-    from fxprec.kernels.launch.philox import keep_factor  # which loads Triton
-
-    return keep_factor(seed, x, columns, p).to(x.dtype)
-
-
 def _group_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, groups: int, silu: bool,
     wanted: Sequence[bool],
@@ -98,20 +75,6 @@ def _batch_norm_backward(
     dx = _through(scaled, value, rstd, center=True) if training else scaled * rstd
     sums = ((gradient * value).sum(1), gradient.sum(1)) if affine else (none, none)
     return whole(dx) if input else none, *sums, whole(gradient) if residual else none
-
-
-def _softmax_backward(y: Tensor, dy: Tensor, scale: float, _causal: bool, _dtype: torch.dtype) -> Tensor:
-    return scale * y * (dy - (y * dy).sum(-1, keepdim=True))
-
-
-def _softmax_dropout_backward(
-    dy: Tensor, x: Tensor, mask: Tensor | None, seed: Tensor, _statistics: Tensor, scale: float, causal: bool,
-    p: float, out_scale: float, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    from fxprec.kernels.nn.softmax import reference as softmax  # which loads Triton
-
-    y = softmax(x, mask, None, scale, causal, p, dtype)
-    return _softmax_backward(y, dy * _kept(seed, x, x.shape[-1], p), out_scale, causal, dtype)
 
 
 def _of_rows(
@@ -185,19 +148,6 @@ def _scaled_gradient(values: Tensor, factor: Tensor, denominator: Tensor | None,
     return values * (factor if denominator is None else factor / torch.where(denominator == 0, 1.0, denominator))
 
 
-def _glu_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, ...]:
-    if activation == "silu":
-        return _silu_backward(dy * up, gate), dy * F.silu(gate)
-    approximate = "tanh" if activation == "gelu_tanh" else "none"
-    of_gate = _aten.gelu_backward(dy * up, gate, approximate=approximate)
-    return of_gate, dy * F.gelu(gate, approximate=approximate)
-
-
-def _glu_packed_backward(dy: Tensor, x: Tensor, activation: str) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return torch.cat(_glu_backward(dy, gate, up, activation), -1)
-
-
 def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """torch's own has no derivative."""
     return dy * x.sigmoid() * (1 + x * (1 - x.sigmoid()))
@@ -205,18 +155,12 @@ def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 #: Op -> what the reference calls, with the same arguments and results.
 KERNELS: Final[dict[str, Callable[..., Any]]] = {
-    "fxprec::layer_norm_backward": _norm_backward,
-    "fxprec::rms_norm_backward": _norm_backward,
     "fxprec::group_norm_backward": _group_norm_backward,
     "fxprec::batch_norm_backward": _batch_norm_backward,
-    "fxprec::softmax_backward": _softmax_backward,
-    "fxprec::softmax_dropout_backward": _softmax_dropout_backward,
     "fxprec::cross_entropy": _cross_entropy,
     "fxprec::cross_entropy_backward": _cross_entropy_backward,
     "fxprec::linear_cross_entropy": _linear_cross_entropy,
     "fxprec::linear_cross_entropy_backward": _linear_cross_entropy_backward,
     "fxprec::scaled_gradient": _scaled_gradient,
-    "fxprec::glu_backward": _glu_backward,
-    "fxprec::glu_packed_backward": _glu_packed_backward,
     "fxprec::max_pool2d_backward": backward_reference,
 }

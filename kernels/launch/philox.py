@@ -34,11 +34,6 @@ def drop_threshold(p: float) -> int:
     return min(_MASK, max(round(p * 2**32), int(p > 0)))
 
 
-def dropout_scale(p: float) -> float:
-    """What kept elements are multiplied by, ``1 / (1 - p)``."""
-    return 1.0 / (1.0 - p)
-
-
 @jit()
 def keep_tile(seed, rows, columns, start, THRESHOLD: constexpr, BLOCK: constexpr):
     """Which elements of a tile stay: rows ``rows``, columns from ``start`` on.
@@ -53,20 +48,6 @@ def keep_tile(seed, rows, columns, start, THRESHOLD: constexpr, BLOCK: constexpr
     w0, w1, w2, w3 = tl.philox(seed, quads.to(tl.int32), (quads >> 32).to(tl.int32), zero, zero)
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     return words >= THRESHOLD
-
-
-@jit()
-def dropout_factor(seed, row, columns, start, scale, THRESHOLD: constexpr, BLOCK: constexpr):
-    """What dropout multiplies elements by: ``scale`` or 0. A product, so that NaN and inf stay visible as in eager.
-
-    seed: int64 scalar. row: int32 or int64 [R]. Returns fp32 [R, BLOCK]; the rest as ``keep_tile``.
-    """
-    return tl.where(keep_tile(seed, row, columns, start, THRESHOLD, BLOCK), scale, 0.0)
-
-
-def keep_factor(seed: Tensor, x: Tensor, columns: int, p: float) -> Tensor:
-    """What dropout multiplies x by in plain torch; ``columns``: of its rows, the last dimensions of x."""
-    return keep_mask(seed, x.numel() // max(columns, 1), columns, p).view(x.shape) * dropout_scale(p)
 
 
 def keep_mask(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:

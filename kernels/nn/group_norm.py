@@ -25,8 +25,8 @@ from torch import Tensor
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.operands import check_operands, packed
 from fxprec.kernels.launch.triton_support import can_launch, on_device
+from fxprec.kernels.nn.column_sums import add_parts, processors
 from fxprec.kernels.nn.group_norm_kernels import group_backward_kernel, group_forward_kernel
-from fxprec.kernels.nn.norm_launch import add_parts, processors
 
 #: Elements up to which a group is one tile, in powers of two of channels and pixels.
 FORWARD_ELEMENTS: Final = 16384

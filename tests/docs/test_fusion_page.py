@@ -34,7 +34,7 @@ def test_the_blocks_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
         exec(compile(block, "docs/fusion.md", "exec"), space)
     printed = capsys.readouterr().out
     assert re.search(r"\d fused: \d aten \(fuse='aten'\)", printed) and "fused_" in printed
-    assert space["head"].grad.isfinite().all() and space["stream"].dtype is torch.float32
+    assert space["head"].grad.isfinite().all()
 
 
 def test_every_kernel_is_in_the_table() -> None:

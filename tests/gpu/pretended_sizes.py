@@ -73,10 +73,6 @@ def _cross_entropy(rows: int, columns: int) -> Callable[..., Any]:
     return lambda logits, target: kernels.cross_entropy(logits, target)
 
 
-def _norm(function: Callable[..., Any], count: int) -> Callable[[int, int], Callable[..., Any]]:
-    return lambda rows, columns: lambda x, *parameters: function(x, (columns,), *parameters[:count])
-
-
 def _matrix(count: int, vectors: int = 0) -> Callable[[int, int], Sequence[tuple[int, ...]]]:
     return lambda rows, columns: [*[(rows, columns)] * count, *[(columns,)] * vectors]
 
@@ -92,12 +88,6 @@ REGIONS: Final = {
     "sums": Call(_region(lambda r, c: lambda x: (torch.tanh(x.float()) * 2).sum(-1)), _matrix(1), (LOW,)),
 }  # fmt: skip
 BY_HAND: Final = {
-    "layer_norm": Call(_norm(kernels.layer_norm, 2), _matrix(1, 2), (LOW, torch.float32, torch.float32)),
-    "rms_norm": Call(_norm(kernels.rms_norm, 1), _matrix(1, 1), (LOW, torch.float32)),
-    "softmax": Call(lambda r, c: lambda x: kernels.softmax(x, scale=0.5), _matrix(1), (LOW,)),
-    "softmax, dropout": Call(lambda r, c: lambda x: kernels.softmax(x, dropout_p=0.5), _matrix(1), (LOW,)),
-    "swiglu": Call(lambda r, c: kernels.swiglu, _matrix(2), (LOW, LOW)),
-    "geglu": Call(lambda r, c: kernels.geglu_packed, lambda r, c: [(r, 2 * c)], (LOW,)),
     "cross_entropy": Call(_cross_entropy, lambda r, c: [(r, c), (r,)], (LOW, torch.int64)),
     "rope": Call(
         lambda r, c: kernels.rope, lambda r, c: [(1, 2, r, 2 * c), (r, 2 * c), (r, 2 * c)],

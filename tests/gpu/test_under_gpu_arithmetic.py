@@ -36,7 +36,6 @@ from benchmarks.workloads.problems import PROBLEMS, Problem, Setup
 from fxprec.kernels.launch.philox import draw_seeds
 from fxprec.kernels.nn.batch_norm import batch_norm
 from fxprec.kernels.nn.group_norm import group_norm
-from fxprec.kernels.nn.layer_norm import layer_norm
 from fxprec.kernels.optim import adam, sgd
 from fxprec.kernels.optim.adam import AdamSettings
 from fxprec.kernels.optim.sgd import SgdSettings
@@ -135,10 +134,10 @@ def by_hand(setup: Setup) -> Iterator[Problem]:
 def check_problem(problem: Problem, low: torch.dtype, arithmetic: Arithmetic, tally: Tally) -> None:
     def eager(*inputs: Tensor) -> Any:
         with torch.autocast("cpu", low, enabled=problem.autocast):
-            return problem.eager(*inputs, **problem.checked)
+            return problem.eager(*inputs)
 
     over = compare(
-        lambda *x: problem.ours(*x, **problem.checked), eager, lambda *x: problem.eager(*x, **problem.checked),
+        problem.ours, eager, problem.eager,
         problem.inputs, low, arithmetic,
     )  # fmt: skip
     tally.add("kernels by hand", problem.kernel, over)
@@ -162,9 +161,8 @@ def test_kernels_by_hand_of_more_elements(device: str, arithmetic: Arithmetic, l
         check_problem(problem, low, arithmetic, tally)
     whole = Setup(torch.device(device), low)
     for problem in (
-        problems._layer_norm(whole, 3, 20000, True), problems._rms_norm(whole, 3, 20000, True),
         problems._cross_entropy(whole, 5, 9001), problems._cross_entropy(whole, 5, 9001, True),
-        problems._softmax(whole, 1, 1, 40, True), problems._batch_norm(whole, 40, 24, 14, True),
+        problems._batch_norm(whole, 40, 24, 14, True), problems._max_pool(whole, 2, 24, 15, 3),
         problems._group_norm(whole, 1, 320, 12),
     ):  # fmt: skip
         check_problem(problem, low, arithmetic, tally)
@@ -208,11 +206,10 @@ def test_the_first_value_is_the_mean_so_far(device: str, arithmetic: Arithmetic)
 
     ``value / 1`` may be that; of means far from zero the difference would be a large part of the variance.
     """
-    long, planes = torch.randn(2, 17001) + 1000, torch.randn(1, 4, 96, 96) + 1000
+    planes = torch.randn(1, 4, 96, 96) + 1000
     with computing_as(arithmetic):
-        normed = layer_norm(long, 17001), group_norm(planes, 1), batch_norm(planes, None, None, training=True)
-    exact = (F.layer_norm(long.double(), (17001,)), F.group_norm(planes.double(), 1),
-             F.batch_norm(planes.double(), None, None, training=True))  # fmt: skip
+        normed = group_norm(planes, 1), batch_norm(planes, None, None, training=True)
+    exact = F.group_norm(planes.double(), 1), F.batch_norm(planes.double(), None, None, training=True)
     assert all(tools.error(own, right) <= 1e-3 for own, right in zip(normed, exact, strict=True))
 
 
@@ -441,7 +438,6 @@ EXACT: Final = {
     "rows/run/test_region.py::test_softmax_with_scale_and_mask[1-": "a gradient of exactly 0, from 1 / 1 = 1",
     "rows/run/test_region.py::test_bias_and_activation[1-": "a sum in FP32 within 1e-6, which is 2e-6 here",
     "rows/run/test_region.py::test_operands_of_every_kind": "the same",
-    "nn/test_softmax.py::test_the_output_has_a_dtype_of_its_own": "1 ulp of FP32, which is 1.2 here",
     "nn/test_batch_norm_statistics.py::test_a_mean_of_ten_thousand": "4e-5 of the deviation, which is 6e-5 here",
 }
 

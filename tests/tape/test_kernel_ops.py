@@ -23,7 +23,7 @@ _LABELS = torch.randint(7, (12,), generator=torch.Generator().manual_seed(0))
 _LABELS[3] = -100
 _TARGET = torch.randn(12, 7, generator=torch.Generator().manual_seed(1)).softmax(1)
 _WEIGHTS = torch.rand(7, generator=torch.Generator().manual_seed(2)) + 0.5
-_ROWS, _IMAGES = [(12, 16), (16,), (16,)], [(3, 4, 5, 5), (4,), (4,)]
+_IMAGES = [(3, 4, 5, 5), (4,), (4,)]
 
 
 def on(x: Tensor, like: Tensor) -> Tensor:
@@ -57,27 +57,17 @@ def rope(q: Tensor, k: Tensor) -> Tensor:
 
 #: Name -> the function of rounded tensors, and their shapes.
 CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
-    "layer norm": (lambda x, w, b: kernels.layer_norm(x, (16,), w, b), _ROWS),
-    "rms norm": (lambda x, w: kernels.rms_norm(x, (16,), w), _ROWS[:2]),
-    "layer norm of a sum": (
-        lambda x, w, b, r: torch.cat(kernels.layer_norm(x, (16,), w, b, residual=r, dropout_p=0.3)),
-        [*_ROWS, (12, 16)],
-    ),
     "group norm": (lambda x, w, b: kernels.group_norm(x, 2, w, b), _IMAGES),
     "group norm, silu": (lambda x, w, b: kernels.group_norm(x, 2, w, b, silu=True), _IMAGES),
     "batch norm": (batch_norm(True), _IMAGES),
     "batch norm, evaluated": (batch_norm(False), _IMAGES),
     "batch norm, residual": (batch_norm(True), [*_IMAGES, _IMAGES[0]]),
-    "softmax": (lambda x: kernels.softmax(x * 3, scale=0.7), [(12, 16)]),
-    "softmax, dropout": (lambda x: kernels.softmax(x * 3, dropout_p=0.3), [(12, 16)]),
     "cross entropy": (cross_entropy(weight=_WEIGHTS, label_smoothing=0.1), [(12, 7)]),
     "cross entropy, rows": (cross_entropy(reduction="none", z_loss=0.1), [(12, 7)]),
     "cross entropy, probabilities": (cross_entropy(_TARGET, label_smoothing=0.1), [(12, 7)]),
     "cross entropy, in the forward": (cross_entropy(gradient_in_forward=True, z_loss=0.1), [(12, 7)]),
     "linear cross entropy": (linear(z_loss=0.1), [(12, 16), (7, 16), (7,)]),
     "linear cross entropy, rows": (linear(reduction="none", label_smoothing=0.1), [(12, 16), (7, 16), (7,)]),
-    "swiglu": (lambda a, b: kernels.swiglu(a, b), [(12, 16), (12, 16)]),
-    "geglu": (lambda a: kernels.geglu_packed(a, approximate="tanh"), [(12, 16)]),
     "max pooling": (lambda x: max_pool2d(x, (3, 3), (2, 2), (1, 1)), [(3, 4, 5, 5)]),
     "rope": (rope, [(2, 3, 6, 8), (2, 3, 6, 8)]),
 }

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import kernel_tools
 from approximations import check_approximations
-from fxprec.kernels.nn.norm_launch import dropped, normalised
 
 #: Within one rounding of a dtype and the order of FP32 sums.
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -37,30 +36,6 @@ def near(found: Any, expected: Any, low: torch.dtype = torch.float32) -> None:
         assert a.dtype == b.dtype and a.shape == b.shape
         scale = max(1.0, b.double().abs().max().item()) if b.numel() else 1.0
         assert error(a, b) <= TOLERANCES[low] * scale
-
-
-def reference(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    columns: int,
-    *,
-    center: bool,
-    eps: float = 1e-5,
-    p: float = 0.0,
-    offset: float = 0.0,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(y, s) of layer norm (``center``) or RMS norm in plain torch, which can be differentiated.
-
-    :param seed: int64 [1] of the dropout, None for p = 0.
-    """
-    s = x
-    if residual is not None:
-        s = (residual.float() + dropped(x, seed, columns, p)).to(torch.promote_types(x.dtype, residual.dtype))
-    return normalised(s, weight, bias, columns, eps, offset, center).to(dtype or x.dtype), s
 
 
 @dataclass(frozen=True)

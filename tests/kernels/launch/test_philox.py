@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
-from fxprec.kernels.launch.philox import draw_seeds, drop_threshold, dropout_scale, keep_mask, keep_tile
+from fxprec.kernels.launch.philox import draw_seeds, drop_threshold, keep_mask, keep_tile
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
 every_device = pytest.mark.parametrize("device", kernel_tools.DEVICES)
@@ -120,7 +120,6 @@ def test_the_rate_is_p(p: float) -> None:
     for part in (mask, *(mask[:, word::4] for word in range(4))):
         deviation = (p * (1 - p) / part.numel()) ** 0.5
         assert abs(part.mean().item() - (1 - p)) < 5 * deviation
-    assert dropout_scale(p) == pytest.approx(1 / (1 - p))
 
 
 def test_p_near_0_and_near_1() -> None:
