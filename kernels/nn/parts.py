@@ -75,11 +75,13 @@ def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def copy_wide(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)`` of equal shape and dtype, in words of up to 16 bytes where rows and strides hold."""
+    """``target.copy_(source)`` of equal shapes; of equal dtypes in words of up to 16 bytes, where rows hold some."""
     if target.dim() and target.stride(-1) != 1 and 1 in target.stride():
         inner = target.stride().index(1)
         target, source = target.movedim(inner, -1), source.movedim(inner, -1)
-    word = next((dtype for size, dtype in _WORDS if _holds(target, size) and _holds(source, size)), None)
+    word = None
+    if target.dtype == source.dtype and not (source.is_conj() or source.is_neg()):
+        word = next((dtype for size, dtype in _WORDS if _holds(target, size) and _holds(source, size)), None)
     if word is not None:
         target, source = target.view(word), source.view(word)
     target.copy_(source)

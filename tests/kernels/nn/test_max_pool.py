@@ -106,7 +106,10 @@ def test_other_layouts_are_copied(device: str) -> None:
 
 
 def test_what_is_saved_is_a_byte_a_result() -> None:
-    x = values((2, 16, 8, 8), "cpu", BF16)
+    x, saved = values((2, 16, 8, 8), "cpu", BF16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each.dtype) or each, lambda each: each):
+        max_pool2d(x, (2, 2), (2, 2))
+    assert saved == [torch.int8]
     y, where = torch.ops.fxprec.max_pool2d(x.detach(), [2, 2, 2, 2, 0, 0])
     assert where.dtype == torch.int8 and where.shape == y.shape == (2, 16, 4, 4)
     assert 0 <= where.min() and where.max() <= 3

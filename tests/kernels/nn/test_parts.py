@@ -157,3 +157,14 @@ def test_a_source_that_does_not_hold_words_is_copied_by_values() -> None:
     copy_wide(target, source)
     assert torch.equal(target, source)
     assert file._WORDS[0][0] == torch.complex128.itemsize
+
+
+@pytest.mark.parametrize(
+    "source",
+    [torch.randn(3, 8).half(), torch.randn(3, 8, dtype=torch.complex64).conj().imag, torch.randn(3, 8).double()],
+    ids=["another dtype", "negated when it is read", "a wider dtype"],
+)
+def test_a_source_whose_bytes_are_not_its_values_is_copied_by_values(source: Tensor) -> None:
+    target = torch.zeros(3, 8, dtype=torch.float32 if source.dtype != torch.float16 else torch.bfloat16)
+    copy_wide(target, source)
+    assert torch.equal(target, source.to(target.dtype))
