@@ -42,7 +42,6 @@ COMPILED = {
     "tl.sqrt(x)": ("sqrt.approx.ftz",) * 2,
     "tl.sqrt_rn(x)": ("sqrt.rn",) * 2,
     "tl.rsqrt(x)": ("rsqrt.approx.ftz",) * 2,
-    "tl.sigmoid(x)": ("sub mul ex2.approx add div.full", "sub.rn mul.rn ex2.approx add.rn div.full"),
 }
 
 

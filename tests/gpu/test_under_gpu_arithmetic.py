@@ -65,21 +65,22 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserW
 
 @dataclass
 class Tally:
-    """Of each kind of kernel: cases and the worst error over eager's by name; decisions that were compared."""
+    """Of each kind of kernel: cases by name, the worst error over eager's and whose it is; decisions compared."""
 
     cases: dict[str, Counter[str]] = field(default_factory=dict)
-    worst: dict[str, float] = field(default_factory=dict)
+    worst: dict[str, tuple[float, str]] = field(default_factory=dict)
     decisions: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, name: str, over: float) -> None:
         self.cases.setdefault(kind, Counter())[name] += 1
-        self.worst[kind] = max(self.worst.get(kind, 0.0), over)
+        self.worst[kind] = max(self.worst.get(kind, (0.0, "")), (over, name))
 
     def __str__(self) -> str:
         lines = ["", "| | different ones | cases | worst error over eager's | decisions |", "|---|---|---|---|---|"]
         for kind, cases in self.cases.items():
-            worst, decisions = self.worst[kind], self.decisions[kind]
-            lines.append(f"| {kind} | {len(cases)} | {cases.total()} | {worst:.2f} | {decisions} |")
+            (worst, name), decisions = self.worst[kind], self.decisions[kind]
+            of = "" if name.startswith("def ") else f" ({name})"  # a random one's source is long
+            lines.append(f"| {kind} | {len(cases)} | {cases.total()} | {worst:.2f}{of} | {decisions} |")
         return "\n".join(lines)
 
 
@@ -136,10 +137,7 @@ def check_problem(problem: Problem, low: torch.dtype, arithmetic: Arithmetic, ta
         with torch.autocast("cpu", low, enabled=problem.autocast):
             return problem.eager(*inputs)
 
-    over = compare(
-        problem.ours, eager, problem.eager,
-        problem.inputs, low, arithmetic,
-    )  # fmt: skip
+    over = compare(problem.ours, eager, problem.eager, problem.inputs, low, arithmetic)
     tally.add("kernels by hand", problem.kernel, over)
 
 
@@ -337,7 +335,7 @@ def test_models_regions(device: str, low: torch.dtype, model: str, tally: Tally)
 
 @interpreted
 @settings(
-    max_examples=150 if CHOSEN else 8, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
+    max_examples=150 if CHOSEN else 5, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
     suppress_health_check=[*HealthCheck], phases=(Phase.generate, Phase.shrink),
 )  # fmt: skip
 @given(made=random.regions(casts=True))
@@ -366,7 +364,7 @@ def test_random_regions(device: str, tally: Tally, made: Any) -> None:
 def orders() -> list[tuple[Arithmetic, Arithmetic]]:
     """What a forward and its backward may contract, where approximations err alike: it is one device."""
     each = [Arithmetic(contracts, "mixed") for contracts in ("nothing", "first", "second")]
-    return list(permutations(each, 2) if CHOSEN else pairwise([*each, each[0]]))
+    return list(permutations(each, 2) if CHOSEN else pairwise(each))
 
 
 def check_decisions(plan: Any, inputs: Sequence[Tensor], seeds: Tensor | None, **changes: Any) -> int:
