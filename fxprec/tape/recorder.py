@@ -1,6 +1,6 @@
 """Write down every op that runs, and run it a second time in the dtype of the reference.
 
-Views are no ops here: they move nothing (see ``memory``).
+Views are no ops here, nor are views in place (``transpose_``): they move nothing (see ``memory``).
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ class Recorder(Attribution):
         return self._record(function, args, kwargs, origin)
 
     def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+        if torch.Tag.inplace_view in function.tags and function not in _RESIZES:
+            return function(*args, **kwargs)
         memory = self.memory
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -138,6 +138,7 @@ CASES: dict[str, Callable[[], Net]] = {
     "attention with dropout": lambda: Net(lambda h: attention(h, 0.2)),
     "convolution": lambda: Net(convolution, a=nn.Conv2d(1, 4, 3, padding=1)),
     "recurrent": lambda: Net(recurrent, a=nn.LSTM(4, 8, 2, batch_first=True, bidirectional=True)),
+    "recurrent, by views in place": lambda: Net(recurrent, a=nn.GRU(4, 8, batch_first=True, bidirectional=True)),
     "checkpoint": lambda: Net(recomputed, a=nn.Linear(16, 16)),
     "function": lambda: Net(lambda h: Squared.apply(h)),
     "broken": lambda: Net(broken, norm=nn.LayerNorm(16)),
