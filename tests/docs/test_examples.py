@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fxprec
 from examples import char_gpt, digits_cnn, explain_numbers, inspect_graph
+from fxprec.command_line.main import main
 from fxprec.testing import assert_precision
 
 ROOT = Path(__file__).parents[2]
@@ -186,6 +187,21 @@ def test_readme_reasons_and_assertions(capsys: pytest.CaptureFixture[str]):
     printed = capsys.readouterr().out
     assert "encoder.layer.3: 4 nodes" in printed and "op:softmax: 4 nodes" in printed
     assert "def forward(self, x):" in printed
+
+
+def test_readme_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    names = run_block("# model.py", convert=False)
+    model, batches, _ = names["factory"]()
+    assert isinstance(model, nn.Module) and len(batches) == 64
+    monkeypatch.chdir(tmp_path)
+    (source,) = [each for each in blocks("python") if each.startswith("# model.py")]
+    (tmp_path / "model.py").write_text(source, encoding="utf-8")
+    lines = [line for block in blocks("console") for line in block.splitlines() if "model.py:factory" in line]
+    assert len(lines) == 4
+    for line in lines:
+        assert main(line.removeprefix("python -m fxprec ").split()) == 0, line
+    assert (tmp_path / "page.html").exists() and fxprec.Policy.from_toml(tmp_path / "policy.toml")
+    assert capsys.readouterr().out.endswith("all is finite, and nothing was flushed that counts\n")
 
 
 def test_readme_policy():
