@@ -78,8 +78,8 @@ class Form:
         return self.kind == "flat" or columns % self.block != 0
 
 
-def form_of(program: Program, flat: bool, count: int) -> Form:
-    """The tiling for a program with ``count`` rows."""
+def form_of(program: Program, flat: bool, count: int, vectors: bool = True) -> Form:
+    """The tiling for a program with ``count`` rows; ``vectors``: strides let several columns be read at once."""
     columns = max(program.columns, 1)
     partial = any(store.partial for store in program.stores)
     if flat:
@@ -87,7 +87,7 @@ def form_of(program: Program, flat: bool, count: int) -> Form:
     block = max(16, 1 << (columns - 1).bit_length())
     if not program.reduces and block > _FLAT:
         return _blocks(columns, count, partial)
-    wide = columns % _VECTOR == 0
+    wide = vectors and columns % _VECTOR == 0
     rows = max(1, (_ONE_WARP if wide else _ONE_WARP // 2) // block) if count > 1 else 1
     draws = sum(value.op == "keep" for value in program.values)
     values = _pressure(program) + (rows > 1) + draws // 2  # rows have numbers of their own, and so have draws

@@ -24,7 +24,7 @@ class Walks:
         strides: names of the stride arguments.
         numbers: the integer arguments: rows (of a flat program columns), sizes of all row dimensions but the outermost,
             strides.
-        wide: whether the columns of each full tensor are next to each other, and all strides divide by 8.
+        wide: whether the columns of each full tensor are next to each other, and the strides of its rows divide by 8.
     """
 
     loads: tuple[tuple[str, Access], ...]
@@ -60,7 +60,7 @@ def walks(
     return Walks(
         tuple(walked[: len(loads)]), tuple(walked[len(loads) :]), len(sizes), tuple(strides),
         (layout.columns if layout.flat else layout.rows, *sizes[1:], *strides.values()),
-        wide=all(each.columns == "1" for each in full) and all(stride % 8 == 0 for stride in strides.values()),
+        wide=all(each.columns == "1" and not any(strides.get(row, 0) % 8 for row in each.rows) for each in full),
     )  # fmt: skip
 
 
