@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import fxprec
 from fxprec.numerics import audit, ranges
 from fxprec.page.measured import add_measured
-from tests.page.test_page import data_of, written
+from page_data import data_of
+from tests.page.test_page import written
 
 
 class Net(nn.Module):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import functools
-import gzip
 import importlib.util
-import json
 import random
 import re
 import shutil
@@ -24,6 +21,7 @@ from fxprec.inspection.report import Report
 from fxprec.numerics import audit, ranges
 from fxprec.page.render import render
 from fxprec.passes.graph.annotations import Rule
+from page_data import data_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 in_a_browser = pytest.mark.skipif(
@@ -53,12 +51,6 @@ class Net(nn.Module):
 
 def report_of(model: nn.Module, **how: Any) -> Report:
     return fxprec.report(fxprec.convert(model, (torch.randn(5, 16),), dtype=torch.bfloat16, **how).module)
-
-
-def data_of(page: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/gzip" id="data">([A-Za-z0-9+/=]*)</script>', page)
-    assert found is not None
-    return json.loads(gzip.decompress(base64.b64decode(found[1])))
 
 
 def written(report: Report, folder: Path, **more: Any) -> str:
