@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ gives model, (model, batches) or (model, batches, loss): batches are (*inputs, t
 is a function (output, target) -> scalar. A model that is not converted yet is converted, by --level, --policy and
 --dtype."""
 _STATUS: Final = "Exit status: 0; 1: what was asked for was found; 2: it cannot be done, with a line that says why."
+#: What ``--json`` is called with to print.
+_STDOUT: Final = Path("-")
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -82,20 +85,36 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[..., int], tells: str, batches: int, more: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[..., int], tells: str, batches: int, more: str, example: str
+    ) -> argparse.ArgumentParser:
         about = f"{tells[0].upper()}{tells[1:]}. {more} {_TARGET}"
-        own = commands.add_parser(name, help=tells, description=about, epilog=_STATUS)
+        own = commands.add_parser(
+            name,
+            help=tells,
+            description=textwrap.fill(about, 100),
+            epilog=f"Example:\n  python -m fxprec {name} model.py:factory {example}\n\n{_STATUS}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         own.add_argument("target", metavar="TARGET", help="package.module:factory or file.py:factory")
         own.add_argument("--level", choices=("O0", "O1", "O2", "O3"), help="of the conversion; default: O1")
         own.add_argument("--policy", type=Path, metavar="FILE", help="a policy as TOML, in place of a level")
         own.add_argument("--dtype", choices=_DTYPES, help="default: float16 on CUDA, bfloat16 elsewhere")
-        own.add_argument("--json", metavar="FILE", help="write all of it there as JSON; -: to stdout, and nothing else")
+        own.add_argument(
+            "--json",
+            type=_writable,
+            metavar="FILE",
+            help="write all of it there as JSON; -: to stdout, and nothing else",
+        )
         own.add_argument("--batches", type=int, default=batches, metavar="N", help=f"take N; default: {batches}")
         own.set_defaults(run=run)
         return own
 
-    own = command("report", _report, "what runs in which dtype, and why", 1, "What stays FP32, why, and the risks.")
-    page = {"type": Path, "metavar": "FILE", "help": "write a page to look into, too"}
+    own = command(
+        "report", _report, "what runs in which dtype, and why", 1, "What stays FP32, why, and the risks.",
+        "--html page.html --fail-on outside,fp32-matmul",
+    )  # fmt: skip
+    page = {"type": _writable, "metavar": "FILE", "help": "write a page to look into, too"}
     own.add_argument("--html", **page)
     own.add_argument("--nodes", action="store_true", help="a line a node, too")
     own.add_argument(
@@ -105,22 +124,44 @@ def parser() -> argparse.ArgumentParser:
         metavar="WHAT,...",
         help="exit with 1 where it is so: " + "; ".join(f"{name}: {about}" for name, (_, about) in FAILURES.items()),
     )
-    own = command("audit", _audit, "which op costs how much of the loss's error", 8, "The parts add up to the error.")
+    own = command(
+        "audit", _audit, "which op costs how much of the loss's error", 8, "The parts add up to the error.",
+        "--batches 16 --html page.html",
+    )  # fmt: skip
     own.add_argument("--gradients", action="store_true", help="explain the error of the gradients, too")
     own.add_argument("--html", **page)
-    own = command("locate", _locate, "the first op that gives a NaN, an inf or a lost gradient", 1, "1: there is one.")
+    own = command(
+        "locate", _locate, "the first op that gives a NaN, an inf or a lost gradient", 1, "1: there is one.",
+        "--dtype float16 --scale 65536 --batches 100",
+    )  # fmt: skip
     scale = {"type": float, "metavar": "S", "help": "the loss scale that steps are run with; default: 1"}
     own.add_argument("--scale", **scale)
-    own = command("ranges", _ranges, "how large all values are", 8, "Exponents, flushed and saturated, headroom.")
+    own = command(
+        "ranges", _ranges, "how large all values are", 8, "Exponents, flushed and saturated, headroom.",
+        "--dtype float16",
+    )  # fmt: skip
     own.add_argument("--scale", **scale)
     own.add_argument("--html", **page)
-    own = command("tune", _tune, "a policy for an error or a time", 32, "Predicted, then measured on other batches.")
+    own = command(
+        "tune", _tune, "a policy for an error or a time", 32, "Predicted, then measured on other batches.",
+        "--error 1e-3 --output policy.toml",
+    )  # fmt: skip
     budget = own.add_mutually_exclusive_group(required=True)
     budget.add_argument("--error", type=float, metavar="E", help="of the loss, root mean square: keep to it")
     budget.add_argument("--time", type=float, metavar="T", help="a fraction of the time that the policy takes now")
-    own.add_argument("--output", type=Path, metavar="FILE", help="write the policy there, as TOML")
+    own.add_argument("--output", type=_writable, metavar="FILE", help="write the policy there, as TOML")
     calibrate.add_to(commands)
     return made
+
+
+def _writable(name: str) -> Path:
+    """Refused before the work, and not behind it."""
+    path = Path(name)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{name!r} is a folder")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    return path
 
 
 def _failures(text: str) -> tuple[str, ...]:
@@ -175,7 +216,7 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
     waiting.say("looking over the graphs")
     found = report(target.model)
     _write(options, found)
-    if options.nodes and options.json != "-":
+    if options.nodes and options.json != _STDOUT:
         print(f"\n{found.nodes}")
     if options.html is not None:
         _write_page(options.html, found)
@@ -243,9 +284,9 @@ def _write_page(path: Path, found: Report, **measured: Any) -> None:
 def _write(options: argparse.Namespace, found: Any, text: str = "") -> None:
     """``found``: None, what JSON takes, or what has a ``to_dict``."""
     data = json.dumps(found.to_dict() if hasattr(found, "to_dict") else found, indent=1, allow_nan=False)
-    if options.json == "-":
+    if options.json == _STDOUT:
         print(data)
         return
     if options.json is not None:
-        Path(options.json).write_text(data + "\n", encoding="utf-8")
+        options.json.write_text(data + "\n", encoding="utf-8")
     print(text or found)

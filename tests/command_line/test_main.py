@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxprec
-from fxprec.command_line.main import FAILURES, main
+from fxprec.command_line.main import FAILURES, main, parser
 from fxprec.command_line.target import TargetError, load
 from fxprec.command_line.waiting import Waiting
 from fxprec.passes.graph.annotations import Rule
@@ -276,6 +276,8 @@ def test_tune(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["audit", "nets:empty"], "nets:empty gives no batches"),
         (["tune", "nets:whole"], "one of the arguments --error --time is required"),
         (["tune", "nets:whole", "--time", "-1"], "time"),
+        (["report", "nets:whole", "--html", "nowhere/page.html"], "--html: there is no folder 'nowhere'"),
+        (["tune", "nets:whole", "--time", "1", "--output", "."], "--output: '.' is a folder"),
         (["nothing"], "invalid choice"),
     ],
 )
@@ -291,6 +293,8 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("report", "audit", "locate", "ranges", "tune"):
         status, out, _ = ran(capsys, name, "--help")
         assert status == 0 and "(model, batches, loss)" in " ".join(out.split()) and "Exit status: 0; 1" in out
+        (example,) = [line for line in out.splitlines() if line.startswith("  python -m fxprec ")]
+        assert parser().parse_args(example.split()[3:]).command == name
 
 
 def test_batches_of_a_loader_and_no_more_than_wanted(nets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
