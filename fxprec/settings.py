@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fxprec.costs.files import costs_of, cpu_flags, has_bfloat16_units
+from fxprec.costs.files import costs_of, cpu_flags, has_bfloat16_units, shipped_for_here
 from fxprec.errors import PolicyError
+from fxprec.kernels.rows.run.gains import LoopPrices
 from fxprec.passes.context import Context
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
 from fxprec.passes.policy.policy import Policy
@@ -111,6 +112,7 @@ class Settings:
             costs=costs,
             gradients=gradients,
             attention=self._attention,
+            loops=self._loops,
             channels_last=self.fuse is True and self.device == "cpu" and self.executor == "eager",
             casts_fuse=self.regions == "triton" or self.executor == "inductor",
         )
@@ -124,6 +126,13 @@ class Settings:
         way: AttentionWay = "compiled" if self.fuse is True else "products"
         alone, trained = self.device_costs.attention_from(self.dtype, way)
         return None if min(alone, trained) == inf else (way, alone, trained)
+
+    @property
+    def _loops(self) -> LoopPrices | None:
+        """Where loops gain; by shipped costs where those that serve know nothing of them."""
+        if self.regions != "loops":
+            return None
+        return self.device_costs.loops or shipped_for_here(self.device).loops
 
     @property
     def why_not_compiled(self) -> str:

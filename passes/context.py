@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch.fx import GraphModule
 
+from fxprec.kernels.rows.run.gains import LoopPrices
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
 from fxprec.passes.policy.policy import Policy
 
@@ -32,6 +33,7 @@ class Context:
         gradients: whether a backward pass is to be counted.
         attention: another way than torch's kernel for low attention, and from how many FLOP on it is faster: a forward
             alone, and with its backward. None: all is torch's.
+        loops: what torch's kernels and loops take, where regions run as loops. None: loops serve wherever they can.
         channels_last: convolutions on a CPU may have images whose channels are next to each other in memory.
         casts_fuse: casts are part of the kernels between matrix products, and cost nothing there.
     """
@@ -47,6 +49,7 @@ class Context:
     costs: DeviceCosts | None = None
     gradients: bool = True
     attention: tuple[AttentionWay, float, float] | None = None
+    loops: LoopPrices | None = None
     channels_last: bool = False
     casts_fuse: bool = False
 

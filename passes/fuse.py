@@ -22,6 +22,7 @@ their seeds from one tensor, drawn once a call of the graph. What stays outside 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxprec.kernels.rows.run.gains import LoopPrices
 from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.context import Context, PassResult
@@ -96,7 +98,8 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
         changed |= called
     splits = split_biases(graph) if triton else []
     order = order_of_effects(graph)
-    found = find_regions(graph, order, suits_loops, gains) if loops else find_regions(graph, order)
+    suits = functools.partial(suits_loops, prices=context.loops)
+    found = find_regions(graph, order, suits, gains) if loops else find_regions(graph, order)
     names = _names(gm, found)
     chosen = [region for region in found if context.fuses(names[region])]
     chosen = _settle(graph, splits, found, chosen)
@@ -108,7 +111,7 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
     order = order_of_effects(graph)
     seeds = _Seeds(context.regions or "aten")
     for region in chosen:
-        node = _replace(gm, region, names[region], seeds)
+        node = _replace(gm, region, names[region], seeds, context.loops)
         position[node] = position[region.nodes[-1]]
     for node in graph.nodes:
         if node not in position:  # an item of a region's tuple
@@ -134,12 +137,12 @@ def _settle(graph: Graph, splits: list[SplitBias], found: list[Region], chosen: 
     return [region for region in chosen if saves(region)] if gone else chosen
 
 
-def _replace(gm: GraphModule, region: Region, name: str, seeds: _Seeds) -> Node:
+def _replace(gm: GraphModule, region: Region, name: str, seeds: _Seeds, prices: LoopPrices | None) -> Node:
     """Put a call of a FusedRegion in the place of a region's nodes."""
     graph, inputs, outputs = gm.graph, region.inputs, region.outputs
     inner = _graph_module(name, region, inputs, outputs)
     draws = sum(map(drops, region.nodes))
-    module = FusedRegion(name, inner, draws, seeds.count, seeds.kernels)
+    module = FusedRegion(name, inner, draws, seeds.count, seeds.kernels, prices)
     gm.add_submodule(name, module)
     with graph.inserting_before(region.nodes[-1]):
         call = graph.create_node("call_module", name, tuple(inputs), name=name)

@@ -1,4 +1,4 @@
-"""``python -m fxprec calibrate`` measures what ``convert(..., lower="pays")`` goes by."""
+"""``python -m fxprec calibrate`` measures what ``convert`` goes by: with ``lower="pays"``, and for compiled loops."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 from fxprec.command_line.waiting import Waiting
 from fxprec.costs.calibration import calibrate
 from fxprec.costs.files import costs_of, path_of, write
+from fxprec.costs.loop_cases import why_no_loops
 from fxprec.inspection.text import columns, plain, titled
 from fxprec.passes.costs.device_costs import DeviceCosts, Work, time_text
 from fxprec.passes.graph.text import dtype_name
 
-_ABOUT: Final = """Measure what matrix products, convolutions, attention and casts take on this machine, and keep it for
-convert(..., lower="pays"): a few seconds, in which nothing else should run. A CPU is measured with the number of
-threads that torch takes; with another number it is another machine."""
+_ABOUT: Final = """Measure what matrix products, convolutions, attention, casts and compiled loops take on this machine,
+and keep it for convert(..., lower="pays") and convert(..., fuse=True): some seconds, in which nothing else should run.
+A CPU is measured with the number of threads that torch takes; with another number it is another machine."""
 
 
 def add_to(commands: Any) -> None:
@@ -52,6 +53,8 @@ def run(options: argparse.Namespace, waiting: Waiting) -> int:
     waiting.say("measuring")
     costs = calibrate(device, quick=options.quick)
     _print(costs)
+    if device == "cpu" and (why := why_no_loops()):
+        print(f"compiled loops were not measured: {why}. Shipped costs serve for them", file=sys.stderr)
     path = options.output or path_of(device)
     try:
         write(costs, path)

@@ -1,4 +1,4 @@
-"""Measure what matrix products, convolutions, attention, pointwise ops and casts take here: ``fxprec calibrate``.
+"""Measure what products, convolutions, attention, pointwise ops, casts and loops take here: ``fxprec calibrate``.
 
 A handful of sizes a kind of work, FP32 and the low dtype in turns, the fastest run of each: a few seconds in all. What
 is measured is what a call takes from Python on a machine that does nothing else.
@@ -10,22 +10,31 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import date
-from itertools import chain
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxprec.costs.cases import Case, Run, random
 from fxprec.costs.files import processor_name
+from fxprec.costs.loop_cases import loop_cases
 from fxprec.errors import ServiceWarning
 from fxprec.kernels.cpu.attention import attention
 from fxprec.kernels.cpu.compiled_attention import compiled_attention, why_not
-from fxprec.passes.costs.device_costs import ATTENTION_WAYS, AttentionWay, Curve, DeviceCosts, Work
+from fxprec.passes.costs.device_costs import (
+    ATTENTION_WAYS,
+    LOOPS,
+    LOOPS_ALONE,
+    AttentionWay,
+    Curve,
+    DeviceCosts,
+    Work,
+)
 
 #: Seconds for one size and dtype, and runs at least.
-_SECONDS: Final = 0.04
+_SECONDS: Final = 0.03
 _RUNS: Final = 3
 #: No larger size is tried once a call took this long: from there on time is in proportion.
 _LONGEST: Final = 0.03
@@ -34,16 +43,6 @@ _LONGEST: Final = 0.03
 _DISTURBED: Final = 1.5
 _TOO_LONG: Final = 5e-4
 _AGAIN: Final = 4
-
-Run = Callable[[], object]
-
-
-class _Case(NamedTuple):
-    """One size of one kind of work: how much it is, and what does it in a dtype, ``calls`` times over."""
-
-    amount: float
-    make: Callable[[torch.device, torch.dtype], Run]
-    calls: int = 1
 
 
 def calibrate(
@@ -71,12 +70,10 @@ def calibrate(
     clock = _cuda_seconds if device.type == "cuda" else _seconds
     curves: dict[torch.dtype, dict[Work, Curve]] = {dtype: {} for dtype in (torch.float32, *low)}
     disturbed: list[str] = []
-    for work, cases in [*_CASES.items(), *_ways_of_attention(device)]:
+    loops = loop_cases(torch.bfloat16 in low) if device.type == "cpu" else {}
+    for work, cases in [*_CASES.items(), *_ways_of_attention(device), *loops.items()]:
         bench = _Bench(clock, device, cases[:2] if quick else cases, 0.0 if quick else _SECONDS)
-        if work in _BFLOAT16_ALONE:
-            bench.run([dtype for dtype in low if dtype is torch.bfloat16])
-        else:
-            bench.run(low if work is Work.CAST else [torch.float32, *low])
+        bench.run(_dtypes(work, low))
         for dtype, of_dtype in bench.curves().items():
             curves[dtype][work] = of_dtype
         disturbed += [str(work)] if bench.disturbed() and not quick else []
@@ -99,7 +96,7 @@ def calibrate(
 class _Bench:
     """The sizes of one kind of work. ``best``: dtype -> size (by position) -> seconds."""
 
-    def __init__(self, clock: Callable[[Run], float], device: torch.device, cases: Sequence[_Case], budget: float):
+    def __init__(self, clock: Callable[[Run], float], device: torch.device, cases: Sequence[Case], budget: float):
         self._clock, self._device, self._cases, self._budget = clock, device, cases, budget
         self.best: dict[torch.dtype, dict[int, float]] = {}
 
@@ -151,6 +148,13 @@ class _Bench:
             done += 1
 
 
+def _dtypes(work: Work, low: Sequence[torch.dtype]) -> list[torch.dtype]:
+    """In which this work is measured."""
+    if work in LOOPS or work in _BFLOAT16_ALONE:
+        low = [dtype for dtype in low if dtype is torch.bfloat16]
+    return [*low] if work is Work.CAST or work in _BFLOAT16_ALONE else [torch.float32, *low]
+
+
 def _rounded(seconds: float) -> float:
     """To four digits, more than any clock here is good for."""
     return float(f"{seconds:.4g}")
@@ -173,31 +177,27 @@ def _cuda_seconds(run: Run) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _random(device: torch.device, dtype: torch.dtype, *shape: int, gradient: bool = False) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype).requires_grad_(gradient)
-
-
 def _product(m: int, k: int, n: int) -> Callable[[torch.device, torch.dtype], Run]:
     def make(device: torch.device, dtype: torch.dtype) -> Run:
-        x, weight = _random(device, dtype, m, k), _random(device, dtype, n, k)
+        x, weight = random(device, dtype, m, k), random(device, dtype, n, k)
         return lambda: F.linear(x, weight)
 
     return make
 
 
-def _convolution(batch: int, channels: int, size: int, out: int, backward: bool) -> _Case:
+def _convolution(batch: int, channels: int, size: int, out: int, backward: bool) -> Case:
     def make(device: torch.device, dtype: torch.dtype) -> Run:
-        x, weight = _random(device, dtype, batch, channels, size, size), _random(device, dtype, out, channels, 3, 3)
+        x, weight = random(device, dtype, batch, channels, size, size), random(device, dtype, out, channels, 3, 3)
         if not backward:
             return lambda: F.conv2d(x, weight, padding=1)
-        gradient = _random(device, dtype, batch, out, size, size)
+        gradient = random(device, dtype, batch, out, size, size)
         same = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
         return lambda: torch.ops.aten.convolution_backward(gradient, x, weight, None, *same)
 
-    return _Case(2 * 9 * batch * channels * size * size * out, make)
+    return Case(2 * 9 * batch * channels * size * size * out, make)
 
 
-def _ways_of_attention(device: torch.device) -> list[tuple[Work, tuple[_Case, ...]]]:
+def _ways_of_attention(device: torch.device) -> list[tuple[Work, tuple[Case, ...]]]:
     """Those that this machine has besides torch's kernel."""
     ways: dict[AttentionWay, Callable[..., Tensor]] = {}
     if device.type == "cpu":
@@ -215,32 +215,32 @@ def _ways_of_attention(device: torch.device) -> list[tuple[Work, tuple[_Case, ..
 def _attention(
     batch: int, heads: int, length: int, width: int, backward: bool,
     attend: Callable[..., Tensor] = F.scaled_dot_product_attention,
-) -> _Case:  # fmt: skip
+) -> Case:  # fmt: skip
     def make(device: torch.device, dtype: torch.dtype) -> Run:
         shape = (batch, heads, length, width)
-        query, key, value = (_random(device, dtype, *shape, gradient=backward) for _ in range(3))
+        query, key, value = (random(device, dtype, *shape, gradient=backward) for _ in range(3))
         if not backward:
             return lambda: attend(query, key, value)
-        out, gradient = attend(query, key, value), _random(device, dtype, *shape)
+        out, gradient = attend(query, key, value), random(device, dtype, *shape)
         return lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)
 
-    return _Case(4 * batch * heads * length * length * width, make)
+    return Case(4 * batch * heads * length * length * width, make)
 
 
-def _pointwise(elements: int) -> _Case:
+def _pointwise(elements: int) -> Case:
     def make(device: torch.device, dtype: torch.dtype) -> Run:
-        x = _random(device, dtype, elements)
+        x = random(device, dtype, elements)
         return lambda: (F.gelu(x), x + x)
 
-    return _Case(elements, make, calls=2)
+    return Case(elements, make, calls=2)
 
 
-def _cast(elements: int) -> _Case:
+def _cast(elements: int) -> Case:
     """Down and up, forward and backward; small ones in a chain, so that what autograd itself takes is a small part."""
     chain = 8 if elements < 2**18 else 1
 
     def make(device: torch.device, dtype: torch.dtype) -> Run:
-        x = _random(device, torch.float32, elements, gradient=True)
+        x = random(device, torch.float32, elements, gradient=True)
 
         def run() -> None:
             y = x
@@ -250,7 +250,7 @@ def _cast(elements: int) -> _Case:
 
         return run
 
-    return _Case(elements, make, calls=4 * chain)
+    return Case(elements, make, calls=4 * chain)
 
 
 #: (batch, input channels, size, output channels)
@@ -274,10 +274,10 @@ _HEADS: Final = (
 )
 _ELEMENTS: Final = tuple(2**power for power in (9, 12, 15, 18, 20, 22, 24))
 
-_BFLOAT16_ALONE: Final = frozenset(chain(*ATTENTION_WAYS.values()))
-_CASES: Final[dict[Work, tuple[_Case, ...]]] = {
-    Work.MATMUL: tuple(_Case(2 * n**3, _product(n, n, n)) for n in (16, 32, 64, 128, 256, 512, 1024)),
-    Work.STREAM: tuple(_Case(n * n + 16 * n, _product(8, n, n)) for n in (64, 128, 256, 512, 1024, 2048)),
+_BFLOAT16_ALONE: Final = LOOPS_ALONE.union(*ATTENTION_WAYS.values())
+_CASES: Final[dict[Work, tuple[Case, ...]]] = {
+    Work.MATMUL: tuple(Case(2 * n**3, _product(n, n, n)) for n in (16, 32, 64, 128, 256, 512, 1024)),
+    Work.STREAM: tuple(Case(n * n + 16 * n, _product(8, n, n)) for n in (64, 128, 256, 512, 1024, 2048)),
     Work.CONVOLUTION: tuple(_convolution(*sizes, backward=False) for sizes in _CONVOLUTIONS),
     Work.CONVOLUTION_BACKWARD: tuple(_convolution(*sizes, backward=True) for sizes in _CONVOLUTIONS),
     Work.THIN_CONVOLUTION: tuple(_convolution(*sizes, backward=False) for sizes in _THIN),

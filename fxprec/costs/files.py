@@ -43,8 +43,12 @@ def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
         if not why:
             return found
         _warn(path, why, device)
-    threads = torch.get_num_threads()
-    return shipped(device, processor_name(device), threads, has_bfloat16_units())
+    return shipped_for_here(device)
+
+
+def shipped_for_here(device: str) -> DeviceCosts:
+    """The shipped costs of the nearest class of this machine's device."""
+    return shipped(device, processor_name(device), torch.get_num_threads(), has_bfloat16_units())
 
 
 def path_of(device: str) -> Path:

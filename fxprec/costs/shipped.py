@@ -1,8 +1,9 @@
 """Device costs for machines that were not calibrated: one measured CPU, and estimates for the rest.
 
 - A CPU with bfloat16 units: an AMD EPYC 9005 (Zen 5, AVX512-BF16), torch 2.13, measured with one thread and with two
-  (``costs/*.json``, the fastest of three runs of ``python -m fxprec calibrate``). More threads are taken to do 0.85
-  times as much more work each in the same time, while a call costs the same.
+  (``costs/*.json``, the fastest of three runs of ``python -m fxprec calibrate``). What compiled loops are priced by is
+  an AMD EPYC 9004's (Zen 4). More threads are taken to do 0.85 times as much more work each in the same time, while a
+  call costs the same.
 - Another CPU: an estimate. FP32 as above; products in a low dtype are converted on the way and take longer than FP32.
 - A100, and H100 or H200: estimates from the published rates at usual efficiencies, FP32 products without TF32, and the
   usual cost of a launch from Python. Sources: NVIDIA's data sheets; 60 to 80 % of the peak where shapes are good.
@@ -19,13 +20,13 @@ from typing import Final
 
 import torch
 
-from fxprec.passes.costs.device_costs import ATTENTION_WAYS, Curve, DeviceCosts, Work
+from fxprec.passes.costs.device_costs import ATTENTION_WAYS, LOOPS, Curve, DeviceCosts, Work
 
 #: Threads of the CPU that was measured -> its file.
 _MEASURED: Final = {1: "costs/epyc-9005-1-thread.json", 2: "costs/epyc-9005-2-threads.json"}
 _THREAD: Final = 0.85
 _OTHER_WAYS: Final = frozenset(chain(*ATTENTION_WAYS.values()))
-_PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.POINTWISE, Work.CAST} - _OTHER_WAYS
+_PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.POINTWISE, Work.CAST} - _OTHER_WAYS - LOOPS
 #: Work in a low dtype that a CPU without units for it does in the time of one unit of FP32 work.
 _EMULATED: Final = 0.6
 

@@ -9,16 +9,20 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain, pairwise
+from itertools import pairwise
 from math import exp, inf, isfinite, log
 from typing import Any, Final, Literal
 
 import torch
 
+from fxprec.kernels.rows.emit.loop_counts import Step
+from fxprec.kernels.rows.run.gains import Kernel, LoopPrices
 from fxprec.passes.graph.text import dtype_name
 
 #: Of files that ``to_dict`` wrote; another number is not read.
 _FORMAT: Final = 1
+#: Dtypes of what compiled loops load and store.
+_OF_LOOPS: Final = (torch.float32, torch.bfloat16)
 #: Sizes at which two ways are compared.
 _STEPS: Final = 64
 
@@ -39,6 +43,13 @@ class Work(StrEnum):
     ATTENTION_COMPILED         likewise, by a compiled loop (``fxprec.kernels.cpu.compiled_attention``), and
                                ATTENTION_COMPILED_BACKWARD
     POINTWISE                  elements of a result
+    KERNEL                     elements of ``x * y`` by torch on a CPU, with which compiled loops are compared;
+                               KERNEL_EXP, KERNEL_TANH, KERNEL_ERF, KERNEL_NORM: of ``silu``, ``tanh``, the exact
+                               ``gelu``, a layer norm; KERNEL_TRAINED, KERNEL_NORM_TRAINED: forward and backward. May
+                               be absent
+    LOOP                       the same elements by a compiled loop (``fxprec.kernels.rows``); LOOP_TRAINED: forward and
+                               backward; LOOP_SUMS: likewise, where ``y`` is one row; LOOP_STEPS, LOOP_EXP, LOOP_TANH,
+                               LOOP_ERF: with more steps (``MORE_STEPS``), in bfloat16. May be absent
     CAST                       elements; forward and backward each cost this. Kept with the low dtype
     =========================  =====================================================================================
     """
@@ -56,6 +67,20 @@ class Work(StrEnum):
     ATTENTION_COMPILED = "compiled attention"
     ATTENTION_COMPILED_BACKWARD = "compiled attention backward"
     POINTWISE = "pointwise"
+    KERNEL = "kernel"
+    KERNEL_TRAINED = "kernel, trained"
+    KERNEL_EXP = "kernel of silu"
+    KERNEL_TANH = "kernel of tanh"
+    KERNEL_ERF = "kernel of gelu"
+    KERNEL_NORM = "kernel of layer norm"
+    KERNEL_NORM_TRAINED = "kernel of layer norm, trained"
+    LOOP = "loop"
+    LOOP_TRAINED = "loop, trained"
+    LOOP_SUMS = "loop with a sum, trained"
+    LOOP_STEPS = "loop of more steps"
+    LOOP_EXP = "loop of more exp"
+    LOOP_TANH = "loop of more tanh"
+    LOOP_ERF = "loop of more erf"
     CAST = "cast"
 
 
@@ -67,7 +92,22 @@ ATTENTION_WAYS: Final[Mapping[AttentionWay, tuple[Work, Work]]] = {
     "compiled": (Work.ATTENTION_COMPILED, Work.ATTENTION_COMPILED_BACKWARD),
 }
 _TORCHS: Final = (Work.ATTENTION, Work.ATTENTION_BACKWARD)
-_MAY_BE_ABSENT: Final = frozenset(chain(*ATTENTION_WAYS.values()))
+#: What compiled loops are priced by: of torch's kernels, forward, and forward and backward; of loops with more steps.
+KERNELS: Final[Mapping[Kernel, Work]] = {
+    "plain": Work.KERNEL, "exp": Work.KERNEL_EXP, "tanh": Work.KERNEL_TANH, "erf": Work.KERNEL_ERF,
+    "norm": Work.KERNEL_NORM,
+}  # fmt: skip
+_TRAINED: Final[Mapping[Literal["plain", "norm"], Work]] = {
+    "plain": Work.KERNEL_TRAINED, "norm": Work.KERNEL_NORM_TRAINED,
+}  # fmt: skip
+STEPPED: Final[Mapping[Step, Work]] = {
+    "plain": Work.LOOP_STEPS, "exp": Work.LOOP_EXP, "tanh": Work.LOOP_TANH, "erf": Work.LOOP_ERF,
+}  # fmt: skip
+#: Measured in bfloat16 alone.
+LOOPS_ALONE: Final = frozenset({Work.LOOP_TRAINED, Work.LOOP_SUMS, *STEPPED.values()})
+#: What is known where loops were compiled.
+LOOPS: Final = frozenset({*KERNELS.values(), *_TRAINED.values(), Work.LOOP, *LOOPS_ALONE})
+_MAY_BE_ABSENT: Final = LOOPS.union(*ATTENTION_WAYS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +231,21 @@ class DeviceCosts:
                 first = flop
             found.append(first)
         return found[0], found[1]
+
+    @property
+    def loops(self) -> LoopPrices | None:
+        """What compiled loops are priced by; None where nobody measured it."""
+        full, low = (self.curves.get(dtype, {}) for dtype in _OF_LOOPS)
+        if not LOOPS <= low.keys() or not LOOPS - LOOPS_ALONE <= full.keys():
+            return None
+        both = dict(zip(_OF_LOOPS, (full, low), strict=True))
+        return LoopPrices(
+            {dtype: {kernel: of[work] for kernel, work in KERNELS.items()} for dtype, of in both.items()},
+            {dtype: {kernel: of[work] for kernel, work in _TRAINED.items()} for dtype, of in both.items()},
+            {dtype: of[Work.LOOP] for dtype, of in both.items()},
+            low[Work.LOOP_TRAINED], low[Work.LOOP_SUMS],
+            {step: low[work] for step, work in STEPPED.items()},
+        )  # fmt: skip
 
     def _knows(self, dtype: torch.dtype, way: AttentionWay) -> bool:
         return dtype in self.curves and self.curves[dtype].keys() >= {*ATTENTION_WAYS[way]}

@@ -1,4 +1,6 @@
-"""Which nodes and regions compiled loops take on a CPU: row operations that torch runs in several passes over memory.
+"""Which nodes and regions compiled loops may take on a CPU: row operations that torch runs in several passes.
+
+A call, whose sizes are known, prices its region and decides (``kernels/rows/run/gains.py``).
 
 What follows a convolution or a batch norm, or a sum of it, stays: at ``freeze`` oneDNN takes sums and activations into
 its convolutions, and in training norms stand between. A dropout stays, since its random numbers are torch's.
@@ -8,16 +10,16 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from fxprec.kernels.rows.run.gains import gains_alone, is_faster_by_torch, kernels_of
+from fxprec.kernels.rows.run.gains import LoopPrices, gains_alone, is_faster_by_torch, kernels_of
 from fxprec.passes.fusion.regions import Region, saves
 from fxprec.passes.fusion.row_operations import drops, is_row_operation
 from fxprec.passes.graph.annotations import notes
 from fxprec.passes.ops.table import facts_of
 
 
-def suits_loops(node: Node) -> bool:
-    """Whether a loop may hold the node."""
-    if not is_row_operation(node) or drops(node) or is_faster_by_torch(node):
+def suits_loops(node: Node, prices: LoopPrices | None) -> bool:
+    """Whether a loop may hold the node: ``prices`` say of which ops torch's kernel takes less time; None: of none."""
+    if not is_row_operation(node) or drops(node) or (prices is not None and is_faster_by_torch(node, prices)):
         return False
     sources = [*node.all_input_nodes]
     sources += [each for source in sources if notes(source).op.name == "add" for each in source.all_input_nodes]

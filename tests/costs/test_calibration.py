@@ -20,8 +20,11 @@ from fxprec.costs import calibration
 from fxprec.costs import files as cost_files
 from fxprec.costs.calibration import calibrate
 from fxprec.costs.files import costs_of, path_of, read, write
+from fxprec.costs.loop_cases import why_no_loops
 from fxprec.costs.shipped import shipped
-from fxprec.passes.costs.device_costs import Curve, DeviceCosts, Work
+from fxprec.passes.costs.device_costs import LOOPS, Curve, DeviceCosts, Work
+from fxprec.passes.policy.policy import Policy
+from fxprec.settings import Settings
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -138,7 +141,7 @@ def test_files_are_short_and_say_what_was_measured(folder):
     costs = shipped("cpu", "a CPU", 2, True)
     write(costs, folder / "costs.json")
     assert read(folder / "costs.json") == costs
-    assert len((folder / "costs.json").read_text().splitlines()) < 60, "a curve a line"
+    assert len((folder / "costs.json").read_text().splitlines()) < 80, "a curve a line"
 
 
 def test_a_cpu_without_them_gains_nothing_from_arithmetic():
@@ -151,9 +154,34 @@ def test_a_cpu_without_them_gains_nothing_from_arithmetic():
 def test_calibrate_measures_every_kind_of_work():
     found = calibrate("cpu", dtypes=(BF16,), quick=True)
     assert set(found.curves) == {FP32, BF16} and found.threads == torch.get_num_threads()
-    assert all(len(curve.points) == 2 for of_work in found.curves.values() for curve in of_work.values())
+    assert found.loops is None if why_no_loops() else found.loops is not None
+    one_size = {Work.LOOP_TRAINED, Work.LOOP_SUMS}
+    for of_work in found.curves.values():
+        assert all(len(curve.points) == (1 if work in one_size else 2) for work, curve in of_work.items())
     assert found.source.startswith("calibrated on 20")
     assert all(0 < curve(1) < 1 for of_work in found.curves.values() for curve in of_work.values())
+
+
+def test_without_a_compiler_loops_are_left_out_and_the_command_says_so(folder, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(calibration, "_CASES", {work: cases[:1] for work, cases in calibration._CASES.items()})
+    into = folder / "costs.json"
+    assert main(["calibrate", "--device", "cpu", "--quick", "--output", str(into)]) == 0
+    assert "compiled loops were not measured: " in capsys.readouterr().err
+    assert read(into).loops is None and Work.LOOP not in read(into).curves[BF16]
+
+
+def test_costs_that_know_no_loops_leave_them_to_the_shipped_ones():
+    whole = shipped("cpu", "a CPU", torch.get_num_threads(), True)
+    assert whole.loops is not None
+    without = {dtype: {w: c for w, c in of.items() if w not in LOOPS} for dtype, of in whole.curves.items()}
+    some = {dtype: {w: c for w, c in of.items() if w is not Work.LOOP_SUMS} for dtype, of in whole.curves.items()}
+    assert replace(whole, curves=without).loops is None and replace(whole, curves=some).loops is None
+    own = replace(whole, curves={**whole.curves, BF16: {**whole.curves[BF16], Work.LOOP_SUMS: Curve(((1.0, 1.0),))}})
+    for costs, sums in ((replace(whole, curves=without), whole.curves[BF16][Work.LOOP_SUMS](1)), (own, 1.0)):
+        settings = Settings(Policy.preset("O1"), BF16, fuse=True, lower=costs)
+        assert settings.regions == "loops" and settings.context().loops.loop_sums(1) == sums
+    assert Settings(Policy.preset("O1"), BF16, fuse="auto").context().loops is None
 
 
 def test_devices_that_cannot_be_measured():
@@ -178,7 +206,7 @@ class Clock:
 
 def bench(busy: dict[float, int]) -> calibration._Bench:
     sizes = (1e-5, 2e-5, 4e-5)
-    cases = [calibration._Case(n, lambda device, dtype, size=size: lambda: size) for n, size in enumerate(sizes, 1)]
+    cases = [calibration.Case(n, lambda device, dtype, size=size: lambda: size) for n, size in enumerate(sizes, 1)]
     made = calibration._Bench(Clock(busy), torch.device("cpu"), cases, 1e-9)
     made.run([FP32])
     return made
@@ -207,7 +235,7 @@ def test_a_size_is_too_large_once_a_call_took_long(monkeypatch):
     made = []
 
     def case(seconds):
-        return calibration._Case(seconds, lambda device, dtype: made.append(seconds) or (lambda: seconds))
+        return calibration.Case(seconds, lambda device, dtype: made.append(seconds) or (lambda: seconds))
 
     cases = [case(0.01), case(0.05), case(0.2)]
     run = calibration._Bench(lambda run: run(), torch.device("cpu"), cases, 0.0)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, symbolic_trace
 from fxprec.kernels.rows.program.spec import spec_of
 from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.kernels.rows.run.evaluate import evaluate
+from fxprec.kernels.rows.run.gains import LoopPrices
 from fxprec.kernels.rows.run.plan import Plan
 from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.ops.names import canonical_op
@@ -34,10 +35,11 @@ def graph_of(function: Callable[..., Any]) -> GraphModule:
 
 
 def region_of(
-    function: Callable[..., Any], draws: int = 0, name: str = "fused", kernels: RegionKernels = "triton"
-) -> FusedRegion:
+    function: Callable[..., Any], draws: int = 0, name: str = "fused", kernels: RegionKernels = "triton",
+    prices: LoopPrices | None = None,
+) -> FusedRegion:  # fmt: skip
     """A region that computes a function."""
-    return FusedRegion(name, graph_of(function), draws, 0, kernels)
+    return FusedRegion(name, graph_of(function), draws, 0, kernels, prices)
 
 
 def plan_of(function: Callable[..., Any], *inputs: Tensor, device: torch.device = CPU) -> Plan:

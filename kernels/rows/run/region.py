@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Proxy
 from fxprec.kernels.launch.observers import COMPILER, DUAL, PROXY, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.rows.program.structure import structure_of
 from fxprec.kernels.rows.program.terms import Declined
-from fxprec.kernels.rows.run.gains import check_gain
+from fxprec.kernels.rows.run.gains import LoopPrices, check_gain
 from fxprec.kernels.rows.run.gradients import eager_backward, finished, laid_out
 from fxprec.kernels.torch_internals import FakeTensor, disable_current_modes
 
@@ -45,16 +45,21 @@ class FusedRegion(nn.Module):
         draws: how many dropouts it has; the last argument of a call is then the tensor of seeds.
         seed: place of its first seed there.
         kernels: what row programs become; "aten": nothing, the ops run one by one.
+        prices: by which a loop serves only where it takes less time than the ops; None: wherever it can.
         path: what ran last: "triton", "loops", "aten", or "" before the first call.
         reason: why, in one clause.
     """
 
-    def __init__(self, name: str, graph_module: GraphModule, draws: int, seed: int, kernels: RegionKernels) -> None:
+    def __init__(
+        self, name: str, graph_module: GraphModule, draws: int, seed: int, kernels: RegionKernels,
+        prices: LoopPrices | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.name = name
         self.graph_module = graph_module
         self.draws, self.seed = draws, seed
         self.kernels: RegionKernels = kernels
+        self.prices = prices
         self.path, self.reason = "", "not called yet"
         self._reads = len(graph_module.graph.find_nodes(op="placeholder"))
         self.single = len(graph_module.graph.output_node().args[0]) == 1  # type: ignore[arg-type]
@@ -120,12 +125,12 @@ class FusedRegion(nn.Module):
             raise Declined("inputs on several devices")
         if any(x.device != device for x in inputs):
             raise Declined("a scalar on another device")
-        if loops:
-            check_gain(self.graph_module, inputs, recording)
         known = _DERIVED.setdefault(structure_of(self.graph_module), {})
         specs = [Spec(tuple(x.shape), x.stride(), x.dtype, recording and x.requires_grad) for x in inputs]
         with disable_current_modes():  # shapes are found by running the graph on meta tensors: nobody's business
             plan = make_plan(self.name, self.graph_module, specs, device, known, loops)
+            if loops and self.prices is not None:
+                check_gain(self.graph_module, plan, self.prices)
             plan.launches()  # made now, since they may be declined as well
         return plan
 
@@ -160,12 +165,14 @@ class FusedRegion(nn.Module):
         """Of a file of 0.1 as well, which knew Triton or nothing."""
         known = {key: value for key, value in state.items() if key != "triton"}
         known.setdefault("kernels", "triton" if state.get("triton") else "aten")
+        known.setdefault("prices", None)
         super().__setstate__(known)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedRegion:
         import copy
 
-        return FusedRegion(self.name, copy.deepcopy(self.graph_module, memo), self.draws, self.seed, self.kernels)
+        graph_module = copy.deepcopy(self.graph_module, memo)
+        return FusedRegion(self.name, graph_module, self.draws, self.seed, self.kernels, self.prices)
 
 
 def _check_device(device: torch.device, loops: bool) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,12 +22,6 @@ _REASONS = (
     "not evenly spaced", "not the innermost", "vary along all the rows", "broadcast afterwards", "meets another",
     "do not show", "line up", "whose random numbers are torch's", "a comparison of what libm computes",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def whatever_it_gains() -> Iterator[None]:
-    with mock.patch("fxprec.kernels.rows.run.region.check_gain"):
-        yield
 
 
 @settings(

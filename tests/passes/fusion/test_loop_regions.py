@@ -13,18 +13,23 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fxprec
+from fxprec.costs.shipped import shipped
 from fxprec.kernels.cpu import compiled_attention
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.model.module import conversion_of
 from fxprec.passes.graph.text import format_graph
+from fxprec.settings import Settings
 
+PRICES = shipped("cpu", "a CPU", 2, True).loops
 X, Y, W = torch.randn(64, 32), torch.randn(64, 32), torch.randn(32)
 
 
 @pytest.fixture
 def fused(tools: Any) -> Callable[..., GraphModule]:
     def rewrite(function: Any, *inputs: Tensor) -> GraphModule:
-        return tools.rewritten(tools.traced(function, *inputs), tools.context(regions="loops"), until="fuse")
+        return tools.rewritten(
+            tools.traced(function, *inputs), tools.context(regions="loops", loops=PRICES), until="fuse"
+        )
 
     return rewrite
 
@@ -70,7 +75,9 @@ return %matmul_f32""",
     ],
 )
 def test_what_is_taken(fused: Any, function: Any, taken: list[str]) -> None:
-    assert regions(fused(lambda x, y, w: function(x, y, w), X, Y, W)) == taken
+    gm = fused(lambda x, y, w: function(x, y, w), X, Y, W)
+    assert regions(gm) == taken
+    assert all(module.prices is PRICES for module in gm.modules() if isinstance(module, FusedRegion))
 
 
 class Residual(nn.Module):
@@ -96,7 +103,7 @@ def test_sums_behind_convolutions_are_left_for_packing() -> None:
 
 
 @pytest.mark.skipif(bool(compiled_attention.why_not()), reason=compiled_attention.why_not())
-def test_a_model_trains_with_loops_as_without_and_its_copies_too() -> None:
+def test_a_model_trains_with_loops_as_without_and_its_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
     import copy
 
     class Block(nn.Module):
@@ -108,6 +115,7 @@ def test_a_model_trains_with_loops_as_without_and_its_copies_too() -> None:
             gate, value = self.up(self.norm(x)).chunk(2, -1)
             return x + self.down(F.silu(gate) * value)
 
+    monkeypatch.setattr(Settings, "_loops", None)  # whatever they take
     torch.manual_seed(0)
     original = nn.Sequential(Block(), Block())
     x = torch.randn(600, 64)
