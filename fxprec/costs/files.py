@@ -13,13 +13,14 @@ from typing import Final
 
 import torch
 
-from fxprec.costs.shipped import shipped
+from fxprec.costs.shipped import BFloat16Units, shipped
 from fxprec.errors import ServiceWarning
 from fxprec.kernels.launch.cache_folder import cache_folder
 from fxprec.passes.costs.device_costs import DeviceCosts
 
 #: What /proc/cpuinfo and torch call the instructions: of x86, of Arm.
-_BFLOAT16_UNITS: Final = frozenset({"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "svebf16", "sve_bf16"})
+_AMX: Final = "amx_bf16"
+_BFLOAT16_UNITS: Final = frozenset({"avx512_bf16", "avx10_2", "bf16", "svebf16", "sve_bf16"})
 
 
 def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
@@ -48,7 +49,7 @@ def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
 
 def shipped_for_here(device: str) -> DeviceCosts:
     """The shipped costs of the nearest class of this machine's device."""
-    return shipped(device, processor_name(device), torch.get_num_threads(), has_bfloat16_units())
+    return shipped(device, processor_name(device), torch.get_num_threads(), bfloat16_units())
 
 
 def path_of(device: str) -> Path:
@@ -116,9 +117,11 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(named).union(name for name, there in told.items() if there is True)
 
 
-def has_bfloat16_units() -> bool:
-    """Whether the CPU multiplies bfloat16 itself; elsewhere torch converts, and loses."""
-    return not _BFLOAT16_UNITS.isdisjoint(cpu_flags())
+def bfloat16_units() -> BFloat16Units:
+    """How the CPU multiplies bfloat16; where it has nothing for it torch converts, and loses."""
+    if _AMX in cpu_flags():
+        return "amx"
+    return "none" if _BFLOAT16_UNITS.isdisjoint(cpu_flags()) else "other"
 
 
 def _cpuinfo(key: str) -> str:

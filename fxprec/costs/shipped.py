@@ -1,10 +1,10 @@
-"""Device costs for machines that were not calibrated: one measured CPU, and estimates for the rest.
+"""Device costs for machines that were not calibrated: two measured CPUs, and estimates for the rest.
 
-- A CPU with bfloat16 units: an AMD EPYC 9005 (Zen 5, AVX512-BF16), torch 2.13, measured with one thread and with two
-  (``costs/*.json``, the fastest of three runs of ``python -m fxprec calibrate``). What compiled loops are priced by is
-  an AMD EPYC 9004's (Zen 4). More threads are taken to do 0.85 times as much more work each in the same time, while a
-  call costs the same.
-- Another CPU: an estimate. FP32 as above; products in a low dtype are converted on the way and take longer than FP32.
+- A CPU with AMX, whose tiles multiply bfloat16: an Intel Xeon; another one with bfloat16 units: an AMD EPYC 9005
+  (Zen 5, AVX512-BF16), but what compiled loops are priced by is an EPYC 9004's (Zen 4). Both torch 2.13, measured with
+  one thread and with two (``costs/*.json``, the fastest of three runs of ``python -m fxprec calibrate``). More threads
+  are taken to do 0.85 times as much more work each in the same time, while a call costs the same.
+- Another CPU: an estimate. FP32 as on the EPYC; products in a low dtype are converted on the way and take longer.
 - A100, and H100 or H200: estimates from the published rates at usual efficiencies, FP32 products without TF32, and the
   usual cost of a launch from Python. Sources: NVIDIA's data sheets; 60 to 80 % of the peak where shapes are good.
 """
@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import chain
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
 from fxprec.passes.costs.device_costs import ATTENTION_WAYS, LOOPS, Curve, DeviceCosts, Work
 
-#: Threads of the CPU that was measured -> its file.
-_MEASURED: Final = {1: "costs/epyc-9005-1-thread.json", 2: "costs/epyc-9005-2-threads.json"}
+#: How a CPU multiplies bfloat16: by AMX's tiles, by other units, not at all.
+BFloat16Units = Literal["amx", "other", "none"]
+_FILE: Final[Mapping[BFloat16Units, str]] = {"amx": "xeon-amx", "other": "epyc-9005", "none": "epyc-9005"}
+#: Threads of the CPUs that were measured -> how their files end.
+_THREADS: Final = {1: "1-thread", 2: "2-threads"}
 _THREAD: Final = 0.85
 _OTHER_WAYS: Final = frozenset(chain(*ATTENTION_WAYS.values()))
 _PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.POINTWISE, Work.CAST} - _OTHER_WAYS - LOOPS
@@ -51,27 +55,31 @@ _CONVOLUTION: Final = 0.7
 _THIN: Final = 4.0
 
 
-def shipped(device: str, name: str, threads: int, bfloat16_units: bool) -> DeviceCosts:
+def shipped(device: str, name: str, threads: int, units: BFloat16Units) -> DeviceCosts:
     """The costs of the nearest class of device.
 
     Args:
         device: "cpu" or "cuda".
         name: what the processor calls itself.
         threads: of torch's, on a CPU.
-        bfloat16_units: whether a CPU multiplies bfloat16 itself.
+        units: how a CPU multiplies bfloat16.
     """
     if device == "cuda":
         hopper = any(model in name for model in ("H100", "H200", "GH200", "H800", "H20"))
         rates, kind = (_HOPPER, "H100 and H200") if hopper else (_AMPERE, "A100")
         return DeviceCosts(device, name, 0, f"shipped for {kind}, an estimate", _gpu(rates))
-    kind = "with bfloat16 units" if bfloat16_units else "without bfloat16 units, an estimate"
-    return DeviceCosts(device, name, threads, f"shipped for CPUs {kind}", _cpu(threads, bfloat16_units))
+    return DeviceCosts(device, name, threads, f"shipped for CPUs {_KINDS[units]}", _cpu(threads, units))
 
 
-def _cpu(threads: int, bfloat16_units: bool) -> dict[torch.dtype, dict[Work, Curve]]:
-    base = max(measured for measured in _MEASURED if measured <= max(threads, 1))
-    curves = {dtype: {**of_work} for dtype, of_work in _measured(base).curves.items()}
-    if not bfloat16_units:
+_KINDS: Final[Mapping[BFloat16Units, str]] = {
+    "amx": "with AMX", "other": "with bfloat16 units", "none": "without bfloat16 units, an estimate",
+}  # fmt: skip
+
+
+def _cpu(threads: int, units: BFloat16Units) -> dict[torch.dtype, dict[Work, Curve]]:
+    base = max(measured for measured in _THREADS if measured <= max(threads, 1))
+    curves = {dtype: {**of_work} for dtype, of_work in _measured(f"{_FILE[units]}-{_THREADS[base]}").curves.items()}
+    if units == "none":
         full = curves[torch.float32]
         curves[torch.bfloat16] |= {work: full[work].faster(_EMULATED) for work in _PRODUCTS}
         for work in _OTHER_WAYS:  # how these compare with torch's kernel there, nobody knows
@@ -81,8 +89,8 @@ def _cpu(threads: int, bfloat16_units: bool) -> dict[torch.dtype, dict[Work, Cur
 
 
 @functools.cache
-def _measured(threads: int) -> DeviceCosts:
-    return DeviceCosts.from_dict(json.loads(files("fxprec").joinpath(_MEASURED[threads]).read_text(encoding="utf-8")))
+def _measured(name: str) -> DeviceCosts:
+    return DeviceCosts.from_dict(json.loads(files("fxprec").joinpath(f"costs/{name}.json").read_text(encoding="utf-8")))
 
 
 def _gpu(rates: _Rates) -> dict[torch.dtype, dict[Work, Curve]]:

@@ -64,7 +64,7 @@ def test_without_a_file_shipped_costs_serve():
         ({"name": "a Z80"}, "its processor is a Z80"),
         ({"threads": 1234}, "its threads is 1234"),
         ({"device": "cuda"}, "its device is cuda"),
-        ({"curves": {FP32: shipped("cuda", "", 0, True).curves[BF16]}}, "knows nothing of"),
+        ({"curves": {FP32: shipped("cuda", "", 0, "none").curves[BF16]}}, "knows nothing of"),
     ],
 )
 def test_a_file_of_another_machine_is_passed_over_with_a_warning(changes, words):
@@ -110,7 +110,7 @@ def test_where_files_belong(folder, monkeypatch):
 
 @pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "NVIDIA L4"])
 def test_a_gpu_lowers_large_products_and_no_tiny_ones(name):
-    costs = shipped("cuda", name, 0, False)
+    costs = shipped("cuda", name, 0, "none")
     assert ("H100 and H200" in costs.source) is ("H" in name.removeprefix("NVIDIA ")[:1]) and "estimate" in costs.source
     for low in (BF16, FP16):
         gain = [costs.product(FP32, 2 * n**3, 3 * n**2) - costs.product(low, 2 * n**3, 3 * n**2) for n in (4096, 16)]
@@ -119,11 +119,11 @@ def test_a_gpu_lowers_large_products_and_no_tiny_ones(name):
 
 
 def test_a_cpu_with_bfloat16_units_gains_where_products_are_large():
-    costs = shipped("cpu", "a CPU", 1, True)
+    costs = shipped("cpu", "a CPU", 1, "other")
     assert costs.product(BF16, 2 * 512**3, 3 * 512**2) < 0.6 * costs.product(FP32, 2 * 512**3, 3 * 512**2)
     assert costs.product(BF16, 2 * 32**3, 3 * 32**2) > 2 * costs.product(FP32, 2 * 32**3, 3 * 32**2)
     assert costs.product(FP16, 2 * 512**3, 3 * 512**2) > costs.product(FP32, 2 * 512**3, 3 * 512**2)
-    two, more = shipped("cpu", "a CPU", 2, True), shipped("cpu", "a CPU", 8, True)
+    two, more = shipped("cpu", "a CPU", 2, "other"), shipped("cpu", "a CPU", 8, "other")
     assert 1.5 < costs.product(FP32, 1e10, 1.0) / two.product(FP32, 1e10, 1.0) < 2.1
     assert 2 < two.product(FP32, 1e10, 1.0) / more.product(FP32, 1e10, 1.0) < 4
     assert more.seconds(Work.MATMUL, BF16, 1) == two.seconds(Work.MATMUL, BF16, 1), "a call costs the same"
@@ -131,21 +131,36 @@ def test_a_cpu_with_bfloat16_units_gains_where_products_are_large():
 
 def test_two_threads_stream_a_weight_little_faster_than_one_unless_it_is_low():
     """4 rows by 9216 x 128, the first linear layer of the tutorials' CNN: 1.0 ms in FP32 and 0.33 ms in bfloat16."""
-    one, two = (shipped("cpu", "a CPU", threads, True) for threads in (1, 2))
+    one, two = (shipped("cpu", "a CPU", threads, "other") for threads in (1, 2))
     elements = 4 * 9216 + 9216 * 128 + 4 * 128
     assert one.seconds(Work.STREAM, FP32, elements) < 1.6 * two.seconds(Work.STREAM, FP32, elements)
     assert two.seconds(Work.STREAM, FP32, elements) > 2 * two.seconds(Work.STREAM, BF16, elements)
 
 
+@pytest.mark.parametrize(
+    ("flags", "kind"), [({"amx_bf16", "avx512_bf16"}, "with AMX"), ({"bf16"}, "with bfloat16 units")]
+)
+def test_a_cpu_gets_the_costs_of_its_class(flags, kind, monkeypatch):
+    monkeypatch.setattr(cost_files, "cpu_flags", lambda: frozenset(flags))
+    costs = cost_files.shipped_for_here("cpu")
+    assert costs.source == f"shipped for CPUs {kind}" and costs.loops is not None
+
+
+def test_tiles_take_large_products_faster_and_small_ones_slower():
+    amx, other = (shipped("cpu", "a CPU", 1, units) for units in ("amx", "other"))
+    assert amx.seconds(Work.MATMUL, BF16, 2e9) < 0.8 * other.seconds(Work.MATMUL, BF16, 2e9)
+    assert amx.seconds(Work.STREAM, BF16, 5e3) > 1.3 * other.seconds(Work.STREAM, BF16, 5e3)
+
+
 def test_files_are_short_and_say_what_was_measured(folder):
-    costs = shipped("cpu", "a CPU", 2, True)
+    costs = shipped("cpu", "a CPU", 2, "other")
     write(costs, folder / "costs.json")
     assert read(folder / "costs.json") == costs
     assert len((folder / "costs.json").read_text().splitlines()) < 80, "a curve a line"
 
 
 def test_a_cpu_without_them_gains_nothing_from_arithmetic():
-    costs = shipped("cpu", "a CPU", 4, False)
+    costs = shipped("cpu", "a CPU", 4, "none")
     assert "estimate" in costs.source
     for work in (Work.MATMUL, Work.CONVOLUTION, Work.THIN_CONVOLUTION_BACKWARD, Work.ATTENTION):
         assert all(costs.seconds(work, BF16, size) >= costs.seconds(work, FP32, size) for size in (1e4, 1e7, 1e10))
@@ -172,7 +187,7 @@ def test_without_a_compiler_loops_are_left_out_and_the_command_says_so(folder, m
 
 
 def test_costs_that_know_no_loops_leave_them_to_the_shipped_ones():
-    whole = shipped("cpu", "a CPU", torch.get_num_threads(), True)
+    whole = cost_files.shipped_for_here("cpu")
     assert whole.loops is not None
     without = {dtype: {w: c for w, c in of.items() if w not in LOOPS} for dtype, of in whole.curves.items()}
     some = {dtype: {w: c for w, c in of.items() if w is not Work.LOOP_SUMS} for dtype, of in whole.curves.items()}

@@ -26,7 +26,7 @@ def test_the_code_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 
 def test_the_excerpt_is_what_the_shipped_costs_say() -> None:
-    costs = shipped("cpu", "a CPU", 1, True)
+    costs = shipped("cpu", "a CPU", 1, "other")
     model, _ = fxprec.convert(nn.Linear(64, 192), (torch.randn(1, 32, 64),), lower=costs)
     (why,) = [node.meta["precision"].why for node in model.graph.nodes if node.name == "linear"]
     (excerpt,) = re.findall(r"^pays: .*$", PAGE, re.MULTILINE)

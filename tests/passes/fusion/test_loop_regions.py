@@ -20,7 +20,7 @@ from fxprec.model.module import conversion_of
 from fxprec.passes.graph.text import format_graph
 from fxprec.settings import Settings
 
-PRICES = shipped("cpu", "a CPU", 2, True).loops
+PRICES = shipped("cpu", "a CPU", 2, "other").loops
 X, Y, W = torch.randn(64, 32), torch.randn(64, 32), torch.randn(32)
 
 
