@@ -10,6 +10,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 #include <c10/util/BFloat16.h>
+#include <immintrin.h>
 
 #include <algorithm>
 #include <cmath>
@@ -38,30 +39,43 @@ struct Mask {
 
 inline int64_t even(int64_t n) { return n + (n & 1); }
 
-inline Bits rounded(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t up = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return x == x ? static_cast<Bits>(up) : static_cast<Bits>(0x7fc0);
+constexpr int64_t kLanes = 16;
+
+inline int64_t whole(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+inline __mmask16 first(int64_t n) { return n >= kLanes ? 0xffff : static_cast<__mmask16>((1u << n) - 1u); }
+
+// x rounded to bfloat16, ties to even, in the upper halves. NaN stays NaN where its lower half is zero, as it is of
+// NaN that came from bfloat16 or from an operation.
+inline __m512i upper(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
 }
 
-// exp for x <= 0, and what is above a little; 0 from -87 down. Cephes' polynomial, some 2 units in the last place.
-inline float exponential(float x) {
-  const float clamped = x < -87.0f ? -87.0f : x;
-  const float n = std::nearbyint(clamped * 1.44269504088896341f);
-  float r = clamped - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  float y = 1.9875691500e-4f;
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  const int32_t power = (static_cast<int32_t>(n) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &power, 4);
-  return x < -87.0f ? 0.0f : y * scale;
+inline __m512i lower(__m512 x) { return _mm512_srli_epi32(upper(x), 16); }
+
+inline void store(Bits* to, __m512i words, __mmask16 lanes = 0xffff) {
+  _mm256_mask_storeu_epi16(to, lanes, _mm512_cvtepi32_epi16(words));
+}
+
+inline void store_rounded(Bits* to, __m512 x, __mmask16 lanes) {
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  store(to, _mm512_mask_mov_epi32(lower(x), nan, _mm512_set1_epi32(0x7fc0)), lanes);
+}
+
+// 2^t for t up to a little above 0; 0 below -125, since some CPUs take a hundred cycles for a result that is denormal.
+// Cephes' polynomial, some 2 units in the last place.
+inline __m512 power(__m512 t) {
+  const __mmask16 normal = _mm512_cmp_ps_mask(t, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);  // NaN as well, and stays
+  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_sub_ps(t, n);
+  __m512 y = _mm512_set1_ps(1.535336188319500e-4f);
+  for (float each : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f,
+                     6.931472028550421e-1f, 1.0f}) {
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(each));
+  }
+  return _mm512_maskz_scalef_ps(normal, y, n);
 }
 
 template <typename T>
@@ -71,15 +85,56 @@ struct Buffer {
   T* get() { return data.get(); }
 };
 
-// x[n, width] -> [width / 2, n, 2]: VNNI of the transposed.
-void pack_transposed(const Bits* x, int64_t stride, int64_t n, int64_t width, uint32_t* out) {
-  for (int64_t e = 0; e < even(width) / 2; ++e) {
-    const bool both = 2 * e + 1 < width;
-    for (int64_t i = 0; i < n; ++i) {
-      const Bits* at = x + i * stride + 2 * e;
-      out[e * n + i] = static_cast<uint32_t>(at[0]) | (both ? static_cast<uint32_t>(at[1]) << 16 : 0u);
+// 16 x 16 words: out[j][i] = in[i][j].
+inline void transpose(__m512i x[kLanes]) {
+  __m512i y[kLanes];
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+  }
+  for (int i = 0; i < 16; i += 8) {
+    for (int j = i; j < i + 4; ++j) {
+      y[j] = _mm512_shuffle_i32x4(x[j], x[j + 4], 0x88);
+      y[j + 4] = _mm512_shuffle_i32x4(x[j], x[j + 4], 0xdd);
     }
   }
+  for (int i = 0; i < 8; ++i) {
+    x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+    x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+  }
+}
+
+// Words in[rows, columns], of which `stride` elements of type T are a row -> put(column, first row, words, lanes).
+template <typename T, typename Put>
+inline void transposed(const T* in, int64_t stride, int64_t rows, int64_t columns, Put put) {
+  for (int64_t i = 0; i < rows; i += kLanes) {
+    const __mmask16 lanes = first(rows - i);
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      const __mmask16 present = first(columns - j);
+      __m512i x[kLanes];
+      for (int64_t l = 0; l < kLanes; ++l) {
+        const __mmask16 here = i + l < rows ? present : 0;
+        x[l] = _mm512_maskz_loadu_epi32(here, reinterpret_cast<const uint32_t*>(in + (here ? i + l : i) * stride) + j);
+      }
+      transpose(x);
+      for (int64_t l = 0; l < kLanes && j + l < columns; ++l) put(j + l, i, x[l], lanes);
+    }
+  }
+}
+
+// x[n, width] -> [width / 2, n, 2]: VNNI of the transposed.
+void pack_transposed(const Bits* x, int64_t stride, int64_t n, int64_t width, uint32_t* out) {
+  transposed(x, stride, n, width / 2, [&](int64_t e, int64_t i, __m512i words, __mmask16 lanes) {
+    _mm512_mask_storeu_epi32(out + e * n + i, lanes, words);
+  });
+  if (width % 2 == 0) return;
+  for (int64_t i = 0; i < n; ++i) out[width / 2 * n + i] = x[i * stride + width - 1];
 }
 
 // x[n, width] -> [n / 2, width, 2].
@@ -95,13 +150,13 @@ void pack(const Bits* x, int64_t stride, int64_t n, int64_t width, uint32_t* out
   }
 }
 
-// x[n, width] -> [width, n], n made even by zeros.
-void transpose(const Bits* x, int64_t stride, int64_t n, int64_t width, Bits* out) {
-  const int64_t pitch = even(n);
-  for (int64_t e = 0; e < width; ++e) {
-    for (int64_t i = 0; i < n; ++i) out[e * pitch + i] = x[i * stride + e];
-    if (pitch != n) out[e * pitch + n] = 0;
-  }
+// x[n, width] -> [width, n], n made even by zeros; pairs: [n / 2, width], what `pack` makes of it.
+void turn(const Bits* x, int64_t stride, int64_t n, int64_t width, uint32_t* pairs, uint32_t* out) {
+  pack(x, stride, n, width, pairs);
+  const int64_t pitch = even(n) / 2;
+  transposed(pairs, width, pitch, width, [&](int64_t e, int64_t i, __m512i words, __mmask16 lanes) {
+    _mm512_mask_storeu_epi32(out + e * pitch + i, lanes, words);
+  });
 }
 
 void multiply(int64_t m, int64_t n, int64_t k, const void* a, int64_t lda, const void* b, int64_t ldb, float* c,
@@ -110,16 +165,26 @@ void multiply(int64_t m, int64_t n, int64_t k, const void* a, int64_t lda, const
   at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, left, right, c, true);
 }
 
-// scale * s + mask, and what is above the diagonal -inf.
-inline void prepare(float* s, int64_t keys, float scale, const float* mask, int64_t seen) {
-  if (mask) {
-#pragma omp simd
-    for (int64_t j = 0; j < keys; ++j) s[j] = s[j] * scale + mask[j];
-  } else {
-#pragma omp simd
-    for (int64_t j = 0; j < keys; ++j) s[j] = s[j] * scale;
+constexpr float kLog2E = 1.44269504088896341f;
+
+// A row of exponents of 2: factor * s + log2(e) * mask, and -inf from `limit` to the next whole vector. Its maximum.
+template <bool masked>
+inline float exponents(float* s, int64_t limit, float factor_, const float* mask) {
+  const __m512 factor = _mm512_set1_ps(factor_), least = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  __m512 most = least;
+  for (int64_t j = 0; j < limit; j += kLanes) {
+    const __mmask16 lanes = first(limit - j);
+    __m512 t = _mm512_mul_ps(_mm512_loadu_ps(s + j), factor);
+    if constexpr (masked) {
+      t = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, mask + j), _mm512_set1_ps(kLog2E), t);
+      const __mmask16 nan = _mm512_cmp_ps_mask(t, t, _CMP_UNORD_Q);  // of any bits in a mask: see `upper`
+      t = _mm512_mask_mov_ps(t, nan, _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()));
+    }
+    t = _mm512_mask_mov_ps(least, lanes, t);
+    most = _mm512_max_ps(t, most);
+    _mm512_storeu_ps(s + j, t);
   }
-  for (int64_t j = seen; j < keys; ++j) s[j] = -std::numeric_limits<float>::infinity();
+  return _mm512_reduce_max_ps(most);
 }
 
 // Rows that the A of brgemm has, when width is odd: copies with a zero behind each.
@@ -136,19 +201,44 @@ const Bits* rows_of(const Bits* x, int64_t stride, int64_t n, int64_t width, Bit
   return copy;
 }
 
+// factor * x, rounded.
+void put_row(Bits* to, const float* x, int64_t width, float factor) {
+  for (int64_t e = 0; e < width; e += kLanes) {
+    const __mmask16 lanes = first(width - e);
+    store_rounded(to + e, _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, x + e), _mm512_set1_ps(factor)), lanes);
+  }
+}
+
+// x[width, n] -> [n, width], rounded.
+void put_columns(Bits* to, int64_t stride, const float* x, int64_t n, int64_t width) {
+  for (int64_t first = 0; first < n; first += kLanes) {  // row after row is written whole
+    transposed(x + first, n, width, std::min(kLanes, n - first), [&](int64_t j, int64_t e, __m512i words, __mmask16 lanes) {
+      store_rounded(to + (first + j) * stride + e, _mm512_castsi512_ps(words), lanes);
+    });
+  }
+}
+
+// The upper halves of words become one half of each pair: of an even row, whose partner is 0 until it comes, or odd.
+inline void put_half(uint32_t* to, __m512i words, bool odd) {
+  const __m512i high = _mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+  const __m512i pairs = odd ? _mm512_or_si512(high, _mm512_loadu_si512(to)) : _mm512_srli_epi32(words, 16);
+  _mm512_storeu_si512(to, pairs);
+}
+
+// Even, since rows come in pairs.
 int64_t block_rows(int64_t keys) { return keys > 1024 ? 32 : 64; }
 
 void forward(const Bits* query, const Bits* key, const Bits* value, const float* mask, Bits* out, float* lse,
-             const int64_t* shape, const int64_t* strides, int64_t causal, double scale_) {
+             const int64_t* shape, const int64_t* strides, int64_t causal, double scale) {
   const Shape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
   const Strides q{strides[0], strides[1], strides[2]}, k{strides[3], strides[4], strides[5]},
       v{strides[6], strides[7], strides[8]}, o{strides[9], strides[10], strides[11]};
   const Mask m{mask, strides[12], strides[13], strides[14]};
-  const float scale = static_cast<float>(scale_);
-  const int64_t group = z.heads / z.groups, height = block_rows(z.keys), wide = even(z.width), pitch = even(z.keys);
+  const float factor = static_cast<float>(scale * kLog2E);
+  const int64_t group = z.heads / z.groups, height = block_rows(z.keys), wide = even(z.width), pitch = whole(z.keys);
   at::parallel_for(0, z.batch * z.groups, 1, [&](int64_t begin, int64_t end) {
-    Buffer<uint32_t> keys(wide / 2 * z.keys), values(pitch / 2 * z.width);
-    Buffer<float> scores(height * z.keys), result(height * z.width), total(height);
+    Buffer<uint32_t> keys(wide / 2 * z.keys), values(even(z.keys) / 2 * z.width);
+    Buffer<float> scores(height * pitch), result(height * z.width), total(height);
     Buffer<Bits> p(height * pitch), copy(height * wide);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t b = task / z.groups, g = task % z.groups;
@@ -159,32 +249,29 @@ void forward(const Bits* query, const Bits* key, const Bits* value, const float*
           const int64_t n = std::min(height, z.rows - r), seen = causal ? std::min(r + n, z.keys) : z.keys;
           int64_t lda;
           const Bits* a = rows_of(query + b * q.batch + h * q.head + r * q.row, q.row, n, z.width, copy.get(), &lda);
-          multiply(n, seen, wide, a, lda, keys.get(), z.keys, scores.get(), seen, false);
+          multiply(n, seen, wide, a, lda, keys.get(), z.keys, scores.get(), pitch, false);
           for (int64_t i = 0; i < n; ++i) {
-            float* s = scores.get() + i * seen;
-            prepare(s, seen, scale, mask ? m.data + b * m.batch + h * m.head + (r + i) * m.row : nullptr,
-                    causal ? std::min(r + i + 1, seen) : seen);
-            float most = -std::numeric_limits<float>::infinity(), sum = 0.0f;
-#pragma omp simd reduction(max : most)
-            for (int64_t j = 0; j < seen; ++j) most = s[j] > most ? s[j] : most;
+            const int64_t limit = causal ? std::min(r + i + 1, seen) : seen;
+            float* s = scores.get() + i * pitch;
+            const float most =
+                mask ? exponents<true>(s, limit, factor, m.data + b * m.batch + h * m.head + (r + i) * m.row)
+                     : exponents<false>(s, limit, factor, nullptr);
             Bits* row = p.get() + i * pitch;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < seen; ++j) {
-              const float e = exponential(s[j] - most);
-              sum += e;
-              row[j] = rounded(e);
+            __m512 sums = _mm512_setzero_ps();
+            for (int64_t j = 0; j < limit; j += kLanes) {
+              const __m512 e = power(_mm512_sub_ps(_mm512_loadu_ps(s + j), _mm512_set1_ps(most)));
+              sums = _mm512_add_ps(sums, e);
+              store(row + j, lower(e));
             }
-            if (seen % 2) row[seen] = 0;
+            std::fill(row + whole(limit), row + whole(seen), Bits{0});
+            const float sum = _mm512_reduce_add_ps(sums);
             total.get()[i] = 1.0f / sum;
-            lse[(b * z.heads + h) * z.rows + r + i] = most + std::log(sum);
+            lse[(b * z.heads + h) * z.rows + r + i] = most / kLog2E + std::log(sum);
           }
           multiply(n, z.width, even(seen), p.get(), pitch, values.get(), z.width, result.get(), z.width, false);
           for (int64_t i = 0; i < n; ++i) {
-            Bits* row = out + b * o.batch + h * o.head + (r + i) * o.row;
-            const float* from = result.get() + i * z.width;
-            const float inverse = total.get()[i];
-#pragma omp simd
-            for (int64_t e = 0; e < z.width; ++e) row[e] = rounded(from[e] * inverse);
+            put_row(out + b * o.batch + h * o.head + (r + i) * o.row, result.get() + i * z.width, z.width,
+                    total.get()[i]);
           }
         }
       }
@@ -200,22 +287,24 @@ void backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* 
   const Strides y{strides[0], strides[1], strides[2]}, q{strides[3], strides[4], strides[5]},
       k{strides[6], strides[7], strides[8]}, v{strides[9], strides[10], strides[11]};
   const Mask m{mask, strides[12], strides[13], strides[14]};
-  const float scale = static_cast<float>(scale_);
-  const int64_t group = z.heads / z.groups, height = block_rows(z.keys), wide = even(z.width), pitch = even(z.keys);
+  const float factor = static_cast<float>(scale_ * kLog2E);
+  const __m512 scale = _mm512_set1_ps(static_cast<float>(scale_));
+  const int64_t group = z.heads / z.groups, height = block_rows(z.keys), wide = even(z.width), pitch = whole(z.keys);
   at::parallel_for(0, z.batch * z.groups, 1, [&](int64_t begin, int64_t end) {
-    Buffer<uint32_t> keys(wide / 2 * z.keys), values(wide / 2 * z.keys), rows_of_keys(pitch / 2 * z.width);
-    Buffer<float> scores(height * z.keys), of_p(height * z.keys), result(height * z.width);
+    Buffer<uint32_t> keys(wide / 2 * z.keys), values(wide / 2 * z.keys), rows_of_keys(even(z.keys) / 2 * z.width);
+    Buffer<float> scores(height * pitch), of_p(height * pitch), result(height * z.width);
     Buffer<float> dk(z.width * z.keys), dv(z.width * z.keys);
-    Buffer<Bits> ds(height * pitch), copy(height * wide), copy_of_grad(height * wide), turned(even(height) * z.width);
-    Buffer<uint32_t> p_pairs(even(height) / 2 * z.keys), ds_pairs(even(height) / 2 * z.keys);
+    Buffer<Bits> ds(height * pitch), copy(height * wide), copy_of_grad(height * wide);
+    Buffer<uint32_t> p_pairs(height / 2 * pitch), ds_pairs(height / 2 * pitch);
+    Buffer<uint32_t> pairs(height / 2 * z.width), turned(height / 2 * z.width);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t b = task / z.groups, g = task % z.groups;
       const Bits* key_at = key + b * k.batch + g * k.head;
       pack_transposed(key_at, k.row, z.keys, z.width, keys.get());
       pack_transposed(value + b * v.batch + g * v.head, v.row, z.keys, z.width, values.get());
       pack(key_at, k.row, z.keys, z.width, rows_of_keys.get());
-      std::memset(dk.get(), 0, sizeof(float) * z.width * z.keys);
-      std::memset(dv.get(), 0, sizeof(float) * z.width * z.keys);
+      std::fill_n(dk.get(), z.width * z.keys, 0.0f);
+      std::fill_n(dv.get(), z.width * z.keys, 0.0f);
       for (int64_t h = g * group; h < (g + 1) * group; ++h) {
         for (int64_t r = 0; r < z.rows; r += height) {
           const int64_t n = std::min(height, z.rows - r), seen = causal ? std::min(r + n, z.keys) : z.keys;
@@ -223,62 +312,50 @@ void backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* 
           const Bits* y_at = grad + b * y.batch + h * y.head + r * y.row;
           int64_t lda;
           const Bits* a = rows_of(q_at, q.row, n, z.width, copy.get(), &lda);
-          multiply(n, seen, wide, a, lda, keys.get(), z.keys, scores.get(), seen, false);
+          multiply(n, seen, wide, a, lda, keys.get(), z.keys, scores.get(), pitch, false);
           a = rows_of(y_at, y.row, n, z.width, copy_of_grad.get(), &lda);
-          multiply(n, seen, wide, a, lda, values.get(), z.keys, of_p.get(), seen, false);
+          multiply(n, seen, wide, a, lda, values.get(), z.keys, of_p.get(), pitch, false);
           for (int64_t i = 0; i < n; ++i) {
-            float *s = scores.get() + i * seen, *d = of_p.get() + i * seen;
-            prepare(s, seen, scale, mask ? m.data + b * m.batch + h * m.head + (r + i) * m.row : nullptr,
-                    causal ? std::min(r + i + 1, seen) : seen);
-            const float norm = lse[(b * z.heads + h) * z.rows + r + i];
-            float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < seen; ++j) {
-              s[j] = exponential(s[j] - norm);
-              sum += s[j] * d[j];
-            }
-            Bits* row = ds.get() + i * pitch;
-            uint32_t *pairs = p_pairs.get() + i / 2 * seen, *of_pairs = ds_pairs.get() + i / 2 * seen;
-            if (i % 2 == 0) {
-#pragma omp simd
-              for (int64_t j = 0; j < seen; ++j) {
-                const Bits x = rounded(scale * s[j] * (d[j] - sum));
-                row[j] = x;
-                of_pairs[j] = x;
-                pairs[j] = rounded(s[j]);
-              }
+            const int64_t limit = causal ? std::min(r + i + 1, seen) : seen;
+            float *s = scores.get() + i * pitch, *d = of_p.get() + i * pitch;
+            if (mask) {
+              exponents<true>(s, limit, factor, m.data + b * m.batch + h * m.head + (r + i) * m.row);
             } else {
-#pragma omp simd
-              for (int64_t j = 0; j < seen; ++j) {
-                const Bits x = rounded(scale * s[j] * (d[j] - sum));
-                row[j] = x;
-                of_pairs[j] |= static_cast<uint32_t>(x) << 16;
-                pairs[j] |= static_cast<uint32_t>(rounded(s[j])) << 16;
-              }
+              exponents<false>(s, limit, factor, nullptr);
             }
-            if (seen % 2) row[seen] = 0;
+            const __m512 norm = _mm512_set1_ps(lse[(b * z.heads + h) * z.rows + r + i] * kLog2E);
+            __m512 sums = _mm512_setzero_ps();
+            for (int64_t j = 0; j < limit; j += kLanes) {
+              const __m512 e = power(_mm512_sub_ps(_mm512_loadu_ps(s + j), norm));
+              _mm512_storeu_ps(s + j, e);
+              sums = _mm512_mask3_fmadd_ps(e, _mm512_loadu_ps(d + j), sums, first(limit - j));
+            }
+            const __m512 sum = _mm512_set1_ps(_mm512_reduce_add_ps(sums));
+            Bits* row = ds.get() + i * pitch;
+            uint32_t *of_p_pairs = p_pairs.get() + i / 2 * pitch, *of_ds_pairs = ds_pairs.get() + i / 2 * pitch;
+            for (int64_t j = 0; j < whole(seen); j += kLanes) {
+              const __mmask16 lanes = j < limit ? first(limit - j) : 0;
+              const __m512 e = _mm512_maskz_loadu_ps(lanes, s + j);
+              const __m512 x = _mm512_maskz_mul_ps(
+                  lanes, _mm512_mul_ps(scale, e), _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, d + j), sum));
+              const __m512i ds_words = upper(x), p_words = upper(e);
+              store(row + j, _mm512_srli_epi32(ds_words, 16));
+              put_half(of_ds_pairs + j, ds_words, i % 2);
+              put_half(of_p_pairs + j, p_words, i % 2);
+            }
           }
           multiply(n, z.width, even(seen), ds.get(), pitch, rows_of_keys.get(), z.width, result.get(), z.width, false);
           for (int64_t i = 0; i < n; ++i) {
-            Bits* row = dquery + ((b * z.rows + r + i) * z.heads + h) * z.width;
-            const float* from = result.get() + i * z.width;
-#pragma omp simd
-            for (int64_t e = 0; e < z.width; ++e) row[e] = rounded(from[e]);
+            put_row(dquery + ((b * z.rows + r + i) * z.heads + h) * z.width, result.get() + i * z.width, z.width, 1.0f);
           }
-          transpose(q_at, q.row, n, z.width, turned.get());
-          multiply(z.width, seen, even(n), turned.get(), even(n), ds_pairs.get(), seen, dk.get(), z.keys, true);
-          transpose(y_at, y.row, n, z.width, turned.get());
-          multiply(z.width, seen, even(n), turned.get(), even(n), p_pairs.get(), seen, dv.get(), z.keys, true);
+          turn(q_at, q.row, n, z.width, pairs.get(), turned.get());
+          multiply(z.width, seen, even(n), turned.get(), even(n), ds_pairs.get(), pitch, dk.get(), z.keys, true);
+          turn(y_at, y.row, n, z.width, pairs.get(), turned.get());
+          multiply(z.width, seen, even(n), turned.get(), even(n), p_pairs.get(), pitch, dv.get(), z.keys, true);
         }
       }
-      for (int64_t j = 0; j < z.keys; ++j) {
-        Bits* to_k = dkey + ((b * z.keys + j) * z.groups + g) * z.width;
-        Bits* to_v = dvalue + ((b * z.keys + j) * z.groups + g) * z.width;
-        for (int64_t e = 0; e < z.width; ++e) {
-          to_k[e] = rounded(dk.get()[e * z.keys + j]);
-          to_v[e] = rounded(dv.get()[e * z.keys + j]);
-        }
-      }
+      put_columns(dkey + (b * z.keys * z.groups + g) * z.width, z.groups * z.width, dk.get(), z.keys, z.width);
+      put_columns(dvalue + (b * z.keys * z.groups + g) * z.width, z.groups * z.width, dv.get(), z.keys, z.width);
     }
     at::native::cpublas::brgemm_release(true);
   });

@@ -31,11 +31,12 @@ from fxprec.kernels.launch.cache_folder import cache_folder
 
 #: No fast math: what is NaN or infinite stays so.
 _FLAGS: Final = (
-    "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared", "-fopenmp",
+    "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC",
+    "-shared", "-fopenmp",
 )  # fmt: skip
 _UPON_TORCH: Final = ("-ltorch_cpu", "-lc10")
 #: Nothing is contracted to FMA, which vectors and the rest of a row might be in different ways.
-_ALONE: Final = ("-mprefer-vector-width=512", "-ffp-contract=off", "-lmvec", "-lm")
+_ALONE: Final = ("-ffp-contract=off", "-lmvec", "-lm")
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _LOCK: Final = threading.Lock()
 

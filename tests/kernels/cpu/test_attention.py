@@ -266,6 +266,26 @@ def test_what_is_not_finite_stays_so(bad: float, which: int, attend: Any) -> Non
     assert torch.equal(ours.isfinite(), exact.isfinite()) and not ours.isfinite().all()
 
 
+def test_nan_of_any_bits_in_a_mask_stays_nan(attend: Any) -> None:
+    mask = torch.zeros(5, 19)
+    mask[2, 7] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # memory full of ones
+    tensors = operands((1, 2, 2, 5, 19, 6), scale=1.0)
+    ours = results(attend, tensors, {"mask": mask, "causal": False}, torch.ones(1, 2, 5, 6, dtype=BF16))
+    rows = torch.tensor([0, 1, 3, 4])
+    for each in ours[:2]:  # the result and the gradient of the query
+        assert each[:, :, 2].isnan().all() and each[:, :, rows].isfinite().all()
+    assert all(each[:, :, 7].isnan().all() for each in ours[2:])
+
+
+def test_what_a_mask_pushes_far_down_has_no_part_in_it(attend: Any) -> None:
+    mask = torch.zeros(3, 20)
+    mask[:, 4:] = -1e4
+    tensors = operands((1, 2, 2, 3, 20, 4), scale=1.0)
+    ours = results(attend, tensors, {"mask": mask, "causal": False}, torch.ones(1, 2, 3, 4, dtype=BF16))
+    assert all(each[:, :, 4:].eq(0).all() and each[:, :, :4].ne(0).any() for each in ours[2:])
+    torch.testing.assert_close(ours[0], attend(tensors[0], *(each[:, :, :4] for each in tensors[1:])))
+
+
 def test_large_scores_do_not_overflow(attend: Any) -> None:
     tensors = [each * 60 for each in operands((1, 1, 1, 16, 16, 8))]
     truth = torchs(*(each.double() for each in tensors), None, False)
