@@ -60,7 +60,7 @@ def pack(gm: GraphModule, context: Context) -> PassResult:
     ``gm.meta["packings"]`` says which, ``gm.meta["packed"]`` which nodes run on them, and what joined each.
     """
     gm.meta["packings"], gm.meta["packed"] = (), {}
-    if context.device != "cpu" or not can_pack(context.low):
+    if context.device != "cpu" or context.policy.level == "O0" or not can_pack(context.low):
         return PassResult(gm, False)
     if any(grad_mode_at_nodes(gm.graph, False).values()):
         return PassResult(gm, False, ("the graph: it turns gradients on, and packed products have none",))
@@ -127,7 +127,7 @@ class _Packer:
         """The one op that reads its result, as its first argument or one of two, and gives that dtype."""
         node = product.node
         readers = [user for user in node.users if not _asks_dimensions(user)]
-        if len(readers) != 1 or readers[0] in self._taken or actual_dtype(readers[0]) is not self._low:
+        if len(readers) != 1 or readers[0] in self._taken or actual_dtype(readers[0]) is not product.dtype:
             return None
         return readers[0] if [*arg_nodes(readers[0])].count((0, node)) == 1 or node in readers[0].args else None
 
@@ -142,7 +142,7 @@ class _Packer:
         if product.conv is None or (how, product.conv[3]) != ("add", 1):
             return None
         own, other = user.args if user.args[0] is product.node else reversed(user.args)
-        if not isinstance(other, Node) or actual_dtype(other) is not self._low:
+        if not isinstance(other, Node) or actual_dtype(other) is not product.dtype:
             return None
         if notes(user).op.in_place and user.args[0] is not own:
             return None
@@ -199,7 +199,7 @@ class _Packer:
         if product.norm is None:
             return weight, None
         bias = self._placeholder(f"{weight.name}_bias")
-        output = self._low if product.other is not None else torch.float32
+        output = product.dtype if product.other is not None else torch.float32
         precision = Precision.arriving(None, output, Rule.KEEP, "of a folded batch norm")
         bias.meta.update(dtype=torch.float32, precision=precision)
         return weight, bias

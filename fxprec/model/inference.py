@@ -67,8 +67,8 @@ def freeze(model: _Model, pack: bool = True) -> _Model:
     gradients are dropped. Training forwards and ``load_state_dict`` afterwards raise ConversionError; there is no way
     back but the checkpoint.
 
-    On a CPU for whose bfloat16 oneDNN has kernels, linears and convolutions then run on copies of the weights that are
-    packed at the first call, in the layout of these kernels, with what follows them in the same kernel: an activation,
+    On a CPU for whose bfloat16 oneDNN has kernels, low linears and convolutions (those in FP32, too) then run on copies
+    of the weights that are packed at the first call, in the layout of these kernels, with what follows them in the same kernel: an activation,
     behind a convolution also its batch norm (folded into the weight, from the FP32 one where that is still there) and a
     sum. What is joined is rounded once less: results differ in the last bits, and are no less exact. A copy or a loaded
     model folds norms into low weights, and differs from this one so, too. ``report`` says what is packed.

@@ -110,7 +110,7 @@ class PackedWeights:
         tensors = _tensors_of(model)
         packings = {packing for each in self._functions for packing in each.packings if packing.norm is not None}
         known = [packing for packing in packings if all(name in tensors for name in packing.sources)]
-        folded = {packing: _make(packing, _weights(packing, tensors), self.context.low) for packing in known}
+        folded = {packing: _make(packing, _weights(packing, tensors)) for packing in known}
         yield
         tensors = _tensors_of(model)
         for packing, copies in folded.items():
@@ -127,7 +127,7 @@ class PackedWeights:
         found, keys = self._packed.pop(packing, None), (refreshes, *_keys(weights))
         if found is None or found.keys != keys:
             del found  # before there is another one
-            found = _Packed(keys, _make(packing, weights, self.context.low))
+            found = _Packed(keys, _make(packing, weights))
         self._packed[packing] = found
         return found.copies
 
@@ -149,7 +149,7 @@ def _stays(weight: Tensor) -> bool:
     return type(weight) in _PLAIN_TYPES and weight.device.type == "cpu" and not weight.is_shared()
 
 
-def _make(packing: Packing, weights: Sequence[Tensor | None], low: torch.dtype) -> tuple[_Copy, ...]:
+def _make(packing: Packing, weights: Sequence[Tensor | None]) -> tuple[_Copy, ...]:
     weight, *norm = weights
     assert weight is not None
     with torch.no_grad():
@@ -158,8 +158,8 @@ def _make(packing: Packing, weights: Sequence[Tensor | None], low: torch.dtype) 
             old, mean, var, gamma, beta = norm
             assert mean is not None and var is not None
             weight, shift = fold_norm(weight, old, mean, var, gamma, beta, packing.eps)
-            bias = (shift.to(low) if packing.low_bias else shift,)
-        weight = weight.to(low)
+            bias = (shift.to(packing.dtype) if packing.same_bias else shift,)
+        weight = weight.to(packing.dtype)
         return (pack_linear(weight) if packing.conv is None else PackedConv(weight, *packing.conv), *bias)
 
 

@@ -33,18 +33,20 @@ class Packing:
 
     Attributes:
         weight: the placeholder of the plain weight, or its path in the model.
+        dtype: in which the product computes.
         conv: stride, padding, dilation and groups of a convolution; None: a linear.
         norm: likewise of the convolution's bias and of the batch norm's mean, variance, weight and bias, each None
             where there is none; None: no batch norm.
         eps: the batch norm's.
-        low_bias: the bias that comes out is low: the kernel that adds another operand takes no FP32 one.
+        same_bias: the bias that comes out has that dtype as well: the kernel that adds another operand takes no other.
     """
 
     weight: str
+    dtype: torch.dtype
     conv: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int] | None = None
     norm: tuple[str | None, ...] | None = None
     eps: float = 0.0
-    low_bias: bool = False
+    same_bias: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -65,6 +67,7 @@ class Product:
     x: Node
     weight: Node
     bias: Node | None
+    dtype: torch.dtype
     conv: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int] | None
     norm: tuple[Node | None, ...] | None = None
     eps: float = 0.0
@@ -84,26 +87,34 @@ class Product:
     def packing(self) -> Packing:
         """Of its weight."""
         norm = None if self.norm is None else tuple(None if each is None else str(each.target) for each in self.norm)
-        low_bias = norm is not None and self.other is not None
-        return Packing(str(self.weight.target), self.conv, norm, self.eps, low_bias)
+        same_bias = norm is not None and self.other is not None
+        return Packing(str(self.weight.target), self.dtype, self.conv, norm, self.eps, same_bias)
 
 
 def product_of(node: Node, low: torch.dtype) -> Product | str:
-    """What can run on a packed weight; else why not, "" where nobody would expect it."""
+    """What can run on a packed weight; else why not, "" where nobody would expect it.
+
+    Low ones, and convolutions in FP32. A linear in FP32 is MKL's: a small one takes a third of oneDNN's time.
+    """
     name = notes(node).op.name
     is_linear = name == "linear"
     facts = facts_at(node)
     if not is_linear and facts.cost != "convolution":
         return ""
     x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
-    if not isinstance(x, Node) or not _is_weight(weight) or actual_dtype(x) is not low:
+    dtype = actual_dtype(node)
+    if (
+        not isinstance(x, Node)
+        or not _is_weight(weight)
+        or dtype not in ((low,) if is_linear else (low, torch.float32))
+    ):
         return ""
-    if actual_dtype(weight) is not low or actual_dtype(node) is not low:
+    if not dtype is actual_dtype(x) is actual_dtype(weight):
         return ""
     if bias is not None and not _is_weight(bias):
         return "its bias is computed"
     if is_linear:
-        return Product(node, x, weight, bias, None)
+        return Product(node, x, weight, bias, dtype, None)
     if facts.bias not in _PACKED_DIMENSIONS:
         return "oneDNN packs weights of two and three dimensions of an image"
     numbers = [_numbers(argument(node, 3 + i, *each), facts.bias) for i, each in enumerate(_CONVOLUTION)]
@@ -111,7 +122,7 @@ def product_of(node: Node, low: torch.dtype) -> Product | str:
     if any(each is None for each in numbers) or not isinstance(groups, int):
         return "its stride, padding or dilation is no number"
     stride, padding, dilation = numbers
-    return Product(node, x, weight, bias, (stride or (), padding or (), dilation or (), groups))
+    return Product(node, x, weight, bias, dtype, (stride or (), padding or (), dilation or (), groups))
 
 
 #: Arguments of a convolution, from the fourth on.

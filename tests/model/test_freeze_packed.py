@@ -97,6 +97,28 @@ def test_what_is_written_through_a_view_is_seen(how):
         assert error(frozen(model)(IMAGES), exact.double()) < 0.02
 
 
+def test_convolutions_that_stayed_float32_are_packed_in_float32():
+    model = Block().eval()
+    exact = copy.deepcopy(model).double()(IMAGES.double()).detach()
+    names = ("stem", "inner", "deep")
+    policy = fxprec.Policy.preset("O1").override(modules=dict.fromkeys(names, torch.float32))
+    converted, _ = fxprec.convert(model, policy=policy, dtype=torch.bfloat16)
+    with torch.no_grad():
+        before = converted(IMAGES)
+        fxprec.freeze(converted)
+        converted(IMAGES)
+        with torch.profiler.profile() as profile:
+            after = converted(IMAGES)
+    store = conversion_of(converted).packed
+    assert store is not None and {packing.weight: packing.dtype for packing in store._packed} == {
+        **{f"{name}.weight": torch.float32 for name in names},
+        "up.weight": torch.bfloat16, "down.weight": torch.bfloat16,
+    }  # fmt: skip
+    assert sum("_convolution_pointwise" in event.name for event in profile.events() or ()) == 3
+    assert error(after, exact) <= 1.5 * error(before, exact)
+    assert converted.stem.weight.dtype is torch.float32
+
+
 class Shared(nn.Module):
     """Layers that are called twice, once with a norm or an activation and once without."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import expecttest
 import pytest
 import torch
@@ -80,9 +82,46 @@ def test_the_graph_after():
 return %view""",
     )
     conv = (2, 2), (1, 1), (1, 1), 1
-    assert gm.meta["packings"] == (Packing("w", conv, (None, "mean", "var", None, None), 1e-5, low_bias=True),)
+    folded = Packing("w", torch.bfloat16, conv, (None, "mean", "var", None, None), 1e-5, same_bias=True)
+    assert gm.meta["packings"] == (folded,)
     assert gm.meta["packed"] == {"add": ("batch_norm", "add", "relu")}
     assert [node.name for node in gm.graph.find_nodes(op="placeholder")][:2] == ["packed_w", "packed_w_bias"]
+
+
+def test_convolutions_in_float32_are_packed_as_well_and_linears_are_not():
+    wide = (
+        CONV.replace("bfloat16", "float32")
+        + """
+    %bn: float32 = batch_norm(%conv, %mean, %var, None, None, False, 0.1, 1e-5)
+    %relu: float32 = relu(%bn)
+    %w2: float32 = placeholder
+    %linear: float32 = linear(%relu, %w2)
+    return %linear"""
+    )
+    text, gm, _ = packed(wide, "w w2 mean var")
+    expecttest.assert_expected_inline(
+        text,
+        """\
+%conv: float32 = packed_conv(%x, %packed_w, %packed_w_bias, (2, 2), (1, 1), (1, 1), 1, 'relu', (), '')
+%linear: float32 = linear(%conv, %w2)
+return %linear""",
+    )
+    conv = (2, 2), (1, 1), (1, 1), 1
+    assert gm.meta["packings"] == (Packing("w", torch.float32, conv, (None, "mean", "var", None, None), 1e-5),)
+    none = dataclasses.replace(CONTEXT, policy=Policy.preset("O0"))
+    assert packed(wide, "w w2 mean var", context=none)[1].meta["packings"] == ()
+
+
+def test_what_follows_in_another_dtype_does_not_join():
+    text, *_ = packed(
+        CONV.replace("bfloat16", "float32")
+        + """
+    %low: bfloat16 = to_bf16(%conv)
+    %relu: bfloat16 = relu(%low)
+    return %relu""",
+        "w mean var",
+    )
+    assert "relu(%" in text and "packed_conv(%x" in text
 
 
 @pytest.mark.parametrize(
@@ -208,7 +247,7 @@ def test_convolutions_stay_where_a_copy_would_hide_a_write(rest):
 
 def test_one_weight_is_packed_once():
     text, gm, _ = packed(LINEAR + "    %again: bfloat16 = linear(%linear, %w, None)\n    return %again")
-    assert gm.meta["packings"] == (Packing("w"),) and text.count("%packed_w,") == 2
+    assert gm.meta["packings"] == (Packing("w", torch.bfloat16),) and text.count("%packed_w,") == 2
 
 
 @pytest.mark.parametrize(
