@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Final
 
-from triton import knobs
-
 from approximations import approximations
+from benchmarks.predict import cubin
 
 __all__ = ["CompiledKernel", "read"]
 
@@ -59,13 +57,11 @@ _FIELDS: Final = {each.name for each in fields(CompiledKernel)}
 def read(files: Mapping[str, str]) -> CompiledKernel:
     """From the files that Triton's cache keeps of it, by their names; what is found is kept beside them."""
     by_kind = {Path(name).suffix: Path(path) for name, path in files.items()}
-    cubin = by_kind[".cubin"]
-    known = cubin.with_suffix(".usage")
+    binary = by_kind[".cubin"]
+    known = binary.with_suffix(".usage")
     if known.exists() and (kept := json.loads(known.read_text())).keys() == _FIELDS:
         return CompiledKernel(**kept)
-    usage = _tool("--dump-resource-usage", cubin)
-    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
-    local = numbers["STACK"] + numbers["LOCAL"]
+    taken = cubin.usage(binary)
     metadata = json.loads(by_kind[".json"].read_text())
     ptx = by_kind[".ptx"].read_text()
     widths = {"ld": [0], "st": [0]}
@@ -73,9 +69,9 @@ def read(files: Mapping[str, str]) -> CompiledKernel:
         widths[kind].append(int(count or 1) * int(bits) // 8)
     found = CompiledKernel(
         name=metadata["name"],
-        registers=numbers["REG"],
-        local=local,
-        spills=len(re.findall(r"\bSTL\b", _tool("--dump-sass", cubin))) if local else 0,
+        registers=taken.registers,
+        local=taken.local,
+        spills=len(re.findall(r"\bSTL\b", cubin.disassembled(binary))) if taken.local else 0,
         shared=metadata["shared"],
         warps=metadata["num_warps"],
         loads=max(widths["ld"]),
@@ -88,8 +84,3 @@ def read(files: Mapping[str, str]) -> CompiledKernel:
     new.write_text(json.dumps(asdict(found)))
     new.replace(known)  # whole at any time, for other processes
     return found
-
-
-def _tool(what: str, cubin: Path) -> str:
-    command = [knobs.nvidia.cuobjdump.path, what, str(cubin)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

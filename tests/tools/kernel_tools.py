@@ -16,7 +16,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import tempfile
 import types
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from approximations import check_approximations
+from benchmarks.predict.cubin import usage_of
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -232,22 +232,16 @@ def compiled(
 def _compiled(
     kernel: Any, architecture: int, options: dict[str, Any], types: dict[str, str], constants: Any, attributes: Any
 ) -> Compiled:
-    from triton import compile, knobs
+    from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     given = {"attrs": attributes} if attributes else {}
     source = ASTSource(kernel, types, constexprs=constants, **given)
     built = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(built.asm["cubin"])
-        cubin.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
-    spills = numbers["STACK"] + numbers["LOCAL"]
+    taken = usage_of(built.asm["cubin"])
     check_approximations(built.asm["ptx"])
-    return Compiled(built.asm["ttir"], built.asm["ptx"], numbers["REG"], spills, numbers["SHARED"])
+    return Compiled(built.asm["ttir"], built.asm["ptx"], taken.registers, taken.local, taken.shared)
 
 
 _POINTERS = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import Tensor
 
 import kernel_tools
 from approximations import check_approximations
+from benchmarks.predict.cubin import usage_of
 
 #: Within one rounding of a dtype and the order of FP32 sums.
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -74,7 +73,7 @@ def compiled(
     :param types: a dtype is a pointer to it. Pointers and int32 are multiples of 16, as at most sizes in use.
     :param dynamic: of these nothing is known.
     """
-    from triton import compile, knobs
+    from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -85,14 +84,9 @@ def compiled(
     attributes = {(i,): [["tt.divisibility", 16]] for i in known}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     built = compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(built.asm["cubin"])
-        cubin.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    taken = usage_of(built.asm["cubin"])
     # Before 3.7 a few kernels at the limit of registers put up to four values aside.
     old = kernel_tools.triton_release() < (3, 7)
-    spills = max(0, numbers["STACK"] + numbers["LOCAL"] - 16 * old)
+    spills = max(0, taken.local - 16 * old)
     check_approximations(built.asm["ptx"])
-    return Compiled(built.asm["ttir"], built.asm["ptx"], numbers["REG"], spills, built.metadata.shared)
+    return Compiled(built.asm["ttir"], built.asm["ptx"], taken.registers, spills, built.metadata.shared)

@@ -138,8 +138,8 @@ class Launchable:
 class _Utils:
     """What Triton's compiler asks of a driver."""
 
-    def __init__(self, capability: int) -> None:
-        self._capability = capability
+    def __init__(self, capability: int, processors: int) -> None:
+        self._capability, self._processors = capability, processors
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
         made = Launchable.latest.made = compiled_kernel.read(Launchable.latest.files)
@@ -151,13 +151,18 @@ class _Utils:
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         shared = _SHARED[self._capability]
-        return {"max_shared_mem": shared, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+        return {
+            "max_shared_mem": shared,
+            "multiprocessor_count": self._processors,
+            "warpSize": 32,
+            "max_num_regs": 65536,
+        }
 
 
 class _Driver(DriverBase):
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int, processors: int) -> None:
         self._capability = capability
-        self.utils, self.launcher_cls = _Utils(capability), Launchable
+        self.utils, self.launcher_cls = _Utils(capability, processors), Launchable
         self.get_current_stream = self.get_current_device = lambda *_: 0
         self.set_current_device = lambda device: None
 
@@ -271,10 +276,10 @@ def _tensors_say_so() -> None:
             setattr(holder, name, _on_the_host(getattr(holder, name), empty))
 
 
-def _cuda_says_so(capability: int) -> None:
+def _cuda_says_so(capability: int, processors: int) -> None:
     major, minor = divmod(capability, 10)
     known = types.SimpleNamespace(
-        multi_processor_count=132,
+        multi_processor_count=processors,
         major=major,
         minor=minor,
         name="pretended",
@@ -304,9 +309,14 @@ def _cuda_says_so(capability: int) -> None:
     torch.cuda.Event = Done  # type: ignore[misc, assignment]
 
 
-def pretend(capability: int) -> None:
-    """For the rest of this process; ``capability``: 10 times the compute capability."""
+def pretend(capability: int, processors: int = 132) -> None:
+    """For the rest of this process.
+
+    Args:
+        capability: 10 times the compute capability.
+        processors: its multiprocessors.
+    """
     knobs.runtime.kernel_load_start_hook.add(_files_of_latest)
-    triton.runtime.driver.set_active(_Driver(capability))
+    triton.runtime.driver.set_active(_Driver(capability, processors))
     _tensors_say_so()
-    _cuda_says_so(capability)
+    _cuda_says_so(capability, processors)

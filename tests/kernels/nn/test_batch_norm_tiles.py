@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 import kernel_tools
 from approximations import check_approximations
+from benchmarks.predict.cubin import usage_of
 from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.nn.batch_norm import apply_kernel
 from fxprec.kernels.nn.batch_norm_backward import _BLOCK_PARTS, inputs_kernel, sums_kernel
@@ -137,7 +136,7 @@ class Built:
         constants: dict[str, Any],
         aligned: bool = True,
     ) -> None:
-        from triton import compile, knobs
+        from triton import compile
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
@@ -158,13 +157,8 @@ class Built:
         built = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         self.ttir, self.ptx, self.shared = built.asm["ttir"], built.asm["ptx"], built.metadata.shared
         check_approximations(self.ptx)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-            cubin.write(built.asm["cubin"])
-            cubin.flush()
-            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-        self.registers, self.spills = numbers["REG"], numbers["STACK"] + numbers["LOCAL"]
+        taken = usage_of(built.asm["cubin"])
+        self.registers, self.spills = taken.registers, taken.local
 
     def moved(self, c: Tiles) -> int:
         """Bytes that the kernel loads and stores for each element of a tile."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import tempfile
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
+from benchmarks.predict.cubin import usage_of
 from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.nn import cross_entropy_kernels as kernels
 from fxprec.kernels.nn import scaled_gradient
@@ -498,7 +497,7 @@ INTEGERS = ("logits_stride", "target_stride", "count", "columns", "grad_output_s
 
 def built(mode: str, architecture: int, dtype: str = "bf16", *, even: bool = False, **other: Any) -> Any:
     """The kernel for (block, rows, soft, smoothed, weighted); ``even``: rows start and end at multiples of 16 bytes."""
-    from triton import compile, knobs
+    from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -530,14 +529,9 @@ def built(mode: str, architecture: int, dtype: str = "bf16", *, even: bool = Fal
     }
     source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
     made = compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": 8})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(made.asm["cubin"])
-        cubin.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    print(mode, architecture, dtype, even, other, numbers)
-    return kernel_tools.Compiled(made.asm["ttir"], made.asm["ptx"], numbers["REG"], numbers["STACK"] + numbers["LOCAL"])
+    taken = usage_of(made.asm["cubin"])
+    print(mode, architecture, dtype, even, other, taken)
+    return kernel_tools.Compiled(made.asm["ttir"], made.asm["ptx"], taken.registers, taken.local)
 
 
 def accesses(ptx: str, kind: str) -> int:
