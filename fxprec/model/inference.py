@@ -68,10 +68,11 @@ def freeze(model: _Model, pack: bool = True) -> _Model:
     back but the checkpoint.
 
     On a CPU for whose bfloat16 oneDNN has kernels, low linears and convolutions (those in FP32, too) then run on copies
-    of the weights that are packed at the first call, in the layout of these kernels, with what follows them in the same kernel: an activation,
-    behind a convolution also its batch norm (folded into the weight, from the FP32 one where that is still there) and a
-    sum. What is joined is rounded once less: results differ in the last bits, and are no less exact. A copy or a loaded
-    model folds norms into low weights, and differs from this one so, too. ``report`` says what is packed.
+    of the weights that are packed at the first call, in the layout of these kernels, with what follows them in the same
+    kernel: an activation, behind a convolution also its batch norm (folded into the weight, from the FP32 one where
+    that is still there) and a sum. What is joined is rounded once less: results differ in the last bits, and are no
+    less exact. A copy or a loaded model folds norms into low weights, and differs from this one so, too. ``report``
+    says what is packed.
 
     The parameters stay as they are: what is saved, copied or moved holds plain weights only. A weight that changes is
     packed again; after a write through ``.data``, which torch does not record, call ``refresh``. Where an input wants a
