@@ -103,13 +103,9 @@ def product_of(node: Node, low: torch.dtype) -> Product | str:
         return ""
     x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
     dtype = actual_dtype(node)
-    if (
-        not isinstance(x, Node)
-        or not _is_weight(weight)
-        or dtype not in ((low,) if is_linear else (low, torch.float32))
-    ):
+    if not isinstance(x, Node) or not _is_weight(weight) or not dtype is actual_dtype(x) is actual_dtype(weight):
         return ""
-    if not dtype is actual_dtype(x) is actual_dtype(weight):
+    if dtype is None or not (dtype is low or (dtype is torch.float32 and not is_linear)):
         return ""
     if bias is not None and not _is_weight(bias):
         return "its bias is computed"
