@@ -17,7 +17,6 @@ import argparse
 import math
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure.interleaved import keep_memory
+from benchmarks.measure.interleaved import fastest, keep_memory
 from fxprec.costs.files import costs_of, read, shipped_for_here
 from fxprec.costs.loop_cases import as_loop, why_no_loops
 from fxprec.kernels.rows.run.gains import LoopPrices, seconds
@@ -84,9 +83,8 @@ REGIONS: Final = {
 }  # fmt: skip
 _SIZES: Final = ((16, 64), (128, 256), (1024, 512), (4096, 512))
 _QUICK: Final = ("silu(x) * y", "rms_norm", "layer_norm(x + y)")
-#: Seconds for a way of a region, and runs at least.
+#: Seconds for a way of a region.
 _SECONDS: Final = 0.05
-_RUNS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -131,22 +129,8 @@ def compare(name: str, size: tuple[int, int], trained: bool, prices: LoopPrices,
             return lambda: function(*inputs)
         return lambda: torch.autograd.grad(function(*inputs), inputs, gradient)
 
-    measured = _fastest(run(ops), run(loop), budget)
-    return Compared(name, size, trained, *measured, *seconds(loop.graph_module, loop.plans[-1], prices))
-
-
-def _fastest(one: Callable[[], object], other: Callable[[], object], budget: float) -> tuple[float, float]:
-    """Seconds of both, which run in turns."""
-    best = [math.inf, math.inf]
-    end, done = time.perf_counter() + 2 * budget, -1
-    while done < _RUNS or time.perf_counter() < end:
-        for number, way in enumerate((one, other)):
-            started = time.perf_counter()
-            way()
-            if done >= 0:
-                best[number] = min(best[number], time.perf_counter() - started)
-        done += 1
-    return best[0], best[1]
+    measured = fastest([run(ops), run(loop)], budget)
+    return Compared(name, size, trained, measured[0], measured[1], *seconds(loop.graph_module, loop.plans[-1], prices))
 
 
 def _show(found: Sequence[Compared], console: Console) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -28,8 +29,8 @@ from typing import Final, Literal
 import torch
 
 __all__ = [
-    "Ratio", "Samples", "Schedule", "device_times", "free_variants", "give_memory_back", "host_times", "keep_memory",
-    "measure", "noise", "order",
+    "Ratio", "Samples", "Schedule", "device_times", "fastest", "free_variants", "give_memory_back", "host_times",
+    "keep_memory", "measure", "noise", "order",
 ]  # fmt: skip
 
 Clock = Callable[[Callable[[], object], int], list[float]]
@@ -224,6 +225,20 @@ def measure(
         if thaws:
             gc.unfreeze()
     return {name: Samples(tuple(each)) for name, each in rounds.items()}
+
+
+def fastest(ways: Sequence[Callable[[], object]], seconds: float, runs: int = 3) -> list[float]:
+    """Seconds of the fastest run of each way: they run in turns, ``runs`` times at least, so long for each of them."""
+    best = [math.inf] * len(ways)
+    end, done = time.perf_counter() + len(ways) * seconds, -1
+    while done < runs or time.perf_counter() < end:
+        for number, way in enumerate(ways):
+            started = time.perf_counter()
+            way()
+            if done >= 0:
+                best[number] = min(best[number], time.perf_counter() - started)
+        done += 1
+    return best
 
 
 def _two_errors(values: Sequence[float]) -> float:

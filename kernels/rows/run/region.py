@@ -82,11 +82,11 @@ class FusedRegion(nn.Module):
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan(key, inputs, recording)
+        path, reason = ("aten", plan) if isinstance(plan, str) else (self.kernels, "")
+        if self.path != path or self.reason != reason:  # a module's attributes take a microsecond each
+            self.path, self.reason = path, reason
         if isinstance(plan, str):
-            self.path, self.reason = "aten", plan
             return self._results(inputs)
-        if self.path != self.kernels:  # a module's attributes take a microsecond each
-            self.path, self.reason = self.kernels, ""
         if seeds is not None and seeds.device != plan.device:  # drawn where the graph begins, on another device
             seeds = seeds.to(plan.device)
         if plan.derived.backward is not None:
@@ -100,7 +100,7 @@ class FusedRegion(nn.Module):
         return self._results(inputs[: self._reads])
 
     def _results(self, inputs: Sequence[Any]) -> Any:
-        results = self.graph_module(*inputs)
+        results = self.graph_module.forward(*inputs)
         return results[0] if self.single else results
 
     def _plan(self, key: Any, inputs: Sequence[Any], recording: bool) -> Plan | str:
