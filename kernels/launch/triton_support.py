@@ -17,8 +17,10 @@ try:
     import triton
     import triton.language
     from triton import knobs
+
+    from fxprec.kernels.launch.kept import KeptKernel
 except ImportError:
-    triton = knobs = None
+    triton = knobs = KeptKernel = None
 
 HAS_TRITON: Final = triton is not None
 
@@ -36,8 +38,10 @@ _NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloa
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``triton.jit(**options)``; without Triton a decorator that leaves the function as it is: it never runs."""
-    return triton.jit(**options) if triton is not None else lambda function: function
+    """``triton.jit(**options)``, of a ``KeptKernel``; without Triton the function stays as it is: it never runs."""
+    if triton is None or KeptKernel is None:
+        return lambda function: function
+    return triton.jit(**options) if interpreting() else functools.partial(KeptKernel, **options)
 
 
 def constant(value: int) -> Any:

@@ -46,7 +46,7 @@ def run(*arguments: str, **variables: str) -> str:
         **os.environ,
         **variables,
         "PRETENDED_GPU": CAPABILITY,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "tools"))),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "tools"), str(ROOT / "tests" / "gpu"))),
     }
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=env)
     print(done.stdout)
@@ -72,6 +72,12 @@ def check(output: str, least: tuple[int, ...] = (1, 1, 1)) -> None:
 def test_every_launch_of_the_tests_keeps_its_promises() -> None:
     folders, least = ALL if EVERYTHING else SOME
     check(pytest_with_plugin("-m", "gpu and not slow", *(f"tests/kernels/{folder}" for folder in folders)), least)
+
+
+@kernel_tools.compiles
+@pytest.mark.slow
+def test_launches_are_kept() -> None:
+    check(pytest_with_plugin("tests/gpu/pretended_launches.py"), (9, 500, 80))
 
 
 @kernel_tools.compiles

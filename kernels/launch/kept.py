@@ -1,0 +1,71 @@
+"""Triton kernels that are launched again without being looked up: ``kernel[grid](...)`` in half the Python.
+
+Triton compiles a kernel for facts about its arguments: dtypes, constants, whether a number is 1, divides by 16 or wants
+64 bits, whether an address divides by 16. At each launch it finds them out, writes them as text and looks for the
+kernel that was compiled for them. Here a launch whose grid, dtypes, integers, constants, options and alignment of
+addresses were seen before goes to the kernel that Triton took then. Integers are compared themselves, so whatever
+Triton makes of one holds for it again; no kernel is compiled for the value of a float. Every other launch is Triton's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from triton import JITFunction
+from triton.compiler import CompiledKernel
+
+#: Launches of a kernel that are kept, of which each number of rows is one: beyond that they begin anew.
+_MOST: Final = 1024
+
+
+class KeptKernel(JITFunction):
+    """A kernel of Triton's in all else; ``function`` and ``options`` are those of ``triton.jit``."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(function, **options)
+        self._kept: dict[tuple[Any, ...], tuple[Any, Callable[..., None]]] = {}
+        count = len(self.arg_names)
+        self._computed = count - len(self.constexprs)
+        self._constants_last = self.constexprs == [*range(self._computed, count)]
+
+    def __getitem__(self, grid: Any) -> Any:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *args: Any, **kwargs: Any) -> Any:
+        """On the current stream of the current device. Returns the compiled kernel, as Triton does."""
+        key = None
+        if self._constants_last and type(grid) is tuple:
+            args = (*args, *[kwargs.pop(name) for name in self.arg_names[len(args) :]])
+            key = self._key(args, grid, kwargs)
+        if key is not None and (kept := self._kept.get(key)) is not None:
+            compiled, launch = kept
+            launch(*args)
+            return compiled
+        compiled = self.run(*args, grid=grid, warmup=False, **kwargs)
+        if key is not None and isinstance(compiled, CompiledKernel):
+            if len(self._kept) >= _MOST:
+                self._kept.clear()
+            self._kept[key] = compiled, compiled[(*grid, 1, 1)[:3]]
+        return compiled
+
+    def _key(self, args: tuple[Any, ...], grid: Any, options: dict[str, Any]) -> tuple[Any, ...] | None:
+        """What Triton would make the same kernel and launch of; None where it has to look itself."""
+        addresses, found = 0, [torch.cuda.current_device(), grid]
+        for argument in args[: self._computed]:
+            kind = type(argument)
+            if kind is int:
+                found.append(argument)
+            elif isinstance(argument, Tensor):
+                addresses |= argument.data_ptr()
+                found.append(argument.dtype)
+            elif kind is float or argument is None:
+                found.append(kind)
+            else:
+                return None
+        if addresses & 15:  # each has a say of its own
+            found.append(tuple(each.data_ptr() % 16 == 0 for each in args if isinstance(each, Tensor)))
+        return (*found, *args[self._computed :], *options.items())
