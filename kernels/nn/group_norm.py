@@ -32,6 +32,8 @@ from fxprec.kernels.nn.group_norm_kernels import group_backward_kernel, group_fo
 FORWARD_ELEMENTS: Final = 16384
 BACKWARD_ELEMENTS: Final = 8192
 _TILE: Final = 4096
+#: Programs that a grid may have in its first dimension: one for each group of each sample.
+_MOST_GROUPS: Final = 2**31 - 1
 
 
 def group_norm(
@@ -57,7 +59,8 @@ def group_norm(
 
     Raises:
         TypeError: another dtype (float64 is declined).
-        ValueError: channels that are no multiple of num_groups; shapes or devices that do not fit.
+        ValueError: channels that are no multiple of num_groups; shapes or devices that do not fit; on a GPU 2**31
+            groups of all samples, or more.
     """
     if x.dim() < 2:
         raise ValueError(f"group_norm takes x of shape [N, C, *], got {tuple(x.shape)}.")
@@ -87,6 +90,11 @@ def _launch(
     samples, pixels = x.shape[0], prod(x.shape[2:])
     if not can_launch(x.device) or not x.numel():
         return _eager_forward(x, weight, bias, num_groups, eps, silu, memory_format)
+    if samples * num_groups > _MOST_GROUPS:
+        raise ValueError(
+            f"group_norm takes at most {_MOST_GROUPS} groups of all samples, as many as a GPU launches programs, got "
+            f"{samples} samples of {num_groups}: give it fewer samples at a time."
+        )
     y = torch.empty_like(x)
     statistics = torch.empty((2, samples * num_groups), dtype=torch.float32, device=x.device)
     shares, parts, constants = _cut(x, num_groups, memory_format, FORWARD_ELEMENTS, 3)

@@ -244,6 +244,21 @@ def test_more_than_2_31_elements(name: str, rows: int, columns: int, layout: str
         check(NAMED[name], rows, columns, layout)
 
 
+@pytest.mark.parametrize("layout", ["dense", "channels last"])
+def test_a_group_norm_of_as_many_groups_as_a_grid_has_programs(layout: str) -> None:
+    """One more is declined."""
+
+    def norm_of(samples: int) -> None:
+        x = tensor((samples, 2, 1, 1), LOW, layout).requires_grad_()
+        y = kernels.group_norm(x, 2)
+        torch.autograd.grad(y, x, tensor(y.shape, LOW, layout))
+
+    with Untouched():
+        norm_of(2**30 - 1)
+        with pytest.raises(ValueError, match=r"at most 2147483647 groups of all samples.*fewer samples"):
+            norm_of(2**30)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 def test_optimizers(dtype: torch.dtype, first: int) -> None:
