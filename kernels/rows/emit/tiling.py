@@ -37,6 +37,12 @@ _NARROW: Final = (16, 8)
 #: Rows of such a tile up to which addresses are few, since they differ by what is known to the compiler: layer norm's
 #: backward of five tensors took 122 registers with 4 rows, 221 with 8, and spilled with 16.
 _SHARED_ADDRESSES: Final = 4
+#: Numbers a row that take as many registers as a value of the tile: a thread reads four FP32 values of a row at once,
+#: so it has a quarter as many rows as elements. Three norms in a row, which keep seven statistics to the end, took 267
+#: registers with 4 values of a tile, 32 elements a thread, and two dimensions of rows.
+_ROW_NUMBERS: Final = 4
+#: Registers of a 64-bit number: a row's, and where there are several dimensions of rows its place along each.
+_INDEX: Final = 2
 _FLAT: Final = 1024
 #: Tiles that are on their way or computed at one time.
 _STAGES: Final = 3
@@ -78,8 +84,13 @@ class Form:
         return self.kind == "flat" or columns % self.block != 0
 
 
-def form_of(program: Program, flat: bool, count: int, vectors: bool = True) -> Form:
-    """The tiling for a program with ``count`` rows; ``vectors``: strides let several columns be read at once."""
+def form_of(program: Program, flat: bool, count: int, dimensions: int = 1, vectors: bool = True) -> Form:
+    """The tiling for a program with ``count`` rows.
+
+    Args:
+        dimensions: of rows.
+        vectors: strides let several columns be read at once.
+    """
     columns = max(program.columns, 1)
     partial = any(store.partial for store in program.stores)
     if flat:
@@ -90,7 +101,10 @@ def form_of(program: Program, flat: bool, count: int, vectors: bool = True) -> F
     wide = vectors and columns % _VECTOR == 0
     rows = max(1, (_ONE_WARP if wide else _ONE_WARP // 2) // block) if count > 1 else 1
     draws = sum(value.op == "keep" for value in program.values)
-    values = _pressure(program) + (rows > 1) + draws // 2  # rows have numbers of their own, and so have draws
+    values = _pressure(program) + draws // 2  # draws have numbers of their own, and so have rows
+    if rows > 1:
+        indices = _INDEX * (1 if dimensions == 1 else 1 + dimensions)
+        values += -(-(indices + _live(program, columns=False)) // _ROW_NUMBERS)
     if not wide and rows > _SHARED_ADDRESSES:
         values += 2 * _full_tensors(program)
     warps = None if block > LONGEST_TILE else _warps(rows * block, values, wide)
@@ -124,6 +138,11 @@ def _pressure(program: Program) -> int:
     Registers of a thread are about 28, and its elements times this: within 15 % for norms with gelu, dropout and
     biases (32 elements, 7 values: 244; 16 elements, 7 values: 136).
     """
+    return _live(program, columns=True) + sum(store.partial and store.columns for store in program.stores)
+
+
+def _live(program: Program, columns: bool) -> int:
+    """How many values of a tile are needed at one time, or without ``columns`` how many that are one number a row."""
     loads = {value for value, _ in program.loads}
     place = {value: number for number, value in enumerate(program.values)}
     first, last = dict(place), dict(place)
@@ -136,10 +155,10 @@ def _pressure(program: Program) -> int:
     last |= {store.value: len(place) for store in program.stores if isinstance(store.value, Value)}
     change = [0] * (len(place) + 1)
     for value in program.values:
-        if value.columns and value.op != "round":
+        if value.op != "round" and (value.columns if columns else value.rows and not value.columns):
             change[first[value]] += 1
             change[last[value]] -= 1
-    return max(accumulate(change)) + sum(store.partial and store.columns for store in program.stores)
+    return max(accumulate(change))
 
 
 def _blocks(columns: int, count: int, partial: bool) -> Form:

@@ -115,7 +115,7 @@ def prepare(
 ) -> Launch:  # fmt: skip
     """Make a launch; the arguments are those of ``walks``."""
     walked = walks(program, layout, loads, stores)
-    form = form_of(program, layout.flat, layout.rows, walked.wide)
+    form = form_of(program, layout.flat, layout.rows, walked.dimensions, walked.wide)
     source = emit(name, program, form, walked.loads, walked.stores, walked.dimensions, walked.strides)
     rows, columns = layout.rows, layout.columns
     down, across = form.down(rows, columns, _resident(device, rows, form.resident)), form.across(columns)
