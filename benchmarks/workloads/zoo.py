@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-__all__ = ["ZOO", "Case", "resnet"]
+__all__ = ["ZOO", "Case", "gpt2", "resnet"]
 
 SIZE: Final[dict[str, Any]] = {
     "hidden_size": 64,
@@ -50,10 +50,10 @@ def _bert() -> nn.Module:
     return BertForMaskedLM(BertConfig(vocab_size=200, max_position_embeddings=32, **SIZE))
 
 
-def _gpt2() -> nn.Module:
+def gpt2(layers: int = SIZE["num_hidden_layers"]) -> nn.Module:
+    """GPT-2 of so many layers; GPT-2 small has 12."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    layers = SIZE["num_hidden_layers"]
     return GPT2LMHeadModel(GPT2Config(vocab_size=200, n_positions=32, n_embd=64, n_layer=layers, n_head=4))
 
 
@@ -183,7 +183,7 @@ class _GAN(nn.Module):
 #: name -> case; sizes for a second or so on two cores
 ZOO: dict[str, Case] = {
     "bert": Case(_bert, _text),
-    "gpt2": Case(_gpt2, _text),
+    "gpt2": Case(gpt2, _text),
     "llama": Case(_llama, _text),
     "t5": Case(_t5, lambda: {"input_ids": _ids(), "labels": _ids()}),
     "vit": Case(_vit, lambda: {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([1, 2])}),
