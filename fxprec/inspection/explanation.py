@@ -18,6 +18,7 @@ from fxprec.inspection.nodes import (
     is_inserted,
     is_shadow,
     op_name,
+    original,
     places,
     reason,
     rewritten_graphs,
@@ -141,8 +142,8 @@ def _read(source: Node) -> str:
 
 
 def _put_out(node: Node) -> str:
-    now, before = shown_dtype(node), dtype_name(notes(node).dtype)
-    text = now if now == before or is_inserted(node) else f"{now} ({before} in the original)"
+    before = original(node)
+    text = f"{shown_dtype(node)} ({before} in the original)" if before else shown_dtype(node)
     direct = [user for user in node.users if not is_inserted(user)]
     parts = [f"to {_readers(direct)}"] if direct else []
     for cast in node.users:

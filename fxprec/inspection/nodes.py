@@ -23,7 +23,7 @@ from fxprec.model.module import conversion_of, graphs, is_converted
 from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
-from fxprec.passes.graph.text import dtype_name
+from fxprec.passes.graph.text import dtype_name, shown_dtype
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.program import is_weight_cast
@@ -166,6 +166,12 @@ def computes(node: Node) -> str:
     """The dtype of its arithmetic; "-": it has none."""
     own = not is_inserted(node) and node.op != "placeholder"
     return dtype_name(notes(node).precision.compute) if own else "-"
+
+
+def original(node: Node) -> str:
+    """The dtype of its result in the original, where the rewritten one's is another; else ""."""
+    before = dtype_name(notes(node).dtype)
+    return "" if is_inserted(node) or before == shown_dtype(node) else before
 
 
 def reason(node: Node) -> tuple[str, str]:

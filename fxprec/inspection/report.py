@@ -28,6 +28,7 @@ from fxprec.inspection.nodes import (
     known_graphs,
     moves_data,
     op_name,
+    original,
     places,
     reason,
     short_paths,
@@ -64,6 +65,7 @@ class Row:
 
     ``kind``: "op", "cast" (inserted, at every call), "shadow" (inserted cast of a weight), "absorbed" (an inserted cast
     within a fused region, where it costs nothing), "region" or "input". ``region``: the fused region that it is in.
+    ``served``: by which kernel of fxprec. ``original``: the dtype of its output there, where it is another one.
     ``reads``: names of nodes, and paths of weights. ``bytes``: of its results, -1 where nobody knows their shape.
     ``seconds``: that it takes in a step, by the costs of the device; -1 where they or the sizes are unknown.
     """
@@ -78,6 +80,8 @@ class Row:
     why: str
     source: str
     region: str = ""
+    served: str = ""
+    original: str = ""
     reads: tuple[str, ...] = ()
     bytes: int = -1
     seconds: float = field(default=UNKNOWN, compare=False)
@@ -116,7 +120,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, ready for json."""
-        found = json.loads(json.dumps(dataclasses.asdict(self)))
+        found = json.loads(json.dumps(self, default=_fields_of))
         found["headline"]["verdict"] = self.headline.verdict()
         return found
 
@@ -346,6 +350,11 @@ def _stays(graphs: Iterable[Sequence[Row]]) -> tuple[Stay, ...]:
     return tuple(_stay(rows, around) for (_, _, around), rows in ordered)
 
 
+def _fields_of(part: Any) -> dict[str, Any]:
+    """Of a dataclass, for json; ``dataclasses.asdict`` copies whatever they hold, three times as slowly."""
+    return {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
+
+
 def _stem(row: Row) -> str:
     """Its reason without what it says of other nodes."""
     return row.why.partition("; ")[0]
@@ -406,6 +415,8 @@ def _row(place: Place, times: Times | None) -> Row:
         why=why,
         source=source_line(node),
         region=notes(node).region,
+        served=notes(node).fused,
+        original=original(node),
         reads=tuple(
             weight_path(source) if source.op == "get_attr" else prefix + source.name
             for source in dict.fromkeys(node.all_input_nodes)

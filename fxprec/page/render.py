@@ -18,7 +18,9 @@ from typing import Any, Final
 #: A node that a reason names.
 _NAME: Final = re.compile(r"(?:%|for )([\w.]+)")
 #: Fields of a node that are texts, in the order in which the script reads them.
-_TEXTS: Final = ("node", "kind", "module", "op", "compute", "output", "rule", "why", "source", "region")
+_TEXTS: Final = (
+    "node", "kind", "module", "op", "compute", "output", "rule", "why", "source", "region", "served", "original",
+)  # fmt: skip
 
 
 def render(report: Mapping[str, Any], lines: Sequence[tuple[str, str]], other: Mapping[str, Any] | None = None) -> str:

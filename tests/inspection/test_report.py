@@ -63,6 +63,7 @@ def test_a_row_says_what_the_graph_does_and_where_it_comes_from(model):
         ("fc1", "bfloat16", "low"),
         ("fc2", "bfloat16", "low"),
     ]
+    assert (softmax.original, {row.original for row in linears}, softmax.served) == ("", {"float32"}, "")
 
 
 def test_where_no_floats_are_there_is_nothing_to_decide():

@@ -96,14 +96,14 @@ def test_the_data_are_those_of_the_report(tmp_path: Path) -> None:
     shadows = {row.node: row.reads[0] for row in report.graphs[0].rows if row.kind == "shadow"}
     assert [data["strings"][node[0]] for node in data["nodes"]] == [row.node for row in rows]
     for row, node in zip(rows, data["nodes"], strict=True):
-        reads = [data["strings"][data["nodes"][at][0]] if at >= 0 else data["strings"][-1 - at] for at in node[14]]
+        reads = [data["strings"][data["nodes"][at][0]] if at >= 0 else data["strings"][-1 - at] for at in node[16]]
         assert reads == [f"{shadows[name]} as its bfloat16 shadow" if name in shadows else name for name in row.reads]
-        assert data["strings"][node[7]].replace("@", data["strings"][node[10]]) == row.why
+        assert data["strings"][node[7]].replace("@", data["strings"][node[12]]) == row.why
     (linear,) = [node for node in data["nodes"] if data["strings"][node[0]] == "linear"]
-    assert "blocks.0.up.weight as its bfloat16 shadow" in [data["strings"][-1 - at] for at in linear[14] if at < 0]
-    assert linear[12] == 5 * 32 * 2, "bytes that it puts out"
+    assert "blocks.0.up.weight as its bfloat16 shadow" in [data["strings"][-1 - at] for at in linear[16] if at < 0]
+    assert linear[14] == 5 * 32 * 2, "bytes that it puts out"
     (seconds,) = [row.seconds for row in rows if row.node == "linear"]
-    assert linear[13] == round(seconds * 1e9) > 0 and len(linear) == 15, "nothing was measured"
+    assert linear[15] == round(seconds * 1e9) > 0 and len(linear) == 17, "nothing was measured"
 
 
 def bell(draw: random.Random) -> str:
@@ -179,10 +179,31 @@ def test_clicks_search_and_filters(opened: Any, tmp_path: Path) -> None:
     }  # fmt: skip
     bar = page.locator('#tree button[data-module="blocks.1.norm"] .bar i')
     assert [bar.nth(part).bounding_box()["width"] > 0 for part in (0, 1)] == [False, True], "all of it is FP32"
+    page.click('#tree button[data-module=""]')
+    (mixed,) = page.locator("#drawing g", has_text="blocks").all()
+    assert len(mixed.locator(".share").all()) == 2, "how much of it is low, and how much is not"
+    page.click('#tree button[data-module="blocks.1"]')
     boxes = page.locator("#drawing text").all_text_contents()
     assert {"norm", "up", "down", "gelu", "add"} <= {*boxes}
     page.locator("#drawing g", has_text="up").first.click()
     assert page.locator('#tree button.chosen[data-module="blocks.1.up"]').count() == 1
+
+
+@in_a_browser
+def test_a_card_says_what_explain_says(opened: Any) -> None:
+    model = fxprec.convert(Net(1), (torch.randn(5, 16),), dtype=torch.bfloat16).module
+    data = fxprec.report(model).to_dict()
+    (row,) = [row for row in data["graphs"][0]["rows"] if row["node"] == "linear_1"]
+    row["served"] = "a kernel of this test"
+    page = opened(render(data, []), "#node=0%2Flinear_1")
+    card = dict(zip(*(page.locator(f"#card {tag}").all_text_contents() for tag in ("dt", "dd")), strict=True))
+    told = dict(re.findall(r"^ {4}(reads|computes|puts out|because) +(.+)$", fxprec.explain(model, "linear_1"), re.M))
+    assert told["puts out"].startswith(card["puts out"]) and card["puts out"].endswith(" (float32 in the original)")
+    assert card["computes"] == told["computes"] and card["because"] == told["because"]
+    assert [*map(str.strip, page.locator("#card dd", has_text="shadow").locator("span").all_text_contents())] == (
+        told["reads"].split(", ")
+    )
+    assert card["served by"] == "a kernel of this test"
 
 
 @in_a_browser
@@ -288,6 +309,52 @@ HOSTILE = [
     '"><svg onload=alert(4)>', "javascript:alert(5)", "&lt;b&gt;", "{{7*7}}", "${alert(6)}", "@@DATA@@", "__proto__",
     "\u2028", "]]>", "%00", "'+alert(7)+'",
 ]  # fmt: skip
+
+
+class Named(nn.Module):
+    """Modules under any names, one behind the other."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+@in_a_browser
+def test_a_model_of_two_hundred_hostile_names(opened: Any, tmp_path: Path) -> None:
+    """Its modules, its class and its docstring, the file that it is in, reasons of a policy: shown as they are."""
+    names = [f"{text}{number}" for number in range(14) for text in HOSTILE if "." not in text]
+    assert len(names) >= 200
+    file = tmp_path / "<img src=x onerror=alert(8)>.py"
+    file.write_text(
+        "def forward(self, x):\n    for module in self.children():\n        x = module(x).relu()\n    return x\n"
+    )
+    space: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), space)
+    hostile = type(HOSTILE[0], (Named,), {"__doc__": HOSTILE[1], "forward": space["forward"]})
+    policy = fxprec.Policy.preset("O1").override(modules=dict.fromkeys(names[:3], Rule.FULL), ops={"relu": Rule.FULL})
+    model = fxprec.convert(hostile(names), (torch.randn(5, 16),), dtype=torch.bfloat16, policy=policy).module
+    batches = [(torch.randn(5, 16), torch.randn(5, 16))]
+    measured = {"ledger": audit(model, batches, F.mse_loss), "ranges": ranges(model, batches, F.mse_loss)}
+    page = opened(written(fxprec.report(model), tmp_path, **measured, before=report_of(hostile(names))))
+    assert page.text_content("#title") == HOSTILE[0] and page.title() == f"{HOSTILE[0]}: fxprec"
+    assert page.locator("#tree ul ul button").all_text_contents() == names
+    reasons = " ".join(page.locator("#reason option").all_text_contents())
+    assert "override modules" in reasons
+    page.fill("#search", "linear override")
+    page.locator("#list tbody tr").first.click()
+    assert f"override modules '{names[0]}'" in page.text_content("#card")
+    page.fill("#search", "")
+    for name in names[:20]:
+        page.locator("#tree ul ul button").nth(names.index(name)).click()
+        page.locator("#list tbody tr").first.click()
+        assert name in page.text_content("#card") and "<img src=x onerror=alert(8)>.py:3" in page.text_content("#card")
+    assert page.locator("img, svg[onload], #card script, #list script, #tree script, #lines script").count() == 0
 
 
 @in_a_browser

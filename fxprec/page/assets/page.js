@@ -5,7 +5,7 @@
     document.getElementById("verdict").textContent = "This page wants a browser that can unpack gzip: Chrome 80, Firefox 113, Safari 16.4 or later.";
     return;
   }
-  const FIELDS = ["name", "kind", "module", "op", "compute", "output", "rule", "why", "source", "region"];
+  const FIELDS = ["name", "kind", "module", "op", "compute", "output", "rule", "why", "source", "region", "served", "original"];
   const LOW = new Set(["bfloat16", "float16"]);
   const MOST = { rows: 300, boxes: 150 };
   const $ = (id) => document.getElementById(id);
@@ -31,11 +31,11 @@
 
   function read(rows) {
     const nodes = rows.map((row, index) => {
-      const node = { index, graph: row[11], bytes: row[12], time: row[13], reads: row[14], errors: row[15] || [], ranges: row[16] || [], readers: [] };
+      const [named, graph, bytes, time, reads, errors = [], ranges = []] = row.slice(FIELDS.length);
+      const node = { index, graph, bytes, time, reads, errors, ranges, readers: [] };
       node.error = node.errors.reduce((sum, [, share]) => sum + share, 0);
       FIELDS.forEach((field, position) => (node[field] = data.strings[row[position]]));
-      const named = data.strings[row[10]];
-      if (named) node.why = node.why.replace("@", () => named);
+      if (data.strings[named]) node.why = node.why.replace("@", () => data.strings[named]);
       return node;
     });
     for (const node of nodes) for (const at of node.reads) if (at >= 0) nodes[at].readers.push(node.index);
@@ -192,6 +192,18 @@
     return `m${state.module ? state.module + "." : ""}${rest.split(".")[0]}`;
   }
 
+  /* Of a module with nodes of several kinds: how much of it is of each. */
+  function shares(members, width) {
+    const parts = ["low", "full"].map((kind) => [kind, members.filter((node) => kindOf(node) === kind).length]);
+    const each = width / parts.reduce((sum, [, number]) => sum + number, 0);
+    let left = 5;
+    return parts.map(([kind, number]) => {
+      const bar = svg("rect", { class: "share", x: left, y: 36, width: number * each, height: 4, style: `fill: var(--${kind})` });
+      left += number * each;
+      return bar;
+    });
+  }
+
   function drawGraph() {
     const place = $("drawing");
     drawn = state.module;
@@ -240,6 +252,7 @@
         svg("text", { x: 8, y: 17 }, box.label),
         svg("text", { x: 8, y: 33, opacity: 0.65 }, box.note),
       );
+      if (kinds.size > 1) group.append(...shares(box.nodes, at.width - 10));
       const open = () => {
         if (module) { state.module = box.id.slice(1); refresh(); } else choose(box.nodes[0]);
       };
@@ -302,7 +315,8 @@
     line("source", node.source);
     line("reads", ...node.reads.map((at) => (at >= 0 ? link(at) : make("span", data.strings[-1 - at] + " "))));
     line("computes", node.compute);
-    line("puts out", node.output);
+    line("served by", node.served);
+    line("puts out", node.original ? `${node.output} (${node.original} in the original)` : node.output);
     line("read by", ...node.readers.map(link));
     line("because", node.rule === "-" ? node.why : `${node.rule}: ${node.why}`);
     line("bytes", bytesText(node.bytes));
