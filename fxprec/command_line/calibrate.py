@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from fxprec.command_line.waiting import Waiting
+from fxprec.command_line.written import add_json, tell
 from fxprec.costs.calibration import calibrate
 from fxprec.costs.files import costs_of, path_of, write
 from fxprec.costs.loop_cases import why_no_loops
@@ -21,15 +22,26 @@ from fxprec.passes.graph.text import dtype_name
 _ABOUT: Final = """Measure what matrix products, convolutions, attention, casts and compiled loops take on this machine,
 and keep it for convert(..., lower="pays") and convert(..., fuse=True): some seconds, in which nothing else should run.
 A CPU is measured with the number of threads that torch takes; with another number it is another machine."""
+_STATUS: Final = """Example:
+  python -m fxprec calibrate --threads 4
+
+Exit status: 0; 1: measured, and not written; 2: it cannot be done, with a line that says why."""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's."""
-    command = commands.add_parser("calibrate", description=_ABOUT, help="measure what lowering costs on this machine")
+    command = commands.add_parser(
+        "calibrate",
+        help="measure what lowering costs on this machine",
+        description=_ABOUT,
+        epilog=_STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     command.add_argument("--threads", type=int, help="of torch's, on a CPU; default: as torch has it")
     command.add_argument("--show", action="store_true", help="show the costs that serve now, and measure nothing")
-    command.add_argument("--output", type=Path, help="write there, and not where convert looks")
+    command.add_argument("--output", type=Path, help="keep them there, and not where convert looks")
+    add_json(command)
     command.add_argument("--quick", action="store_true", help="two sizes only, to try the command; wants --output")
     command.set_defaults(run=run)
 
@@ -48,11 +60,11 @@ def run(options: argparse.Namespace, waiting: Waiting) -> int:
         torch.set_num_threads(options.threads)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.show:
-        _print(costs_of(device))
+        tell(options, costs_of(device), _table(costs_of(device)))
         return 0
     waiting.say("measuring")
     costs = calibrate(device, quick=options.quick)
-    _print(costs)
+    tell(options, costs, _table(costs))
     if device == "cpu" and (why := why_no_loops()):
         print(f"compiled loops were not measured: {why}. Shipped costs serve for them", file=sys.stderr)
     path = options.output or path_of(device)
@@ -65,9 +77,9 @@ def run(options: argparse.Namespace, waiting: Waiting) -> int:
     return 0
 
 
-def _print(costs: DeviceCosts) -> None:
+def _table(costs: DeviceCosts) -> str:
     names = ("work", "size", *map(dtype_name, costs.curves))
-    print(plain(titled(str(costs), columns(names, _rows(costs)))))
+    return plain(titled(str(costs), columns(names, _rows(costs))))
 
 
 def _rows(costs: DeviceCosts) -> Iterator[tuple[str, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 import warnings
@@ -18,12 +17,15 @@ import fxprec.numerics as numerics
 from fxprec.command_line import calibrate
 from fxprec.command_line.target import Target, TargetError, load, told
 from fxprec.command_line.waiting import Waiting
+from fxprec.command_line.written import STDOUT, add_json, tell, writable
 from fxprec.convert import convert
 from fxprec.errors import FxprecError, FxprecWarning
 from fxprec.inspection.headline import Headline
 from fxprec.inspection.report import Report, report
 from fxprec.model.module import is_converted
 from fxprec.numerics.problem import Batch, Problem
+from fxprec.numerics.trial import under
+from fxprec.numerics.tune import search
 from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler
 
@@ -32,8 +34,6 @@ gives model, (model, batches) or (model, batches, loss): batches are (*inputs, t
 is a function (output, target) -> scalar. A model that is not converted yet is converted, by --level, --policy and
 --dtype."""
 _STATUS: Final = "Exit status: 0; 1: what was asked for was found; 2: it cannot be done, with a line that says why."
-#: What ``--json`` is called with to print.
-_STDOUT: Final = Path("-")
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -100,12 +100,7 @@ def parser() -> argparse.ArgumentParser:
         own.add_argument("--level", choices=("O0", "O1", "O2", "O3"), help="of the conversion; default: O1")
         own.add_argument("--policy", type=Path, metavar="FILE", help="a policy as TOML, in place of a level")
         own.add_argument("--dtype", choices=_DTYPES, help="default: float16 on CUDA, bfloat16 elsewhere")
-        own.add_argument(
-            "--json",
-            type=_writable,
-            metavar="FILE",
-            help="write all of it there as JSON; -: to stdout, and nothing else",
-        )
+        add_json(own)
         own.add_argument("--batches", type=int, default=batches, metavar="N", help=f"take N; default: {batches}")
         own.set_defaults(run=run)
         return own
@@ -114,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
         "report", _report, "what runs in which dtype, and why", 1, "What stays FP32, why, and the risks.",
         "--html page.html --fail-on outside,fp32-matmul",
     )  # fmt: skip
-    page = {"type": _writable, "metavar": "FILE", "help": "write a page to look into, too"}
+    page: dict[str, Any] = {"type": writable, "metavar": "FILE", "help": "write a page to look into, too"}
     own.add_argument("--html", **page)
     own.add_argument("--nodes", action="store_true", help="a line a node, too")
     own.add_argument(
@@ -131,7 +126,8 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--gradients", action="store_true", help="explain the error of the gradients, too")
     own.add_argument("--html", **page)
     own = command(
-        "locate", _locate, "the first op that gives a NaN, an inf or a lost gradient", 1, "1: there is one.",
+        "locate", _locate, "the first op that gives a NaN, an inf or a lost gradient", 1,
+        "Where it is, why, and a cure to paste.",
         "--dtype float16 --scale 65536 --batches 100",
     )  # fmt: skip
     scale = {"type": float, "metavar": "S", "help": "the loss scale that steps are run with; default: 1"}
@@ -144,24 +140,15 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--html", **page)
     own = command(
         "tune", _tune, "a policy for an error or a time", 32, "Predicted, then measured on other batches.",
-        "--error 1e-3 --output policy.toml",
+        "--error 1e-3 --output policy.toml --html page.html",
     )  # fmt: skip
     budget = own.add_mutually_exclusive_group(required=True)
     budget.add_argument("--error", type=float, metavar="E", help="of the loss, root mean square: keep to it")
     budget.add_argument("--time", type=float, metavar="T", help="a fraction of the time that the policy takes now")
-    own.add_argument("--output", type=_writable, metavar="FILE", help="write the policy there, as TOML")
+    own.add_argument("--output", type=writable, metavar="FILE", help="write the policy there, as TOML")
+    own.add_argument("--html", **{**page, "help": "write a page of the model under it, with what differs from before"})
     calibrate.add_to(commands)
     return made
-
-
-def _writable(name: str) -> Path:
-    """Refused before the work, and not behind it."""
-    path = Path(name)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{name!r} is a folder")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
-    return path
 
 
 def _failures(text: str) -> tuple[str, ...]:
@@ -186,10 +173,15 @@ def _target(options: argparse.Namespace, waiting: Waiting, wants_batches: bool =
     model = _converted(options, target)
     if target.batches:
         waiting.say("capturing")
-        with torch.random.fork_rng(devices=[]):
-            run = Problem.of(model, target.loss, options.command).run
-            told(f"{options.target}: the model failed on the first batch", run, target.batches[0])
+        _capture(options, Target(model, target.batches, target.loss))
     return Target(model, target.batches, target.loss)
+
+
+def _capture(options: argparse.Namespace, target: Target) -> None:
+    """Run the first batch."""
+    with torch.random.fork_rng(devices=[]):
+        run = Problem.of(target.model, target.loss, options.command).run
+        told(f"{options.target}: the model failed on the first batch", run, target.batches[0])
 
 
 def _converted(options: argparse.Namespace, target: Target) -> nn.Module:
@@ -215,8 +207,8 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting, wants_batches=False)
     waiting.say("looking over the graphs")
     found = report(target.model)
-    _write(options, found)
-    if options.nodes and options.json != _STDOUT:
+    tell(options, found)
+    if options.nodes and options.json != STDOUT:
         print(f"\n{found.nodes}")
     if options.html is not None:
         _write_page(options.html, found)
@@ -232,7 +224,7 @@ def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     batches = waiting.count("batches", target.batches)
     found = numerics.audit(target.model, batches, target.loss, gradients=options.gradients)
-    _write(options, found)
+    tell(options, found)
     if options.html is not None:
         _write_page(options.html, report(target.model), ledger=found)
     return 0
@@ -244,10 +236,10 @@ def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
     count = len(target.batches)
     for number, batch in enumerate(waiting.count("batches", target.batches), 1):
         if (found := numerics.locate(target.model, batch, target.loss, scaler)) is not None:
-            _write(options, {"batch": number, **found.to_dict()}, f"batch {number} of {count}: {found}")
+            tell(options, {"batch": number, **found.to_dict()}, f"batch {number} of {count}: {found}")
             return 1
     looked = "the 1 batch" if count == 1 else f"the {count} batches"
-    _write(options, None, f"in {looked} taken (--batches) all is finite, and nothing was flushed that counts")
+    tell(options, None, f"in {looked} taken (--batches) all is finite, and nothing was flushed that counts")
     return 0
 
 
@@ -255,7 +247,7 @@ def _ranges(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     batches = waiting.count("batches", target.batches)
     found = numerics.ranges(target.model, batches, target.loss, _scaler(options))
-    _write(options, found)
+    tell(options, found)
     if options.html is not None:
         _write_page(options.html, report(target.model), ranges=found)
     return 0
@@ -267,9 +259,13 @@ def _scaler(options: argparse.Namespace) -> LossScaler | None:
 
 def _tune(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
-    batches = waiting.count("batches", target.batches)
-    found = numerics.tune(target.model, batches, target.loss, error=options.error, time=options.time)
-    _write(options, found)
+    found = search(target.model, target.batches, target.loss, options.error, options.time, waiting.say)
+    tell(options, found)
+    if options.html is not None:
+        waiting.say("looking over the graphs")
+        tuned = under(target.model, policy=found.policy)
+        _capture(options, Target(tuned, target.batches, target.loss))
+        _write_page(options.html, report(tuned), before=report(target.model))
     if options.output is not None:
         options.output.write_text(found.to_toml(), encoding="utf-8")
         print(f"written to {options.output}", file=sys.stderr)
@@ -279,14 +275,3 @@ def _tune(options: argparse.Namespace, waiting: Waiting) -> int:
 def _write_page(path: Path, found: Report, **measured: Any) -> None:
     found.to_html(path, **measured)
     print(f"written to {path}", file=sys.stderr)
-
-
-def _write(options: argparse.Namespace, found: Any, text: str = "") -> None:
-    """``found``: None, what JSON takes, or what has a ``to_dict``."""
-    data = json.dumps(found.to_dict() if hasattr(found, "to_dict") else found, indent=1, allow_nan=False)
-    if options.json == _STDOUT:
-        print(data)
-        return
-    if options.json is not None:
-        options.json.write_text(data + "\n", encoding="utf-8")
-    print(text or found)

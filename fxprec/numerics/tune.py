@@ -7,7 +7,7 @@ import itertools
 import math
 import statistics
 import time as clock
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -71,14 +71,41 @@ def tune(
     Sources: Eisner and Severance, JACM 1976 (the curve); Hutchinson, Communications in Statistics 19, 1990 (the length
         of outputs' errors, by random signs); DESIGN 11.
     """
+    return search(model, batches, loss, error, time, lambda _: None)
+
+
+class _Told(list[Batch]):
+    """Batches of which somebody is told whenever one is taken."""
+
+    def __init__(self, what: str, batches: Iterable[Batch], say: Callable[[str], None]) -> None:
+        super().__init__(batches)
+        self._what, self._say = what, say
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number, batch in enumerate(super().__iter__(), 1):
+            self._say(f"{self._what}: batch {number} of {len(self)}")
+            yield batch
+
+
+def search(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss: Loss | None,
+    error: float | None,
+    time: float | None,
+    say: Callable[[str], None],
+) -> Tuned:
+    """As ``tune``; ``say`` is told what is done, as that takes a while."""
     problem = Problem.of(model, loss, "tune")
     settings = _settings_of(model)
     lowering = replace(settings.policy, level="O1") if settings.policy.level == "O0" else settings.policy
     _check_budget(error, time)
     calibration, held_out = _split([*problem.batches(batches)])
+    calibration, held_out = _Told("auditing", calibration, say), _Told("measuring", held_out, say)
     study = Study.of(problem, replace(settings, policy=lowering), calibration)
     start = study.decided(settings.policy)
     base = start if lowering is settings.policy else study.decided(lowering)
+    say("deciding")
     if error is not None:
         found, asked = cheapest_within(study.trade, error**2 - study.constant), f"an error of at most {error:g}"
     else:

@@ -248,6 +248,30 @@ def test_tune(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0 and "override" in out
 
 
+def test_a_page_of_a_tuned_model_compares(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("tune", "nets:whole", "--error", "1e-4", "--batches", "4", "--html", "tuned.html", "--output", "p.toml")
+    assert ran(capsys, *asked)[0] == 0
+    data = data_of(Path("tuned.html").read_text())
+    assert data["other"] is not None and data["other"]["nodes"] != data["nodes"]
+    ran(capsys, "report", "nets:whole", "--policy", "p.toml", "--html", "as.html")
+    assert data["nodes"] == data_of(Path("as.html").read_text())["nodes"], "the page is of the policy that was found"
+
+
+def test_tune_says_what_it_does(nets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[str, None] = {}
+    monkeypatch.setattr(Waiting, "say", lambda _, what: said.setdefault(what))
+    assert main(["tune", "nets:whole", "--error", "1e-4", "--batches", "4"]) == 0
+    assert [*said][-6:] == [
+        "capturing", "auditing: batch 1 of 3", "auditing: batch 2 of 3", "auditing: batch 3 of 3", "deciding",
+        "measuring: batch 1 of 1",
+    ]  # fmt: skip
+
+
+def test_calibrate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = ran(capsys, "calibrate", "--show", "--device", "cpu", "--json", "-")
+    assert status == 0 and "bfloat16" in json.loads(out)["curves"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
