@@ -85,6 +85,7 @@ class Headline:
         rehearsal: casts and memory kept for the backward, beside eager autocast's.
         captures, graphs, breaks: how often a forward was captured, what came of it, and the graph breaks between.
         other_mode: graphs captured while the module was in the other mode (training or not): no figure counts them.
+        other_calls: graphs of this mode that the last call did not run (other sizes, other arguments): likewise.
         net: where -> why of what runs outside the graphs, under torch.autocast.
         not_static: why static capture was declined.
         methods: those converted besides forward.
@@ -121,6 +122,7 @@ class Headline:
     not_named: tuple[str, ...] = ()
     risks: tuple[str, ...] = ()
     other_mode: int = 0
+    other_calls: int = 0
     packed: str = ""
     slow: str = ""
 
@@ -174,7 +176,8 @@ class Headline:
             yield "packed", self.packed
         if self.methods:
             yield "methods", ", ".join(("forward", *self.methods))
-        apart = f"; {self.other_mode} of the other mode apart" if self.other_mode else ""
+        of = {"of the other mode": self.other_mode, "that the last call did not run": self.other_calls}
+        apart = "".join(f"; {number} {which} apart" for which, number in of.items() if number)
         yield (
             "graphs",
             f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}{apart}",

@@ -95,7 +95,9 @@ class GraphReport:
         inputs: names of its placeholders.
         method: what it is of; "" for a bare graph.
         mode: of the method's module when it was captured, "training" or "eval"; "" for a bare graph.
-        counts: the headline counts it: it is of the mode that the module is in now, or no graph is.
+        counts: the headline counts it: it is of the mode that the module is in now, or no graph is; and the last call
+            in that mode ran it.
+        other_mode: it is of the other mode.
         guarded: attributes, globals and the like that the traced code read: once one of them has changed, another graph
             is made. Empty for a graph of dynamo, which keeps guards of its own, and for a bare graph.
     """
@@ -108,6 +110,7 @@ class GraphReport:
     method: str = ""
     mode: str = ""
     counts: bool = True
+    other_mode: bool = False
     guarded: tuple[str, ...] = ()
 
 
@@ -252,7 +255,8 @@ def _sections(
     sections: list[GraphReport] = []
     found: list[Place] = []
     captured = captured_of(model)
-    counted = conversion.in_present_mode(captured.values()) if conversion else ()
+    present = conversion.in_present_mode(captured.values()) if conversion else []
+    counted = conversion.of_last_call(present) if conversion else []
     for number, gm in enumerate(graphs):
         own = list(places(number, gm))
         found += own
@@ -266,7 +270,7 @@ def _sections(
         if known is not None:
             guarded = known.guards.read_by_user if known.guards is not None else ()
             about = {"method": known.method, "mode": "training" if known.training else "eval", "guarded": guarded}
-            about["counts"] = known in counted
+            about |= {"counts": known in counted, "other_mode": known not in present}
         sections.append(GraphReport(inputs, rows, activity, declined, regions_of(gm), **about))
     return graphs, sections, found
 
@@ -279,7 +283,9 @@ def _headline(
     sections: list[GraphReport],
 ) -> Headline:
     graphs = tuple(gm for gm, section in zip(graphs, sections, strict=True) if section.counts)
-    apart, sections = len(sections) - len(graphs), [section for section in sections if section.counts]
+    other_mode = sum(section.other_mode for section in sections)
+    other_calls = len(sections) - len(graphs) - other_mode
+    sections = [section for section in sections if section.counts]
     rows = [row for section in sections for row in section.rows]
     kinds = Counter(row.kind for row in rows)
     computing = [row for row in rows if row.compute != "-"]
@@ -314,7 +320,8 @@ def _headline(
         methods=conversion.settings.methods if conversion else (),
         not_named=tuple(map(str, unnamed_methods(model, conversion.methods))) if conversion else (),
         risks=tuple(_risks(conversion, computing)) if conversion else (),
-        other_mode=apart,
+        other_mode=other_mode,
+        other_calls=other_calls,
         packed=_packed(conversion, graphs) if conversion else "",
         slow=_slow(conversion, computing),
     )

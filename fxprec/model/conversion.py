@@ -509,6 +509,22 @@ class Conversion:
         some = {captured.entry for captured in fit}
         return [captured for captured in among if captured in fit or captured.entry not in some]
 
+    def of_last_call(self, among: Iterable[Captured]) -> list[Captured]:
+        """Of each method what its last call ran: an earlier one, of other sizes or arguments, may have run others.
+
+        Of static graphs, each of which is of a whole method, that is the one captured last.
+        """
+        ordered = [*enumerate(among)]
+        last: dict[int, int] = {}
+        for position, captured in ordered:
+            number = position if captured.calls is None else captured.calls.number
+            last[captured.entry] = max(number, last.get(captured.entry, 0))
+        return [
+            captured
+            for position, captured in ordered
+            if (position if captured.calls is None else captured.calls.number) == last[captured.entry]
+        ]
+
     def method(self, name: str) -> EntryPoint:
         """The entry point of that name; the path of a module stands for its forward.
 

@@ -60,6 +60,7 @@ class DynamicGraphs:
         self._ties: Ties | None = None
         self.found: list[tuple[GraphModule, Program, bool, Calls]] = []
         self._ran = Ran()
+        self._calls = 0
         self.watched = False
         self.net_notes: dict[str, str] = {}
         #: What runs the graphs: dynamo keeps what it was given for good, which knows them weakly.
@@ -79,7 +80,9 @@ class DynamicGraphs:
                 capture = self._capture = self._capture or dynamo.DynamoCapture(self._entry.unbound, self)
         with self._ran.noted() as ran:
             output = self._run(capture, model, module, args, kwargs)
+            self._calls += 1
             for calls, inputs, results in ran:
+                calls.number = self._calls
                 calls.note_mode(module, self.watched)
                 if not calls.looked_at:
                     named = next(iter(inspect.signature(self._entry.unbound).parameters), ""), module

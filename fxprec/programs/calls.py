@@ -31,6 +31,7 @@ class Calls:
         part: why the graph is a part of the method only; "" where it is the whole.
         placeholders: what dynamo said of its inputs.
         modes: of the method's module, in such calls.
+        number: of the last of them, among all calls of the method.
         looked_at: one has gone through.
         form: how the method was called, and what it gave; None: the graph cannot be called so.
         why_not: and why.
@@ -39,6 +40,7 @@ class Calls:
     part: str
     placeholders: tuple[Placeholder, ...]
     modes: set[Modes] = field(default_factory=set)
+    number: int = 0
     looked_at: bool = False
     form: CallForm | None = None
     why_not: str = ""

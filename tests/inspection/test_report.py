@@ -169,6 +169,52 @@ def test_the_headline_counts_the_present_mode_and_the_other_one_apart():
     assert ran.weights == training.weights
 
 
+@pytest.mark.parametrize("capture", ["dynamo", "symbolic"])
+def test_the_headline_counts_what_the_last_call_ran(capture):
+    """As a last batch that is smaller is captured anew: twice as many products run in no forward."""
+
+    class Sized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, times=1):
+            for _ in range(times):
+                x = self.fc(x)
+            return x
+
+    model = fxprec.convert(Sized(), dtype=torch.bfloat16, capture=capture).module
+    model(torch.randn(4, 8))
+    once = fxprec.report(model).headline
+    assert (once.products, once.other_calls) == ({"bfloat16": 1}, 0) and "apart" not in str(once)
+    model(torch.randn(4, 8), times=3)
+    report = fxprec.report(model)
+    assert (report.headline.products, report.headline.graphs) == ({"bfloat16": 3}, 1)
+    assert "; 1 that the last call did not run apart" in str(report)
+    assert [graph.counts for graph in report.graphs] == [False, True] and not report.headline.other_mode
+    if capture == "dynamo":  # of static graphs it is the one captured last
+        model(torch.randn(4, 8))
+        assert fxprec.report(model).headline.products == once.products
+
+
+def test_pieces_between_breaks_are_counted_together():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.last(x)
+
+    model = fxprec.convert(Broken(), dtype=torch.bfloat16, capture="dynamo").module
+    for rows in (4, 6, 7):
+        model(torch.randn(rows, 8))
+    headline = fxprec.report(model).headline
+    assert (headline.products, headline.graphs) == ({"bfloat16": 2}, 2) and headline.other_calls > 0
+
+
 def test_breaks_and_the_net_are_told():
     model, _ = fxprec.convert(Breaking(), (torch.randn(2, 8),), dtype=torch.bfloat16, capture="dynamo")
     headline = fxprec.report(model).headline

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec.integrations.timm import NativeScaler
+from tests.integrations.test_beside_autocast import FRAMEWORKS, check
 
 
 class Theirs:
@@ -87,7 +88,7 @@ def test_timm_itself_where_it_lies_beside_the_environment() -> None:
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "timms", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
-    assert re.search(r"\b5 passed", done.stdout) and "skipped" not in done.stdout, done.stdout[-3000:]
+    assert re.search(r"\b6 passed", done.stdout) and "skipped" not in done.stdout, done.stdout[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,10 @@ def test_with_timms_own_loop_losses_are_those_of_autocast(timm: Any, name: str) 
     assert theirs.keys() == ours.keys() and ema_theirs.keys() == ema_ours.keys()
     vision(timm, name).load_state_dict(ours)
     fxprec.convert(vision(timm, name)).module.load_state_dict(theirs)
+
+
+def test_timms_row_of_the_table(timm: Any, tmp_path: Path) -> None:
+    check("timm", FRAMEWORKS["timm"].run, tmp_path)
 
 
 def test_a_scale_goes_to_timms_scaler_and_back(timm: Any) -> None:
