@@ -199,6 +199,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--predict", nargs="*", choices=[*MACHINES], metavar="MACHINE",
         help=f"times by a model, without a device, on {', '.join(MACHINES)} (H200); with forms and optimizers",
     )  # fmt: skip
+    parser.add_argument(
+        "--against",
+        default="",
+        metavar="DEVICE",
+        help="predict forms that 'benchmarks forms' measured there",
+    )
     options = parser.parse_args(arguments)
     if options.predict is not None:
         return options

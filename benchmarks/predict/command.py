@@ -20,11 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure.results import environment, save
+from benchmarks.predict.against import compared
 from benchmarks.predict.cases import Case, Untouched, cases
+from benchmarks.predict.compared import Compared
 from benchmarks.predict.launches import Launch, launches_of, pretended
 from benchmarks.predict.machines import MACHINES, Machine
 from benchmarks.predict.model import LAUNCH, Prediction, predict
 from benchmarks.predict.sass import SassError
+from benchmarks.workloads.regions import MODELS
 
 __all__ = ["Row", "run"]
 
@@ -76,8 +79,8 @@ def _why(case: Case, launches: Sequence[Launch], found: Sequence[Prediction], se
         f"{len(launches)} launch{'es' * (len(launches) > 1)} of {1e6 * LAUNCH:.0f} us": LAUNCH * len(launches),
     }
     lost[
-        f"{launch.name}: {slowest.limit} ({slowest.held} programs of {kernel.warps} warps held, "
-        f"{kernel.programs / machine.processors:.1f} a multiprocessor)"
+        f"`{launch.name}`: {slowest.limit}; of its {kernel.programs / machine.processors:.1f} programs of "
+        f"{kernel.warps} warps a multiprocessor holds {slowest.held}"
     ] = seconds - bound - sum(lost.values())
     return max(lost, key=lambda what: lost[what])
 
@@ -89,10 +92,18 @@ def predicted(names: Sequence[str], dtype: torch.dtype, tiny: bool, only: str) -
     return [*_rows(machines, Untouched(device, dtype, tiny), only)]
 
 
+def predicted_forms(name: str, dtype: torch.dtype, device: str, only: str) -> list[Compared]:
+    """Forms that were measured on a device, in a process of its own."""
+    setup = Untouched(pretended(MACHINES[name]), dtype)
+    models = [model for model in MODELS if only and only in model]
+    return compared(setup, MACHINES[name], device, str(dtype).removeprefix("torch."), models)
+
+
 def _rows(machines: Sequence[Machine], setup: Untouched, only: str) -> Iterator[Row]:
     for case in cases(setup, only):
         try:
-            launches, trouble = launches_of(case.run, case.moved), ""
+            launches = launches_of(case.run, case.moved)
+            trouble = "" if launches else "launches no kernel"
         except SassError as error:
             launches, trouble = [], f"not predicted: {error}"
         for machine in machines:
@@ -102,6 +113,8 @@ def _rows(machines: Sequence[Machine], setup: Untouched, only: str) -> Iterator[
 def run(options: argparse.Namespace, dtype: torch.dtype) -> int:
     """What ``--predict`` does; returns the exit status."""
     chosen = [MACHINES[name] for name in options.predict or ("H200",)]
+    if options.against:
+        return _against(options, chosen[0], dtype)
 
     def alike(machine: Machine) -> tuple[int, int]:
         return machine.capability, machine.processors
@@ -109,13 +122,37 @@ def run(options: argparse.Namespace, dtype: torch.dtype) -> int:
     rows: list[Row] = []
     for _, machines in itertools.groupby(sorted(chosen, key=alike), key=alike):
         names = [machine.name for machine in machines]
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with _process() as pool:
             rows += pool.submit(predicted, names, dtype, options.check, options.only).result()
     Console(width=200).print(table(rows))
     if options.output or not options.check:
         data: dict[str, Any] = {"environment": environment() | {"device": "predicted"}, "dtype": options.dtype}
         save(f"kernels-{options.dtype}", data | {"rows": [asdict(row) for row in rows]}, options.output)
     return int(not rows)
+
+
+def _against(options: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> int:
+    """What ``--against`` does."""
+    with _process() as pool:
+        found = pool.submit(predicted_forms, machine.name, dtype, options.against, options.only).result()
+    made = Table(title=f"Forms as {options.against} measured them, and as the model predicts them")
+    for name in ("model", "region", "pass", "forms", "predicted / measured", "from", "to", "ordered", "pick"):
+        made.add_column(name)
+    for each in found:
+        figures = (each.mean, min(each.ratios), max(each.ratios), each.ordered, each.pick)
+        made.add_row(
+            each.model, each.region, each.direction, str(len(each.times)), *(f"{figure:.2f}" for figure in figures)
+        )
+    Console(width=200).print(made)
+    data = {"environment": environment() | {"device": "predicted"}, "dtype": options.dtype, "machine": machine.name}
+    data |= {"measured": options.against, "kernels": [asdict(each) for each in found]}
+    save(f"forms-{options.dtype}", data, options.output)
+    return int(not found)
+
+
+def _process() -> ProcessPoolExecutor:
+    """That pretends to have a GPU, as a process does for good."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def table(rows: Sequence[Row]) -> Table:

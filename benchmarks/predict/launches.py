@@ -82,11 +82,12 @@ def launches_of(run: Callable[[], object], moved: tuple[float, float] | None = N
         given = dict(zip(launched.source.fn.arg_names, arguments, strict=False))
         numbers = {name: number for name, number in given.items() if isinstance(number, int)}
         # Chunks of optimizers are as long as a constant says, but for the last one of a tensor.
-        unknown = numbers["CHUNK"] / numbers["BLOCK"] if "CHUNK" in numbers else None
+        tables = "CHUNK" in numbers
+        unknown = numbers["CHUNK"] / numbers["BLOCK"] if tables else None
         often = trips(text, numbers, grid, unknown)
         through = touched(text)
         sizes = {name: _bytes(x) for name, x in given.items() if isinstance(x, Tensor)}
-        loaded, stored = moved or (
+        loaded, stored = (moved if tables else None) or (
             sum(sizes.get(name, 0) for name, counts in through.items() if counts[kind]) for kind in (0, 1)
         )
         path, programs = _path(files[".cubin"]), math.prod(grid)

@@ -10,10 +10,13 @@ import pytest
 import kernel_tools
 from benchmarks import kernels
 from benchmarks.predict import model
+from benchmarks.predict.against import forms_of
+from benchmarks.predict.compared import Compared
 from benchmarks.predict.machines import MACHINES
 from benchmarks.predict.model import LAUNCH, Kernel, held, predict
 from benchmarks.predict.sass import Instruction, Loop, SassError, flat, loops, path_of
 from benchmarks.predict.trips import touched, trips
+from fxprec.kernels.rows.emit.tiling import Form
 
 H200 = MACHINES["H200"]
 
@@ -236,6 +239,27 @@ def test_what_is_not_simulated_takes_what_is_simulated_takes(monkeypatch):
     monkeypatch.setattr(model, "_BUDGET", 3000)
     for each, wanted in zip((long, waves), all_of_it, strict=True):
         assert predict(each, H200).seconds == pytest.approx(wanted, rel=0.05)
+
+
+# -- beside what was measured ------------------------------------------------------------------------------------------
+
+
+def test_how_near_predictions_come():
+    found = Compared("m", "r", "forward", ((10.0, 9.0), (10.2, 8.0), (20.0, 21.0), (40.0, 20.5)), 0)
+    assert found.ratios == [0.9, 8.0 / 10.2, 1.05, 0.5125]
+    assert found.pick == 1.02 and found.mean == pytest.approx((0.9 * 8 / 10.2 * 1.05 * 0.5125) ** 0.25)
+    # Of six pairs one is too near to ask for, and of the others one is wrong.
+    assert found.ordered == 4 / 5
+
+
+def test_forms_are_the_fastest_the_slowest_and_some_between():
+    rows = [
+        [float(us), 1, 1024, 4, 3, resident, 528] for us, resident in zip(range(70, 10, -1), [0, 4] * 30, strict=True)
+    ]
+    found = forms_of({"kind": "tile", "forms": rows})
+    assert len(found) == 24 and found[0][0] == 11.0 and found[-1][0] == 70.0
+    assert found[0][1] == Form("tile", 1, 1024, 4, True, 3, 4) and found[-1][1] == Form("tile", 1, 1024, 4, False, 3, 4)
+    assert len(forms_of({"kind": "tile", "forms": rows[:9]})) == 9
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -114,6 +114,16 @@ def results(tmp_path: pathlib.Path) -> pathlib.Path:
     }  # fmt: skip
     data = {"model": "Llama 1B", "copy_bytes_a_second": 4.27e12, "timing": "in turns", "kernels": [swept]}
     save("forms-bfloat16-llama-1b", {"environment": ENVIRONMENT, **data}, root)
+    predicted = {"environment": ENVIRONMENT | {"device": "predicted"}, "dtype": "bfloat16", "measured": "Some-GPU"}
+    row = {"kernel": "rope", "shape": "4x8", "direction": "forward", "launches": 1, "bound": 50.0}
+    guesses = [
+        ("rope", "H100", 55.0, ""), ("rope", "H200", 60.0, "2 launches"), ("rope", "A100", None, "unrolled"),
+        ("pool", "A100", 50.0, ""),
+    ]  # fmt: skip
+    lines = [row | {"kernel": name, "machine": machine, "us": us, "why": why} for name, machine, us, why in guesses]
+    save("kernels-bfloat16", {**predicted, "rows": lines}, root)
+    compared = {"model": "m", "region": "fused_add", "direction": "forward", "spilled": 0}
+    save("forms-bfloat16", {**predicted, "kernels": [compared | {"times": [[10.0, 9.0], [20.0, 22.0]]}]}, root)
     return root
 
 
@@ -204,6 +214,17 @@ def test_forms(results):
     assert "Timed in turns. Of a copy: " in text and "copy's 4270 GB/s" in text and f"bfloat16; {MEASURED}" in text
 
 
+def test_predictions(results):
+    text, _ = rendered(page("predicted", "predicted-forms"), results)
+    assert "| kernel | shape | pass | A100, us | H100, us | H200, us | why, H200 |\n" in text
+    assert "| rope | 4x8 | forward | – | 55 (1.10) | 60 (1.20) | 2 launches |\n" in text  # noqa: RUF001
+    assert "| pool | 4x8 | forward | 50 (1.00) | – | – | – |\n" in text  # noqa: RUF001
+    assert "| m | `fused_add` | forward | 2 | 0.99 | 0.90 | 1.10 | 100 % | 1.00 |\n" in text
+    assert "| all | – | – | 2 | 0.99 | 0.90 | 1.10 | – | – |\n" in text  # noqa: RUF001
+    assert "forms on Some-GPU" in text and "not measured" in text
+    assert text.count("bfloat16; compiled by triton none; 2026-01-02, commit abc123.") == 2
+
+
 def test_what_was_generated_stays(results):
     once, count = rendered(page("step cpu", "memory cpu"), results)
     assert rendered(once, results) == (once, count) == (once, 2)
@@ -238,6 +259,8 @@ def test_several_devices(results):
         (page("watch"), r"a table is 'watch SIZE \[LEVEL\]'"),
         (page("watch cpu"), "no results of watch-cpu-O1-mlp: 'python -m benchmarks watch' writes them"),
         (page("hotspots"), r"a table is 'hotspots SIZE \[DTYPE\]'"),
+        (page("predicted float16"), "no results of 'kernels-float16' on 'predicted'"),
+        (page("predicted-forms cpu bfloat16"), r"a table is 'predicted-forms \[DTYPE\]'"),
         (page("forms cpu bfloat16"), r"a table is 'forms \[DTYPE\]'"),
         (page("forms float16"), "no results of forms-float16-gpt-2-small: 'python -m benchmarks forms' writes them"),
         (page("ledger adds"), "'adds': a table is 'ledger QUESTION', with one of adds-up, planted, variances"),
