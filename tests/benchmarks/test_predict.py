@@ -210,11 +210,14 @@ def test_an_a100_computes_half_as_many_fp32_a_cycle():
 
 
 def test_a_barrier_waits_for_the_last_warp():
-    meets = instruction("BAR.SYNC", "barrier")
-    work = [instruction("FFMA", "fma")] * 50
-    apart = predict(kernel(*work, *work, programs=132, warps=8), H200).seconds
-    together = predict(kernel(*work, meets, *work, programs=132, warps=8), H200).seconds
-    assert 0 < (together - apart) * H200.clock < 40
+    """Which of four has its values last: until then nobody computes, and then all do."""
+    meets = replace(instruction("BAR.SYNC", "barrier"), waits=1)
+    load, work = replace(LOAD, width=1024), [instruction("FFMA", "fma", waits=1)] * 1000  # so that they come one by one
+    apart, together = (
+        predict(kernel(*path, programs=132, warps=16, loaded=132 * 16 * 32 * 1024), H200)
+        for path in ((load, *work), (load, meets, *work))
+    )
+    assert (together.seconds - apart.seconds) * H200.clock == pytest.approx(3 * 1000, rel=0.1)
 
 
 def test_loads_ahead_hide_the_latency():
