@@ -34,6 +34,7 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     aligned,
     channel_terms,
     dense,
+    divided,
     like,
     normalized,
     program_place,
@@ -149,7 +150,8 @@ def _eager(
 @jit(do_not_specialize=["rows", "rows_each"])
 def apply_kernel(
     x, residual, mean, spread, weight, bias, y, rows, columns, channels, pitch, rows_each, columns_each, eps,
-    RELU: constexpr, TRAINING: constexpr, PLANAR: constexpr, BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr,
+    RELU: constexpr, TRAINING: constexpr, PLANAR: constexpr, VECTOR: constexpr,
+    BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr,
 ):  # fmt: skip
     """Normalise, scale, shift, add, relu. Grid: (blocks of channels, parts).
 
@@ -157,6 +159,7 @@ def apply_kernel(
     residual: fp32, fp16 or bf16, of x's strides, read once, or None. y: x's dtype and strides, written once.
     mean, spread, weight, bias: [C], see ``channel_terms``. The integers: see ``Tiles``. eps: fp32 scalar.
     """
+    columns, pitch = divided(columns, VECTOR), divided(pitch, VECTOR)
     first_row, first_column, base, channel = program_place(columns, rows_each, columns_each, PLANAR, BLOCK_COLUMNS)
     end_row = tl.minimum(first_row + rows_each, rows)
     center, _, scale, shift = channel_terms(mean, spread, weight, bias, channel, channels, eps, TRAINING)

@@ -31,6 +31,7 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     aligned,
     channel_terms,
     dense,
+    divided,
     like,
     normalized,
     over_tile,
@@ -58,7 +59,8 @@ def masked_gradient(gradient, value, y, offsets, inside, center, scale, shift, R
 def sums_kernel(
     dy, x, y, mean, spread, weight, bias, dresidual, partials,
     rows, columns, channels, pitch, rows_each, columns_each, eps,
-    RELU: constexpr, TRAINING: constexpr, PLANAR: constexpr, BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr,
+    RELU: constexpr, TRAINING: constexpr, PLANAR: constexpr, VECTOR: constexpr,
+    BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr,
 ):  # fmt: skip
     """sum(dy') and sum(dy' * (x - mean)) of a part of each channel. Grid: (blocks of channels, parts).
 
@@ -67,6 +69,7 @@ def sums_kernel(
     mean, spread, weight, bias: [C], see ``channel_terms``. partials: fp32 [2, parts, C], written.
     The integers: see ``Tiles``. eps: fp32 scalar.
     """
+    columns, pitch = divided(columns, VECTOR), divided(pitch, VECTOR)
     first_row, first_column, base, channel = program_place(columns, rows_each, columns_each, PLANAR, BLOCK_COLUMNS)
     end_row = tl.minimum(first_row + rows_each, rows)
     center, _, scale, shift = channel_terms(mean, spread, weight, bias, channel, channels, eps, TRAINING)
@@ -106,7 +109,7 @@ def added_up(partials, parts, channel, channels, BLOCK_PARTS: constexpr):
 def inputs_kernel(
     dy, x, y, mean, spread, weight, bias, partials, dx, dweight, dbias, dresidual, parts,
     rows, columns, channels, pitch, rows_each, columns_each, eps, share,
-    RELU: constexpr, TRAINING: constexpr, PLANAR: constexpr,
+    RELU: constexpr, TRAINING: constexpr, PLANAR: constexpr, VECTOR: constexpr,
     BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr, BLOCK_PARTS: constexpr,
 ):  # fmt: skip
     """dx, and from the partials dweight and dbias. Grid: (blocks of channels, parts; 1 without dx and dresidual).
@@ -116,6 +119,7 @@ def inputs_kernel(
     dweight, dbias: fp32, fp16 or bf16 [C], written by the first part, or None.
     The integers: see ``Tiles``. eps, share (one by the elements of a channel): fp32 scalars. Computed in fp32.
     """
+    columns, pitch = divided(columns, VECTOR), divided(pitch, VECTOR)
     first_row, first_column, base, channel = program_place(columns, rows_each, columns_each, PLANAR, BLOCK_COLUMNS)
     end_row = tl.minimum(first_row + rows_each, rows)
     center, rstd, scale, shift = channel_terms(mean, spread, weight, bias, channel, channels, eps, TRAINING)

@@ -27,6 +27,7 @@ from fxprec.kernels.nn.batch_norm_tiles import (
     aligned,
     channel_mean,
     dense,
+    divided,
     over_tile,
     program_place,
     tiles,
@@ -39,13 +40,14 @@ _FINISH_WARPS = 8
 @jit(do_not_specialize=["rows", "rows_each"])
 def statistics_kernel(
     x, partials, rows, columns, channels, pitch, rows_each, columns_each,
-    PLANAR: constexpr, BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr,
+    PLANAR: constexpr, VECTOR: constexpr, BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr,
 ):  # fmt: skip
     """Count, mean and M2 of a part of each channel. Grid: (blocks of channels, parts).
 
     x: fp32, fp16 or bf16 [N, C, *], contiguous (PLANAR) or channels_last, read once; accumulated in fp32.
     partials: fp32 [3, parts, C], written. The integers: see ``Tiles``.
     """
+    columns, pitch = divided(columns, VECTOR), divided(pitch, VECTOR)
     first_row, first_column, base, channel = program_place(columns, rows_each, columns_each, PLANAR, BLOCK_COLUMNS)
     end_row = tl.minimum(first_row + rows_each, rows)
     lanes = tl.arange(0, BLOCK_ROWS)

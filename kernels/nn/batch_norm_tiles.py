@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 from typing import Any, Final
 
 import torch
@@ -33,8 +34,9 @@ _WIDEST: Final = 1024  # columns of a tile of contiguous memory, where there are
 _MOST_PARTS: Final = 256
 #: What Triton asks of a pitch, and of an address in bytes, before it reads several elements in one access.
 _VECTOR: Final = 16
-#: Elements of a tile that are read one by one.
+#: Elements of a tile of which an access reads few.
 _ALONE: Final = 4096
+_FEW: Final = 4
 #: Programs for each multiprocessor, which holds both at once if a thread has at most 64 registers.
 _RESIDENT: Final = 2
 
@@ -52,6 +54,7 @@ class Tiles:
     planar: bool  # contiguous [N, C, *]
     block_rows: int
     block_columns: int
+    vector: int  # elements that divide a row and are no promise of Triton's, which knows of 16 alone; else 1
     grid: tuple[int, int]
 
     @property
@@ -68,8 +71,8 @@ class Tiles:
         return {
             "rows": self.rows, "columns": self.columns, "channels": self.channels, "pitch": self.pitch,
             "rows_each": self.rows_each, "columns_each": self.columns_each, "PLANAR": self.planar,
-            "BLOCK_ROWS": self.block_rows, "BLOCK_COLUMNS": self.block_columns, "num_warps": WARPS,
-            "enable_fp_fusion": False,
+            "VECTOR": self.vector, "BLOCK_ROWS": self.block_rows, "BLOCK_COLUMNS": self.block_columns,
+            "num_warps": WARPS, "enable_fp_fusion": False,
         }  # fmt: skip
 
 
@@ -92,7 +95,8 @@ def cut(shape: tuple[int, ...], contiguous: bool, programs: int, tile: int) -> T
     for size in shape[2:]:
         positions *= size
     planar = contiguous and positions > 1
-    if (positions if planar else channels) % _VECTOR:  # each element has an address of its own, which takes registers
+    vector = gcd(positions if planar else channels, _VECTOR)
+    if vector <= _FEW:  # each access has an address of its own, which takes registers
         tile = min(tile, _ALONE)
     if planar and channels == 1 and samples * positions < 2**31:
         samples, positions = 1, samples * positions
@@ -116,8 +120,9 @@ def cut(shape: tuple[int, ...], contiguous: bool, programs: int, tile: int) -> T
     columns_each = _blocks(column_blocks, min(wanted // row_parts, column_blocks)) * block_columns
     parts = _blocks(rows, rows_each) * (_blocks(columns, columns_each) if planar else 1)
     return Tiles(
-        rows, columns, channels, pitch, rows_each, columns_each, planar, block_rows, block_columns, (blocks, parts)
-    )
+        rows, columns, channels, pitch, rows_each, columns_each, planar, block_rows, block_columns,
+        1 if vector == _VECTOR else vector, (blocks, parts),
+    )  # fmt: skip
 
 
 def dense(x: Tensor) -> Tensor:
@@ -155,6 +160,14 @@ def _programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 8  # the interpreter's: enough to have parts
     return _RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@jit()
+def divided(number, VECTOR: constexpr):
+    """The same number, an int scalar that VECTOR divides, so written that the compiler sees it."""
+    if VECTOR > 1:
+        number = number // VECTOR * VECTOR
+    return number
 
 
 @jit()

@@ -9,13 +9,14 @@
 What diffusion models run before every convolution: eager mode casts to FP32, normalises, casts back, and reads and
 writes again for SiLU; in channels_last its group norm first copies to contiguous. Here x is read and y written once
 where a group fits in registers (``FORWARD_ELEMENTS``), else x is read twice, the second time mostly from a cache. z is
-not saved: the backward reads dy and x, once or twice likewise, and computes it again.
+not saved: the backward reads dy and x, once or twice likewise, and computes it again. Of channels_last tensors that are
+read twice programs take no groups but channels side by side, unless groups are small (group_norm_slabs.py).
 """
 
 from __future__ import annotations
 
 from functools import partial
-from math import prod
+from math import gcd, prod
 from typing import Any, Final
 
 import torch
@@ -25,13 +26,21 @@ from torch import Tensor
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.operands import check_operands, packed
 from fxprec.kernels.launch.triton_support import can_launch, on_device
+from fxprec.kernels.nn import group_norm_slabs
 from fxprec.kernels.nn.column_sums import add_parts, processors
 from fxprec.kernels.nn.group_norm_kernels import group_backward_kernel, group_forward_kernel
+from fxprec.kernels.nn.group_norm_slabs import Slabs
 
 #: Elements up to which a group is one tile, in powers of two of channels and pixels.
 FORWARD_ELEMENTS: Final = 16384
 BACKWARD_ELEMENTS: Final = 8192
 _TILE: Final = 4096
+#: Of a tile of a slab.
+_SLAB_BYTES: Final = 8192
+#: Of a group that its program reads a second time from the multiprocessor's own cache.
+_NEAR_BYTES: Final = 32768
+#: What Triton asks of a number of channels before it reads several at once.
+_VECTOR: Final = 16
 #: Programs that a grid may have in its first dimension: one for each group of each sample.
 _MOST_GROUPS: Final = 2**31 - 1
 
@@ -97,8 +106,11 @@ def _launch(
         )
     y = torch.empty_like(x)
     statistics = torch.empty((2, samples * num_groups), dtype=torch.float32, device=x.device)
-    shares, parts, constants = _cut(x, num_groups, memory_format, FORWARD_ELEMENTS, 3)
     weight, bias = packed(weight), packed(bias)
+    if (slabs := _slabs(x, num_groups, memory_format, FORWARD_ELEMENTS)) is not None:
+        group_norm_slabs.forward(x, weight, bias, y, statistics, slabs, eps, silu)
+        return y, statistics
+    shares, parts, constants = _cut(x, num_groups, memory_format, FORWARD_ELEMENTS, 3)
     with on_device(x.device):
         for phase in (1, 2) if shares > 1 else (0,):
             group_forward_kernel[(samples * num_groups, shares)](
@@ -127,12 +139,15 @@ def _launch_backward(
     if not can_launch(x.device):
         return _eager_backward(dy, x, weight, bias, statistics, num_groups, silu, empty)
     dx, dweight, dbias = empty
+    weight, bias = packed(weight), packed(bias)
+    if (slabs := _slabs(x, num_groups, memory_format, BACKWARD_ELEMENTS)) is not None:
+        group_norm_slabs.backward(dy, x, weight, bias, statistics, dx, dweight, dbias, slabs, silu)
+        return found
     shares, parts, constants = _cut(x, num_groups, memory_format, BACKWARD_ELEMENTS, 2)
     sums = [gradient for gradient in (dweight, dbias) if gradient is not None]
     columns = torch.empty((len(sums), samples * shares, channels), dtype=torch.float32, device=x.device)
     dweights = None if dweight is None else columns[0]
     dbiases = None if dbias is None else columns[-1]
-    weight, bias = packed(weight), packed(bias)
     with on_device(x.device):
         for phase in (1, 2) if shares > 1 else (0,):
             group_backward_kernel[(samples * num_groups, shares)](
@@ -248,8 +263,25 @@ def _tile(channels: int, pixels: int, last: bool, elements: int) -> tuple[bool, 
     return whole, ct, pt, max(1, min(elements // 256, 8), min(elements // 512, 16))
 
 
+def _slabs(x: Tensor, num_groups: int, memory_format: torch.memory_format, elements: int) -> Slabs | None:
+    """How x is cut into slabs; None where programs take groups: it is contiguous, or a group is one tile of so many
+    elements, or its rows are whole runs of 16 bytes and it is read again from what a multiprocessor keeps.
+    """
+    samples, channels, pixels = x.shape[0], x.shape[1], prod(x.shape[2:])
+    row = channels // num_groups * x.itemsize
+    near = row % 16 == 0 and row * pixels <= _NEAR_BYTES
+    if memory_format == torch.contiguous_format or near or _tile(channels // num_groups, pixels, True, elements)[0]:
+        return None
+    widest = 64 if channels % 64 == 0 or channels > 512 else 32
+    ct = min(widest, 1 << (channels - 1).bit_length())
+    pt = min(max(1, _SLAB_BYTES // x.itemsize // ct), 1 << (pixels - 1).bit_length())
+    vector = gcd(channels, _VECTOR)
+    shares = _shares(samples * -(-channels // ct), pixels, pt, x.device)
+    return Slabs(samples, channels, pixels, num_groups, 1 if vector == _VECTOR else vector, ct, pt, shares)
+
+
 def _shares(groups: int, pixels: int, pt: int, device: torch.device) -> int:
-    """Programs a group: enough for the device, each of which has four tiles of pixels or more; at most 64."""
+    """Programs a group or slab: enough for the device, each of which has four tiles of pixels or more; at most 64."""
     return max(1, min(-(-4 * processors(device) // groups), pixels // (4 * pt), 64))
 
 

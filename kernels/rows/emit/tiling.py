@@ -41,7 +41,7 @@ _SHARED_ADDRESSES: Final = 4
 #: so it has a quarter as many rows as elements. Three norms in a row, which keep seven statistics to the end, took 267
 #: registers with 4 values of a tile, 32 elements a thread, and two dimensions of rows.
 _ROW_NUMBERS: Final = 4
-#: Registers of a 64-bit number: a row's, and where there are several dimensions of rows its place along each.
+#: Registers of a 64-bit number: a row's; of each of several dimensions the place along it, the rest, the way to there.
 _INDEX: Final = 2
 _FLAT: Final = 1024
 #: Tiles that are on their way or computed at one time.
@@ -103,7 +103,7 @@ def form_of(program: Program, flat: bool, count: int, dimensions: int = 1, vecto
     draws = sum(value.op == "keep" for value in program.values)
     values = _pressure(program) + draws // 2  # draws have numbers of their own, and so have rows
     if rows > 1:
-        indices = _INDEX * (1 if dimensions == 1 else 1 + dimensions)
+        indices = _INDEX * (1 if dimensions == 1 else 3 * dimensions)
         values += -(-(indices + _live(program, columns=False)) // _ROW_NUMBERS)
     if not wide and rows > _SHARED_ADDRESSES:
         values += 2 * _full_tensors(program)

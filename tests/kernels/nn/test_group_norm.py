@@ -16,7 +16,7 @@ import kernel_tools
 import norm_tools
 from benchmarks.workloads import kernel_bytes
 from fxprec.kernels.nn import group_norm as module
-from fxprec.kernels.nn import group_norm_kernels
+from fxprec.kernels.nn import group_norm_kernels, group_norm_slabs
 from fxprec.kernels.nn.group_norm import group_norm, reference
 
 error, gradients, near = norm_tools.error, norm_tools.gradients, norm_tools.near
@@ -54,6 +54,7 @@ def looped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FORWARD_ELEMENTS", 32)
     monkeypatch.setattr(module, "BACKWARD_ELEMENTS", 32)
     monkeypatch.setattr(module, "_TILE", 32)
+    monkeypatch.setattr(module, "_SLAB_BYTES", 128)
     monkeypatch.setattr(module, "processors", lambda device: 2)
 
 
@@ -98,6 +99,8 @@ def test_results_and_gradients_are_as_near_to_float64_as_eagers(
         ((1, 40, 5, 3), 1, False, True),  # more channels than a tile has
         ((1, 40, 5, 3), 1, True, True),
         ((2, 4, 90), 1, False, False),
+        ((2, 70, 5, 3), 7, True, True),  # slabs of 32 channels, of several groups and of parts of others
+        ((1, 5, 4, 3, 11), 5, True, False),
     ],
 )
 def test_groups_of_many_tiles_are_as_those_of_one(
@@ -348,6 +351,48 @@ def test_nothing_spills_and_tiles_move_16_bytes_at_a_time(
     wide = len(re.findall(r"(?:ld|st)\.global[.\w:]*v4\.b32", kernel.ptx))
     per_thread = math.prod(tile) // (32 * int(re.findall(r"\.reqntid (\d+)", kernel.ptx)[0]) // 32)
     assert wide >= (loads + stores) * per_thread // 16 or not aligned
+
+
+#: Kernel of slabs -> tiles that it loads and stores.
+SLABS = {
+    group_norm_slabs.channel_statistics_kernel: (1, 0), group_norm_slabs.normalize_kernel: (1, 1),
+    group_norm_slabs.channel_sums_kernel: (2, 0), group_norm_slabs.input_gradient_kernel: (2, 1),
+}  # fmt: skip
+
+
+@kernel_tools.compiles
+@pytest.mark.parametrize(("architecture", "dtype"), [(80, BF16), (90, BF16), (90, F32), (100, F16)])
+@pytest.mark.parametrize("kernel", SLABS, ids=lambda kernel: getattr(kernel, "fn", kernel).__name__)
+def test_slabs_are_read_16_bytes_at_a_time_ahead_of_what_is_computed(
+    kernel: Any, architecture: int, dtype: torch.dtype
+) -> None:
+    """Of ten channels a group, of 320."""
+    x = torch.empty((2, 320, 64, 64), dtype=dtype, device="meta").to(memory_format=torch.channels_last)
+    cut = module._slabs(x, 32, torch.channels_last, module.FORWARD_ELEMENTS)
+    assert cut is not None and cut.ct == 64 and cut.pt * 64 * dtype.itemsize == module._SLAB_BYTES
+    types: dict[str, Any] = dict.fromkeys(("x", "y", "dy", "dx"), dtype)
+    types |= dict.fromkeys(("weight", "bias", "statistics", "levels", "sums", "partials"), F32)
+    types |= dict.fromkeys(("channels", "pixels", "total", "rows"), "i32")
+    constants = {"CPG": cut.each, "SILU": True, "VECTOR": cut.vector, "CT": cut.ct, "PT": cut.pt}
+    built = norm_tools.compiled(kernel, architecture, cut.tile()["num_warps"], types, constants, ("rows", "total"))
+    print(kernel.fn.__name__, architecture, dtype, built.registers, "registers", built.shared, "bytes shared")
+    assert built.spills == 0 and built.registers <= 128 and built.shared <= 99 * 1024
+    assert not re.search(r"\b(atom|red)\.", built.ptx), "an order of its own every time"
+    loads, stores = SLABS[kernel]
+    assert built.moved(cut.pt, cut.ct) == (loads * dtype.itemsize, stores * dtype.itemsize)
+    copies = re.findall(r"cp\.async\.c[ga]\.shared\.global [^;]*?, (0x[0-9a-f]+|\d+)", built.ptx)
+    assert len(copies) >= 2 * loads and {int(size, 0) for size in copies} == {16}
+    assert len(re.findall(r"st\.global\.v4\.b32", built.ptx)) == 2 * stores, "16 bytes a thread, twice"
+
+
+def test_small_groups_of_whole_runs_are_no_slabs() -> None:
+    def slabs(channels: int, groups: int, side: int, layout: torch.memory_format = torch.channels_last) -> Any:
+        x = torch.empty((2, channels, side, side), dtype=BF16, device="meta").to(memory_format=layout)
+        return module._slabs(x, groups, layout, module.BACKWARD_ELEMENTS)
+
+    assert slabs(320, 32, 16) is None, "one tile"
+    assert slabs(320, 32, 64, torch.contiguous_format) is None
+    assert slabs(1280, 32, 16) is None and slabs(1280, 32, 32) is not None and slabs(1312, 32, 16) is not None
 
 
 @kernel_tools.compiles
