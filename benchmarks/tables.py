@@ -44,7 +44,8 @@ _STEP: Final = {
     "FP32": "fp32", "torch.compile": "compile", "its CUDA graphs": "compile-graphs", "O1": "o1",
     "O1, own optimizer": "o1-own", "O1, low gradients": "o1-low", "O1, compiled": "o1-compiled",
     "O1, fuse=True": "o1-fused", "O1, fuse=True, low gradients": "o1-fused-low",
-    "O1, loss inside": "o1-loss", "O2, own optimizer": "o2-own", "O1, lower=pays": "o1-pays",
+    "O1, fuse=True, low gradients, loss inside": "o1-fused-loss", "O1, loss inside": "o1-loss",
+    "O2, own optimizer": "o2-own", "O1, lower=pays": "o1-pays",
     "O1, whole step": "o1-whole", "O1, loss inside, whole step": "o1-loss-whole", "O2, whole step": "o2-whole",
 }  # fmt: skip
 _MEMORY: Final = {

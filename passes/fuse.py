@@ -94,7 +94,7 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
     changed = make_functional(graph)
     declined: list[str] = []
     if triton or loops:
-        called, declined = call_kernels(graph, native=loops)
+        called, declined = call_kernels(graph, native=loops, compiled=loops)
         changed |= called
     splits = split_biases(graph) if triton else []
     order = order_of_effects(graph)

@@ -220,6 +220,12 @@ _TABLE: Final = (
         refuses=(fxprec.ConversionError,),
         why="on a GPU regions are fused in any case",
     ),
+    Variant(
+        "o1-fused-loss", "fxprec O1, fuse=True, its AdamW(compiled=True), low gradients, the loss inside",
+        partial(_converted, own=True, low=True, compiled=True, fuse=True, inside=True), devices=("cpu",),
+        refuses=(fxprec.ConversionError,),
+        why="on a GPU regions are fused in any case",
+    ),
     Variant("o1-loss", "fxprec O1 with the loss inside, its AdamW", partial(_converted, own=True, inside=True)),
     Variant("o2", "fxprec O2, torch's AdamW(fused=True)", partial(_converted, level="O2")),
     Variant("o2-own", "fxprec O2, its AdamW", partial(_converted, level="O2", own=True)),

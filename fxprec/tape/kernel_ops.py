@@ -103,20 +103,20 @@ def _over(target: Tensor, weight: Tensor | None, ignore_index: int, reduction: s
 
 def _cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, smoothing: float,
-    z_loss: float, gradient: bool,
+    z_loss: float, _compiled: bool, gradient: bool,
 ) -> Any:  # fmt: skip
     settings = (target, weight, ignore_index, reduction, smoothing, z_loss)
     made = logits.new_empty(0)
     if gradient:
         rows, _ = _of_rows(logits, target, weight, ignore_index, smoothing, z_loss)
         made = rows / _over(target, weight, ignore_index, reduction)
-    _, stats, denominator, _ = torch.ops.fxprec.cross_entropy(logits.detach(), *settings, False)
+    _, stats, denominator, _ = torch.ops.fxprec.cross_entropy(logits.detach(), *settings, False, False)
     return reference(logits, *settings), stats, denominator, made
 
 
 def _cross_entropy_backward(
     grad: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, _stats: Tensor, _denominator: Tensor,
-    ignore_index: int, reduction: str, smoothing: float, z_loss: float, target_gradient: bool,
+    ignore_index: int, reduction: str, smoothing: float, z_loss: float, _compiled: bool, target_gradient: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     of_logits, of_target = _of_rows(logits, target, weight, ignore_index, smoothing, z_loss)
     factor = (grad / _over(target, weight, ignore_index, reduction)).reshape(-1, 1)

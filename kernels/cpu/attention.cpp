@@ -10,7 +10,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 #include <c10/util/BFloat16.h>
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cmath>
@@ -19,10 +18,11 @@
 #include <limits>
 #include <memory>
 
+#include "vectors.h"
+
 namespace {
 
 using Low = at::BFloat16;
-using Bits = uint16_t;
 
 struct Strides {
   int64_t batch, head, row;
@@ -38,45 +38,6 @@ struct Mask {
 };
 
 inline int64_t even(int64_t n) { return n + (n & 1); }
-
-constexpr int64_t kLanes = 16;
-
-inline int64_t whole(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
-
-inline __mmask16 first(int64_t n) { return n >= kLanes ? 0xffff : static_cast<__mmask16>((1u << n) - 1u); }
-
-// x rounded to bfloat16, ties to even, in the upper halves. NaN stays NaN where its lower half is zero, as it is of
-// NaN that came from bfloat16 or from an operation.
-inline __m512i upper(__m512 x) {
-  const __m512i bits = _mm512_castps_si512(x);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-}
-
-inline __m512i lower(__m512 x) { return _mm512_srli_epi32(upper(x), 16); }
-
-inline void store(Bits* to, __m512i words, __mmask16 lanes = 0xffff) {
-  _mm256_mask_storeu_epi16(to, lanes, _mm512_cvtepi32_epi16(words));
-}
-
-inline void store_rounded(Bits* to, __m512 x, __mmask16 lanes) {
-  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  store(to, _mm512_mask_mov_epi32(lower(x), nan, _mm512_set1_epi32(0x7fc0)), lanes);
-}
-
-// 2^t for t up to a little above 0; 0 below -125, since some CPUs take a hundred cycles for a result that is denormal.
-// Cephes' polynomial, some 2 units in the last place.
-inline __m512 power(__m512 t) {
-  const __mmask16 normal = _mm512_cmp_ps_mask(t, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);  // NaN as well, and stays
-  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(t, n);
-  __m512 y = _mm512_set1_ps(1.535336188319500e-4f);
-  for (float each : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f,
-                     6.931472028550421e-1f, 1.0f}) {
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(each));
-  }
-  return _mm512_maskz_scalef_ps(normal, y, n);
-}
 
 template <typename T>
 struct Buffer {
@@ -164,8 +125,6 @@ void multiply(int64_t m, int64_t n, int64_t k, const void* a, int64_t lda, const
   const auto *left = static_cast<const Low*>(a), *right = static_cast<const Low*>(b);
   at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, left, right, c, true);
 }
-
-constexpr float kLog2E = 1.44269504088896341f;
 
 // A row of exponents of 2: factor * s + log2(e) * mask, and -inf from `limit` to the next whole vector. Its maximum.
 template <bool masked>

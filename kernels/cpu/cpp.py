@@ -16,6 +16,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -58,13 +59,18 @@ def why_no_compiler() -> str:
 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
-    """The library of a source file of this package, such as "cpu/attention.cpp", which is built upon torch.
+    """The library of a source file of this package, such as "cpu/attention.cpp", with the headers that lie beside it.
 
     Raises:
         CompilerError: see there; with what the compiler said.
     """
-    text = files("fxprec.kernels").joinpath(source).read_text(encoding="utf-8")
-    return _library(Path(source).stem, text, _UPON_TORCH)
+    folder, name = os.path.split(source)
+
+    def read(file: str) -> str:
+        return files("fxprec.kernels").joinpath(folder, file).read_text(encoding="utf-8")
+
+    text = re.sub(r'#include "(.+)"', lambda include: read(include[1]), read(name))
+    return _library(Path(source).stem, text, _UPON_TORCH if "#include <ATen/" in text else _ALONE)
 
 
 @functools.cache

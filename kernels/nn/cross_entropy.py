@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.nn.cross_entropy_arguments import check_arguments
+from fxprec.kernels.nn.cross_entropy_arguments import check_arguments, check_compiled
 from fxprec.kernels.nn.cross_entropy_kernels import launch
 from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
 from fxprec.kernels.nn.scaled_gradient import scaled_gradient, wants_gradients_now
@@ -31,6 +31,7 @@ def _forward(
     reduction: str,
     label_smoothing: float,
     z_loss: float,
+    compiled: bool,
     gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the loss, the statistics, a mean's denominator (if any) and the gradient (if asked for)."""
@@ -46,6 +47,7 @@ def _forward(
         shares=rows[0] if mean and not soft and not gradient else None,
         denominator=denominator if gradient and mean and not soft and not late else None,
         scale=1.0 / max(len(logits), 1) if mean and soft else 1.0, gradient=result if gradient else None,
+        compiled=compiled,
     )  # fmt: skip
     if mean and soft:
         loss = losses.sum() / len(logits)
@@ -96,6 +98,7 @@ def _backward(
     reduction: str,
     label_smoothing: float,
     z_loss: float,
+    compiled: bool,
     target_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     gradients = _backward_fake(grad_output, logits, target, target_gradient)
@@ -104,7 +107,7 @@ def _backward(
         logits, target, weight, ignore_index, label_smoothing, z_loss, stats, grad_output=grad_output,
         denominator=denominator if mean and not soft else None,
         scale=1.0 / max(len(logits), 1) if mean and soft else 1.0, gradient=gradients[0],
-        target_gradient=gradients[1] if target_gradient else None,
+        target_gradient=gradients[1] if target_gradient else None, compiled=compiled,
     )  # fmt: skip
     return gradients
 
@@ -125,7 +128,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    rest = (None,) * 6
+    rest = (None,) * 7
     if grad is None:
         return None, None, *rest
     if ctx.made:
@@ -139,7 +142,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         return scaled_gradient(gradient, grad, late, ctx.dtype), None, *rest
     logits, target, weight, stats, denominator = ctx.saved_tensors
     if torch.is_grad_enabled():
-        return *eager_gradients(reference, (logits, target, weight, *ctx.settings), (grad,)), None
+        return *eager_gradients(reference, (logits, target, weight, *ctx.settings[:-1]), (grad,)), None, None
     soft = ctx.needs_input_grad[1]
     logits_gradient, target_gradient = _backward_op(
         grad, logits, target, weight, stats, denominator, *ctx.settings, soft
@@ -161,6 +164,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     gradient_in_forward: bool = False,
+    compiled: bool = False,
 ) -> Tensor:
     """``torch.nn.functional.cross_entropy`` in FP32, of logits in float32, float16 or bfloat16.
 
@@ -180,6 +184,8 @@ def cross_entropy(
         gradient_in_forward: make the gradient in the forward: it needs the memory early, and saves a pass over the
             logits. Only where the logits alone want a gradient, once (no ``create_graph``); elsewhere without effect.
             In float16 it is divided by a mean's denominator in the backward, lest it underflow.
+        compiled: on a CPU with AVX-512 run as a C++ loop, which the first call compiles: bfloat16 logits with class
+            indices, without class weights.
 
     Returns:
         float32: 0-dim, or with reduction "none" of the shape of the labels.
@@ -187,10 +193,13 @@ def cross_entropy(
     Raises:
         TypeError: a dtype that is not listed above (float64 among them).
         ValueError: shapes that do not match, an unknown reduction, label_smoothing outside of [0, 1], or
-            ignore_index >= 0 with probabilities.
+            ignore_index >= 0 with probabilities; ``compiled`` of what that does not serve.
+        CompilerError: nothing can be compiled here.
         RuntimeError: weights that want a gradient, with class indices.
     """
     soft = check_arguments(logits, target, weight, ignore_index, reduction, label_smoothing)
+    if compiled:
+        check_compiled(logits, target, weight)
     shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else target.shape[: 0 if soft else None]
     if logits.dim() > 2:
         logits, target = logits.movedim(1, -1), target.movedim(1, -1) if soft else target
@@ -205,7 +214,8 @@ def cross_entropy(
             and logits.requires_grad
             and not (soft and target.requires_grad)
         )
-        loss = _op(x, y, weight, ignore_index, reduction, float(label_smoothing), float(z_loss), made)[0]
+        numbers = float(label_smoothing), float(z_loss)
+        loss = _op(x, y, weight, ignore_index, reduction, *numbers, compiled, made)[0]
     return loss.view(shape) if reduction == "none" else loss
 
 

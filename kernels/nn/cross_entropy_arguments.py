@@ -50,6 +50,21 @@ def check_arguments(
     return soft
 
 
+def check_compiled(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
+    """Refuse what ``cross_entropy`` cannot take as a compiled loop."""
+    if (
+        logits.device.type != "cpu"
+        or logits.dtype is not torch.bfloat16
+        or target.is_floating_point()
+        or weight is not None
+    ):
+        raise ValueError(
+            "cross_entropy(compiled=True) serves bfloat16 logits on a CPU, with class indices, without class weights; "
+            f"got {logits.dtype} on '{logits.device}', a target of {target.dtype}"
+            f"{'' if weight is None else ' and class weights'}. Leave compiled out."
+        )
+
+
 def check_linear_arguments(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str, label_smoothing: float,
     chunk: int | None,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, int64, jit, on_device, tl
+from fxprec.kernels.nn.compiled_cross_entropy import launch_compiled
 from fxprec.kernels.nn.cross_entropy_reference import launch_in_torch
 from fxprec.kernels.nn.cross_entropy_tiles import edge_places, row_middle, sum_tile, write_tile
 
@@ -228,12 +229,19 @@ def launch(
     scale: float = 1.0,
     gradient: Tensor | None = None,
     target_gradient: Tensor | None = None,
+    compiled: bool = False,
 ) -> None:
     """Run the kernel on the current stream: forward where there are ``losses``, backward where there is ``gradient``.
 
-    Shapes and dtypes are the kernel's; the caller has checked them. Where no kernel runs, the same in plain torch.
+    Shapes and dtypes are the kernel's; the caller has checked them. Where no kernel runs, the same in plain torch, or
+    ``compiled``.
     """
     count, columns = logits.shape
+    if compiled:
+        return launch_compiled(
+            logits, target, ignore_index, label_smoothing, z_loss, stats, losses, shares, grad_output, denominator,
+            scale, gradient,
+        )  # fmt: skip
     if not can_launch(logits.device):
         return launch_in_torch(
             logits, target, weight, ignore_index, label_smoothing, z_loss, stats, losses, shares, grad_output,

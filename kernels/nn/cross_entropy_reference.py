@@ -67,14 +67,8 @@ def launch_in_torch(
     count, columns = logits.shape
     soft = target.is_floating_point()
     if not soft:
-        outside = (target != ignore_index) & ((target < 0) | (target >= columns))
-        if outside.any():
-            raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
-    factor = stats.new_full((count,), scale)
-    if grad_output is not None:
-        factor *= grad_output
-    if denominator is not None:
-        factor /= denominator
+        check_bounds(target, columns, ignore_index)
+    factor = factors(count, scale, grad_output, denominator)
     if weight is None and label_smoothing == z_loss == 0 and not soft:
         return _run_plain(logits, target, ignore_index, stats, losses, shares, factor, gradient)
     for at in _slices(logits):
@@ -86,6 +80,23 @@ def launch_in_torch(
             factor[at], gradient_rows, target_rows,
         )  # fmt: skip
     return None
+
+
+def check_bounds(target: Tensor, columns: int, ignore_index: int) -> None:
+    """Raise IndexError for a label outside of [0, C), as torch does on a CPU."""
+    outside = (target != ignore_index) & ((target < 0) | (target >= columns))
+    if outside.any():
+        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
+
+
+def factors(count: int, scale: float, grad_output: Tensor | None, denominator: Tensor | None) -> Tensor:
+    """What each row's gradient is multiplied by: FP32, [rows]."""
+    factor = torch.full((count,), scale)
+    if grad_output is not None:
+        factor *= grad_output
+    if denominator is not None:
+        factor /= denominator
+    return factor
 
 
 def _slices(logits: Tensor) -> Iterator[slice]:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -35,16 +36,17 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node, Proxy
 
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.passes.fusion.low_reads import cast_below, read_low, remove_unread
 from fxprec.passes.graph.annotations import CASTABLE, Precision, notes
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import is_served, leaf
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
 _LOW: Final = (torch.float16, torch.bfloat16)
-#: Logits on a CPU: from here on the passes over memory weigh more than the calls (python -m benchmarks step).
-_MANY: Final = 1 << 20
-#: Classes, next to each other, of which that holds: of few, or of the pixels of an image, torch's loss is faster.
-_LONG: Final = 512
+#: Logits on a CPU, and classes next to each other: from here on the passes over memory weigh more than the calls. Of
+#: fewer, or of the pixels of an image, torch's loss is faster.
+_SLICES: Final = (1 << 20, 512)
+_LOOP: Final = (1 << 18, 128)
 
 
 def batch_norm(
@@ -102,19 +104,24 @@ def _pair(size: Any) -> tuple[int, int]:
 
 def cross_entropy(
     input: Any, target: Any, weight: Any = None, ignore_index: int = -100, reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    label_smoothing: float = 0.0, compiled: bool = False,
 ) -> Any:  # fmt: skip
-    """``F.cross_entropy``, in FP32 of FP32, float16 or bfloat16 logits, which need no cast before; float64 stays."""
+    """``F.cross_entropy``, in FP32 of FP32, float16 or bfloat16 logits, which need no cast before; float64 stays.
+
+    ``compiled``: on a CPU of many logits as a C++ loop.
+    """
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     if isinstance(input, Proxy):
-        return leaf(cross_entropy, input, target, weight, **options)
+        return leaf(cross_entropy, input, target, weight, **options, compiled=compiled)
     wide = target.dtype is torch.float64 or (weight is not None and weight.dtype is torch.float64)
-    plain = weight is None and label_smoothing == 0 and not target.is_floating_point()  # slices of the rest are slower
-    served = is_served(input) or (plain and _in_slices(input))
+    labels = weight is None and not target.is_floating_point()
+    compiled = compiled and labels and _is_long(input, *_LOOP) and input.dtype is torch.bfloat16
+    sliced = labels and label_smoothing == 0 and _is_long(input, *_SLICES)  # slices of the rest are slower
+    served = compiled or sliced or is_served(input)
     if served and not wide and (weight is None or not weight.requires_grad):
         from fxprec.kernels.nn.cross_entropy import cross_entropy as kernel  # which loads Triton
 
-        return kernel(input, target, weight, **options)
+        return kernel(input, target, weight, **options, compiled=compiled)
     return F.cross_entropy(input.float() if input.dtype in _LOW else input, target, weight, **options)
 
 
@@ -127,8 +134,8 @@ def _is_channels_last(x: Any) -> bool:
     return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
-def _in_slices(logits: Any) -> bool:
-    """Whether torch's ops are better called on slices of these logits, which fit into a CPU's cache.
+def _is_long(logits: Any, many: int, classes: int) -> bool:
+    """Whether low logits on a CPU are many, in long rows, so that torch's loss is not the fastest.
 
     Not where somebody looks into the ops: vmap and forward mode have no rule for our own, a tracer would unroll them.
     """
@@ -136,30 +143,32 @@ def _in_slices(logits: Any) -> bool:
         watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
         and logits.device.type == "cpu"
         and logits.dtype in _LOW
-        and logits.numel() >= _MANY
+        and logits.numel() >= many
         and logits.dim() <= 2
-        and logits.shape[-1] >= _LONG
+        and logits.shape[-1] >= classes
     )
 
 
-def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
+def call_kernels(graph: Graph, native: bool = False, compiled: bool = False) -> tuple[bool, list[str]]:
     """Replace batch norms (with a residual sum and relu), group norms (with silu), cross entropies, max poolings.
 
     Args:
-        native: the graph gets no fused regions; only calls that gain without Triton are replaced.
+        native: no Triton kernel runs; only calls that gain without are replaced.
+        compiled: C++ loops run.
 
     Returns:
         whether any was replaced; and "node: reason" for those that the kernels do not take.
     """
     changed, declined = False, []
+    kernels = _KERNELS | ({"cross_entropy": partial(_cross_entropy, compiled=True)} if compiled else {})
     calls = [(node, op) for node in graph.nodes if (op := notes(node).op).name in _KERNELS]
     roots = alias_roots(graph) if calls else {}
     written = written_roots(graph, roots) if calls else set()
     for node, op in calls:
-        make = _KERNELS[op.name]
+        make = kernels[op.name]
         if op.in_place or roots[node] in written:
             continue
-        if native and not (op.name == "cross_entropy" and any(map(_is_inserted_cast, node.all_input_nodes[:1]))):
+        if native and not (op.name == "cross_entropy" and any(map(cast_below, node.all_input_nodes[:1]))):
             continue
         arguments = _arguments(node)
         if arguments is None:
@@ -174,7 +183,7 @@ def call_kernels(graph: Graph, native: bool = False) -> tuple[bool, list[str]]:
 def _read(arguments: dict[str, Any]) -> list[Node]:
     """What an op reads and does not write, and below a cast what that read: the call may come later than both."""
     own = [each for name in ("input", "weight", "bias") if isinstance(each := arguments.get(name), Node)]
-    return own + [source for each in own if _is_inserted_cast(each) for source in each.all_input_nodes]
+    return own + [source for each in own for node in cast_below(each) for source in node.all_input_nodes]
 
 
 def _arguments(node: Node) -> dict[str, Any] | None:
@@ -246,20 +255,22 @@ def _group_norm(node: Node, arguments: dict[str, Any], steady: Callable[[Node], 
     return True
 
 
-def _cross_entropy(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool]) -> bool:
+def _cross_entropy(
+    node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool], compiled: bool = False
+) -> bool:
     logits = arguments["input"]
     if not isinstance(logits, Node) or notes(node).precision.output not in (None, torch.float32):
         return False  # float64 probabilities, or a policy's own dtype: the kernel's loss is FP32
-    source = logits.args[0] if _is_inserted_cast(logits) else logits
-    assert isinstance(source, Node)
-    _call(cross_entropy, node, node, arguments | {"input": source})
-    if source is not logits:
+    chain = cast_below(logits)
+    source = read_low(chain) if chain else None
+    own = {"compiled": True} if compiled else {}
+    _call(cross_entropy, node, node, arguments | {"input": source or logits} | own)
+    if source is not None:
         reads, decided = notes(source).precision.output, notes(node).precision
         why = f"{decided.why}; its kernel reads {reads} and computes in FP32"
         notes(node).precision = Precision.arriving(torch.float32, torch.float32, decided.rule, why)
-        if not logits.users:
-            node.graph.erase_node(logits)
-    notes(node).fused = "the kernel of cross_entropy"
+        remove_unread(chain)
+    notes(node).fused = "a compiled loop of cross_entropy" if compiled else "the kernel of cross_entropy"
     return True
 
 

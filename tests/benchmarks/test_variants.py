@@ -98,7 +98,7 @@ def test_who_is_not_served_on_a_device_in_float16():
     setup = Setup(torch.device("cuda"), torch.float16, clip=1.0)
     unserved = {name: why for name, variant in VARIANTS.items() if (why := variant.unserved(setup))}
     assert (
-        unserved.keys() == {"bfloat16", "o1-compiled", "o1-fused", "o1-fused-low"}
+        unserved.keys() == {"bfloat16", "o1-compiled", "o1-fused", "o1-fused-low", "o1-fused-loss"}
         and "do not train" in unserved["bfloat16"]
     )
     assert not VARIANTS["fp32-tf32"].unserved(setup) and VARIANTS["fp32-tf32"].unserved(Setup(CPU))

@@ -300,7 +300,7 @@ def test_a_gradient_of_the_forward_is_overwritten_only_where_nobody_else_holds_i
     for again in (True, False):
         (gradient,) = torch.autograd.grad(loss, logits, retain_graph=again)
         assert not gradient.requires_grad
-    loss, *_, made = torch.ops.fxprec.cross_entropy(logits, target, None, -100, "mean", 0.0, 0.0, True)
+    loss, *_, made = torch.ops.fxprec.cross_entropy(logits, target, None, -100, "mean", 0.0, 0.0, False, True)
     before = made.clone()
     (loss * 2).backward()
     assert overwritten == [False, True, False]
@@ -381,7 +381,7 @@ def test_the_gradient_may_lie_where_the_logits_do(device: str) -> None:
 def test_opcheck(kind: tuple[Any, ...], made: bool) -> None:
     smoothing, z_loss, weighted, soft = kind
     logits, target, weight = inputs(3, 6, torch.float32, "cpu", soft, weighted)
-    arguments = (logits, target, weight, -100, "mean", smoothing, z_loss)
+    arguments = (logits, target, weight, -100, "mean", smoothing, z_loss, False)
     torch.library.opcheck(torch.ops.fxprec.cross_entropy.default, (*arguments, made))
     _, stats, denominator, _ = torch.ops.fxprec.cross_entropy(logits.detach(), *arguments[1:], False)
     given = (torch.ones(()), logits.detach(), target, weight, stats, denominator, *arguments[3:], soft)
@@ -631,16 +631,16 @@ def test_the_bytes_moved_are_those_of_the_arguments() -> None:
     """Of all tensors that the launches get and return, each once (a mean's losses and shares are read again)."""
     rows, columns = 64, 100
     logits, target, _ = inputs(rows, columns, torch.bfloat16, "cpu", False, False)
-    forward = torch.ops.fxprec.cross_entropy(logits.detach(), target, None, -100, "mean", 0.0, 0.0, False)
+    forward = torch.ops.fxprec.cross_entropy(logits.detach(), target, None, -100, "mean", 0.0, 0.0, False, False)
     losses = 2 * 2 * 4 * rows  # and shares; written, and read by the reduction
     size = sum(t.nbytes for t in (logits, target, forward[1])) + losses
     _, stats, denominator, _ = forward
     backward = torch.ops.fxprec.cross_entropy_backward(
-        torch.ones(()), logits.detach(), target, None, stats, denominator, -100, "mean", 0.0, 0.0, False
+        torch.ones(()), logits.detach(), target, None, stats, denominator, -100, "mean", 0.0, 0.0, False, False
     )
     size_of_backward = sum(t.nbytes for t in (logits, target, stats, backward[0]))
     assert kernel_bytes.cross_entropy(rows, columns, torch.bfloat16) == (size, size_of_backward)
-    made = torch.ops.fxprec.cross_entropy(logits.detach(), target, None, -100, "mean", 0.0, 0.0, True)
+    made = torch.ops.fxprec.cross_entropy(logits.detach(), target, None, -100, "mean", 0.0, 0.0, False, True)
     size = sum(t.nbytes for t in (logits, target, target, made[1], made[3])) + 2 * 4 * rows
     assert kernel_bytes.cross_entropy(rows, columns, torch.bfloat16, gradient_in_forward=True) == (size, 0)
 

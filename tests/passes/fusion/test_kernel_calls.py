@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 import fxprec
 import kernel_tools
+from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.passes.fusion import kernel_calls
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.graph.text import format_graph
@@ -24,6 +25,8 @@ from fxprec.testing import count_casts
 
 on_devices = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outside of the interpreter")
+#: As one compiled loop, where one can be.
+loop_too = pytest.mark.parametrize("fuse", ["auto", *([] if why_not() else [True])])
 X, WEIGHT = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
 CHANNELS = [torch.zeros(4), torch.ones(4), torch.randn(4), torch.randn(4)]
 
@@ -318,8 +321,9 @@ def test_a_bottleneck_takes_three_kernels_forward_and_six_backward(device: str) 
 
 
 @outside
+@loop_too
 @pytest.mark.parametrize("ignored", [False, True], ids=["all rows", "some rows ignored"])
-def test_many_logits_on_a_cpu_make_no_copies_in_fp32(ignored: bool):
+def test_many_logits_on_a_cpu_make_no_copies_in_fp32(ignored: bool, fuse: Any):
     """Forward and gradients, against float64, and what autograd keeps."""
     torch.manual_seed(0)
     head = nn.Linear(16, 4100, bias=False)
@@ -341,13 +345,15 @@ def test_many_logits_on_a_cpu_make_no_copies_in_fp32(ignored: bool):
     run("exact", lambda x, y: F.cross_entropy(exact(x), y), torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         run("eager", lambda x, y: F.cross_entropy(head(x), y))
-    model = fxprec.convert(head, loss=F.cross_entropy).module
+    model = fxprec.convert(head, loss=F.cross_entropy, fuse=fuse).module
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         run("ours", model)
     for ours, eager, right in zip(*(gradients[name] for name in ("ours", "eager", "exact")), strict=True):
         assert (ours.double() - right).norm() <= 2 * (eager.double() - right).norm() + 1e-9
     logits = [tensor.dtype for tensor in kept if tensor.numel() == 257 * 4100]
     assert logits and {*logits} == {torch.bfloat16}
+    (node,) = fxprec.graph_module(model).graph.find_nodes(op="call_function", target=kernel_calls.cross_entropy)
+    assert node.meta["fused"] == ("a compiled loop" if fuse is True else "the kernel") + " of cross_entropy"
 
 
 @outside
@@ -364,11 +370,12 @@ def test_few_logits_on_a_cpu_take_torchs_loss():
 
 
 @outside
+@loop_too
 @pytest.mark.parametrize("way", ["vmap", "jvp", "trace", "float64 probabilities"])
-def test_many_logits_take_torchs_loss_where_slices_cannot_serve(way: str, monkeypatch):
+def test_many_logits_take_torchs_loss_where_nothing_else_can_serve(way: str, fuse: Any, monkeypatch):
     torch.manual_seed(0)
     head, x, labels = nn.Linear(16, 8), torch.randn(3, 5, 16), torch.randint(8, (3, 5))
-    model = fxprec.convert(head, loss=F.cross_entropy).module
+    model = fxprec.convert(head, loss=F.cross_entropy, fuse=fuse).module
 
     def run() -> torch.Tensor:
         if way == "vmap":
@@ -380,9 +387,8 @@ def test_many_logits_take_torchs_loss_where_slices_cannot_serve(way: str, monkey
         return model(x[0], F.one_hot(labels[0], 8).double())
 
     expected = run()
-    for name in ("_MANY", "_LONG"):
-        monkeypatch.setattr(kernel_calls, name, 1)
-    assert kernel_calls._in_slices(torch.zeros(2, dtype=torch.bfloat16))
+    for name in ("_SLICES", "_LOOP"):
+        monkeypatch.setattr(kernel_calls, name, (1, 1))
     torch.testing.assert_close(run(), expected)
 
 
@@ -395,6 +401,29 @@ def test_images_and_few_classes_take_torchs_loss():
         assert ours.grad_fn.name() == torchs.grad_fn.name() and torch.equal(ours, torchs)
     many, labels = torch.randn(2048, 512).bfloat16().requires_grad_(), torch.zeros(2048, dtype=torch.long)
     assert kernel_calls.cross_entropy(many, labels).grad_fn.name() == "cross_entropyBackward"
+
+
+@outside
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_the_compiled_loop_takes_labels_in_long_rows_and_torch_the_rest(monkeypatch):
+    taken: list[bool] = []
+    module = types.SimpleNamespace(cross_entropy=lambda *args, compiled, **options: taken.append(compiled))
+    monkeypatch.setitem(sys.modules, "fxprec.kernels.nn.cross_entropy", module)
+
+    def call(x: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
+        kernel_calls.cross_entropy(x, target, compiled=True, **options)
+
+    x, labels = torch.randn(1 << 10, 256).bfloat16(), torch.zeros(1 << 10, dtype=torch.long)
+    call(x, labels)
+    call(x, labels, label_smoothing=0.1)
+    assert taken == [True, True]
+    call(x[1:], labels[1:])  # fewer
+    call(x.view(1 << 13, 32), torch.zeros(1 << 13, dtype=torch.long))  # shorter
+    call(x.half(), labels)
+    call(x.float(), labels)
+    call(x, labels, weight=torch.ones(256))
+    call(x, x.float().softmax(1))
+    assert taken == [True, True]
 
 
 @outside

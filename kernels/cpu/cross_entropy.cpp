@@ -1,0 +1,107 @@
+// Cross-entropy of rows of bfloat16 logits x[C] with a label l, in FP32; each is read once forward, once backward.
+//
+//   forward    most = max x,  log_sum = log(sum exp(x - most)),  lse = most + log_sum
+//              loss = lse - keep x[l] - spread sum(x) + z lse^2            keep = 1 - smoothing, spread = smoothing / C
+//   backward   dx = factor ((1 + 2 z lse) exp(x - lse) - spread - keep [at l])
+//
+// A row of the label to ignore is not read: its loss and its gradient are 0.
+#include <cmath>
+#include <limits>
+
+#include "vectors.h"
+
+namespace {
+
+struct Logits {
+  const Bits* data;
+  const int64_t* labels;
+  int64_t rows, columns, stride, ignored;
+  float smoothing, z_loss;
+
+  float keep() const { return 1.0f - smoothing; }
+  float spread() const { return smoothing / static_cast<float>(columns); }
+};
+
+inline __m512 exponent(__m512 x, __m512 most) { return _mm512_mul_ps(_mm512_sub_ps(x, most), _mm512_set1_ps(kLog2E)); }
+
+inline float one(const Bits* x) { return _mm512_cvtss_f32(load(x, 1)); }
+
+// Each vector of a row, with its lanes and a number below 4: of sums that do not wait for each other.
+template <typename Do>
+inline void over(int64_t columns, Do each) {
+  int64_t j = 0;
+  for (; j + 4 * kLanes <= columns; j += 4 * kLanes) {
+    for (int i = 0; i < 4; ++i) each(j + i * kLanes, __mmask16{0xffff}, i);
+  }
+  for (; j < columns; j += kLanes) each(j, first(columns - j), 0);
+}
+
+inline float total(const __m512 sums[4]) {
+  return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
+}
+
+}  // namespace
+
+// stats: [3, rows]: most, log_sum, and 1, or 0 of a row that is ignored; shares: the last of these, or null.
+extern "C" void fxprec_cross_entropy_forward(const Logits* of, float* stats, float* losses, float* shares,
+                                             int threads) {
+  const Logits& z = *of;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && z.rows > 1)
+  for (int64_t r = 0; r < z.rows; ++r) {
+    const Bits* x = z.data + r * z.stride;
+    const bool live = z.labels[r] != z.ignored;
+    float most = 0.0f, log_sum = 0.0f, loss = 0.0f;
+    if (live) {
+      const __m512 least = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+      __m512 largest[4] = {least, least, least, least}, sums[4] = {}, plain[4] = {};
+      over(z.columns, [&](int64_t j, __mmask16 lanes, int i) {
+        const __m512 value = load(x + j, lanes);
+        largest[i] = _mm512_mask_max_ps(largest[i], lanes, value, largest[i]);  // of NaN the second: sums find it
+        if (z.smoothing > 0) plain[i] = _mm512_add_ps(plain[i], value);
+      });
+      most = _mm512_reduce_max_ps(
+          _mm512_max_ps(_mm512_max_ps(largest[0], largest[1]), _mm512_max_ps(largest[2], largest[3])));
+      over(z.columns, [&](int64_t j, __mmask16 lanes, int i) {
+        const __m512 e = power(exponent(load(x + j, lanes), _mm512_set1_ps(most)));
+        sums[i] = _mm512_mask_add_ps(sums[i], lanes, sums[i], e);
+      });
+      log_sum = std::log(total(sums));
+      const float lse = most + log_sum;
+      loss = z.keep() * (log_sum - (one(x + z.labels[r]) - most));
+      if (z.smoothing > 0) loss += z.smoothing * (lse - total(plain) / static_cast<float>(z.columns));
+      loss += z.z_loss * lse * lse;
+    }
+    stats[r] = most;
+    stats[z.rows + r] = log_sum;
+    stats[2 * z.rows + r] = live;
+    losses[r] = loss;
+    if (shares) shares[r] = live;
+  }
+}
+
+// factors: of each row's gradient.
+extern "C" void fxprec_cross_entropy_backward(const Logits* of, const float* stats, const float* factors,
+                                              Bits* gradient, int64_t stride, int threads) {
+  const Logits& z = *of;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && z.rows > 1)
+  for (int64_t r = 0; r < z.rows; ++r) {
+    const Bits* x = z.data + r * z.stride;
+    Bits* dx = gradient + r * stride;
+    const bool live = z.labels[r] != z.ignored;
+    const __m512 most = _mm512_set1_ps(stats[r]), log_sum = _mm512_set1_ps(stats[z.rows + r]);
+    const __m512 mass = _mm512_set1_ps(1.0f + 2.0f * z.z_loss * (stats[r] + stats[z.rows + r]));
+    const __m512 spread = _mm512_set1_ps(z.spread()), factor = _mm512_set1_ps(factors[r]);
+    const auto value = [&](__m512 logits, __m512 target) {
+      const __m512 p = power(_mm512_mul_ps(_mm512_sub_ps(_mm512_sub_ps(logits, most), log_sum),
+                                           _mm512_set1_ps(kLog2E)));
+      return _mm512_mul_ps(_mm512_sub_ps(_mm512_mul_ps(p, mass), target), factor);
+    };
+    over(z.columns, [&](int64_t j, __mmask16 lanes, int) {
+      store_rounded(dx + j, live ? value(load(x + j, lanes), spread) : _mm512_setzero_ps(), lanes);
+    });
+    if (live) {
+      const int64_t l = z.labels[r];
+      store_rounded(dx + l, value(load(x + l, 1), _mm512_add_ps(spread, _mm512_set1_ps(z.keep()))), 1);
+    }
+  }
+}

@@ -1,0 +1,62 @@
+"""Cross-entropy on a CPU as a compiled loop: ``cpu/cross_entropy.cpp``, of bfloat16 logits with a label each.
+
+A row stays in the cache between the passes over it, so that logits come from memory once forward and once backward,
+where torch's ops move some 20 bytes more for each. The first call compiles (``cpp``): a second, once a machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.cpu.cpp import compiled
+from fxprec.kernels.nn.cross_entropy_reference import check_bounds, factors
+
+_SOURCE: Final = "cpu/cross_entropy.cpp"
+
+
+class _Logits(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "labels")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "stride", "ignored")),
+        *((name, ctypes.c_float) for name in ("smoothing", "z_loss")),
+    )
+
+
+def launch_compiled(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, stats: Tensor,
+    losses: Tensor | None, shares: Tensor | None, grad_output: Tensor | None, denominator: Tensor | None, scale: float,
+    gradient: Tensor | None,
+) -> None:  # fmt: skip
+    """What ``cross_entropy_kernels.launch`` does, of labels without class weights, with torch's number of threads.
+
+    Raises:
+        IndexError: a label outside of [0, C), as torch on a CPU.
+        CompilerError: nothing can be compiled here.
+    """
+    rows, columns = logits.shape
+    check_bounds(target, columns, ignore_index)
+    labels = target.long().contiguous()
+    of = _Logits(
+        logits.data_ptr(), labels.data_ptr(), rows, columns, logits.stride(0), ignore_index, label_smoothing, z_loss
+    )
+    library, threads = compiled(_SOURCE), torch.get_num_threads()
+    if losses is not None:
+        library.fxprec_cross_entropy_forward(
+            ctypes.byref(of), _pointer(stats), _pointer(losses), _pointer(shares), threads
+        )
+    if gradient is not None:
+        factor = factors(rows, scale, grad_output, denominator)
+        library.fxprec_cross_entropy_backward(
+            ctypes.byref(of), _pointer(stats), _pointer(factor), _pointer(gradient),
+            ctypes.c_int64(gradient.stride(0)), threads,
+        )  # fmt: skip
+
+
+def _pointer(x: Tensor | None) -> Any:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
