@@ -42,8 +42,16 @@ _AT_ONCE: Final = 1 << 22
 _KEPT: Final = 2
 #: What torch chooses where it has no fused kernel.
 _BY_OPS: Final = 0
-#: Rows of a causal block, at least, and blocks, at most: thinner products take longer than what they leave out.
-_ROWS: Final = 64
+
+
+def _has_amx() -> bool:
+    told: Any = getattr(torch.cpu, "get_capabilities", dict)()
+    return told.get("amx_bf16") is True
+
+
+#: Rows of a causal block, at least, and blocks, at most: thinner products take longer than what they leave out. On a
+#: Xeon with AMX blocks of 128 rows took 0.8 to 0.93 of the time that those of 64 took.
+_ROWS: Final = 128 if _has_amx() else 64
 _BLOCKS: Final = 4
 
 
@@ -79,12 +87,14 @@ class _Plan:
     @classmethod
     def of(cls, query: Tensor, key: Tensor, causal: bool) -> _Plan:
         """For query [N, H, T, E] and key [N, G, S, E]."""
-        return cls._of(*query.shape[:3], *key.shape[1:3], causal, _AT_ONCE)
+        return cls._of(*query.shape[:3], *key.shape[1:3], causal, _AT_ONCE, _ROWS)
 
     @classmethod
     @functools.lru_cache(maxsize=64)  # layers are alike, and each call asks three times
-    def _of(cls, batch: int, heads: int, rows: int, groups: int, keys: int, causal: bool, at_once: int) -> _Plan:
-        group, count = heads // groups, max(1, min(_BLOCKS, rows // _ROWS)) if causal else 1
+    def _of(
+        cls, batch: int, heads: int, rows: int, groups: int, keys: int, causal: bool, at_once: int, least: int
+    ) -> _Plan:
+        group, count = heads // groups, max(1, min(_BLOCKS, rows // least)) if causal else 1
         edges = [rows * number // count for number in range(count + 1)]
         blocks = tuple(_Block(slice(first, end), min(end, keys) if causal else keys) for first, end in pairwise(edges))
         areas = [group * (block.rows.stop - block.rows.start) * block.keys for block in blocks]

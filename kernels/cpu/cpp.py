@@ -69,7 +69,7 @@ def compiled(source: str) -> ctypes.CDLL:
     def read(file: str) -> str:
         return files("fxprec.kernels").joinpath(folder, file).read_text(encoding="utf-8")
 
-    text = re.sub(r'#include "(.+)"', lambda include: read(include[1]), read(name))
+    text = re.sub(r'^#include "([^"]+)"$', lambda include: read(include[1]), read(name), flags=re.MULTILINE)
     return _library(Path(source).stem, text, _UPON_TORCH if "#include <ATen/" in text else _ALONE)
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy on a CPU as a compiled loop: ``cpu/cross_entropy.cpp``, of bfloat16 logits with a label each.
+"""Cross-entropy on a CPU as a compiled loop: ``cpu/cross_entropy.cpp``, of rows of logits with a label each.
 
 A row stays in the cache between the passes over it, so that logits come from memory once forward and once backward,
 where torch's ops move some 20 bytes more for each. The first call compiles (``cpp``): a second, once a machine.
@@ -41,19 +41,19 @@ def launch_compiled(
     """
     rows, columns = logits.shape
     check_bounds(target, columns, ignore_index)
-    labels = target.long().contiguous()
+    labels = target.contiguous()
     of = _Logits(
         logits.data_ptr(), labels.data_ptr(), rows, columns, logits.stride(0), ignore_index, label_smoothing, z_loss
     )
-    library, threads = compiled(_SOURCE), torch.get_num_threads()
+    library, threads, low = compiled(_SOURCE), torch.get_num_threads(), logits.dtype is torch.bfloat16
     if losses is not None:
         library.fxprec_cross_entropy_forward(
-            ctypes.byref(of), _pointer(stats), _pointer(losses), _pointer(shares), threads
+            ctypes.byref(of), low, _pointer(stats), _pointer(losses), _pointer(shares), threads
         )
     if gradient is not None:
-        factor = factors(rows, scale, grad_output, denominator)
+        factor = factors(stats, scale, grad_output, denominator)
         library.fxprec_cross_entropy_backward(
-            ctypes.byref(of), _pointer(stats), _pointer(factor), _pointer(gradient),
+            ctypes.byref(of), low, _pointer(stats), _pointer(factor), _pointer(gradient),
             ctypes.c_int64(gradient.stride(0)), threads,
         )  # fmt: skip
 

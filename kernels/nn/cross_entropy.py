@@ -184,8 +184,8 @@ def cross_entropy(
         gradient_in_forward: make the gradient in the forward: it needs the memory early, and saves a pass over the
             logits. Only where the logits alone want a gradient, once (no ``create_graph``); elsewhere without effect.
             In float16 it is divided by a mean's denominator in the backward, lest it underflow.
-        compiled: on a CPU with AVX-512 run as a C++ loop, which the first call compiles: bfloat16 logits with class
-            indices, without class weights.
+        compiled: on a CPU with AVX-512 run as a C++ loop, which the first call compiles: bfloat16 or float32 logits
+            with class indices, without class weights.
 
     Returns:
         float32: 0-dim, or with reduction "none" of the shape of the labels.
@@ -204,7 +204,7 @@ def cross_entropy(
     if logits.dim() > 2:
         logits, target = logits.movedim(1, -1), target.movedim(1, -1) if soft else target
     columns = logits.shape[-1]
-    x, y = _rows(logits), _rows(target) if soft else target.reshape(-1)
+    x, y = _rows(logits), _rows(target) if soft else target.reshape(-1).long()  # uint8 has no -100, nor 300 classes
     if columns == 0 or (weight is not None and weight.requires_grad):
         loss = reference(x, y, weight, ignore_index, reduction, label_smoothing, z_loss)
     else:

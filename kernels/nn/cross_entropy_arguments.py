@@ -54,13 +54,13 @@ def check_compiled(logits: Tensor, target: Tensor, weight: Tensor | None) -> Non
     """Refuse what ``cross_entropy`` cannot take as a compiled loop."""
     if (
         logits.device.type != "cpu"
-        or logits.dtype is not torch.bfloat16
+        or logits.dtype not in (torch.bfloat16, torch.float32)
         or target.is_floating_point()
         or weight is not None
     ):
         raise ValueError(
-            "cross_entropy(compiled=True) serves bfloat16 logits on a CPU, with class indices, without class weights; "
-            f"got {logits.dtype} on '{logits.device}', a target of {target.dtype}"
+            "cross_entropy(compiled=True) serves bfloat16 and float32 logits on a CPU, with class indices and without "
+            f"class weights; got {logits.dtype} on '{logits.device}', a target of {target.dtype}"
             f"{'' if weight is None else ' and class weights'}. Leave compiled out."
         )
 

@@ -64,11 +64,11 @@ def launch_in_torch(
     Raises:
         IndexError: a target outside of [0, C), as torch on a CPU.
     """
-    count, columns = logits.shape
+    columns = logits.shape[1]
     soft = target.is_floating_point()
     if not soft:
         check_bounds(target, columns, ignore_index)
-    factor = factors(count, scale, grad_output, denominator)
+    factor = factors(stats, scale, grad_output, denominator)
     if weight is None and label_smoothing == z_loss == 0 and not soft:
         return _run_plain(logits, target, ignore_index, stats, losses, shares, factor, gradient)
     for at in _slices(logits):
@@ -89,9 +89,9 @@ def check_bounds(target: Tensor, columns: int, ignore_index: int) -> None:
         raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
 
 
-def factors(count: int, scale: float, grad_output: Tensor | None, denominator: Tensor | None) -> Tensor:
-    """What each row's gradient is multiplied by: FP32, [rows]."""
-    factor = torch.full((count,), scale)
+def factors(stats: Tensor, scale: float, grad_output: Tensor | None, denominator: Tensor | None) -> Tensor:
+    """What each row's gradient is multiplied by: FP32, [rows], on the device of the rows' statistics, [3, rows]."""
+    factor = stats.new_full(stats.shape[1:], scale)
     if grad_output is not None:
         factor *= grad_output
     if denominator is not None:

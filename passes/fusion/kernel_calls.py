@@ -36,17 +36,17 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node, Proxy
 
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
-from fxprec.passes.fusion.low_reads import cast_below, read_low, remove_unread
 from fxprec.passes.graph.annotations import CASTABLE, Precision, notes
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import is_served, leaf
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
 _LOW: Final = (torch.float16, torch.bfloat16)
-#: Logits on a CPU, and classes next to each other: from here on the passes over memory weigh more than the calls. Of
+#: (logits, classes next to each other) on a CPU: from here on the passes over memory weigh more than the calls. Of
 #: fewer, or of the pixels of an image, torch's loss is faster.
 _SLICES: Final = (1 << 20, 512)
 _LOOP: Final = (1 << 18, 128)
+_LOOP_OF_LOSS: Final = f"cross_entropy by a compiled loop from {_LOOP[0]:,} logits on"
 
 
 def batch_norm(
@@ -115,8 +115,8 @@ def cross_entropy(
         return leaf(cross_entropy, input, target, weight, **options, compiled=compiled)
     wide = target.dtype is torch.float64 or (weight is not None and weight.dtype is torch.float64)
     labels = weight is None and not target.is_floating_point()
-    compiled = compiled and labels and _is_long(input, *_LOOP) and input.dtype is torch.bfloat16
-    sliced = labels and label_smoothing == 0 and _is_long(input, *_SLICES)  # slices of the rest are slower
+    compiled = compiled and labels and input.dtype is not torch.float16 and _is_long(input, *_LOOP)
+    sliced = labels and label_smoothing == 0 and input.dtype in _LOW and _is_long(input, *_SLICES)  # else slower
     served = compiled or sliced or is_served(input)
     if served and not wide and (weight is None or not weight.requires_grad):
         from fxprec.kernels.nn.cross_entropy import cross_entropy as kernel  # which loads Triton
@@ -135,14 +135,14 @@ def _is_channels_last(x: Any) -> bool:
 
 
 def _is_long(logits: Any, many: int, classes: int) -> bool:
-    """Whether low logits on a CPU are many, in long rows, so that torch's loss is not the fastest.
+    """Whether logits on a CPU are many, in long rows, so that torch's loss is not the fastest.
 
     Not where somebody looks into the ops: vmap and forward mode have no rule for our own, a tracer would unroll them.
     """
     return (
         watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
         and logits.device.type == "cpu"
-        and logits.dtype in _LOW
+        and logits.dtype in CASTABLE
         and logits.numel() >= many
         and logits.dim() <= 2
         and logits.shape[-1] >= classes
@@ -168,9 +168,11 @@ def call_kernels(graph: Graph, native: bool = False, compiled: bool = False) -> 
         make = kernels[op.name]
         if op.in_place or roots[node] in written:
             continue
-        if native and not (op.name == "cross_entropy" and any(map(cast_below, node.all_input_nodes[:1]))):
+        if native and op.name != "cross_entropy":
             continue
         arguments = _arguments(node)
+        if native and not compiled and not (arguments and _is_inserted_cast(arguments.get("input"))):
+            continue
         if arguments is None:
             declined.append(f"{node.name}: {op.name} with arguments that the kernel does not have")
         elif any(roots.get(each) in written for each in _read(arguments)):
@@ -183,7 +185,7 @@ def call_kernels(graph: Graph, native: bool = False, compiled: bool = False) -> 
 def _read(arguments: dict[str, Any]) -> list[Node]:
     """What an op reads and does not write, and below a cast what that read: the call may come later than both."""
     own = [each for name in ("input", "weight", "bias") if isinstance(each := arguments.get(name), Node)]
-    return own + [source for each in own for node in cast_below(each) for source in node.all_input_nodes]
+    return own + [source for each in own if _is_inserted_cast(each) for source in each.all_input_nodes]
 
 
 def _arguments(node: Node) -> dict[str, Any] | None:
@@ -261,16 +263,17 @@ def _cross_entropy(
     logits = arguments["input"]
     if not isinstance(logits, Node) or notes(node).precision.output not in (None, torch.float32):
         return False  # float64 probabilities, or a policy's own dtype: the kernel's loss is FP32
-    chain = cast_below(logits)
-    source = read_low(chain) if chain else None
+    source = logits.args[0] if _is_inserted_cast(logits) else logits
+    assert isinstance(source, Node)
     own = {"compiled": True} if compiled else {}
-    _call(cross_entropy, node, node, arguments | {"input": source or logits} | own)
-    if source is not None:
+    _call(cross_entropy, node, node, arguments | {"input": source} | own)
+    if source is not logits:
         reads, decided = notes(source).precision.output, notes(node).precision
         why = f"{decided.why}; its kernel reads {reads} and computes in FP32"
         notes(node).precision = Precision.arriving(torch.float32, torch.float32, decided.rule, why)
-        remove_unread(chain)
-    notes(node).fused = "a compiled loop of cross_entropy" if compiled else "the kernel of cross_entropy"
+        if not logits.users:
+            node.graph.erase_node(logits)
+    notes(node).fused = _LOOP_OF_LOSS if compiled else "the kernel of cross_entropy"
     return True
 
 
@@ -284,8 +287,8 @@ def _max_pool2d(node: Node, arguments: dict[str, Any], steady: Callable[[Node], 
     return True
 
 
-def _is_inserted_cast(node: Node) -> bool:
-    return node.target is cast and notes(node).inserted
+def _is_inserted_cast(node: Any) -> bool:
+    return isinstance(node, Node) and node.target is cast and notes(node).inserted
 
 
 def _call(function: Callable[..., Any], first: Node, last: Node, arguments: dict[str, Any]) -> None:

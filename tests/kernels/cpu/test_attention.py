@@ -78,11 +78,12 @@ def attend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-@pytest.fixture(params=[1 << 22, 1 << 12], ids=["whole", "cut"])
+@pytest.fixture(params=[(1 << 22, 128), (1 << 12, 64)], ids=["whole", "cut"])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Everything in one chunk, or a few heads, or a head, at a time."""
-    monkeypatch.setattr(module, "_AT_ONCE", request.param)
-    return request.param
+    """Everything in one chunk, or a few heads, or a head, at a time; causal blocks as with AMX, and as elsewhere."""
+    monkeypatch.setattr(module, "_AT_ONCE", request.param[0])
+    monkeypatch.setattr(module, "_ROWS", request.param[1])
+    return request.param[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

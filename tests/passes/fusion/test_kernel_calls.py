@@ -353,7 +353,8 @@ def test_many_logits_on_a_cpu_make_no_copies_in_fp32(ignored: bool, fuse: Any):
     logits = [tensor.dtype for tensor in kept if tensor.numel() == 257 * 4100]
     assert logits and {*logits} == {torch.bfloat16}
     (node,) = fxprec.graph_module(model).graph.find_nodes(op="call_function", target=kernel_calls.cross_entropy)
-    assert node.meta["fused"] == ("a compiled loop" if fuse is True else "the kernel") + " of cross_entropy"
+    loop = "cross_entropy by a compiled loop from 262,144 logits on"
+    assert node.meta["fused"] == (loop if fuse is True else "the kernel of cross_entropy")
 
 
 @outside
@@ -416,14 +417,58 @@ def test_the_compiled_loop_takes_labels_in_long_rows_and_torch_the_rest(monkeypa
     x, labels = torch.randn(1 << 10, 256).bfloat16(), torch.zeros(1 << 10, dtype=torch.long)
     call(x, labels)
     call(x, labels, label_smoothing=0.1)
-    assert taken == [True, True]
+    call(x.float(), labels)
+    assert taken == [True, True, True]
     call(x[1:], labels[1:])  # fewer
     call(x.view(1 << 13, 32), torch.zeros(1 << 13, dtype=torch.long))  # shorter
     call(x.half(), labels)
-    call(x.float(), labels)
+    call(x.double(), labels)
     call(x, labels, weight=torch.ones(256))
     call(x, x.float().softmax(1))
-    assert taken == [True, True]
+    assert taken == [True, True, True]
+
+
+class LanguageModel(nn.Module):
+    """Widens its logits, shifts them for the loss, and returns both, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 2100)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(x).float()
+        rows = logits[:, :-1, :].contiguous()
+        return F.cross_entropy(rows.view(-1, rows.size(-1)), labels[:, 1:].reshape(-1)), logits
+
+
+@outside
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_the_compiled_loop_takes_logits_that_a_model_widens_whose_gradient_stays():
+    torch.manual_seed(0)
+    own = LanguageModel()
+    model = fxprec.convert(copy.deepcopy(own), fuse=True).module
+    x, labels = torch.randn(3, 70, 16), torch.randint(2100, (3, 70))
+    labels[:, ::4] = -100
+
+    def run(model: nn.Module) -> tuple[torch.Tensor, ...]:
+        loss, logits = model(x, labels)
+        logits.retain_grad()
+        loss.backward()
+        return loss, logits, logits.grad, model.head.weight.grad
+
+    ours = run(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = run(own)
+    for mine, theirs in zip(ours, eager, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    assert calls(fxprec.graph_module(model), kernel_calls.cross_entropy)
+    names = set()
+    todo = [ours[0].grad_fn]
+    while todo:
+        node = todo.pop()
+        names.add(node.name())
+        todo += [each for each, _ in node.next_functions if each is not None]
+    assert "cross_entropyBackward" in names
 
 
 @outside
