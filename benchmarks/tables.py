@@ -53,6 +53,10 @@ _MEMORY: Final = {
     "O1, fuse=True, low gradients": "o1-fused-low", "O1, loss inside": "o1-loss", "O1, chunked loss": "o1-chunked",
     "O2, own optimizer": "o2-own",
 }  # fmt: skip
+_FIRST: Final = {
+    "autocast": "autocast", "O1": "o1", "O1, fuse=True": "o1-fused",
+    "O1, fuse=True, low gradients, loss inside": "o1-fused-loss", "torch.compile": "compile",
+}  # fmt: skip
 _INFERENCE: Final = {
     "FP32": "fp32", "model.bfloat16()": "bfloat16", "O1": "converted", "frozen, pack=False": "frozen-plain",
     "frozen": "frozen", "fuse=True, frozen": "frozen-fused", "lower=pays, frozen": "frozen-pays",
@@ -155,6 +159,27 @@ def _memory(words: Sequence[str], device: str | None, root: pathlib.Path) -> str
     table = _markdown(("model", "", "autocast, MB", *_MEMORY), rows)
     meaning = "Peak of a training step over eager autocast's; in brackets without weights and optimizer's state"
     return f"{table}\n{meaning}. {dtype}; {_measured([data])}.\n"
+
+
+def _first(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a model."""
+    size, dtype = _two("first SIZE [DTYPE]", words)
+    [data] = _found([f"first-{size}-{dtype}"], device, root)
+    by_model: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in data["rows"]:
+        by_model.setdefault(row["model"], {})[row["variant"]] = row
+    rows = []
+    for name, variants in by_model.items():
+        cells = []
+        for variant in _FIRST.values():
+            row = variants.get(variant, {"empty_s": None, "full_s": None})
+            times = [f"{row[key]:.2f}" for key in ("full_s", "empty_s") if row[key] is not None]
+            cells.append(f"{times[0]} ({times[1]})" if len(times) > 1 else "".join(times))
+        rows.append((name, *cells))
+    meaning = (
+        "Seconds from the model in memory to its first loss and update, each in a process of its own; in brackets "
+    )
+    return f"{_markdown(('model', *_FIRST), rows)}\n{meaning}with empty caches on disk. {dtype}; {_measured([data])}.\n"
 
 
 def _accuracy(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
@@ -498,6 +523,7 @@ TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]
     "accuracy": _accuracy,
     "convert": _convert,
     "convert-budgets": _convert_budgets,
+    "first": _first,
     "ledger": _ledger,
     "tuning": _tuning,
     "inference": _inference,
