@@ -436,24 +436,6 @@ def checkpoint_context(body: Any) -> Callable[[], Any] | None:
     return body.meta.get("_checkpoint_context_fn")
 
 
-def cpp_compiler() -> str:
-    """The C++ compiler that inductor finds.
-
-    Raises:
-        Exception: it finds none.
-    """
-    with needed:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-    return get_cpp_compiler()
-
-
-def compiled_standalone(*args: Any, **kwargs: Any) -> Any:
-    """``torch._inductor.standalone_compile``: a graph of aten ops as one compiled function."""
-    with needed:
-        from torch._inductor import standalone_compile
-    return standalone_compile(*args, **kwargs)
-
-
 def is_wrapped_by_scheduler(step: Any) -> bool:
     """Whether a learning rate scheduler of torch's counts the calls of this ``step``."""
     return getattr(step, "_wrapped_by_lr_sched", False)

@@ -37,8 +37,8 @@ class Adam(OnePass, torch.optim.Adam):
         seed: of the rounding; None: drawn from torch's generator. Saved with the state.
         low_gradients: let gradients of lowered weights stay in the low dtype: no cast, half the bytes. Only this
             optimizer can read them. Not under DDP, nor with ``fxprec.accumulate`` unless "accumulate" is given.
-        compiled: on CPUs update large FP32 parameters by loops that inductor compiles when a step first needs them,
-            some seconds each; wants a C++ compiler. No other device is concerned.
+        compiled: on CPUs update FP32 parameters by one loop in C++, which is compiled when a step first needs it, in
+            half a second; wants Linux and a C++ compiler. No other device is concerned.
 
     Arithmetic: without ``max_norm`` in FP32 what ``torch.optim.Adam(fused=True)`` computes, on a CPU bit for bit;
     ``compiled`` differs in the last places.

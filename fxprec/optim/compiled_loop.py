@@ -1,39 +1,36 @@
-"""One loop over the elements of a parameter, compiled by inductor: the update of Adam or SGD, and the shadow's.
+"""One loop over all elements of an optimizer's parameters, in C++: the update of Adam or SGD, and the shadows'.
 
-Gradients of any float dtype are read, each tensor once, and the parameter's new value is written twice::
+``kernels/cpu/update.cpp``: gradients of any float dtype are read, each tensor once, and the new values are written
+twice::
 
     load gradient, parameter, moments -> update in FP32 registers -> store parameter, moments, shadow
 
-Hyper-parameters are a tensor that it reads, so a process wants one loop for each set of dtypes and kind of update. It
-takes some seconds to compile, and is kept by inductor's cache on disk.
+Hyper-parameters are numbers that it reads, so a process wants one library for each set of dtypes and kind of update. It
+is compiled in half a second when a step first needs it, and kept on disk.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from itertools import accumulate, chain, repeat
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from fxprec.capture.locks import CAPTURING
-from fxprec.kernels.launch.observers import unwatched
+from fxprec.kernels.cpu import cpp
 from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.optim.lists import is_dense
-from fxprec.kernels.torch_internals import is_traceable_wrapper_subclass
-from fxprec.torch_internals import compiled_standalone, cpp_compiler
+from fxprec.kernels.torch_internals import FakeTensor, is_traceable_wrapper_subclass
 
-#: Elements from which a loop of its own pays; below, torch's kernels take many parameters in one call.
-LEAST: Final = 1 << 16
-
-#: Elements of the tensors that inductor sees: enough that it divides the loop among threads.
-_EXAMPLE: Final = 1 << 22
-
-#: A length that no vector divides, for which each loop runs once before it is used.
-_ODD: Final = 77
+#: Elements that a thread takes at a time; as in the source.
+_CHUNK: Final = 1 << 14
+_TYPES: Final = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "_Float16"}
+#: In the order of the source's structure.
+_NAMES: Final = ("params", "grads", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "shadow", "scalars")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,116 +39,74 @@ class Loop:
 
     Attributes:
         kind: Adam's update or SGD's.
-        decay: how the weight decay enters.
+        l2: the weight decay is added to the gradient; else a parameter is multiplied (which SGD never does).
         nesterov: of SGD.
-        dtypes: of the tensors, by the names of their arguments.
+        gradient, shadow: their dtypes; None: no shadow.
+        amsgrad, momentum: of Adam, of SGD: whether there is such a state.
     """
 
     kind: Literal["adam", "sgd"]
-    decay: Literal["", "l2", "decoupled"]
+    l2: bool
     nesterov: bool
-    dtypes: tuple[tuple[str, torch.dtype], ...]
+    gradient: torch.dtype
+    shadow: torch.dtype | None
+    amsgrad: bool = False
+    momentum: bool = False
 
-    def __call__(self, scalars: Tensor, *tensors: Tensor) -> tuple[()]:
-        """Update flat tensors of one length; ``scalars`` [5 or 8], FP32."""
-        update = _adam if self.kind == "adam" else _sgd
-        names = (name for name, _ in self.dtypes)
-        update(self, scalars.unbind(), **dict(zip(names, tensors, strict=True)))
-        return ()
-
-
-def _adam(
-    loop: Loop,
-    scalars: Sequence[Tensor],
-    params: Tensor,
-    grads: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None = None,
-    shadow: Tensor | None = None,
-) -> None:
-    scale, decay, share, beta2, share2, correction, eps, size = scalars
-    gradient = _gradient(loop, params, grads, scale, decay)
-    param = params * decay if loop.decay == "decoupled" else params
-    first = torch.lerp(exp_avg, gradient, share)
-    second = exp_avg_sq * beta2 + gradient * share2 * gradient
-    exp_avg.copy_(first)
-    exp_avg_sq.copy_(second)
-    if max_exp_avg_sq is not None:
-        second = torch.maximum(max_exp_avg_sq, second)
-        max_exp_avg_sq.copy_(second)
-    _write(param - first * size / (second.sqrt() * correction + eps), params, shadow)
+    @property
+    def macros(self) -> tuple[str, ...]:
+        """Of the source."""
+        flags = {
+            "ADAM": self.kind == "adam", "L2": self.l2, "AMSGRAD": self.amsgrad, "MOMENTUM": self.momentum,
+            "NESTEROV": self.nesterov,
+        }  # fmt: skip
+        types = f"GRADIENT={_TYPES[self.gradient]}", f"SHADOW={_TYPES[self.shadow or torch.float32]}"
+        return *(f"{name}={flag:d}" for name, flag in flags.items()), *types
 
 
-def _sgd(
-    loop: Loop,
-    scalars: Sequence[Tensor],
-    params: Tensor,
-    grads: Tensor,
-    momentum_buffer: Tensor | None = None,
-    shadow: Tensor | None = None,
-) -> None:
-    scale, decay, momentum, share, rate = scalars
-    gradient = _gradient(loop, params, grads, scale, decay)
-    if momentum_buffer is not None:
-        kept = momentum_buffer * momentum + gradient * share
-        momentum_buffer.copy_(kept)
-        gradient = gradient + kept * momentum if loop.nesterov else kept
-    _write(params - gradient * rate, params, shadow)
-
-
-def _gradient(loop: Loop, params: Tensor, grads: Tensor, scale: Tensor, decay: Tensor) -> Tensor:
-    gradient = grads.float() * scale
-    return gradient + params * decay if loop.decay == "l2" else gradient
-
-
-def _write(values: Tensor, params: Tensor, shadow: Tensor | None) -> None:
-    params.copy_(values)
-    if shadow is not None:
-        shadow.copy_(values)
+#: The tensors of all parameters, by the names of ``_NAMES``: of each parameter they have one length and one order of
+#: memory. "scalars" are FP32, Adam's (scale, decay, 1 - beta1, beta2, 1 - beta2, correction, eps, size) or SGD's
+#: (scale, decay, momentum, share, rate).
+Lists = Mapping[str, Sequence[Tensor]]
 
 
 def check_compiler() -> None:
     """Before any step.
 
     Raises:
-        RuntimeError: inductor finds no C++ compiler.
+        RuntimeError: there is no C++ compiler.
     """
-    try:
-        cpp_compiler()
-    except Exception as error:
+    if why := cpp.why_no_compiler():
         raise RuntimeError(
-            f"compiled=True wants a C++ compiler for parameters on a CPU ({error}): install g++ or clang++, name one "
+            f"compiled=True wants a C++ compiler for parameters on a CPU ({why}): install g++ or clang++, name one "
             "by the environment variable CXX, or leave compiled out: torch's fused kernels update then"
-        ) from error
+        )
 
 
 @functools.cache
-def compiled(loop: Loop, threads: int) -> Callable[..., Any]:
-    """The loop for flat tensors of any one length on the CPU, by as many threads.
+def compiled(loop: Loop) -> Callable[[Lists], None]:
+    """The loop for any parameters on the CPU, with torch's number of threads.
 
     Raises:
-        RuntimeError: inductor could not compile it.
+        RuntimeError: it could not be compiled.
     """
-    with CAPTURING, unwatched():  # those of the caller, which count operators, are not to be traced
-        try:
-            from torch.fx.experimental.proxy_tensor import make_fx
+    try:
+        function = cpp.compiled("cpu/update.cpp", *loop.macros).fxprec_update
+    except (cpp.CompilerError, OSError) as error:
+        raise RuntimeError(
+            f"compiled=True: the update of {loop} could not be compiled; leave it out, and torch's fused kernels "
+            f"update: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        ) from error
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int), None
+    return functools.partial(_run, function)
 
-            count = 8 if loop.kind == "adam" else 5
-            dtypes = [dtype for _, dtype in loop.dtypes]
-            scalars = torch.ones(count, dtype=torch.float32, device="cpu")
-            examples: list[Any] = [scalars, *(torch.empty(_EXAMPLE, dtype=dtype, device="cpu") for dtype in dtypes)]
-            graph = make_fx(loop, tracing_mode="symbolic")(*examples)
-            # Inductor's cache on disk may hold a loop for other threads: before torch 2.13 only this is in its key.
-            options = {"config_patches": {"cpp.threads": threads, "freezing": False}}
-            run = compiled_standalone(graph, examples, dynamic_shapes="from_graph", options=options)
-            run(scalars, *(torch.ones(_ODD, dtype=dtype, device="cpu") for dtype in dtypes))
-        except Exception as error:
-            raise RuntimeError(
-                f"compiled=True: inductor could not compile the update of {dict(loop.dtypes)}; leave it out, and "
-                f"torch's fused kernels update: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            ) from error
-    return cast(Callable[..., Any], run)
+
+def _run(function: Callable[..., None], lists: Lists) -> None:
+    sizes = [*map(Tensor.numel, lists["params"])]
+    before = accumulate((-(-size // _CHUNK) for size in sizes), initial=0)
+    addresses = [map(Tensor.data_ptr, lists[name]) if name in lists else repeat(0) for name in _NAMES]
+    numbers = [*chain.from_iterable(zip(*addresses, sizes, before, strict=False))]  # of no parameter more than sizes
+    function((ctypes.c_int64 * len(numbers))(*numbers), len(sizes), torch.get_num_threads())
 
 
 def why_no_loop(param: Tensor, gradient: Tensor) -> str | None:
@@ -162,8 +117,6 @@ def why_no_loop(param: Tensor, gradient: Tensor) -> str | None:
         return f"{param.dtype} with a gradient of {gradient.dtype}"
     if gradient.layout is not torch.strided:
         return "sparse gradient"
-    if param.numel() < LEAST:
-        return f"fewer than {LEAST} elements"
-    if type(param) not in (Tensor, Parameter) and is_traceable_wrapper_subclass(param):
+    if isinstance(param, FakeTensor) or is_traceable_wrapper_subclass(param):
         return f"a {type(param).__name__}, which has no memory of its own"
     return None if is_dense(param) else "not dense in memory"

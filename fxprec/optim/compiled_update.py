@@ -1,12 +1,10 @@
-"""Updates on a CPU by loops that inductor compiles, in place of torch's fused kernels there.
+"""Updates on a CPU by compiled loops, in place of torch's fused kernels there.
 
 Those read gradients in the parameters' dtype and write no shadow, so low ones take a cast before and a copy after
 (``slices``). A compiled loop reads and writes every tensor once, 28 bytes a parameter with low gradients::
 
     before   cast gradients -> buffer;  update;  copy parameters -> shadows        slice by slice, in a cache
     after    gradient, parameter, moments -> parameter, moments, shadow            in registers
-
-Small parameters stay with torch's kernels, which take many in one call.
 """
 
 from __future__ import annotations
@@ -14,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -39,27 +39,25 @@ class CompiledUpdates:
         """Adam or AdamW, in place; arguments as for ``TorchUpdates.adam``.
 
         Raises:
-            RuntimeError: as ``_calls``; of this part nothing has changed.
+            RuntimeError: as ``_launch``; of this part nothing has changed.
         """
         if step.found_inf is not None and step.found_inf.item():
             return
-        scale, decay = _scale(group, step.divisor), scalar(group["weight_decay"])
-        loop = partial(Loop, "adam", ("decoupled" if group["decoupled_weight_decay"] else "l2") if decay else "", False)
-        with in_one_order(part.lists) as lists, _calls(lists, part.owners, step.copies, loop) as calls:
+        l2 = bool(scalar(group["weight_decay"])) and not group["decoupled_weight_decay"]
+        loop = partial(Loop, "adam", l2, False)
+        with in_one_order(part.lists) as lists, _launch(lists, part.owners, step.copies, loop) as launch:
             foreach_add_(self._counters.of((id(group), *part.key), lists["step"]), 1)
-            scalars = functools.cache(partial(_adam_scalars, group, scale))
-            for call, count in zip(calls, lists["step"], strict=True):
-                call(scalars(count.item()))
+            scalars = functools.cache(partial(_adam_scalars, group, _scale(group, step.divisor)))
+            launch([scalars(count.item()) for count in lists["step"]])
 
     def sgd(self, part: Part, group: Mapping[str, Any], step: Step, first: bool) -> None:
         """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
         if step.found_inf is not None and step.found_inf.item():
             return
         scalars = _sgd_scalars(group, _scale(group, step.divisor), first)
-        loop = partial(Loop, "sgd", "l2" if scalar(group["weight_decay"]) else "", group["nesterov"])
-        with in_one_order(part.lists) as lists, _calls(lists, part.owners, step.copies, loop) as calls:
-            for call in calls:
-                call(scalars)
+        loop = partial(Loop, "sgd", bool(scalar(group["weight_decay"])), group["nesterov"])
+        with in_one_order(part.lists) as lists, _launch(lists, part.owners, step.copies, loop) as launch:
+            launch([scalars] * len(lists["params"]))
 
 
 def _adam_scalars(group: Mapping[str, Any], scale: float, step: float) -> Tensor:
@@ -90,43 +88,55 @@ def _scale(group: Mapping[str, Any], divisor: Tensor | None) -> float:
 
 
 @contextlib.contextmanager
-def _calls(
+def _launch(
     lists: Mapping[str, list[Tensor]],
     owners: Sequence[Tensor],
     copies: ShadowCopies,
     loop: Callable[..., Loop],
-) -> Iterator[list[Callable[[Tensor], object]]]:
-    """A call for each parameter, which takes the scalars. All are compiled before the first runs.
+) -> Iterator[Callable[[Sequence[Tensor]], None]]:
+    """What updates all, and takes the scalars of each. All loops are compiled before the first runs.
 
     Raises:
         RuntimeError: a loop cannot be compiled, or a state lies elsewhere: loops go by addresses.
     """
-    threads = torch.get_num_threads()
-    calls: list[Callable[[Tensor], object]] = []
-    late: list[tuple[Tensor, Tensor]] = []
-    for i, shadow in enumerate(copies.for_kernel(owners)):
-        tensors = {name: of_name[i] for name, of_name in lists.items() if name != "step"}
-        if shadow is not None and shadow.stride() == lists["params"][i].stride():
-            tensors["shadow"] = shadow
-        elif shadow is not None:
-            late.append((shadow, lists["params"][i]))
-        if elsewhere := [f"{name} on {tensor.device}" for name, tensor in tensors.items() if not tensor.is_cpu]:
-            raise RuntimeError(
-                f"parameter of shape {tuple(lists['params'][i].shape)} on cpu, {', '.join(elsewhere)}: move the "
-                "optimizer's state with the model (load_state_dict of its own state_dict does)"
-            )
-        run = compiled(loop(tuple((name, tensor.dtype) for name, tensor in tensors.items())), threads)
-        calls.append(partial(_run, run, [*map(_flat, tensors.values())]))
-    yield calls
-    for target, source in late:
-        target.copy_(source)
+    params = lists["params"]
+    tensors: dict[str, Sequence[Any]] = {name: of_name for name, of_name in lists.items() if name != "step"}
+    if not all(map(_is_on_host, chain.from_iterable(tensors.values()))):
+        raise RuntimeError(next(filter(None, map(partial(_elsewhere, tensors), range(len(params))))))
+    shadows = [*copies.for_kernel(owners)]
+    if any(shadow is not None for shadow in shadows):
+        tensors["shadow"] = [
+            shadow if shadow is not None and shadow.is_cpu and shadow.stride() == param.stride() else None
+            for shadow, param in zip(shadows, params, strict=True)
+        ]
+    alike: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
+    for i, (gradient, shadow) in enumerate(zip(tensors["grads"], tensors.get("shadow", repeat(None)), strict=False)):
+        alike.setdefault((gradient.dtype, None if shadow is None else shadow.dtype), []).append(i)
+    states = "max_exp_avg_sq" in tensors, "momentum_buffer" in tensors
+    launches = [(compiled(loop(*dtypes, *states)), dtypes[1] is not None, places) for dtypes, places in alike.items()]
+
+    def launch(scalars: Sequence[Tensor]) -> None:
+        for run, shadowed, places in launches:
+            found = {name: of for name, of in tensors.items() if shadowed or name != "shadow"} | {"scalars": scalars}
+            whole = len(places) == len(params)
+            run(found if whole else {name: [of_name[i] for i in places] for name, of_name in found.items()})
+
+    yield launch
+    written = tensors.get("shadow", repeat(None))
+    for shadow, param, own in zip(shadows, params, written, strict=False):
+        if shadow is not None and own is None:
+            shadow.copy_(param)
 
 
-def _run(run: Callable[..., object], tensors: list[Tensor], scalars: Tensor) -> None:
-    run(scalars, *tensors)
+_is_on_host = operator.attrgetter("is_cpu")
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Its elements as they lie in memory, with a version of their own: shadow stores count on steps that bump none."""
-    tensor = tensor.data
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+def _elsewhere(tensors: Mapping[str, Sequence[Tensor]], i: int) -> str:
+    """What is wrong where one of a parameter's tensors is not on the CPU; "" where all are."""
+    places = [f"{name} on {of_name[i].device}" for name, of_name in tensors.items() if not of_name[i].is_cpu]
+    if not places:
+        return ""
+    return (
+        f"parameter of shape {tuple(tensors['params'][i].shape)} on cpu, {', '.join(places)}: move the "
+        "optimizer's state with the model (load_state_dict of its own state_dict does)"
+    )

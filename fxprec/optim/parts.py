@@ -31,7 +31,7 @@ class Part:
     Attributes:
         lists: "params", "grads", and the states by their names.
         owners: the parameters themselves (DTensors where they are).
-        kernel: what updates it: our Triton kernels, a loop that inductor compiles, or torch's fused kernels.
+        kernel: what updates it: our Triton kernels, a compiled loop, or torch's fused kernels.
     """
 
     lists: dict[str, list[Tensor]]

@@ -30,14 +30,15 @@ import torch
 
 from fxprec.kernels.launch.cache_folder import cache_folder
 
+_X86: Final = platform.machine() in ("x86_64", "AMD64")
 #: No fast math: what is NaN or infinite stays so.
 _FLAGS: Final = (
-    "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC",
-    "-shared", "-fopenmp",
+    "-O3", "-march=native", *(["-mprefer-vector-width=512"] if _X86 else []), "-fno-math-errno", "-fno-trapping-math",
+    "-std=c++20", "-fPIC", "-shared", "-fopenmp",
 )  # fmt: skip
 _UPON_TORCH: Final = ("-ltorch_cpu", "-lc10")
 #: Nothing is contracted to FMA, which vectors and the rest of a row might be in different ways.
-_ALONE: Final = ("-ffp-contract=off", "-lmvec", "-lm")
+_ALONE: Final = ("-ffp-contract=off", *(["-lmvec"] if _X86 else []), "-lm")
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _LOCK: Final = threading.Lock()
 
@@ -58,8 +59,11 @@ def why_no_compiler() -> str:
 
 
 @functools.cache
-def compiled(source: str) -> ctypes.CDLL:
+def compiled(source: str, *definitions: str) -> ctypes.CDLL:
     """The library of a source file of this package, such as "cpu/attention.cpp", with the headers that lie beside it.
+
+    Args:
+        definitions: of its macros, such as "ADAM=1".
 
     Raises:
         CompilerError: see there; with what the compiler said.
@@ -70,7 +74,8 @@ def compiled(source: str) -> ctypes.CDLL:
         return files("fxprec.kernels").joinpath(folder, file).read_text(encoding="utf-8")
 
     text = re.sub(r'^#include "([^"]+)"$', lambda include: read(include[1]), read(name), flags=re.MULTILINE)
-    return _library(Path(source).stem, text, _UPON_TORCH if "#include <ATen/" in text else _ALONE)
+    flags = *(f"-D{each}" for each in definitions), *(_UPON_TORCH if "#include <ATen/" in text else _ALONE)
+    return _library(Path(source).stem, text, flags)
 
 
 @functools.cache
@@ -104,7 +109,7 @@ def _compile(compiler: str, text: str, flags: tuple[str, ...], library: Path) ->
         source, made = Path(folder) / "source.cpp", Path(folder) / library.name
         source.write_text(text, encoding="utf-8")
         command = [compiler, *_FLAGS, str(source), "-o", str(made)]
-        if flags is _UPON_TORCH:
+        if "-ltorch_cpu" in flags:
             from torch.utils import cpp_extension  # which loads setuptools
 
             command += [f"-I{path}" for path in cpp_extension.include_paths()]

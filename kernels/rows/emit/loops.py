@@ -73,7 +73,7 @@ def emit_loops(
 
 @functools.cache
 def _header() -> str:
-    return files("fxprec.kernels").joinpath("rows/emit/loops.h").read_text(encoding="utf-8")
+    return files("fxprec.kernels").joinpath("cpu/loops.h").read_text(encoding="utf-8")
 
 
 def check(program: Program) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import random
-import shutil
 import subprocess
 import sys
 import types
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import torch_internals as of_fxprec
 from fxprec.capture.dynamo import analysis as dynamo
@@ -252,17 +250,6 @@ def test_dynamo_tags_a_checkpointed_region() -> None:
         (node,) = graphs[0].graph.find_nodes(op="call_function", target=of_fxprec.tag_activation_checkpoint())
         body = graphs[0].get_submodule(str(node.args[0].target))
         assert of_fxprec.checkpoint_context(body) is expected
-
-
-@contract("fxprec", "cpp_compiler", "compiled_standalone")
-def test_inductor_compiles_a_graph_by_itself() -> None:
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        pytest.skip("there is no C++ compiler")
-    assert of_fxprec.cpp_compiler()
-    x = torch.ones(8)
-    graph = make_fx(lambda x: (x + 1,), tracing_mode="symbolic")(x)
-    run = of_fxprec.compiled_standalone(graph, [x], dynamic_shapes="from_graph", options={})
-    assert [y.tolist() for y in run(x)] == [[2.0] * 8]
 
 
 # -- what dynamo says, by which it is understood -----------------------------------------------------------------------
