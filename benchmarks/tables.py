@@ -176,10 +176,8 @@ def _first(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
             times = [f"{row[key]:.2f}" for key in ("full_s", "empty_s") if row[key] is not None]
             cells.append(f"{times[0]} ({times[1]})" if len(times) > 1 else "".join(times))
         rows.append((name, *cells))
-    meaning = (
-        "Seconds from the model in memory to its first loss and update, each in a process of its own; in brackets "
-    )
-    return f"{_markdown(('model', *_FIRST), rows)}\n{meaning}with empty caches on disk. {dtype}; {_measured([data])}.\n"
+    meaning = "Seconds from the model in memory to the end of its first step; in brackets with empty caches on disk"
+    return f"{_markdown(('model', *_FIRST), rows)}\n{meaning}. {dtype}; {_measured([data])}.\n"
 
 
 def _accuracy(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:

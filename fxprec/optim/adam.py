@@ -38,7 +38,7 @@ class Adam(OnePass, torch.optim.Adam):
         low_gradients: let gradients of lowered weights stay in the low dtype: no cast, half the bytes. Only this
             optimizer can read them. Not under DDP, nor with ``fxprec.accumulate`` unless "accumulate" is given.
         compiled: on CPUs update FP32 parameters by one loop in C++, which is compiled when a step first needs it, in
-            half a second; wants Linux and a C++ compiler. No other device is concerned.
+            a third of a second; wants Linux and a C++ compiler. No other device is concerned.
 
     Arithmetic: without ``max_norm`` in FP32 what ``torch.optim.Adam(fused=True)`` computes, on a CPU bit for bit;
     ``compiled`` differs in the last places.

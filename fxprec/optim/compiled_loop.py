@@ -6,7 +6,7 @@ twice::
     load gradient, parameter, moments -> update in FP32 registers -> store parameter, moments, shadow
 
 Hyper-parameters are numbers that it reads, so a process wants one library for each set of dtypes and kind of update. It
-is compiled in half a second when a step first needs it, and kept on disk.
+is compiled in a third of a second when a step first needs it, and kept on disk.
 """
 
 from __future__ import annotations

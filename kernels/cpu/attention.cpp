@@ -7,9 +7,7 @@
 //              dq = dS k,  dk^T += q^T dS,  dv^T += dout^T p
 //
 // brgemm multiplies A[M, K] by B in "VNNI" order: B[k, n] and B[k + 1, n] side by side, an odd last k beside zeros.
-#include <ATen/Parallel.h>
-#include <ATen/native/CPUBlas.h>
-#include <c10/util/BFloat16.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -20,9 +18,20 @@
 
 #include "vectors.h"
 
+namespace c10 {
+struct BFloat16;
+}
+
+// As torch's ATen/native/CPUBlas.h declares them, which takes a second and a half to read.
+namespace at::native::cpublas {
+void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, const bool add,
+            const c10::BFloat16* a, const c10::BFloat16* b, float* c, bool vnni);
+void brgemm_release(bool vnni);
+}  // namespace at::native::cpublas
+
 namespace {
 
-using Low = at::BFloat16;
+using Low = c10::BFloat16;
 
 struct Strides {
   int64_t batch, head, row;
@@ -187,15 +196,33 @@ inline void put_half(uint32_t* to, __m512i words, bool odd) {
 // Even, since rows come in pairs.
 int64_t block_rows(int64_t keys) { return keys > 1024 ? 32 : 64; }
 
-void forward(const Bits* query, const Bits* key, const Bits* value, const float* mask, Bits* out, float* lse,
-             const int64_t* shape, const int64_t* strides, int64_t causal, double scale) {
+// run(begin, end) of a thread's part of the tasks. 0: done; 1: something was thrown, which must not leave C++: of
+// brgemm, where the CPU has no AVX-512, or of memory.
+template <typename Run>
+int shared(int64_t tasks, int threads, Run run) {
+  int failed = 0;
+#pragma omp parallel num_threads(static_cast<int>(std::min<int64_t>(threads, tasks))) reduction(| : failed)
+  {
+    const int64_t each = (tasks + omp_get_num_threads() - 1) / omp_get_num_threads();
+    const int64_t begin = omp_get_thread_num() * each, end = std::min(begin + each, tasks);
+    try {
+      if (begin < end) run(begin, end);
+    } catch (...) {
+      failed = 1;
+    }
+  }
+  return failed;
+}
+
+int forward(const Bits* query, const Bits* key, const Bits* value, const float* mask, Bits* out, float* lse,
+            const int64_t* shape, const int64_t* strides, int64_t causal, double scale, int threads) {
   const Shape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
   const Strides q{strides[0], strides[1], strides[2]}, k{strides[3], strides[4], strides[5]},
       v{strides[6], strides[7], strides[8]}, o{strides[9], strides[10], strides[11]};
   const Mask m{mask, strides[12], strides[13], strides[14]};
   const float factor = static_cast<float>(scale * kLog2E);
   const int64_t group = z.heads / z.groups, height = block_rows(z.keys), wide = even(z.width), pitch = whole(z.keys);
-  at::parallel_for(0, z.batch * z.groups, 1, [&](int64_t begin, int64_t end) {
+  return shared(z.batch * z.groups, threads, [&](int64_t begin, int64_t end) {
     Buffer<uint32_t> keys(wide / 2 * z.keys), values(even(z.keys) / 2 * z.width);
     Buffer<float> scores(height * pitch), result(height * z.width), total(height);
     Buffer<Bits> p(height * pitch), copy(height * wide);
@@ -239,9 +266,9 @@ void forward(const Bits* query, const Bits* key, const Bits* value, const float*
   });
 }
 
-void backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* value, const float* mask,
-              const float* lse, Bits* dquery, Bits* dkey, Bits* dvalue, const int64_t* shape, const int64_t* strides,
-              int64_t causal, double scale_) {
+int backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* value, const float* mask,
+             const float* lse, Bits* dquery, Bits* dkey, Bits* dvalue, const int64_t* shape, const int64_t* strides,
+             int64_t causal, double scale_, int threads) {
   const Shape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
   const Strides y{strides[0], strides[1], strides[2]}, q{strides[3], strides[4], strides[5]},
       k{strides[6], strides[7], strides[8]}, v{strides[9], strides[10], strides[11]};
@@ -249,7 +276,7 @@ void backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* 
   const float factor = static_cast<float>(scale_ * kLog2E);
   const __m512 scale = _mm512_set1_ps(static_cast<float>(scale_));
   const int64_t group = z.heads / z.groups, height = block_rows(z.keys), wide = even(z.width), pitch = whole(z.keys);
-  at::parallel_for(0, z.batch * z.groups, 1, [&](int64_t begin, int64_t end) {
+  return shared(z.batch * z.groups, threads, [&](int64_t begin, int64_t end) {
     Buffer<uint32_t> keys(wide / 2 * z.keys), values(wide / 2 * z.keys), rows_of_keys(even(z.keys) / 2 * z.width);
     Buffer<float> scores(height * pitch), of_p(height * pitch), result(height * z.width);
     Buffer<float> dk(z.width * z.keys), dv(z.width * z.keys);
@@ -320,29 +347,17 @@ void backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* 
   });
 }
 
-// 0: done; 1: something was thrown, which must not leave C++: of brgemm, where the CPU has no AVX-512, or of memory.
-template <typename Run>
-int guarded(Run run) {
-  try {
-    run();
-    return 0;
-  } catch (...) {
-    return 1;
-  }
-}
-
 }  // namespace
 
 extern "C" int fxprec_attention_forward(const Bits* query, const Bits* key, const Bits* value, const float* mask,
                                         Bits* out, float* lse, const int64_t* shape, const int64_t* strides,
-                                        int64_t causal, double scale) {
-  return guarded([&] { forward(query, key, value, mask, out, lse, shape, strides, causal, scale); });
+                                        int64_t causal, double scale, int threads) {
+  return forward(query, key, value, mask, out, lse, shape, strides, causal, scale, threads);
 }
 
 extern "C" int fxprec_attention_backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* value,
                                          const float* mask, const float* lse, Bits* dquery, Bits* dkey, Bits* dvalue,
-                                         const int64_t* shape, const int64_t* strides, int64_t causal, double scale) {
-  return guarded([&] {
-    backward(grad, query, key, value, mask, lse, dquery, dkey, dvalue, shape, strides, causal, scale);
-  });
+                                         const int64_t* shape, const int64_t* strides, int64_t causal, double scale,
+                                         int threads) {
+  return backward(grad, query, key, value, mask, lse, dquery, dkey, dvalue, shape, strides, causal, scale, threads);
 }

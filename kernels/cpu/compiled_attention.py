@@ -90,6 +90,7 @@ def _call(
         (ctypes.c_int64 * len(strides))(*strides),
         ctypes.c_int64(causal),
         ctypes.c_double(scale),
+        torch.get_num_threads(),
     )
     if status:
         raise RuntimeError(

@@ -31,14 +31,13 @@ import torch
 from fxprec.kernels.launch.cache_folder import cache_folder
 
 _X86: Final = platform.machine() in ("x86_64", "AMD64")
-#: No fast math: what is NaN or infinite stays so.
+#: No fast math: what is NaN or infinite stays so. Nothing is contracted to FMA, which vectors and the rest of a row
+#: might be in different ways.
 _FLAGS: Final = (
     "-O3", "-march=native", *(["-mprefer-vector-width=512"] if _X86 else []), "-fno-math-errno", "-fno-trapping-math",
-    "-std=c++20", "-fPIC", "-shared", "-fopenmp",
+    "-ffp-contract=off", "-std=c++20", "-fPIC", "-shared", "-fopenmp",
 )  # fmt: skip
-_UPON_TORCH: Final = ("-ltorch_cpu", "-lc10")
-#: Nothing is contracted to FMA, which vectors and the rest of a row might be in different ways.
-_ALONE: Final = ("-ffp-contract=off", *(["-lmvec"] if _X86 else []), "-lm")
+_LIBRARIES: Final = (*(["-lmvec"] if _X86 else []), "-lm")
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _LOCK: Final = threading.Lock()
 
@@ -74,47 +73,45 @@ def compiled(source: str, *definitions: str) -> ctypes.CDLL:
         return files("fxprec.kernels").joinpath(folder, file).read_text(encoding="utf-8")
 
     text = re.sub(r'^#include "([^"]+)"$', lambda include: read(include[1]), read(name), flags=re.MULTILINE)
-    flags = *(f"-D{each}" for each in definitions), *(_UPON_TORCH if "#include <ATen/" in text else _ALONE)
-    return _library(Path(source).stem, text, flags)
+    return _library(Path(source).stem, text, tuple(f"-D{each}" for each in definitions))
 
 
 @functools.cache
 def compiled_text(name: str, text: str) -> ctypes.CDLL:
-    """The library of a source that was written by a program and needs libm alone; ``name``: of its file.
+    """The library of a source that was written by a program; ``name``: of its file.
 
     Raises:
         CompilerError: see there; with what the compiler said.
     """
-    return _library(name, text, _ALONE)
+    return _library(name, text)
 
 
-def _library(name: str, text: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+def _library(name: str, text: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
     with _LOCK:  # two threads: one compiles
         if why := why_no_compiler():
             raise CompilerError(f"{name} cannot be compiled: {why}. Install g++, or convert with fuse='auto'")
         compiler = _compiler()
         assert compiler is not None
-        parts = (text, _version(compiler), *_FLAGS, *flags, torch.__version__, _cpu())
+        parts = (text, _version(compiler), *_FLAGS, *macros, torch.__version__, _cpu())
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
         library = _private(cache_folder() / "cpp") / f"{name}-{key}.so"
         if not library.exists():
-            _compile(compiler, text, flags, library)
+            _compile(compiler, text, macros, library)
         _check_owner(library)
-        return ctypes.CDLL(str(library))
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError as error:
+            raise CompilerError(f"{name} cannot be loaded with torch {torch.__version__}: {error}") from error
 
 
-def _compile(compiler: str, text: str, flags: tuple[str, ...], library: Path) -> None:
+def _compile(compiler: str, text: str, macros: tuple[str, ...], library: Path) -> None:
     """All of it or nothing, whoever compiles the same meanwhile."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, made = Path(folder) / "source.cpp", Path(folder) / library.name
         source.write_text(text, encoding="utf-8")
-        command = [compiler, *_FLAGS, str(source), "-o", str(made)]
-        if "-ltorch_cpu" in flags:
-            from torch.utils import cpp_extension  # which loads setuptools
-
-            command += [f"-I{path}" for path in cpp_extension.include_paths()]
-            command += [f"-L{Path(torch.__file__).parent / 'lib'}"]
-        command += flags
+        command = [compiler, *_FLAGS, *macros, str(source), "-o", str(made), *_LIBRARIES]
+        if "at::" in text:  # functions of torch's
+            command += [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise CompilerError(f"{' '.join(command)}\nfailed with status {ran.returncode}:\n{ran.stderr[-4000:]}")

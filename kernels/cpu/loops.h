@@ -1,4 +1,4 @@
-// What loops that a compiler makes vectors of are written with: bfloat16 as its bits, and vector forms of libm's functions.
+// What loops that a compiler makes vectors of are written with: bfloat16 as its bits, vector forms of libm's functions.
 //
 // glibc has these from 2.35 on (libmvec, errors below 4 units in the last place); with an older one calls are scalar.
 #include <math.h>

@@ -1,7 +1,7 @@
 """Cross-entropy on a CPU as a compiled loop: ``cpu/cross_entropy.cpp``, of rows of logits with a label each.
 
 A row stays in the cache between the passes over it, so that logits come from memory once forward and once backward,
-where torch's ops move some 20 bytes more for each. The first call compiles (``cpp``): a second, once a machine.
+where torch's ops move some 20 bytes more for each. The first call compiles (``cpp``): 0.6 seconds, once a machine.
 """
 
 from __future__ import annotations
