@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.inspection.figures import Activations, Weights, activations, bytes_of, count, size_text, weights
 from fxprec.inspection.headline import Headline, Stay
+from fxprec.inspection.measured import Measured, add_measured
 from fxprec.inspection.nodes import (
     Place,
     captured_of,
@@ -43,7 +44,6 @@ from fxprec.inspection.times import UNKNOWN, Times
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.conversion import Conversion
 from fxprec.model.module import conversion_of, is_converted
-from fxprec.page.measured import Measured, add_measured
 from fxprec.page.render import framed, render
 from fxprec.passes.graph.annotations import Rule, module_path, notes, weight_path
 from fxprec.passes.graph.text import dtype_name, shown_dtype

@@ -99,6 +99,10 @@ class LoopPrices:
         return (loop(elements) - loop(1)) / _ACCESSES
 
 
+class TooDear(Declined):
+    """A loop could serve, and takes more time than torch's kernels."""
+
+
 class Torchs(NamedTuple):
     """What torch runs for an op on a CPU: kernels of the forward and of the gradients."""
 
@@ -169,10 +173,10 @@ def seconds(gm: GraphModule, plan: Plan, prices: LoopPrices) -> tuple[float, flo
 
 
 def check_gain(gm: GraphModule, plan: Plan, prices: LoopPrices) -> None:
-    """Raise ``Declined`` where a region takes less time op by op; the arguments are those of ``seconds``."""
+    """Raise ``TooDear`` where a region takes less time op by op; the arguments are those of ``seconds``."""
     ops, loop = seconds(gm, plan, prices)
     if ops < loop:
-        raise Declined(f"op by op takes {1e6 * ops:.3g} us, a loop {1e6 * loop:.3g} us, by the device's costs")
+        raise TooDear(f"op by op takes {1e6 * ops:.3g} us, a loop {1e6 * loop:.3g} us, by the device's costs")
 
 
 def _seconds_of(node: Node, prices: LoopPrices, trained: bool) -> float:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Proxy
 from fxprec.kernels.launch.observers import COMPILER, DUAL, PROXY, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.rows.program.structure import structure_of
 from fxprec.kernels.rows.program.terms import Declined
-from fxprec.kernels.rows.run.gains import LoopPrices, check_gain
+from fxprec.kernels.rows.run.gains import LoopPrices, TooDear, check_gain
 from fxprec.kernels.rows.run.gradients import eager_backward, finished, laid_out
 from fxprec.kernels.torch_internals import FakeTensor, disable_current_modes
 
@@ -64,9 +64,20 @@ class FusedRegion(nn.Module):
         self._reads = len(graph_module.graph.find_nodes(op="placeholder"))
         self.single = len(graph_module.graph.output_node().args[0]) == 1  # type: ignore[arg-type]
         self._plans: dict[Any, Plan | str] = {}
+        self._dear: dict[Any, str] = {}
+        self._largest = 0
 
     def forward(self, *inputs: Any) -> Any:
         """Run for these inputs: tensors in the order of the graph's, and the seeds where there are dropouts."""
+        if self._dear and not torch.compiler.is_compiling():
+            found = self._dear.get(_size(inputs, self._largest))
+            if found is not None:
+                if self.reason is not found:
+                    self.path, self.reason = "aten", found
+                forward: Any = type(self.graph_module).forward
+                # Of an exact graph module without what asks whether somebody traces.
+                results = getattr(forward, "__wrapped__", forward)(self.graph_module, *inputs)
+                return results[0] if self.single else results
         if isinstance(inputs[0], Proxy):  # a trace by torch.fx: the ops would not round as the kernel does
             tracer: Any = inputs[0].tracer
             return tracer.create_proxy("call_module", tracer.path_of_module(self), inputs, {})
@@ -107,12 +118,26 @@ class FusedRegion(nn.Module):
         with _LOCK:
             try:
                 plan: Plan | str = self._made(inputs, recording)
+            except TooDear as reason:
+                plan = str(reason)
+                self._remember(inputs, plan)
             except Declined as reason:
                 plan = str(reason)
             while len(self._plans) >= _MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = plan
         return plan
+
+    def _remember(self, inputs: Sequence[Tensor], reason: str) -> None:
+        """That op by op takes less time for inputs of this size: the next call asks nothing else.
+
+        What looks into a region counts as much as what it gains, where sizes are small; the ops serve whoever looks on,
+        and tensors that lie in another way.
+        """
+        self._largest = max(range(len(inputs)), key=lambda number: inputs[number].numel())
+        while len(self._dear) >= _MOST_PLANS:
+            del self._dear[next(iter(self._dear))]
+        self._dear[_size(inputs, self._largest)] = reason
 
     def _made(self, inputs: Sequence[Any], recording: bool) -> Plan:
         from fxprec.kernels.rows.program.spec import Spec
@@ -159,13 +184,15 @@ class FusedRegion(nn.Module):
         return "\n\n".join(launch.source for launch in launches)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}}
+        return {**self.__dict__, "_plans": {}, "_dear": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a file of 0.1 as well, which knew Triton or nothing."""
         known = {key: value for key, value in state.items() if key != "triton"}
         known.setdefault("kernels", "triton" if state.get("triton") else "aten")
         known.setdefault("prices", None)
+        known.setdefault("_dear", {})
+        known.setdefault("_largest", 0)
         super().__setstate__(known)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedRegion:
@@ -173,6 +200,14 @@ class FusedRegion(nn.Module):
 
         graph_module = copy.deepcopy(self.graph_module, memo)
         return FusedRegion(self.name, graph_module, self.draws, self.seed, self.kernels, self.prices)
+
+
+def _size(inputs: Sequence[Any], largest: int) -> Any:
+    """What decides whether a loop pays: sizes, and whether a backward follows; None of what is no plain tensor."""
+    x = inputs[largest]
+    if type(x) not in _PLAIN:
+        return None
+    return x.shape, torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
 
 
 def _check_device(device: torch.device, loops: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import region_tools as tools
 from fxprec.kernels.cpu import compiled_attention
 from fxprec.kernels.rows.emit.loop_counts import count
 from fxprec.kernels.rows.program.spec import spec_of
+from fxprec.kernels.rows.run import region as region_module
 from fxprec.kernels.rows.run.derive import make_plan
 from fxprec.kernels.rows.run.gains import MORE_STEPS, LoopPrices, is_faster_by_torch, seconds
+from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.costs.device_costs import Curve
 
 FULL, LOW = torch.float32, torch.bfloat16
@@ -152,10 +157,66 @@ def test_a_call_goes_the_way_that_takes_less_time_and_says_why() -> None:
     assert path(10 * N) == ("aten", "op by op takes 6.4e+08 us, a loop 1.82e+09 us, by the device's costs")
 
 
-def test_prices_are_copied_and_saved_with_a_region() -> None:
-    import copy
-    import pickle
+@pytest.mark.skipif(bool(compiled_attention.why_not()), reason=compiled_attention.why_not())
+def test_what_is_too_dear_is_remembered_for_its_size_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: Tensor, row: Tensor) -> Tensor:
+        return ((x + row) * row - x) * x * row
 
+    region = tools.region_of(function, kernels="loops", prices=prices(10 * N))
+    small, wide = torch.randn(4, 16).to(LOW), torch.randn(400, 16).to(LOW)
+    row = torch.randn(16).to(LOW)
+
+    def ways(*inputs: Tensor) -> tuple[str, Tensor]:
+        result = region(*inputs)
+        torch.testing.assert_close(result, function(*inputs), rtol=0.05, atol=0.05)
+        return region.path, result
+
+    assert ways(small, row)[0] == "aten"
+    assert ways(wide, row)[0] == "loops" and region.reason == ""
+    asked: list[Any] = []
+    looked = region_module._watcher
+    monkeypatch.setattr(region_module, "_watcher", lambda inputs: asked.append(inputs) or looked(inputs))
+    assert ways(small, row)[0] == "aten" and region.reason.startswith("op by op takes") and not asked
+    assert ways(wide, row)[0] == "loops" and len(asked) == 1
+    assert ways(leaf(small), row)[0] == "aten" and len(asked) == 2  # it is trained: another question
+    assert ways(leaf(small), row)[0] == "aten" and len(asked) == 2
+    with torch.no_grad():
+        assert ways(leaf(small), row)[0] == "aten" and len(asked) == 2
+    assert not copy.deepcopy(region)._dear and region.__getstate__()["_dear"] == {}
+
+
+@pytest.mark.skipif(bool(compiled_attention.why_not()), reason=compiled_attention.why_not())
+def test_whoever_looks_into_what_is_too_dear_sees_its_ops() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return ((x + y) * y - x).exp() * y
+
+    region = tools.region_of(function, kernels="loops", prices=prices(1e9))
+    x, y = torch.randn(4, 16), torch.randn(4, 16)
+    region(x, y)
+    assert region._dear
+    close = torch.testing.assert_close
+    close(torch.func.vmap(region)(x, y), function(x, y))
+    close(torch.func.grad(lambda x: region(x, y).sum())(x), torch.func.grad(lambda x: function(x, y).sum())(x))
+    close(torch.func.jvp(region, (x, y), (y, x)), torch.func.jvp(function, (x, y), (y, x)))
+    traced = torch.fx.symbolic_trace(_Around(region))
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "placeholder", "call_module", "output"]
+    close(torch.compile(_Around(region), backend="eager", fullgraph=True)(x, y), function(x, y))
+    made = make_fx(region)(x, y)
+    assert "exp" in made.code and "region_forward" not in made.code
+    scripted = torch.jit.trace(_Around(region), (x, y))
+    close(scripted(y, x), function(y, x))
+
+
+class _Around(torch.nn.Module):
+    def __init__(self, region: FusedRegion) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.region(x, y)
+
+
+def test_prices_are_copied_and_saved_with_a_region() -> None:
     region = tools.region_of(lambda x: -x, kernels="loops", prices=prices())
     assert copy.deepcopy(region).prices is region.prices
     curve = Curve(((1.0, 2.0),))

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
+from fxprec.inspection.measured import add_measured
 from fxprec.numerics import audit, ranges
-from fxprec.page.measured import add_measured
 from page_data import data_of
 from tests.page.test_page import written
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from fxprec.inspection.subject import Subject
 
-#: In the order in which the script reads them.
+#: In the order in which the script of the page reads them.
 _SHARES: Final = ("zeros", "saturated", "flushed", "flushed_in_float16")
 
 
