@@ -26,7 +26,7 @@ from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.optim.lists import is_dense
 from fxprec.kernels.torch_internals import FakeTensor, is_traceable_wrapper_subclass
 
-#: Elements that a thread takes at a time; as in the source.
+#: Elements that a thread takes at a time.
 _CHUNK: Final = 1 << 14
 _TYPES: Final = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "_Float16"}
 #: In the order of the source's structure.
@@ -61,7 +61,7 @@ class Loop:
             "NESTEROV": self.nesterov,
         }  # fmt: skip
         types = f"GRADIENT={_TYPES[self.gradient]}", f"SHADOW={_TYPES[self.shadow or torch.float32]}"
-        return *(f"{name}={flag:d}" for name, flag in flags.items()), *types
+        return *(f"{name}={flag:d}" for name, flag in flags.items()), *types, f"CHUNK={_CHUNK}"
 
 
 #: The tensors of all parameters, by the names of ``_NAMES``: of each parameter they have one length and one order of

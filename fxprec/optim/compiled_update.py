@@ -97,12 +97,17 @@ def _launch(
     """What updates all, and takes the scalars of each. All loops are compiled before the first runs.
 
     Raises:
-        RuntimeError: a loop cannot be compiled, or a state lies elsewhere: loops go by addresses.
+        RuntimeError: a loop cannot be compiled, or a state lies elsewhere or in another form: loops go by addresses.
     """
     params = lists["params"]
     tensors: dict[str, Sequence[Any]] = {name: of_name for name, of_name in lists.items() if name != "step"}
-    if not all(map(_is_on_host, chain.from_iterable(tensors.values()))):
-        raise RuntimeError(next(filter(None, map(partial(_elsewhere, tensors), range(len(params))))))
+    sizes = [*map(Tensor.numel, params)]
+    fit = all(map(_is_on_host, chain.from_iterable(tensors.values()))) and all(
+        [*map(Tensor.numel, of_name)] == sizes and (name == "grads" or {*map(_dtype, of_name)} == {torch.float32})
+        for name, of_name in tensors.items()
+    )
+    if not fit:
+        raise RuntimeError(next(filter(None, map(partial(_unfit, tensors), range(len(params))))))
     shadows = [*copies.for_kernel(owners)]
     if any(shadow is not None for shadow in shadows):
         tensors["shadow"] = [
@@ -128,15 +133,18 @@ def _launch(
             shadow.copy_(param)
 
 
-_is_on_host = operator.attrgetter("is_cpu")
+_is_on_host, _dtype = operator.attrgetter("is_cpu"), operator.attrgetter("dtype")
 
 
-def _elsewhere(tensors: Mapping[str, Sequence[Tensor]], i: int) -> str:
-    """What is wrong where one of a parameter's tensors is not on the CPU; "" where all are."""
-    places = [f"{name} on {of_name[i].device}" for name, of_name in tensors.items() if not of_name[i].is_cpu]
-    if not places:
+def _unfit(tensors: Mapping[str, Sequence[Tensor]], i: int) -> str:
+    """Which of a parameter's tensors is not on the CPU, of its size, and FP32 where it is a state; "" where all are."""
+    own = {name: of_name[i] for name, of_name in tensors.items()}
+    found = [f"{name} on {x.device}" for name, x in own.items() if not x.is_cpu]
+    found += [f"{name} of {x.numel()} elements" for name, x in own.items() if x.numel() != own["params"].numel()]
+    found += [f"{name} in {x.dtype}" for name, x in own.items() if name != "grads" and x.dtype is not torch.float32]
+    if not found:
         return ""
     return (
-        f"parameter of shape {tuple(tensors['params'][i].shape)} on cpu, {', '.join(places)}: move the "
+        f"parameter of shape {tuple(own['params'].shape)} on cpu, {', '.join(found)}: move the "
         "optimizer's state with the model (load_state_dict of its own state_dict does)"
     )

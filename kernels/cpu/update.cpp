@@ -5,7 +5,8 @@
 //            v^ = max(v^, v) (AMSGRAD);  p -= size m / (correction sqrt(v) + eps)
 //   SGD      b = momentum b + share gradient (MOMENTUM);  p -= rate (b, or with NESTEROV gradient + momentum b)
 //
-// Macros: ADAM, L2, AMSGRAD, MOMENTUM, NESTEROV are 0 or 1; GRADIENT and SHADOW are float, BFloat16 or _Float16.
+// Macros: ADAM, L2, AMSGRAD, MOMENTUM, NESTEROV are 0 or 1; GRADIENT and SHADOW are float, BFloat16 or _Float16; CHUNK
+// is how many elements a thread takes at a time.
 #include "loops.h"
 
 namespace {
@@ -36,7 +37,7 @@ struct Tensors {
   int64_t size, before;  // `before`: chunks of the parameters before it
 };
 
-constexpr int64_t kChunk = 1 << 14;
+constexpr int64_t kChunk = CHUNK;
 
 template <bool shadowed>
 inline void update(const Tensors& t, int64_t begin, int64_t end) {

@@ -228,6 +228,25 @@ def test_a_state_elsewhere_is_refused_and_not_gone_to_by_its_address():
         optimizer.step()
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (torch.zeros(130, 7, dtype=torch.float64), "momentum_buffer in torch.float64: move"),
+        (torch.zeros(130, 7, dtype=torch.bfloat16), "momentum_buffer in torch.bfloat16: move"),
+        (torch.zeros(3), "momentum_buffer of 3 elements: move"),
+    ],
+)
+def test_a_state_in_another_form_is_refused_and_nothing_is_written(state: Tensor, said: str):
+    params = parameters()[:1]
+    optimizer = SGD(params, lr=0.1, momentum=0.9, compiled=True)
+    optimizer.state[params[0]]["momentum_buffer"] = state
+    give(params, 0, torch.float32)
+    before = kept([*params, state])
+    with pytest.raises(RuntimeError, match=said):
+        optimizer.step()
+    assert all(map(torch.equal, before, [*params, state]))
+
+
 def test_what_it_does_not_go_with():
     params = parameters()
     with pytest.raises(ValueError, match="compiled=True has no loop for a state_dtype"):
