@@ -67,8 +67,8 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
             changed = True
         elif op.name == "linear_cross_entropy":
             changed |= split_head_loss(gm, node)
-    if context.regions == "triton":
-        changed |= recognize_rotary(gm.graph)
+    if context.regions in ("triton", "loops"):
+        changed |= recognize_rotary(gm.graph, compiled=context.regions == "loops")
     for node in outside_writes(gm):
         notes(node).written = True
     return PassResult(gm, changed)

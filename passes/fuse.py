@@ -75,7 +75,7 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
         changed |= formed
         declined += reasons
     elif context.native_mixed:
-        called, reasons = call_kernels(gm.graph, native=True)
+        called, reasons = call_kernels(gm.graph, "aten")
         changed |= called
         declined += reasons
     if context.device == "cuda" and (context.regions or context.native_mixed):
@@ -94,7 +94,7 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
     changed = make_functional(graph)
     declined: list[str] = []
     if triton or loops:
-        called, declined = call_kernels(graph, native=loops, compiled=loops)
+        called, declined = call_kernels(graph, "triton" if triton else "loops")
         changed |= called
     splits = split_biases(graph) if triton else []
     order = order_of_effects(graph)

@@ -8,6 +8,7 @@
 torch saves x, eight bytes a result (an int64), and adds gradients up in a tensor that it fills with zeros before; of a
 U-Net's 28 ms on an H200 (32 x 256 x 256, bfloat16, torch 2.11, 2026-11-26) its poolings took 2.1; the bytes here take
 0.35. The backward asks each element which of its windows chose it: no atomics, so the same gradients each time.
+On a CPU it is torch's op, or a compiled loop (``compiled_max_pool``).
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp
+from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import check_operands
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
+from fxprec.kernels.nn import compiled_max_pool
 
 #: Elements of a tile, 8 a thread: 16 bytes of low ones.
 _TILE: Final = 1024
@@ -101,21 +104,25 @@ def pool_backward_kernel(
 
 
 def max_pool2d(
-    x: Tensor, kernel_size: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int] = (0, 0)
-) -> Tensor:
+    x: Tensor, kernel_size: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int] = (0, 0), *,
+    compiled: bool = False,
+) -> Tensor:  # fmt: skip
     """``torch.nn.functional.max_pool2d``, without dilation and of whole windows.
 
     Args:
         x: float32, float16 or bfloat16 [N, C, H, W], which is copied where it is not channels_last.
         kernel_size: of at most 127 elements. A window that lies in the padding does not count.
         padding: at most half of the kernel's size.
+        compiled: on a CPU with AVX-512 run as a C++ loop, which the first call compiles: bfloat16 or float32.
 
     Returns:
         of x's dtype, channels_last.
 
     Raises:
         TypeError: another dtype.
-        ValueError: another number of dims; sizes that torch does not take either; a larger window.
+        ValueError: another number of dims; sizes that torch does not take either; a larger window; ``compiled`` of
+            what that does not serve.
+        CompilerError: nothing can be compiled here.
     """
     check_operands("max_pool2d", x=x)
     if x.dim() != 4:
@@ -127,11 +134,22 @@ def max_pool2d(
             f"max_pool2d of {tuple(x.shape)} with {kernel_size=}, {stride=}, {padding=}: sizes are at least 1, of "
             f"the result, too, the padding is at most half of the kernel, and a window has at most {LARGEST} elements."
         )
-    return _POOL(x, [*kernel_size, *stride, *padding])[0]
+    if compiled and (x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32)):
+        raise ValueError(
+            f"max_pool2d(compiled=True) serves bfloat16 and float32 on a CPU, got {x.dtype} on '{x.device}'. Leave "
+            "compiled out."
+        )
+    saved = watcher(COMPILER, ANY_MODE, TRANSFORM) is not None or (torch.is_grad_enabled() and x.requires_grad)
+    return _POOL(x, [*kernel_size, *stride, *padding], saved, compiled)[0]
 
 
-def backward_reference(dy: Tensor, where: Tensor, height: int, width: int, window: list[int]) -> Tensor:
-    """The gradient of x, in plain torch that can be differentiated; in FP32 of a low dy, and not channels_last."""
+def backward_reference(
+    dy: Tensor, where: Tensor, height: int, width: int, window: list[int], compiled: bool = False
+) -> Tensor:  # fmt: skip
+    """The gradient of x, in plain torch that can be differentiated; in FP32 of a low dy, and not channels_last.
+
+    ``compiled``, of the op whose arguments these are, is one to it.
+    """
     rows, columns = _origins(where, window)
     number = where.long()
     places = (rows + number // window[1]) * width + columns + number % window[1]
@@ -152,14 +170,16 @@ def _out_sizes(x: Tensor, window: tuple[int, ...] | list[int]) -> tuple[int, int
     return (x.shape[2] + 2 * ph - kh) // sh + 1, (x.shape[3] + 2 * pw - kw) // sw + 1
 
 
-def _results(x: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
-    y = torch.empty(
-        (*x.shape[:2], *_out_sizes(x, window)), dtype=x.dtype, device=x.device, memory_format=torch.channels_last
-    )
-    return y, torch.empty_like(y, dtype=torch.int8)
+def _results(x: Tensor, window: list[int], saved: bool, compiled: bool) -> tuple[Tensor, Tensor]:
+    """y, and where: empty unless it is to be saved."""
+    shape = (*x.shape[:2], *_out_sizes(x, window))
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    return y, torch.empty_like(y, dtype=torch.int8) if saved else x.new_empty(0, dtype=torch.int8)
 
 
-def _launch(kernel: Any, first: Tensor, second: Tensor, third: Tensor, sizes: Any, out: Any, window: list[int]) -> None:
+def _launch(
+    kernel: Any, first: Tensor, second: Tensor, third: Tensor | None, sizes: Any, out: Any, window: list[int]
+) -> None:
     channels = first.shape[1]
     block = min(1 << (channels - 1).bit_length(), _TILE)
     count = _TILE // block
@@ -177,14 +197,20 @@ def _served(x: Tensor) -> bool:
     return can_launch(x.device) and x.dtype != torch.float64 and x.numel() // x.shape[1] < _PIXELS
 
 
-def _forward(x: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
-    y, where = _results(x, window)
+def _forward(x: Tensor, window: list[int], saved: bool, compiled: bool) -> tuple[Tensor, Tensor]:
+    y, where = _results(x, window, saved, compiled)
     if not y.numel():
+        return y, where
+    if compiled and x.numel():
+        x = x.contiguous(memory_format=torch.channels_last)
+        compiled_max_pool.forward(x, y, where if saved else None, window)
         return y, where
     if _served(x):
         x = x.contiguous(memory_format=torch.channels_last)
-        _launch(pool_kernel, x, y, where, x.shape[2:], y.shape[2:], window)
+        _launch(pool_kernel, x, y, where if saved else None, x.shape[2:], y.shape[2:], window)
         return y, where
+    if not saved:
+        return y.copy_(F.max_pool2d(x, window[:2], window[2:4], window[4:])), where
     values, index = F.max_pool2d(x, window[:2], window[2:4], window[4:], return_indices=True)
     rows, columns = _origins(y, window)
     y.copy_(values)
@@ -192,9 +218,14 @@ def _forward(x: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
     return y, where
 
 
-def _backward_launch(dy: Tensor, where: Tensor, height: int, width: int, window: list[int]) -> Tensor:
-    dx = _fake_backward(dy, where, height, width, window)
+def _backward_launch(
+    dy: Tensor, where: Tensor, height: int, width: int, window: list[int], compiled: bool
+) -> Tensor:  # fmt: skip
+    dx = _fake_backward(dy, where, height, width, window, compiled)
     if not dx.numel():
+        return dx
+    if compiled:
+        compiled_max_pool.backward(dy.contiguous(memory_format=torch.channels_last), where, dx, window)
         return dx
     if _served(dx):
         dy = dy.contiguous(memory_format=torch.channels_last)
@@ -203,26 +234,26 @@ def _backward_launch(dy: Tensor, where: Tensor, height: int, width: int, window:
     return dx.copy_(backward_reference(dy, where, height, width, window))
 
 
-def _fake_backward(dy: Tensor, where: Tensor, height: int, width: int, window: list[int]) -> Tensor:
+def _fake_backward(dy: Tensor, where: Tensor, height: int, width: int, window: list[int], compiled: bool) -> Tensor:
     shape = (*dy.shape[:2], height, width)
     return torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, ctx.window = inputs
+    x, ctx.window, _, ctx.compiled = inputs
     ctx.sizes = x.shape[2], x.shape[3]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(output[1])
 
 
-def _backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, None]:
+def _backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, None, None, None]:
     if dy is None:
-        return None, None
+        return None, None, None, None
     (where,), (height, width) = ctx.saved_tensors, ctx.sizes
     if torch.is_grad_enabled():  # which element is chosen has no derivative: x itself is not needed
-        return backward_reference(dy, where, height, width, ctx.window).to(dy.dtype), None
-    return _POOL_BACKWARD(dy, where, height, width, ctx.window), None
+        return backward_reference(dy, where, height, width, ctx.window).to(dy.dtype), None, None, None
+    return _POOL_BACKWARD(dy, where, height, width, ctx.window, ctx.compiled), None, None, None
 
 
 _POOL_BACKWARD = KernelOp("max_pool2d_backward", _backward_launch, _fake_backward)

@@ -9,7 +9,7 @@ others pass through. The backward is the transposed rotation (c, -s) of the grad
 are all that is saved, and any number of derivatives launches kernels.
 
 A program loads cos and sin of some positions once and goes over heads with them. Bytes an element of a low x: 4,
-forward and backward (eager, rotate-half of low cos and sin: 20 forward).
+forward and backward (eager, rotate-half of low cos and sin: 20 forward). On a CPU a compiled loop does the same.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.operands import check_operands
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
+from fxprec.kernels.nn.compiled_rope import launch_compiled
 
 #: Pairs of a tile, 8 a thread.
 _TILE: Final = 1024
@@ -124,10 +125,13 @@ def rope_kernel(
         )  # fmt: skip
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rotary_dim: int | None = None) -> Tensor:
+def rope(
+    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rotary_dim: int | None = None,
+    compiled: bool = False,
+) -> Tensor:  # fmt: skip
     """Rotate the pairs of x by the angles whose cos and sin are given, in FP32 and rounded once.
 
-    On a CPU it runs as plain torch.
+    On a CPU it runs as plain torch, or compiled.
 
     Args:
         x: float32, float16 or bfloat16 [B, H, T, D], [B, T, D] or [T, D]. B, H and T may have any strides, e.g.
@@ -139,24 +143,32 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rota
         interleaved: pairs are neighbours (GPT-J), not columns half of R apart (Llama, GPT-NeoX).
         rotary_dim: R, how many columns turn; the others pass through. None: D where cos has D or D / 2 columns,
             else as many as cos has.
+        compiled: on a CPU with AVX-512 run as a C++ loop, which the first call compiles: bfloat16 or float32.
 
     Returns:
         of x's dtype, in x's layout (``torch.empty_like``).
 
     Raises:
         TypeError: another dtype.
-        ValueError: shapes that do not fit; cos or sin wants a gradient, which this op does not compute.
+        ValueError: shapes that do not fit; cos or sin wants a gradient, which this op does not compute; ``compiled``
+            of what that does not serve.
+        CompilerError: nothing can be compiled here.
     """
     rotary = _check("rope", {"x": x}, cos, sin, rotary_dim)
-    return _ROPE(x, cos, sin, rotary, interleaved, False)
+    if compiled:
+        _check_compiled("rope", x, cos, sin)
+    return _ROPE(x, cos, sin, rotary, interleaved, False, compiled)
 
 
 def rope_qk(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rotary_dim: int | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rotary_dim: int | None = None,
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(rope(q, ...), rope(k, ...))`` in one launch. q and k may differ in heads, strides and dtype."""
     rotary = _check("rope_qk", {"q": q, "k": k}, cos, sin, rotary_dim)
-    return _ROPE_QK(q, k, cos, sin, rotary, interleaved, False)
+    if compiled:
+        _check_compiled("rope_qk", q, k, cos, sin)
+    return _ROPE_QK(q, k, cos, sin, rotary, interleaved, False, compiled)
 
 
 def reference(
@@ -209,12 +221,28 @@ def _check(name: str, tensors: dict[str, Tensor], cos: Tensor, sin: Tensor, rota
     return rotary
 
 
+def _check_compiled(name: str, *tensors: Tensor) -> None:
+    odd = [x for x in tensors if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32)]
+    if odd or tensors[-1].dtype != tensors[-2].dtype:
+        x = odd[0] if odd else tensors[-1]
+        raise ValueError(
+            f"{name}(compiled=True) serves bfloat16 and float32 on a CPU, cos and sin of one dtype; got {x.dtype} on "
+            f"'{x.device}'. Leave compiled out."
+        )
+
+
 def _launch(
-    tensors: list[Tensor], outs: list[Tensor], cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool
-) -> None:
+    tensors: list[Tensor], outs: list[Tensor], cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool,
+    compiled: bool,
+) -> None:  # fmt: skip
     four = [_four(x if x.stride(-1) == 1 else x.contiguous()) for x in tensors]
     to = [_four(out) for out in outs]
     cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
+    tables = [s for t in (cos, sin) for s in (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))]
+    if compiled:
+        for x, out in zip(four, to, strict=True):
+            launch_compiled(x, out, cos, sin, tables, rotary, interleaved, inverse)
+        return
     batch, _, positions, dim = four[0].shape
     heads = [x.shape[1] for x in four] + [0] * (2 - len(four))
     shape = _shape(positions, dim, rotary)
@@ -223,7 +251,6 @@ def _launch(
     chunks = [(n + chunk - 1) // chunk for n in heads]
     q, q_out, k, k_out = four[0], to[0], *((four[1], to[1]) if len(four) > 1 else (None, None))
     strides = [s for x in (q, q_out, k, k_out) for s in (x.stride()[:3] if x is not None else (0, 0, 0))]
-    tables = [s for t in (cos, sin) for s in (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))]
     with on_device(q.device):
         rope_kernel[(batch * blocks, sum(chunks))](
             q, q_out, k, k_out, cos, sin, positions, blocks, heads[0], heads[1], chunk, chunks[0], *strides, *tables,
@@ -246,11 +273,12 @@ def _four(x: Tensor) -> Tensor:
 
 
 def _run(
-    tensors: list[Tensor], cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool, compiled: bool
 ) -> list[Tensor]:
     outs = [torch.empty_like(x) for x in tensors]
-    if can_launch(cos.device) and all(x.numel() and out.stride(-1) == 1 for x, out in zip(tensors, outs, strict=True)):
-        _launch(tensors, outs, cos, sin, rotary, interleaved, inverse)
+    rows = all(x.numel() and out.stride(-1) == 1 for x, out in zip(tensors, outs, strict=True))
+    if rows and (compiled or can_launch(cos.device)):
+        _launch(tensors, outs, cos, sin, rotary, interleaved, inverse, compiled)
         return outs
     with torch.no_grad():
         return [
@@ -259,8 +287,10 @@ def _run(
         ]
 
 
-def _forward(x: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool) -> Tensor:
-    return _run([x], cos, sin, rotary, interleaved, inverse)[0]
+def _forward(
+    x: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool, compiled: bool
+) -> Tensor:
+    return _run([x], cos, sin, rotary, interleaved, inverse, compiled)[0]
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
@@ -268,9 +298,9 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 
 def _qk_forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool, compiled: bool
 ) -> tuple[Tensor, Tensor]:
-    q_out, k_out = _run([q, k], cos, sin, rotary, interleaved, inverse)
+    q_out, k_out = _run([q, k], cos, sin, rotary, interleaved, inverse, compiled)
     return q_out, k_out
 
 
@@ -279,23 +309,23 @@ def _qk_fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.rotary, ctx.interleaved, ctx.inverse = inputs
+    *tensors, ctx.rotary, ctx.interleaved, ctx.inverse, ctx.compiled = inputs
     ctx.save_for_backward(*tensors[-2:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    dx = None if dy is None else _ROPE(dy, *ctx.saved_tensors, ctx.rotary, ctx.interleaved, not ctx.inverse)
-    return dx, None, None, None, None, None
+    rest = (*ctx.saved_tensors, ctx.rotary, ctx.interleaved, not ctx.inverse, ctx.compiled)
+    return None if dy is None else _ROPE(dy, *rest), None, None, None, None, None, None
 
 
 def _qk_backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
-    rest = (*ctx.saved_tensors, ctx.rotary, ctx.interleaved, not ctx.inverse)
+    rest = (*ctx.saved_tensors, ctx.rotary, ctx.interleaved, not ctx.inverse, ctx.compiled)
     if dq is not None and dk is not None:
         dq, dk = _ROPE_QK(dq, dk, *rest)
     else:
         dq, dk = (None if d is None else _ROPE(d, *rest) for d in (dq, dk))
-    return dq, dk, None, None, None, None, None
+    return dq, dk, None, None, None, None, None, None
 
 
 _ROPE = KernelOp("rope", _forward, _fake, backward=_backward, setup_context=_setup)

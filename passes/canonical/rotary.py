@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, Proxy
 
+from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.passes.graph.annotations import Op, argument, notes
 from fxprec.passes.graph.leaves import is_served, leaf
 
@@ -37,7 +38,7 @@ NEIGHBOURS: Final = "neighbours"
 _HALVES: Final = ("first", "second")
 
 
-def rope(x: Any, cos: Any, sin: Any, half: int | str | None) -> Any:
+def rope(x: Any, cos: Any, sin: Any, half: int | str | None, compiled: bool = False) -> Any:
     """``x * cos + turned(x) * sin``, in FP32 for low x, in x's dtype.
 
     Args:
@@ -45,16 +46,18 @@ def rope(x: Any, cos: Any, sin: Any, half: int | str | None) -> Any:
         cos, sin: an angle's for each column; of shapes that broadcast to x's.
         half: turned is ``cat((-x[..., half:], x[..., :half]), -1)``; None: the half that ``chunk`` takes;
             ``NEIGHBOURS``: ``stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)``.
+        compiled: on a CPU as a C++ loop.
     """
     if isinstance(x, Proxy):
-        return leaf(rope, x, cos, sin, half)
+        return leaf(rope, x, cos, sin, half, *([compiled] if compiled else []))
     columns: int | str = (x.shape[-1] + 1) // 2 if half is None else half
-    own = _tables(x, cos, sin, columns)
+    compiled = compiled and _is_looped(x, cos)
+    own = _tables(x, cos, sin, columns) if compiled or is_served(x) else None
     if own is not None:
         from fxprec.kernels.nn.rope import rope as kernel  # which loads Triton
 
         turned, tables = own
-        result = kernel(turned, *tables, interleaved=columns == NEIGHBOURS)
+        result = kernel(turned, *tables, interleaved=columns == NEIGHBOURS, compiled=compiled)
         return result if turned is x else result.transpose(-3, -2)
     if isinstance(columns, str):
         turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
@@ -64,13 +67,24 @@ def rope(x: Any, cos: Any, sin: Any, half: int | str | None) -> Any:
     return result.to(x.dtype) if result.dtype != x.dtype and x.dtype in (torch.float16, torch.bfloat16) else result
 
 
+def _is_looped(x: Tensor, cos: Tensor) -> bool:
+    """Not where somebody looks into the ops: our own have no rule for vmap and forward mode."""
+    of = (torch.bfloat16, torch.float32)
+    return (
+        x.device.type == "cpu"
+        and x.dtype in of
+        and cos.dtype in of
+        and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
+    )
+
+
 def _tables(x: Tensor, cos: Tensor, sin: Tensor, half: int | str) -> tuple[Tensor, Sequence[Tensor]] | None:
     """(x as [B, H, T, D], (cos, sin) as [B, T, D]) where the kernel serves; None where it does not."""
     columns = x.shape[-1]
     fits = x.dim() == 4 and columns % 2 == 0 and half in (columns // 2, NEIGHBOURS)
     if not fits or cos.shape != sin.shape or not 2 <= cos.dim() <= 4 or cos.shape[-1] != columns:
         return None
-    if cos.requires_grad or sin.requires_grad or cos.dtype != sin.dtype or cos.device != x.device or not is_served(x):
+    if cos.requires_grad or sin.requires_grad or cos.dtype != sin.dtype or cos.device != x.device:
         return None
     four = [table[(None,) * (4 - table.dim())] for table in (cos, sin)]
     if four[0].shape[0] not in (1, x.shape[0]):
@@ -81,7 +95,7 @@ def _tables(x: Tensor, cos: Tensor, sin: Tensor, half: int | str) -> tuple[Tenso
     return None
 
 
-def recognize_rotary(graph: Graph) -> bool:
+def recognize_rotary(graph: Graph, compiled: bool = False) -> bool:
     """Replace every rotary embedding of a canonical graph by one call of ``rope``. True where there were any."""
     found = False
     for node in [*graph.nodes]:
@@ -89,7 +103,8 @@ def recognize_rotary(graph: Graph) -> bool:
             matched = _match(*node.args) or _match(*reversed(node.args))
             if matched is not None:
                 products = node.all_input_nodes
-                node.op, node.target, node.args = "call_function", rope, matched
+                node.op, node.target = "call_function", rope
+                node.args = (*matched, True) if compiled else matched
                 notes(node).op = Op("rope")
                 for product in products:
                     _erase(product)

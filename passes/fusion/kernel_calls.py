@@ -22,6 +22,7 @@ After::
 
 All are calls of ``fxprec.kernels``, which decide at run time whether a kernel serves, and run torch's ops otherwise.
 Without regions (on a CPU) only a loss whose logits were cast becomes a call: of many logits it makes no FP32 copies.
+With compiled loops losses and max poolings do, each from a size on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,9 @@ _LOW: Final = (torch.float16, torch.bfloat16)
 _SLICES: Final = (1 << 20, 512)
 _LOOP: Final = (1 << 18, 128)
 _LOOP_OF_LOSS: Final = f"cross_entropy by a compiled loop from {_LOOP[0]:,} logits on"
+#: Elements, with channels last, from which a loop's fewer bytes weigh more than its call.
+_LOOP_OF_POOL: Final = 1 << 17
+_POOLED: Final = f"max_pool2d by a compiled loop from {_LOOP_OF_POOL:,} elements on, channels last"
 
 
 def batch_norm(
@@ -82,17 +86,18 @@ def group_norm(
     return (F.silu(y) if silu else y).to(x.dtype)
 
 
-def max_pool2d(input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Any:
-    """``F.max_pool2d``: the kernel's where channels are last."""
+def max_pool2d(input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, compiled: bool = False) -> Any:
+    """``F.max_pool2d``: the kernel's where channels are last; ``compiled``: on a CPU of many pixels as a C++ loop."""
     if isinstance(input, Proxy):
-        return leaf(max_pool2d, input, kernel_size, stride, padding)
-    if _is_taken(input) and _is_channels_last(input):
+        return leaf(max_pool2d, input, kernel_size, stride, padding, compiled)
+    compiled = compiled and _is_wide(input)
+    if (compiled or _is_taken(input)) and _is_channels_last(input):
         from fxprec.kernels.nn.max_pool import LARGEST  # which loads Triton
         from fxprec.kernels.nn.max_pool import max_pool2d as kernel
 
         kernel_size, stride, padding = (_pair(each) for each in (kernel_size, stride or kernel_size, padding))
         if kernel_size[0] * kernel_size[1] <= LARGEST:
-            return kernel(input, kernel_size, stride, padding)
+            return kernel(input, kernel_size, stride, padding, compiled=compiled)
     return F.max_pool2d(input, kernel_size, stride, padding)
 
 
@@ -134,6 +139,16 @@ def _is_channels_last(x: Any) -> bool:
     return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
+def _is_wide(x: Any) -> bool:
+    """Whether a max pooling on a CPU is one for a loop; not where somebody looks into the ops, as in ``_is_long``."""
+    return (
+        x.numel() >= _LOOP_OF_POOL
+        and x.device.type == "cpu"
+        and x.dtype in (torch.bfloat16, torch.float32)
+        and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
+    )
+
+
 def _is_long(logits: Any, many: int, classes: int) -> bool:
     """Whether logits on a CPU are many, in long rows, so that torch's loss is not the fastest.
 
@@ -149,36 +164,30 @@ def _is_long(logits: Any, many: int, classes: int) -> bool:
     )
 
 
-def call_kernels(graph: Graph, native: bool = False, compiled: bool = False) -> tuple[bool, list[str]]:
+def call_kernels(graph: Graph, by: Literal["triton", "loops", "aten"] = "triton") -> tuple[bool, list[str]]:
     """Replace batch norms (with a residual sum and relu), group norms (with silu), cross entropies, max poolings.
 
     Args:
-        native: no Triton kernel runs; only calls that gain without are replaced.
-        compiled: C++ loops run.
+        by: what runs: Triton's kernels; C++ loops; or torch's ops, where only losses gain, of logits that were cast.
 
     Returns:
         whether any was replaced; and "node: reason" for those that the kernels do not take.
     """
     changed, declined = False, []
-    kernels = _KERNELS | ({"cross_entropy": partial(_cross_entropy, compiled=True)} if compiled else {})
-    calls = [(node, op) for node in graph.nodes if (op := notes(node).op).name in _KERNELS]
+    kernels = _BY[by]
+    calls = [(node, op) for node in graph.nodes if (op := notes(node).op).name in kernels]
     roots = alias_roots(graph) if calls else {}
     written = written_roots(graph, roots) if calls else set()
     for node, op in calls:
-        make = kernels[op.name]
         if op.in_place or roots[node] in written:
             continue
-        if native and op.name != "cross_entropy":
-            continue
         arguments = _arguments(node)
-        if native and not compiled and not (arguments and _is_inserted_cast(arguments.get("input"))):
-            continue
         if arguments is None:
             declined.append(f"{node.name}: {op.name} with arguments that the kernel does not have")
         elif any(roots.get(each) in written for each in _read(arguments)):
             declined.append(f"{node.name}: {op.name} of what the graph writes to in place")
         else:
-            changed |= make(node, arguments, lambda each: roots.get(each) not in written)
+            changed |= kernels[op.name](node, arguments, lambda each: roots.get(each) not in written)
     return changed, declined
 
 
@@ -277,13 +286,17 @@ def _cross_entropy(
     return True
 
 
-def _max_pool2d(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool]) -> bool:
+def _cast_cross_entropy(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool]) -> bool:
+    return _is_inserted_cast(arguments["input"]) and _cross_entropy(node, arguments, steady)
+
+
+def _max_pool2d(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool], compiled: bool = False) -> bool:
     """Of whole windows without dilation: of others torch's."""
     dilation, ceil, indices = (arguments.pop(name, None) for name in ("dilation", "ceil_mode", "return_indices"))
     if ceil or indices or dilation not in (None, 1, (1, 1), [1, 1]):
         return False
-    _call(max_pool2d, node, node, arguments)
-    notes(node).fused = "the kernel of max_pool2d"
+    _call(max_pool2d, node, node, arguments | ({"compiled": True} if compiled else {}))
+    notes(node).fused = _POOLED if compiled else "the kernel of max_pool2d"
     return True
 
 
@@ -315,9 +328,17 @@ def _only_user(node: Node, name: str) -> Node | None:
     return user if op.name == name and not op.in_place else None
 
 
-_KERNELS: Final = {
-    "batch_norm": _batch_norm,
-    "cross_entropy": _cross_entropy,
-    "group_norm": _group_norm,
-    "max_pool2d": _max_pool2d,
+#: What runs -> op -> how a call of it is made.
+_BY: Final[dict[str, dict[str, Callable[..., bool]]]] = {
+    "triton": {
+        "batch_norm": _batch_norm,
+        "cross_entropy": _cross_entropy,
+        "group_norm": _group_norm,
+        "max_pool2d": _max_pool2d,
+    },
+    "loops": {
+        "cross_entropy": partial(_cross_entropy, compiled=True),
+        "max_pool2d": partial(_max_pool2d, compiled=True),
+    },
+    "aten": {"cross_entropy": _cast_cross_entropy},
 }

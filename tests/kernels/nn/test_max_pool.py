@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_tools
+from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.kernels.nn import max_pool
 from fxprec.kernels.nn.max_pool import max_pool2d
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-#: Plain torch, Triton's interpreter, a device.
-every_place = pytest.mark.parametrize("device", [pytest.param("cpu", id="plain"), *kernel_tools.DEVICES])
+LOOP = pytest.param("loop", id="loop", marks=pytest.mark.skipif(why_not() != "", reason=why_not()))
+#: Plain torch, a compiled loop, Triton's interpreter, a device.
+PLACES = [pytest.param("cpu", id="plain"), LOOP, *kernel_tools.DEVICES]
+every_place = pytest.mark.parametrize("device", PLACES)
 #: Shape; kernel_size, stride and padding.
 POOLS: dict[str, tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = {
     "halves": ((2, 16, 6, 8), ((2, 2), (2, 2), (0, 0))),
@@ -33,24 +36,39 @@ POOLS: dict[str, tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = {
 }
 
 
+def pooled(device: str, x: Tensor, *pool: tuple[int, int]) -> Tensor:
+    return max_pool2d(x, *pool, compiled=device == "loop")
+
+
+def there(device: str) -> str:
+    return "cpu" if device == "loop" else device
+
+
 def values(shape: tuple[int, ...], device: str, dtype: torch.dtype = F32, steps: int = 0) -> Tensor:
     """channels_last; of few different numbers, where asked for: with ties."""
     x = torch.randn(shape)
     x = (x * steps).round() / steps if steps else x
-    return x.to(device, dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+    return x.to(there(device), dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
 
 
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 
 
-@every_place
-@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param(*each.values, dtype, id=f"{each.id}-{dtype}", marks=each.marks)
+        for each in PLACES
+        for dtype in (F32, F16, BF16)
+        if (each is not LOOP) or dtype is not F16
+    ],
+)
 @pytest.mark.parametrize("name", POOLS)
 def test_results_are_torchs_and_gradients_are_near_float64(device: str, dtype: torch.dtype, name: str) -> None:
     shape, pool = POOLS[name]
     x = values(shape, device, dtype, steps=2)
-    y = max_pool2d(x, *pool)
+    y = pooled(device, x, *pool)
     exact, low = x.detach().double().requires_grad_(), x.detach().requires_grad_()
     right = F.max_pool2d(exact, *pool)
     assert torch.equal(y.double(), right) and y.is_contiguous(memory_format=torch.channels_last)
@@ -68,8 +86,10 @@ def test_a_nan_is_a_maximum_and_takes_the_gradient(device: str) -> None:
     for place, other in itertools.product(range(4), (-math.inf, math.inf, math.nan)):
         x = torch.full((1, 1, 2, 4), other)
         x[0, 0, place // 2, place % 2] = math.nan
-        own, same = (x.to(device).contiguous(memory_format=torch.channels_last).requires_grad_() for _ in range(2))
-        y, right = max_pool2d(own, (2, 2), (2, 2)), F.max_pool2d(same, 2)
+        own, same = (
+            x.to(there(device)).contiguous(memory_format=torch.channels_last).requires_grad_() for _ in range(2)
+        )
+        y, right = pooled(device, own, (2, 2), (2, 2)), F.max_pool2d(same, 2)
         assert torch.equal(y.isnan(), right.isnan()) and torch.equal(y.nan_to_num(), right.nan_to_num())
         found, expected = (torch.autograd.grad(out.sum(), leaf)[0] for out, leaf in ((y, own), (right, same)))
         assert torch.equal(found, expected)
@@ -79,9 +99,9 @@ def test_a_nan_is_a_maximum_and_takes_the_gradient(device: str) -> None:
 def test_windows_of_nothing_but_negative_infinity_choose_their_first(device: str) -> None:
     """As torch's on a CPU: that for channels_last on CUDA (2.11) gives their gradients to an image's first pixel."""
     x = torch.full((1, 2, 3, 3), -math.inf).contiguous(memory_format=torch.channels_last)
-    own, same = x.to(device).requires_grad_(), x.requires_grad_()
+    own, same = x.to(there(device), copy=True).requires_grad_(), x.requires_grad_()
     pool = ((3, 3), (2, 2), (1, 1))
-    found, expected = max_pool2d(own, *pool), F.max_pool2d(same, *pool)
+    found, expected = pooled(device, own, *pool), F.max_pool2d(same, *pool)
     assert torch.equal(found.cpu(), expected)
     gradients = [torch.autograd.grad(y.sum(), leaf)[0].cpu() for y, leaf in ((found, own), (expected, same))]
     assert torch.equal(*gradients)
@@ -91,16 +111,16 @@ def test_windows_of_nothing_but_negative_infinity_choose_their_first(device: str
 @pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 0, 4, 4)])
 def test_empty_tensors(device: str, shape: tuple[int, ...]) -> None:
     x = values(shape, device)
-    y = max_pool2d(x, (2, 2), (2, 2))
+    y = pooled(device, x, (2, 2), (2, 2))
     assert y.shape == (*shape[:2], 2, 2) and torch.autograd.grad(y.sum(), x)[0].shape == shape
 
 
 @every_place
 def test_other_layouts_are_copied(device: str) -> None:
-    x = torch.randn(2, 6, 5, 7, device=device).requires_grad_()
-    y = max_pool2d(x, (2, 2), (1, 1))
+    x = torch.randn(2, 6, 5, 7, device=there(device)).requires_grad_()
+    y = pooled(device, x, (2, 2), (1, 1))
     assert torch.equal(y, F.max_pool2d(x, 2, 1))
-    cotangent = torch.randn(y.shape, device=device)  # contiguous, where y is not
+    cotangent = torch.randn(y.shape, device=x.device)  # contiguous, where y is not
     (dx,) = torch.autograd.grad(y, x, cotangent)
     assert torch.allclose(dx, torch.autograd.grad(F.max_pool2d(x, 2, 1), x, cotangent)[0])
 
@@ -110,9 +130,19 @@ def test_what_is_saved_is_a_byte_a_result() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each.dtype) or each, lambda each: each):
         max_pool2d(x, (2, 2), (2, 2))
     assert saved == [torch.int8]
-    y, where = torch.ops.fxprec.max_pool2d(x.detach(), [2, 2, 2, 2, 0, 0])
+    y, where = torch.ops.fxprec.max_pool2d(x.detach(), [2, 2, 2, 2, 0, 0], True, False)
     assert where.dtype == torch.int8 and where.shape == y.shape == (2, 16, 4, 4)
     assert 0 <= where.min() and where.max() <= 3
+
+
+@every_place
+def test_without_gradients_no_places_are_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, results = values((2, 16, 8, 8), device, BF16), []
+    launch = max_pool._POOL.launch
+    monkeypatch.setattr(max_pool._POOL, "launch", lambda *args: results.append(launch(*args)) or results[-1])
+    with torch.no_grad():
+        y = pooled(device, x, (2, 2), (2, 2))
+    assert torch.equal(y, F.max_pool2d(x, 2)) and results[0][1].numel() == 0
 
 
 def test_samples_of_too_many_pixels_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,16 +153,17 @@ def test_samples_of_too_many_pixels_are_torchs(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(max_pool2d(x, (2, 2), (2, 2)), F.max_pool2d(x, 2))
 
 
-def test_derivatives_of_any_order_and_the_op() -> None:
+@pytest.mark.parametrize("device", [pytest.param("cpu", id="plain"), LOOP])
+def test_derivatives_of_any_order_and_the_op(device: str) -> None:
     x = torch.randperm(2 * 2 * 4 * 4).double().view(2, 2, 4, 4).contiguous(memory_format=torch.channels_last) / 8
     x = x.float().requires_grad_()
-    torch.library.opcheck(torch.ops.fxprec.max_pool2d.default, (x, [3, 3, 2, 2, 1, 1]))
-    y = max_pool2d(x, (3, 3), (2, 2), (1, 1))
+    torch.library.opcheck(torch.ops.fxprec.max_pool2d.default, (x, [3, 3, 2, 2, 1, 1], True, device == "loop"))
+    y = pooled(device, x, (3, 3), (2, 2), (1, 1))
     (dx,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(dx.sum(), x)
     (right,) = torch.autograd.grad((F.max_pool2d(x, 3, 2, 1) ** 3).sum(), x, create_graph=True)
     assert torch.allclose(second, torch.autograd.grad(right.sum(), x)[0])
-    compiled = torch.compile(lambda z: max_pool2d(z, (2, 2), (2, 2)), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda z: pooled(device, z, (2, 2), (2, 2)), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), F.max_pool2d(x, 2))
 
 
@@ -152,3 +183,28 @@ def test_bad_input(arguments: Any, message: str) -> None:
         max_pool2d(*arguments)
     with pytest.raises(TypeError, match="float64"):
         max_pool2d(torch.zeros(1, 1, 4, 4, dtype=torch.float64), (2, 2), (2, 2))
+
+
+@pytest.mark.parametrize("dtype", [F16, torch.float64])
+def test_what_no_loop_serves_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"compiled=True\) serves|float64"):
+        max_pool2d(torch.zeros(1, 1, 4, 4, dtype=dtype), (2, 2), (2, 2), compiled=True)
+    with pytest.raises(ValueError, match="on 'meta'"):
+        max_pool2d(torch.zeros(1, 1, 4, 4, device="meta"), (2, 2), (2, 2), compiled=True)
+
+
+@pytest.mark.skipif(why_not() != "", reason=why_not())
+@pytest.mark.parametrize("threads", [1, 3])
+def test_loops_of_any_number_of_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    x = values((3, 33, 9, 11), "cpu", BF16, steps=2)
+    torch.set_num_threads(threads)
+    try:
+        y = max_pool2d(x, (3, 3), (2, 2), (1, 1), compiled=True)
+        (dx,) = torch.autograd.grad(y.float().square().sum(), x)
+    finally:
+        torch.set_num_threads(before)
+    wide = x.detach().float().requires_grad_()
+    right = F.max_pool2d(wide, 3, 2, 1)
+    assert torch.equal(y.float(), right)
+    assert torch.allclose(dx.float(), torch.autograd.grad(right.square().sum(), wide)[0], rtol=2.0**-7)

@@ -220,8 +220,8 @@ def test_opcheck(interleaved: bool, inverse: bool) -> None:
     cos, sin = table(5, 6, 6, interleaved, 1)
     q = torch.randn(2, 5, 3, 8).transpose(1, 2).requires_grad_()
     k = torch.randn(2, 1, 5, 8, dtype=torch.float16, requires_grad=True)
-    torch.library.opcheck(torch.ops.fxprec.rope.default, (q, cos, sin, 6, interleaved, inverse))
-    torch.library.opcheck(torch.ops.fxprec.rope_qk.default, (q, k, cos, sin, 6, interleaved, inverse))
+    torch.library.opcheck(torch.ops.fxprec.rope.default, (q, cos, sin, 6, interleaved, inverse, False))
+    torch.library.opcheck(torch.ops.fxprec.rope_qk.default, (q, k, cos, sin, 6, interleaved, inverse, False))
 
 
 def ops(graph: torch.fx.Graph) -> list[str]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import fxprec
 import kernel_tools
+from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.kernels.nn import rope as rope_file
 from fxprec.passes.canonical.rotary import NEIGHBOURS, rope
 from fxprec.passes.graph.text import format_graph
@@ -67,6 +73,9 @@ def test_the_graph_after(tools) -> None:
 %linear_1_f32: float32 = to(%linear_1, torch.float32)
 return %linear_1_f32""",
     )
+    looped = tools.rewritten(tools.traced(f, X, W, COS, SIN), tools.context(regions="loops"), until="fuse")
+    (node,) = looped.graph.find_nodes(op="call_function", target=rope)
+    assert node.args[3:] == (4, True)
     plain = tools.rewritten(tools.traced(f, X, W, COS, SIN), tools.context(), until="fuse")
     assert not plain.graph.find_nodes(op="call_function", target=rope)  # where no kernel runs, nothing changes
 
@@ -156,6 +165,74 @@ SHAPES = {
     "a number of columns that is no double": ((2, 3, 5, 9), (2, 1, 5, 9)),  # likewise
     "no heads": ((3, 5, 8), (5, 8)),  # likewise
 }
+
+
+@outside
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [(name, half) for name, (x, _) in SHAPES.items() for half in (4, None, NEIGHBOURS)[: 2 + (x[-1] % 2 == 0)]],
+)
+def test_values_and_gradients_of_loops(name: str, low: torch.dtype, half, monkeypatch) -> None:
+    shape, table = SHAPES[name]
+    launched = []
+    monkeypatch.setattr(rope_file, "_launch", lambda *args: launched.append(launch(*args)))
+    x = torch.randn(shape).to(low).requires_grad_()
+    cos, sin = torch.randn(table), torch.randn(table)
+    exact = x.detach().double().requires_grad_()
+    plain = {4: llama, None: by(lambda x: x.chunk(2, dim=-1)), NEIGHBOURS: gpt_j}[half]
+    found, ops, right = rope(x, cos, sin, half, True), rope(x, cos, sin, half), plain(exact, cos.double(), sin.double())
+    cotangent = torch.randn_like(found)
+    gradients = [
+        torch.autograd.grad(y, of, cotangent.to(y.dtype))[0] for y, of in ((found, x), (ops, x), (right, exact))
+    ]
+    for ours, theirs, truth in ((found, ops, right), gradients):
+        assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max() + 1e-6
+    served = name not in ("tables of heads", "a number of columns that is no double", "no heads")
+    assert len(launched) == (2 if served else 0)
+    again = torch.func.vmap(lambda x: rope(x, cos, sin, half, True))(x[None])[0]  # where somebody looks, torch's ops
+    assert torch.allclose(again.double(), right, 2e-2, 2e-2) and len(launched) == (2 if served else 0)
+
+
+@outside
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_model_on_a_cpu_turns_its_queries_in_loops() -> None:
+    torch.manual_seed(0)
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
+            angles = torch.arange(12)[:, None] * 10.0 ** -(torch.arange(4) / 4)
+            self.register_buffer("cos", angles.cos().repeat(1, 2))
+            self.register_buffer("sin", angles.sin().repeat(1, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k = (layer(x).view(3, 12, 4, 8).transpose(1, 2) for layer in (self.q, self.k))
+            return F.scaled_dot_product_attention(llama(q, self.cos, self.sin), llama(k, self.cos, self.sin), k)
+
+    own, x, names = Attention(), torch.randn(3, 12, 32), set()
+    exact, model = copy.deepcopy(own).double(), fxprec.convert(copy.deepcopy(own), fuse=True).module
+
+    def run(of: nn.Module, x: torch.Tensor) -> list[Any]:
+        y = of(x)
+        todo = [y.grad_fn]
+        while todo:
+            each = todo.pop()
+            names.add(each.name())
+            todo += [one for one, _ in each.next_functions if one is not None]
+        y.square().sum().backward()
+        return [y.detach(), *(each.grad for each in of.parameters())]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = run(own, x)
+    right = run(exact, x.double())
+    assert "ropeBackward" not in names
+    for ours, theirs, truth in zip(run(model, x), eager, right, strict=True):
+        assert (ours.double() - truth).norm() <= 2 * (theirs.double() - truth).norm()
+    assert "ropeBackward" in names
+    assert not fxprec.graph_module(model).graph.find_nodes(op="call_function", target=torch.cat)
 
 
 @on_devices

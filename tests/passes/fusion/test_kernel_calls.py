@@ -500,7 +500,9 @@ def test_max_poolings_of_whole_windows_are_called(tools, pool, called: bool, mon
     if called:  # as on a GPU
         taken: list[Any] = []
         monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)
-        module = types.SimpleNamespace(max_pool2d=lambda *args: taken.append(args) or F.max_pool2d(*args), LARGEST=127)
+        module = types.SimpleNamespace(
+            max_pool2d=lambda *args, compiled: taken.append(args) or F.max_pool2d(*args), LARGEST=127
+        )
         monkeypatch.setitem(sys.modules, "fxprec.kernels.nn.max_pool", module)
         assert torch.equal(gm(X, WEIGHT), pool(low).float()) and not taken
         last = X.contiguous(memory_format=torch.channels_last)
@@ -513,3 +515,69 @@ def test_large_windows_are_torchs(monkeypatch) -> None:
     monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)
     x = torch.randn(1, 3, 12, 12).contiguous(memory_format=torch.channels_last)
     assert torch.equal(kernel_calls.max_pool2d(x, 12), F.max_pool2d(x, 12))
+
+
+class Pooled(nn.Module):
+    """Two convolutions with a pooling between them, of images that are many pixels, or few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.max_pool2d(F.relu(self.first(x)), 3, 2, 1)).mean((2, 3))
+
+
+@outside
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_pooling_on_a_cpu_is_a_loop_whose_gradients_are_as_near_to_float64_as_autocasts():
+    torch.manual_seed(0)
+    own, x = Pooled(), torch.randn(8, 3, 36, 36)
+    exact, model = copy.deepcopy(own).double(), copy.deepcopy(own)
+    fxprec.convert(model, fuse=True, example_inputs=(x,))
+    (node,) = calls(fxprec.graph_module(model), kernel_calls.max_pool2d)
+    assert node.meta["fused"] == "max_pool2d by a compiled loop from 131,072 elements on, channels last"
+    names: set[str] = set()
+
+    def run(of: nn.Module, x: torch.Tensor) -> list[Any]:
+        y = of(x)
+        todo = [y.grad_fn]
+        while todo:
+            each = todo.pop()
+            names.add(each.name())
+            todo += [one for one, _ in each.next_functions if one is not None]
+        y.square().sum().backward()
+        return [y.detach(), *(each.grad for each in of.parameters())]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = run(own, x)
+    names.clear()
+    for ours, theirs, right in zip(run(model, x), eager, run(exact, x.double()), strict=True):
+        assert (ours.double() - right).norm() <= 2 * (theirs.double() - right).norm()
+    assert "max_pool2dBackward" in names and "MaxPool2DWithIndicesBackward0" in names  # the exact one's
+    names.clear()
+    run(model, x[:1])  # few pixels
+    assert "max_pool2dBackward" not in names
+
+
+@outside
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_what_the_loop_of_a_pooling_does_not_take_is_torchs(monkeypatch):
+    taken: list[bool] = []
+
+    def kernel(x, *window, compiled: bool):
+        taken.append(compiled)
+        return F.max_pool2d(x, *window)
+
+    monkeypatch.setitem(
+        sys.modules, "fxprec.kernels.nn.max_pool", types.SimpleNamespace(max_pool2d=kernel, LARGEST=127)
+    )
+    x = torch.randn(4, 32, 32, 32).contiguous(memory_format=torch.channels_last)
+    for given in (x, x.bfloat16()):
+        assert torch.equal(kernel_calls.max_pool2d(given, 2, compiled=True), F.max_pool2d(given, 2))
+    assert taken == [True, True]
+    for given in (x[1:], x.contiguous(), x.double(), x.half()):  # fewer, rows of pixels, other dtypes
+        assert torch.equal(kernel_calls.max_pool2d(given, 2, compiled=True), F.max_pool2d(given, 2))
+    torch.func.vmap(lambda each: kernel_calls.max_pool2d(each, 2, compiled=True))(x[None])
+    kernel_calls.max_pool2d(x, 2)
+    assert taken == [True, True]

@@ -1,0 +1,52 @@
+"""Max pooling on a CPU as a compiled loop: ``cpu/max_pool.cpp``, of channels that lie next to each other.
+
+torch's writes eight bytes a result for the backward, which fills a gradient with zeros and adds to it. The first call
+compiles (``cpp``), once a machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.cpu.cpp import compiled
+
+_SOURCE: Final = "cpu/max_pool.cpp"
+
+
+def forward(x: Tensor, y: Tensor, where: Tensor | None, window: Sequence[int]) -> None:
+    """Write the maxima and, where they are asked for, their places.
+
+    Args:
+        x: bfloat16 or float32 [N, C, H, W], channels_last, on a CPU; y: its result, the same.
+        where: int8 of y's shape and layout.
+        window: KH, KW, SH, SW, PH, PW.
+
+    Raises:
+        CompilerError: nothing can be compiled here.
+    """
+    compiled(_SOURCE).fxprec_max_pool_forward(
+        _pool(x, y, window), x.dtype is torch.bfloat16, _pointer(x), _pointer(y), _pointer(where),
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def backward(dy: Tensor, where: Tensor, dx: Tensor, window: Sequence[int]) -> None:
+    """Write the gradient of x; layouts as in ``forward``."""
+    compiled(_SOURCE).fxprec_max_pool_backward(
+        _pool(dx, dy, window), dx.dtype is torch.bfloat16, _pointer(dy), _pointer(where), _pointer(dx),
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _pool(x: Tensor, y: Tensor, window: Sequence[int]) -> Any:
+    """The source's struct, whose members are all int64."""
+    return (ctypes.c_int64 * 12)(*x.shape, *y.shape[2:], *window)
+
+
+def _pointer(x: Tensor | None) -> Any:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
