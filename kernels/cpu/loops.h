@@ -45,6 +45,12 @@ inline uint16_t low(float x) {  // to the nearest, ties to even
   return x == x ? static_cast<uint16_t>(up) : static_cast<uint16_t>(0x7fc0);
 }
 
+inline uint16_t exact(float x) {  // of x that is a bfloat16
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
 // NaN where one of both is.
 inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 inline float smaller(float a, float b) { return a < b || a != a ? a : b; }

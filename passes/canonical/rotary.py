@@ -86,6 +86,8 @@ def _tables(x: Tensor, cos: Tensor, sin: Tensor, half: int | str) -> tuple[Tenso
         return None
     if cos.requires_grad or sin.requires_grad or cos.dtype != sin.dtype or cos.device != x.device:
         return None
+    if cos.dim() == 2 and cos.shape[0] == x.shape[2]:
+        return x, (cos, sin)
     four = [table[(None,) * (4 - table.dim())] for table in (cos, sin)]
     if four[0].shape[0] not in (1, x.shape[0]):
         return None
