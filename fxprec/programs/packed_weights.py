@@ -29,6 +29,7 @@ from fxprec.passes.graph.annotations import notes
 from fxprec.passes.pack import pack
 from fxprec.passes.packing.products import Packing
 from fxprec.passes.runner import run_passes
+from fxprec.programs.direct_calls import call_directly
 from fxprec.programs.program import Program, without_autocast
 from fxprec.shadows import ShadowStore
 
@@ -144,6 +145,11 @@ def _keys(weights: Sequence[Tensor | None]) -> tuple[_Key, ...]:
     )
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether its memory holds its numbers, in rows."""
+    return type(x) is Tensor and not (x.is_nested or x.is_sparse or x.is_neg())
+
+
 def _stays(weight: Tensor) -> bool:
     """Whether it can be packed, and nothing writes to it unseen, as another process does to memory that it shares."""
     return type(weight) in _PLAIN_TYPES and weight.device.type == "cpu" and not weight.is_shared()
@@ -186,7 +192,7 @@ class _PackedFunction:
         )
         self._of_shadows = bool(program.low)
         self._inputs = len(program.low) + len(program.plain)
-        self._store, self._plain, self._forward = store, program.function, gm.forward
+        self._store, self._plain, self._forward = store, program.function, _direct(gm).forward
         self._seen: _Seen | None = None
         self._known: tuple[_Seen | None, tuple[_Copy, ...]] = None, ()
 
@@ -196,7 +202,7 @@ class _PackedFunction:
         if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in given):
             return self._plain(*given)
         for each in given[self._inputs :]:
-            if isinstance(each, Tensor) and (type(each) is not Tensor or each.is_nested or each.is_sparse):
+            if isinstance(each, Tensor) and not _is_plain(each):
                 return self._plain(*given)
         weights = self._weights(given)
         try:
@@ -225,6 +231,13 @@ class _PackedFunction:
         copies = tuple(copy for copies in each for copy in copies)
         self._known = seen, copies
         return copies
+
+
+def _direct(gm: GraphModule) -> GraphModule:
+    """The same, that is called where nobody looks on."""
+    found = _copy(gm)
+    call_directly(found)
+    return found
 
 
 def _copy(gm: GraphModule) -> GraphModule:

@@ -11,8 +11,6 @@
 namespace {
 
 struct Rope {
-  const void *x, *cos, *sin;
-  void* out;
   int64_t batch, heads, positions, dim, half;
   int64_t x_batch, x_head, x_position, out_batch, out_head, out_position;  // strides
   int64_t cos_batch, cos_position, sin_batch, sin_position;
@@ -56,15 +54,15 @@ inline Pair load_table(const Rope& r, const T* table, int64_t i, int64_t pairs) 
 }
 
 template <typename T, typename Table>
-void rotate(const Rope& r, int threads) {
+void rotate(const Rope& r, const void* x, const void* cosines, const void* sines, void* out, int threads) {
   const int64_t rows = r.batch * r.positions;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t batch = row / r.positions, t = row % r.positions;
-    const Table* cos = static_cast<const Table*>(r.cos) + batch * r.cos_batch + t * r.cos_position;
-    const Table* sin = static_cast<const Table*>(r.sin) + batch * r.sin_batch + t * r.sin_position;
-    const T* from = static_cast<const T*>(r.x) + batch * r.x_batch + t * r.x_position;
-    T* to = static_cast<T*>(r.out) + batch * r.out_batch + t * r.out_position;
+    const Table* cos = static_cast<const Table*>(cosines) + batch * r.cos_batch + t * r.cos_position;
+    const Table* sin = static_cast<const Table*>(sines) + batch * r.sin_batch + t * r.sin_position;
+    const T* from = static_cast<const T*>(x) + batch * r.x_batch + t * r.x_position;
+    T* to = static_cast<T*>(out) + batch * r.out_batch + t * r.out_position;
     for (int64_t i = 0; i < r.half; i += kLanes) {
       const int64_t pairs = r.half - i < kLanes ? r.half - i : kLanes;
       const auto [c1, c2] = load_table(r, cos, i, pairs);
@@ -95,8 +93,9 @@ void rotate(const Rope& r, int threads) {
 
 }  // namespace
 
-extern "C" void fxprec_rope(const Rope* rope, int low, int low_tables, int threads) {
+extern "C" void fxprec_rope(const Rope* rope, int low, int low_tables, const void* x, const void* cos, const void* sin,
+                            void* out, int threads) {
   const auto of_low = low_tables ? rotate<Bits, Bits> : rotate<Bits, float>;
   const auto of_wide = low_tables ? rotate<float, Bits> : rotate<float, float>;
-  (low ? of_low : of_wide)(*rope, threads);
+  (low ? of_low : of_wide)(*rope, x, cos, sin, out, threads);
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fxprec.kernels.cpu.cpp import compiled
+from fxprec.kernels.launch.direct import Run
 
 _SOURCE: Final = "cpu/rope.cpp"
 _SIZES: Final = (
@@ -20,30 +22,59 @@ _SIZES: Final = (
 class _Rope(ctypes.Structure):
     """As in the source."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "out")),
-        *((name, ctypes.c_int64) for name in _SIZES),
-    )
+    _fields_ = tuple((name, ctypes.c_int64) for name in _SIZES)
 
 
 def launch_compiled(
-    x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, tables: list[int], rotary: int, interleaved: bool, inverse: bool
-) -> None:
-    """Rotate x into out, with torch's number of threads.
+    x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, tables: Sequence[int], rotary: int, interleaved: bool,
+    inverse: bool,
+) -> None:  # fmt: skip
+    """Rotate x into out.
+
+    Args: see ``compiled_for``.
+
+    Raises:
+        CompilerError: nothing can be compiled here.
+    """
+    compiled_for(x, out, cos, tables, rotary, interleaved, inverse)(x, out, cos, sin)
+
+
+def compiled_for(
+    x: Tensor, out: Tensor, cos: Tensor, tables: Sequence[int], rotary: int, interleaved: bool, inverse: bool
+) -> Run:
+    """What rotates x into out, of tensors that lie like these, with torch's number of threads: (x, out, cos, sin).
 
     Args:
         x, out: bfloat16 or float32 [B, H, T, D] on a CPU, columns next to each other.
-        cos, sin: bfloat16 or float32 [..., T, columns], columns next to each other.
+        cos: bfloat16 or float32 [..., T, columns], columns next to each other.
         tables: strides of cos's batch and positions and of sin's.
         rotary: columns that turn.
 
     Raises:
         CompilerError: nothing can be compiled here.
     """
-    wide = cos.shape[-1] == rotary
-    of: Any = _Rope(
-        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), *x.shape, rotary // 2, *x.stride()[:3],
-        *out.stride()[:3], *tables, wide, interleaved, inverse,
-    )  # fmt: skip
-    low, low_tables = (each.dtype is torch.bfloat16 for each in (x, cos))
-    compiled(_SOURCE).fxprec_rope(ctypes.byref(of), low, low_tables, torch.get_num_threads())
+    of = _Rope(
+        *x.shape,
+        rotary // 2,
+        *x.stride()[:3],
+        *out.stride()[:3],
+        *tables,
+        cos.shape[-1] == rotary,
+        interleaved,
+        inverse,
+    )
+    low, low_tables = (int(each.dtype is torch.bfloat16) for each in (x, cos))
+    function = compiled(_SOURCE).fxprec_rope
+    function.argtypes = (_POINTER, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int)
+    sizes = ctypes.pointer(of)
+
+    def run(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
+        function(
+            sizes, low, low_tables, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    return run
+
+
+_POINTER: Final = ctypes.POINTER(_Rope)

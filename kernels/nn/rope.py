@@ -14,15 +14,17 @@ forward and backward (eager, rotate-half of low cos and sin: 20 forward). On a C
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.operands import check_operands
 from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
-from fxprec.kernels.nn.compiled_rope import launch_compiled
+from fxprec.kernels.nn.compiled_rope import compiled_for, launch_compiled
 
 #: Pairs of a tile, 8 a thread.
 _TILE: Final = 1024
@@ -171,6 +173,38 @@ def rope_qk(
     return _ROPE_QK(q, k, cos, sin, rotary, interleaved, False, compiled)
 
 
+def run_for(x: Tensor, turned: Tensor, tables: Sequence[Tensor], *, interleaved: bool) -> Run | None:
+    """``rope(turned, *tables, compiled=True)`` in x's shape, for tensors that lie like these and want no gradients.
+
+    Args:
+        turned: x, or x with heads and positions exchanged, [B, H, T, D].
+        tables: cos and sin, views of what is given later.
+
+    Returns:
+        what takes x and the two tensors of which the tables are views; None where ``rope`` copies one of them.
+    """
+    cos, sin = tables
+    rotary = _check("rope", {"x": turned}, cos, sin, None)
+    _check_compiled("rope", turned, *tables)
+    out = torch.empty_like(turned)
+    if not turned.numel() or any(each.stride(-1) != 1 for each in (turned, out, *tables)):
+        return None
+    rotate = compiled_for(turned, out, tables[0], _steps(tables), rotary, interleaved, False)
+    strides = (out if turned is x else out.transpose(1, 2)).stride()
+
+    def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        made = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+        rotate(x, made, cos, sin)
+        return made
+
+    return run
+
+
+def _steps(tables: Sequence[Tensor]) -> list[int]:
+    """Strides of the batch and of positions, of cos and then of sin."""
+    return [s for t in tables for s in (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))]
+
+
 def reference(
     x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool = False, inverse: bool = False
 ) -> Tensor:
@@ -238,7 +272,7 @@ def _launch(
     four = [_four(x if x.stride(-1) == 1 else x.contiguous()) for x in tensors]
     to = [_four(out) for out in outs]
     cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
-    tables = [s for t in (cos, sin) for s in (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))]
+    tables = _steps((cos, sin))
     if compiled:
         for x, out in zip(four, to, strict=True):
             launch_compiled(x, out, cos, sin, tables, rotary, interleaved, inverse)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, Proxy
 
+from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.passes.graph.annotations import Op, argument, notes
 from fxprec.passes.graph.leaves import is_served, leaf
@@ -65,6 +66,16 @@ def rope(x: Any, cos: Any, sin: Any, half: int | str | None, compiled: bool = Fa
         turned = torch.cat((-x[..., columns:], x[..., :columns]), dim=-1)
     result = x * cos + turned * sin
     return result.to(x.dtype) if result.dtype != x.dtype and x.dtype in (torch.float16, torch.bfloat16) else result
+
+
+def run_for(x: Tensor, cos: Tensor, sin: Tensor, half: int | str | None) -> Run | None:
+    """``rope`` as a loop, of tensors that lie like these, where nobody looks on and no gradient is wanted."""
+    own = _tables(x, cos, sin, (x.shape[-1] + 1) // 2 if half is None else half)
+    if own is None or not _is_looped(x, cos):
+        return None
+    from fxprec.kernels.nn.rope import run_for as kernel  # which loads Triton
+
+    return kernel(x, *own, interleaved=half == NEIGHBOURS)
 
 
 def _is_looped(x: Tensor, cos: Tensor) -> bool:

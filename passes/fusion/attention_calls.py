@@ -11,7 +11,7 @@ After::
 The way is that of the conversion: "products" (``fxprec.kernels.cpu.attention``), or with ``fuse=True`` "compiled"
 (``fxprec.kernels.cpu.compiled_attention``). It is taken from so many FLOP on, by a forward alone and by one with a
 backward; what is smaller is torch's, and what the kernels do not serve. The numbers are where the curves of the
-device's costs cross.
+device's costs cross; a forward alone under a mask is torch's, where ours would be compiled.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def cpu_attention(
         enough, flop = from_flop[trained], 4 * query.numel() * key.shape[-2]
         if is_causal and not trained:
             flop //= 4  # torch's forward leaves half of them out; ours comes in up to four blocks, with calls of each
+        if attn_mask is not None and not trained and way == "compiled":
+            enough = None  # torch's forward takes less time than ours with the mask that it adds, at every size
         if enough is not None and flop >= enough:
             arguments = query, key, value, attn_mask, is_causal
             if attention.serves(*arguments, enable_gqa):

@@ -30,8 +30,8 @@ from fxprec.kernels.rows.program.row_program import Program, Store
 from fxprec.kernels.rows.program.terms import Declined
 from fxprec.kernels.rows.program.values import COMPARISONS, Operand, Value, walk
 
-#: Columns that a loop of reductions adds at once: gcc takes twice as many where it reads bfloat16, which leaves a longer
-#: rest of a row (a layer norm of 50 columns took twice the time).
+#: Columns that a loop of reductions adds at once. gcc takes twice as many where it reads bfloat16, and the longer rest
+#: of a row one by one (a layer norm of 50 columns took twice the time).
 _AT_ONCE: Final = 16
 #: What every source defines: (tensors, integers, column partials, tasks, threads).
 FUNCTION: Final = "run"

@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.cpu.cpp import compiled_text
+from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.rows.emit.loops import FUNCTION, emit_loops
 from fxprec.kernels.rows.emit.tiling import reduction_levels
 from fxprec.kernels.rows.program.layout import Layout
 from fxprec.kernels.rows.program.row_program import Program
+from fxprec.kernels.rows.program.spec import Spec
 from fxprec.kernels.rows.run.walks import Placed, walks
 
+_address: Final = Tensor.data_ptr
+_CPU: Final = torch.device("cpu")
 #: Elements of a task, at least: fewer take less time than threads take to meet.
 _ELEMENTS: Final = 1 << 14
 #: Tasks, at most. Sizes alone decide how many there are, so that sums do not depend on the number of threads.
@@ -30,12 +34,14 @@ class Loops:
     Attributes:
         source: C++.
         tasks: what threads share.
+        tensors: how many are loaded and stored.
         partials: shape of the partial sums, which a second stage adds up over the first dimension; None without any.
         passes: how often a row is read.
     """
 
     source: str
     tasks: int
+    tensors: int
     partials: tuple[int, int] | None
     passes: int
     _numbers: Any
@@ -43,13 +49,29 @@ class Loops:
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Tensor | None, seed: int, partials: Tensor | None) -> None:
         """Run, with torch's number of threads. ``tensors``: what is loaded, then what is stored; nothing is drawn."""
-        function = self._function
-        if function is None:
-            function = self._function = getattr(compiled_text("loops", self.source), FUNCTION)
-            function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+        function = self._function or self._compiled()
         pointers = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
         sums = None if partials is None else partials.data_ptr()
         function(pointers, self._numbers, sums, self.tasks, torch.get_num_threads())
+
+    def _compiled(self) -> Callable[..., None]:
+        function = self._function = getattr(compiled_text("loops", self.source), FUNCTION)
+        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+        return function
+
+    def run_of(self, stores: Sequence[Spec], single: bool) -> Run:
+        """What takes the tensors that are loaded, and gives those that are stored; ``single``: the only one, alone."""
+        function, numbers, tasks = self._function or self._compiled(), self._numbers, self.tasks
+        array = ctypes.c_void_p * self.tensors
+        makings = [(spec.shape, spec.strides, spec.dtype) for spec in stores]
+
+        def run(*tensors: Tensor) -> Any:
+            made = [torch.empty_strided(shape, strides, dtype=dtype, device=_CPU) for shape, strides, dtype in makings]
+            pointers = array(*map(_address, tensors), *map(_address, made))
+            function(pointers, numbers, None, tasks, torch.get_num_threads())
+            return made[0] if single else tuple(made)
+
+        return run
 
 
 def prepare_loops(
@@ -71,6 +93,7 @@ def prepare_loops(
     tasks = max(1, min(over, layout.rows * layout.columns // _ELEMENTS, _TASKS))
     width = program.partial_width
     return Loops(
-        source, tasks, (tasks, width) if width else None, 1 + len(reduction_levels(program)),
+        source, tasks, len(loads) + sum(placed is not None for _, placed in stores), (tasks, width) if width else None,
+        1 + len(reduction_levels(program)),
         (ctypes.c_int64 * len(numbers))(*numbers),
     )  # fmt: skip

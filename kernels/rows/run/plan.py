@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import ANY_MODE, watcher
 from fxprec.kernels.rows.program.layout import Layout, place
 from fxprec.kernels.rows.program.row_program import Backward, Program
@@ -115,6 +116,13 @@ class Plan:
         launch = self.forward_launch if keep else self.inference_launch
         launch([*inputs, *made], seeds, seed, None)
         return made
+
+    def run_for(self, single: bool) -> Run | None:
+        """What takes inputs and gives outputs (``single``: the one, alone), of loops where no gradient is wanted."""
+        if self.derived.backward is not None or not self.loops:
+            return None
+        launch: Any = self.inference_launch
+        return launch.run_of(self.outputs, single)
 
     def backward(
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor], seeds: Tensor | None, seed: int

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Proxy
 
+from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import COMPILER, DUAL, PROXY, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.rows.program.structure import structure_of
 from fxprec.kernels.rows.program.terms import Declined
@@ -74,10 +75,7 @@ class FusedRegion(nn.Module):
             if found is not None:
                 if self.reason is not found:
                     self.path, self.reason = "aten", found
-                forward: Any = type(self.graph_module).forward
-                # Of an exact graph module without what asks whether somebody traces.
-                results = getattr(forward, "__wrapped__", forward)(self.graph_module, *inputs)
-                return results[0] if self.single else results
+                return self._exact(*inputs)
         if isinstance(inputs[0], Proxy):  # a trace by torch.fx: the ops would not round as the kernel does
             tracer: Any = inputs[0].tracer
             return tracer.create_proxy("call_module", tracer.path_of_module(self), inputs, {})
@@ -89,7 +87,7 @@ class FusedRegion(nn.Module):
             self.path, self.reason = "aten", watcher
             return self._results(inputs)
         recording = torch.is_grad_enabled()
-        key = (recording, *[(x.shape, x.stride(), x.dtype, x.requires_grad, x.device) for x in inputs])
+        key = _key(inputs, recording)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan(key, inputs, recording)
@@ -109,6 +107,22 @@ class FusedRegion(nn.Module):
     def as_ops(self, *inputs: Any) -> Any:
         """What ``forward`` gives, op by op: for a trace that fuses anew. Dropouts draw their own random numbers."""
         return self._results(inputs[: self._reads])
+
+    def run_for(self, *inputs: Tensor) -> Run | None:
+        """What runs for inputs that lie like these, on a CPU, where nobody looks on and no gradient is wanted.
+
+        None: ``forward``, as for inputs that it has not seen yet.
+        """
+        plan = self._plans.get(_key(inputs, torch.is_grad_enabled()))
+        if plan is None or self.draws or self.kernels != "loops":
+            return None
+        return self._exact if isinstance(plan, str) else plan.run_for(self.single)
+
+    def _exact(self, *inputs: Any) -> Any:
+        """Op by op; of an exact graph module without what asks whether somebody traces."""
+        forward: Any = type(self.graph_module).forward
+        results = getattr(forward, "__wrapped__", forward)(self.graph_module, *inputs)
+        return results[0] if self.single else results
 
     def _results(self, inputs: Sequence[Any]) -> Any:
         results = self.graph_module.forward(*inputs)
@@ -200,6 +214,11 @@ class FusedRegion(nn.Module):
 
         graph_module = copy.deepcopy(self.graph_module, memo)
         return FusedRegion(self.name, graph_module, self.draws, self.seed, self.kernels, self.prices)
+
+
+def _key(inputs: Sequence[Tensor], recording: bool) -> Any:
+    """What a plan serves."""
+    return (recording, *[(x.shape, x.stride(), x.dtype, x.requires_grad, x.device) for x in inputs])
 
 
 def _size(inputs: Sequence[Any], largest: int) -> Any:

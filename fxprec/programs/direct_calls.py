@@ -1,0 +1,37 @@
+"""Calls in a program of a frozen model that go to their kernels by the shortest way.
+
+Before::
+
+    %fused_add_layer_norm = call_module[target=fused_add_layer_norm](%linear, %x, %weight, %bias)
+
+After::
+
+    %fused_add_layer_norm = call_function[target=fused_add_layer_norm](%linear, %x, %weight, %bias)
+
+of which the function asks nothing but how its tensors lie (``kernels.launch.direct``). Who runs such a program has
+asked whether somebody looks into its ops or wants gradients.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch.fx import GraphModule, Node
+
+from fxprec.kernels.launch.direct import direct
+from fxprec.kernels.rows.run.region import FusedRegion
+from fxprec.passes.canonical.rotary import rope, run_for
+
+
+def call_directly(gm: GraphModule) -> None:
+    """Change the calls of fused regions and of rotary embeddings that are compiled loops."""
+    for node in gm.graph.find_nodes(op="call_module"):
+        region = gm.get_submodule(str(node.target))
+        if isinstance(region, FusedRegion) and region.kernels == "loops" and not region.draws and not node.kwargs:
+            node.op, node.target = "call_function", direct(region.name, region, region.run_for)
+    for node in gm.graph.find_nodes(op="call_function", target=rope):
+        *tensors, half, _ = node.args if len(node.args) == 5 else (*node.args, False)
+        if len(node.args) == 5 and not node.kwargs and not isinstance(half, Node):
+            node.args = tuple(tensors)
+            node.target = direct("rope", partial(rope, half=half, compiled=True), partial(run_for, half=half))
+    gm.recompile()

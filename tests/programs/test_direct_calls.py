@@ -1,0 +1,161 @@
+"""direct_calls: a frozen model's loops by the shortest way give what they gave, for whatever comes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxprec
+from fxprec.kernels.cpu.compiled_attention import why_not
+from fxprec.kernels.cpu.packed import can_pack
+from fxprec.kernels.rows.run import region
+from fxprec.kernels.rows.run.region import FusedRegion
+from fxprec.passes.canonical import rotary
+
+pytestmark = pytest.mark.skipif(
+    bool(why_not()) or not can_pack(torch.bfloat16), reason=why_not() or "no oneDNN with bfloat16 here"
+)
+
+
+class Layer(nn.Module):
+    """Norms, a gate, and queries that turn: (N, T, 32), heads first or last in memory."""
+
+    def __init__(self, heads_last: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.up, self.gate, self.down = (nn.Linear(32, 32) for _ in range(5))
+        self.first, self.second = nn.RMSNorm(32), nn.LayerNorm(32)
+        angles = torch.arange(64)[:, None] * 10.0 ** -(torch.arange(4) / 4)
+        self.register_buffer("cos", angles.cos().repeat(1, 2))
+        self.register_buffer("sin", angles.sin().repeat(1, 2))
+        self.heads_last = heads_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, _ = x.shape
+        y = self.first(x)
+        q, k = (layer(y).view(n, t, 4, 8).transpose(1, 2) for layer in (self.q, self.k))
+        cos, sin = self.cos[:t], self.sin[:t]
+        q, k = (each * cos + torch.cat((-each[..., 4:], each[..., :4]), -1) * sin for each in (q, k))
+        y = F.scaled_dot_product_attention(q, k, k).transpose(1, 2).reshape(n, t, 32)
+        y = self.second(y + x)
+        return self.down(F.silu(self.gate(y)) * self.up(y)) + y
+
+
+@pytest.fixture(autouse=True)
+def always_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sizes that are too small to gain."""
+    monkeypatch.setattr(region, "check_gain", lambda *_: None)
+
+
+def frozen(model: nn.Module, x: Tensor) -> nn.Module:
+    fxprec.convert(model.eval(), fuse=True)
+    with torch.no_grad():
+        model(x)
+        fxprec.freeze(model)
+        model(x)
+    return model
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who went the long way."""
+    calls: list[str] = []
+    forward, rope = FusedRegion.forward, rotary._tables
+
+    def called(self: FusedRegion, *inputs: Any) -> Any:
+        calls.append(self.name)
+        return forward(self, *inputs)
+
+    def tables(*args: Any) -> Any:
+        calls.append("rope")
+        return rope(*args)
+
+    monkeypatch.setattr(FusedRegion, "forward", called)
+    monkeypatch.setattr(rotary, "_tables", tables)
+    return calls
+
+
+def test_the_second_call_goes_the_shortest_way_and_gives_the_same(counted: list[str]) -> None:
+    torch.manual_seed(0)
+    plain = Layer()
+    x, z = torch.randn(2, 16, 32), torch.randn(2, 16, 32)
+    model = frozen(copy.deepcopy(plain), x)
+    with torch.no_grad():
+        model(x), model(x)
+        counted.clear()
+        ours = model(z)
+        assert not counted
+    own = fxprec.convert(copy.deepcopy(plain).eval(), fuse=True).module
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=False):
+        long = own(z)
+    assert counted
+    right = plain.double()(z.double())
+    assert (ours - right).norm() <= 2 * (long - right).norm()
+
+
+def test_other_sizes_and_layouts_are_looked_at_anew(counted: list[str]) -> None:
+    torch.manual_seed(0)
+    model = frozen(Layer(), torch.randn(2, 16, 32))
+    sizes = [torch.randn(n, t, 32) for n, t in ((2, 16), (1, 16), (2, 7), (3, 1), (0, 5))]
+    sizes += [torch.randn(16, 2, 32).transpose(0, 1), torch.randn(2, 32, 16).mT, torch.randn(2, 16, 64)[..., ::2]]
+    with torch.no_grad():
+        first = [model(each) for each in sizes]
+        for _ in range(2):
+            again = [model(each) for each in sizes]
+        counted.clear()
+        last = [model(each) for each in sizes]
+        same = [model(each.contiguous()) for each in sizes]
+    for each in zip(first, again, last, same, strict=True):
+        assert all(torch.equal(each[0], other) for other in each[1:])
+
+
+def test_whoever_looks_on_sees_the_ops(counted: list[str]) -> None:
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 16, 32)
+    model = frozen(Layer(), x)
+    with torch.no_grad():
+        right = model(x)
+        for _ in range(2):
+            with Seen() as seen:
+                assert torch.allclose(model(x), right, rtol=2e-2, atol=2e-2)
+            assert any("region_forward" in each for each in seen.ops) and counted
+        each = torch.func.vmap(model)(x[None])[0]
+    assert torch.allclose(each, right, rtol=2e-2, atol=2e-2)
+    negated = torch.complex(torch.zeros(2, 16, 32), x).conj().imag
+    assert negated.is_neg()
+    with torch.no_grad():
+        assert torch.allclose(model(negated), model(-x), rtol=2e-2, atol=2e-2)
+    y = x.clone().requires_grad_()
+    model(y).sum().backward()
+    assert y.grad is not None and y.grad.abs().sum() > 0
+
+
+def test_changed_weights_and_copies() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 32)
+    model = frozen(Layer(), x)
+    with torch.no_grad():
+        before = model(x)
+        other = copy.deepcopy(model)
+        model.second.weight.mul_(2)
+        assert not torch.equal(model(x), before) and torch.equal(model(x), model(x))
+        assert torch.equal(other(x), before)
+
+
+def test_programs_that_users_see_keep_their_modules() -> None:
+    x = torch.randn(2, 16, 32)
+    model = frozen(Layer(), x)
+    assert fxprec.graph_module(model).graph.find_nodes(op="call_module")
