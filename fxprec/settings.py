@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fxprec.costs.files import bfloat16_units, costs_of, cpu_flags, shipped_for_here
+from fxprec.costs.files import costs_of, shipped_for_here
 from fxprec.errors import PolicyError
+from fxprec.kernels.cpu.processor import bfloat16_units, cpu_flags
 from fxprec.kernels.rows.run.gains import LoopPrices
 from fxprec.passes.context import Context
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts

@@ -13,14 +13,11 @@ from typing import Final
 
 import torch
 
-from fxprec.costs.shipped import BFloat16Units, shipped
+from fxprec.costs.shipped import shipped
 from fxprec.errors import ServiceWarning
+from fxprec.kernels.cpu.processor import bfloat16_units, cpuinfo
 from fxprec.kernels.launch.cache_folder import cache_folder
 from fxprec.passes.costs.device_costs import DeviceCosts
-
-#: What /proc/cpuinfo and torch call the instructions: of x86, of Arm.
-_AMX: Final = "amx_bf16"
-_BFLOAT16_UNITS: Final = frozenset({"avx512_bf16", "avx10_2", "bf16", "svebf16", "sve_bf16"})
 
 
 def costs_of(device: str, dtype: torch.dtype = torch.bfloat16) -> DeviceCosts:
@@ -106,31 +103,7 @@ def processor_name(device: str) -> str:
     """What the GPU or CPU calls itself."""
     if device == "cuda":
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-@functools.cache
-def cpu_flags() -> frozenset[str]:
-    """The instruction sets of the CPU, as /proc/cpuinfo and torch name them; empty where neither tells."""
-    told = getattr(torch.cpu, "get_capabilities", dict)()
-    named = (_cpuinfo("flags") or _cpuinfo("Features")).split()
-    return frozenset(named).union(name for name, there in told.items() if there is True)
-
-
-def bfloat16_units() -> BFloat16Units:
-    """How the CPU multiplies bfloat16; where it has nothing for it torch converts, and loses."""
-    if _AMX in cpu_flags():
-        return "amx"
-    return "none" if _BFLOAT16_UNITS.isdisjoint(cpu_flags()) else "other"
-
-
-def _cpuinfo(key: str) -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:  # no Linux
-        return ""
-    line = next((line for line in text.splitlines() if line.startswith(key)), "")
-    return line.partition(":")[2].strip()
+    return cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def _stale(costs: DeviceCosts, device: str, dtype: torch.dtype) -> str:

@@ -17,14 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import chain
-from typing import Final, Literal
+from typing import Final
 
 import torch
 
+from fxprec.kernels.cpu.processor import BFloat16Units
 from fxprec.passes.costs.device_costs import ATTENTION_WAYS, LOOPS, Curve, DeviceCosts, Work
 
-#: How a CPU multiplies bfloat16: by AMX's tiles, by other units, not at all.
-BFloat16Units = Literal["amx", "other", "none"]
 _FILE: Final[Mapping[BFloat16Units, str]] = {"amx": "xeon-amx", "other": "epyc-9005", "none": "epyc-9005"}
 #: Threads of the CPUs that were measured -> how their files end.
 _THREADS: Final = {1: "1-thread", 2: "2-threads"}

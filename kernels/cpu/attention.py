@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fxprec.kernels.cpu.processor import bfloat16_units
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.torch_internals import attention_choice, softmax_backward
@@ -44,14 +45,9 @@ _KEPT: Final = 2
 _BY_OPS: Final = 0
 
 
-def _has_amx() -> bool:
-    told: Any = getattr(torch.cpu, "get_capabilities", dict)()
-    return told.get("amx_bf16") is True
-
-
 #: Rows of a causal block, at least, and blocks, at most: thinner products take longer than what they leave out. On a
 #: Xeon with AMX blocks of 128 rows took 0.8 to 0.93 of the time that those of 64 took.
-_ROWS: Final = 128 if _has_amx() else 64
+_ROWS: Final = 128 if bfloat16_units() == "amx" else 64
 _BLOCKS: Final = 4
 
 

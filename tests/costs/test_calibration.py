@@ -22,6 +22,7 @@ from fxprec.costs.calibration import calibrate
 from fxprec.costs.files import costs_of, path_of, read, write
 from fxprec.costs.loop_cases import why_no_loops
 from fxprec.costs.shipped import shipped
+from fxprec.kernels.cpu import processor
 from fxprec.passes.costs.device_costs import LOOPS, Curve, DeviceCosts, Work
 from fxprec.passes.policy.policy import Policy
 from fxprec.settings import Settings
@@ -141,7 +142,7 @@ def test_two_threads_stream_a_weight_little_faster_than_one_unless_it_is_low():
     ("flags", "kind"), [({"amx_bf16", "avx512_bf16"}, "with AMX"), ({"bf16"}, "with bfloat16 units")]
 )
 def test_a_cpu_gets_the_costs_of_its_class(flags, kind, monkeypatch):
-    monkeypatch.setattr(cost_files, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(processor, "cpu_flags", lambda: frozenset(flags))
     costs = cost_files.shipped_for_here("cpu")
     assert costs.source == f"shipped for CPUs {kind}" and costs.loops is not None
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxprec
+from fxprec.kernels.cpu import processor
 
 
 def mlp():
@@ -116,7 +117,7 @@ def cpu(monkeypatch):
     module._warn_slow.cache_clear()
 
     def pretend(*flags):
-        for each in (sys.modules["fxprec.settings"], sys.modules["fxprec.costs.files"]):
+        for each in (sys.modules["fxprec.settings"], processor):
             monkeypatch.setattr(each, "cpu_flags", lambda: frozenset(flags))
 
     yield pretend
@@ -156,11 +157,10 @@ def test_it_does_not_warn_where_there_are_units_or_nothing_is_lost(cpu, flags, s
 
 
 def test_what_a_cpu_can_is_asked_of_torch_and_of_the_system(monkeypatch):
-    files = sys.modules["fxprec.costs.files"]
-    monkeypatch.setattr(files, "_cpuinfo", {"Features": "fp asimd bf16", "flags": ""}.__getitem__)
+    monkeypatch.setattr(processor, "cpuinfo", {"Features": "fp asimd bf16", "flags": ""}.__getitem__)
     told = {"sve_bf16": True, "amx_bf16": False, "cores": 2}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)  # new in torch 2.11
-    assert files.cpu_flags.__wrapped__() == {"fp", "asimd", "bf16", "sve_bf16"}
+    assert processor.cpu_flags.__wrapped__() == {"fp", "asimd", "bf16", "sve_bf16"}
 
 
 def test_a_function_gives_a_new_module(tools):
