@@ -25,15 +25,16 @@ from torch import Tensor
 from benchmarks.predict.cubin import disassembled
 from benchmarks.predict.machines import Machine
 from benchmarks.predict.model import Kernel
+from benchmarks.predict.ops import bytes_of
 from benchmarks.predict.sass import Path, SassError, loops, path_of
 from benchmarks.predict.trips import touched, trips
 from fxprec.kernels.launch.triton_support import why_not
 
-__all__ = ["Launch", "launches_of", "pretended"]
+__all__ = ["LOCAL", "Launch", "Unread", "launches_of", "pretended"]
 
 _TOOLS: Final = pathlib.Path(__file__).parents[2] / "tests" / "tools"
 #: Bytes of local memory that are no spill (frames of calls): what spills is not predicted.
-_LOCAL: Final = 24
+LOCAL: Final = 24
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,15 @@ class Launch:
     name: str
     kernel: Kernel
     spills: int
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A kernel that cannot be simulated. ``bytes``: that it loads and stores; ``why``: in words."""
+
+    name: str
+    bytes: float
+    why: str
 
 
 def pretended(machine: Machine) -> torch.device:
@@ -61,15 +71,18 @@ def pretended(machine: Machine) -> torch.device:
 _kept: list[object] = []
 
 
-def launches_of(run: Callable[[], object], moved: tuple[float, float] | None = None) -> list[Launch]:
+def launches_of(
+    run: Callable[[], object], moved: tuple[float, float] | None = None, unread: list[Unread] | None = None
+) -> list[Launch]:
     """What a function launches.
 
     Args:
         moved: bytes that are loaded and stored, of kernels that find their tensors in tables; None: all tensors among
             the arguments that a kernel loads or stores, each once.
+        unread: takes the kernels whose code is not understood.
 
     Raises:
-        SassError: the code is not understood.
+        SassError: the code is not understood, and ``unread`` is None.
     """
     from pretended_device import RECORD
 
@@ -86,15 +99,21 @@ def launches_of(run: Callable[[], object], moved: tuple[float, float] | None = N
         unknown = numbers["CHUNK"] / numbers["BLOCK"] if tables else None
         often = trips(text, numbers, grid, unknown)
         through = touched(text)
-        sizes = {name: _bytes(x) for name, x in given.items() if isinstance(x, Tensor)}
+        sizes = {name: bytes_of(x) for name, x in given.items() if isinstance(x, Tensor)}
         loaded, stored = (moved if tables else None) or (
             sum(sizes.get(name, 0) for name, counts in through.items() if counts[kind]) for kind in (0, 1)
         )
-        path, programs = _path(files[".cubin"]), math.prod(grid)
-        if loops(path) != len(often):
-            raise SassError(f"ptxas unrolled loops of {made.name}: there are {loops(path)}, of {len(often)}")
-        kernel = Kernel(path, often, made.registers, made.shared, made.warps, programs, loaded, stored)
-        found.append(Launch(made.name, kernel, max(0, made.local - _LOCAL)))
+        try:
+            path = _path(files[".cubin"])
+            if loops(path) != len(often):
+                raise SassError(f"ptxas unrolled loops of {made.name}: there are {loops(path)}, of {len(often)}")
+        except SassError as error:
+            if unread is None:
+                raise
+            unread.append(Unread(made.name, loaded + stored, str(error)))
+            return
+        kernel = Kernel(path, often, made.registers, made.shared, made.warps, math.prod(grid), loaded, stored)
+        found.append(Launch(made.name, kernel, max(0, made.local - LOCAL)))
 
     RECORD.look = look
     try:
@@ -102,11 +121,6 @@ def launches_of(run: Callable[[], object], moved: tuple[float, float] | None = N
     finally:
         RECORD.look = None
     return found
-
-
-def _bytes(x: Tensor) -> int:
-    """That are there: an element that several places of a view share, once."""
-    return x.itemsize * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
 
 
 @functools.cache

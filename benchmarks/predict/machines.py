@@ -26,6 +26,7 @@ class Machine:
         clock: cycles a second.
         peak: bytes a second of its memory, by its data sheet.
         achieved: bytes a second of a large copy.
+        flops: a second, of dense products in bfloat16 and float16, by its data sheet.
         cache: bytes of L2.
         shared: bytes of shared memory of a multiprocessor.
         memory, l2: cycles until a load has come from there, on an idle device.
@@ -38,6 +39,7 @@ class Machine:
     clock: float
     peak: float
     achieved: float
+    flops: float
     cache: int
     shared: int
     memory: int
@@ -55,7 +57,7 @@ _SHARE: Final = 4.27 / 4.8
 _HOPPER: Final = MappingProxyType({"fma": 4.0, "fp64": 2.0, **_RATES})
 _AMPERE: Final = MappingProxyType({"fma": 2.0, "fp64": 1.0, **_RATES})
 
-#: Processors, bytes a second, L2: NVIDIA's data sheets of A100 80GB SXM, H100 SXM and H200 SXM. Clocks: their boost
+#: Processors, bytes and flops a second, L2: NVIDIA's data sheets of A100 80GB SXM, H100 SXM and H200 SXM. Clocks: their boost
 #: clocks, at which kernels that wait for memory run. Cycles of latency: of A100 Luo et al., "Benchmarking and
 #: Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", 2024, table IV (466 and 262); of Hopper with
 #: HBM3 the markdewing/AI_kernels repository's latency/README.md, a GH200 (690 and 281).
@@ -63,9 +65,9 @@ MACHINES: Final = MappingProxyType(
     {
         machine.name: machine
         for machine in (
-            Machine("A100", 80, 108, 1.41e9, 2.039e12, 2.039e12 * _SHARE, 40 << 20, 164 << 10, 466, 262, _AMPERE),
-            Machine("H100", 90, 132, 1.98e9, 3.35e12, 3.35e12 * _SHARE, 50 << 20, 228 << 10, 690, 281, _HOPPER),
-            Machine("H200", 90, 132, 1.98e9, 4.8e12, 4.8e12 * _SHARE, 50 << 20, 228 << 10, 690, 281, _HOPPER),
+            Machine("A100", 80, 108, 1.41e9, 2.039e12, 2.039e12 * _SHARE, 312e12, 40 << 20, 164 << 10, 466, 262, _AMPERE),
+            Machine("H100", 90, 132, 1.98e9, 3.35e12, 3.35e12 * _SHARE, 989e12, 50 << 20, 228 << 10, 690, 281, _HOPPER),
+            Machine("H200", 90, 132, 1.98e9, 4.8e12, 4.8e12 * _SHARE, 989e12, 50 << 20, 228 << 10, 690, 281, _HOPPER),
         )
     }
 )
