@@ -10,7 +10,8 @@ A table stands between two comments, and everything between them is generated::
 
 There are ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy TASK [DTYPE]``, ``convert``, ``convert-budgets``,
 ``ledger QUESTION``, ``tuning``, ``inference SIZE``, ``watch SIZE [LEVEL]``, ``hotspots SIZE [DTYPE]``, ``forms
-[DTYPE]``, ``predicted [DTYPE]``, ``predicted-forms [DTYPE]``; the dtype is bfloat16 where none is named.
+[DTYPE]``, ``predicted [DTYPE]``, ``predicted-forms [DTYPE]``, ``predicted-steps [DTYPE]``, ``predicted-parts
+[DTYPE]``; the dtype is bfloat16 where none is named.
 Where there are results of several devices, ``device=NAME`` says which. Below each table stand device, versions, date
 and commit. A ratio within the noise is printed as "=", never as a win.
 """
@@ -28,6 +29,7 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks.measure.results import RESULTS, ROOT, ResultsError, load
 from benchmarks.predict.compared import Compared
+from benchmarks.reports import predicted
 from benchmarks.reports.forms import Timed
 from benchmarks.workloads.regions import MODELS, slug
 from benchmarks.workloads.subjects import ADDED_UP, SMALL
@@ -491,6 +493,32 @@ def _predicted_forms(words: Sequence[str], device: str | None, root: pathlib.Pat
     return f"{_markdown(columns, rows)}\n{meaning}. {data['dtype']}; {_compiled(data)}.\n"
 
 
+def _predicted_steps(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a model and GPU."""
+    data = _prediction("predicted-steps", "steps-gpu", words, root)
+    rows = [*predicted.steps(data, root)]
+    meaning = (
+        "Predicted, not measured: milliseconds a step in the middle of what is assumed, and from the best to the worst "
+        "of it; / measured: over what the GPU took; compile / fxprec: predicted, and measured"
+    )
+    over = predicted.summary(rows)
+    means = f" Over measured, geometric mean, least and most: {over}." if over else ""
+    return f"{_markdown(predicted.STEPS, rows)}\n{meaning}.{means} {data['dtype']}; {_compiled(data)}.\n"
+
+
+def _predicted_parts(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
+    """A row a model and side."""
+    data = _prediction("predicted-parts", "steps-gpu", words, root)
+    meaning = (
+        "Of the H200's steps above: Triton kernels and their milliseconds, predicted and in a trace of the GPU; first "
+        "forms: if each kernel of inductor's had the form that it tries first; by bytes: kernels that are not "
+        "simulated, as their loops are unrolled in part"
+    )
+    return (
+        f"{_markdown(predicted.PARTS, predicted.parts(data, root))}\n{meaning}. {data['dtype']}; {_compiled(data)}.\n"
+    )
+
+
 def _spread(ratios: Sequence[float]) -> tuple[str, str, str]:
     return f"{statistics.geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}"
 
@@ -530,6 +558,8 @@ TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]
     "forms": _forms,
     "predicted": _predicted,
     "predicted-forms": _predicted_forms,
+    "predicted-steps": _predicted_steps,
+    "predicted-parts": _predicted_parts,
 }
 
 

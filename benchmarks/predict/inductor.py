@@ -33,7 +33,7 @@ from benchmarks.predict.cubin import disassembled, usage
 from benchmarks.predict.launches import LOCAL, Launch, Unread
 from benchmarks.predict.machines import Machine
 from benchmarks.predict.model import Kernel
-from benchmarks.predict.ops import Uncomputed, Work, bytes_of
+from benchmarks.predict.ops import Uncomputed, Work, bytes_of, layout_of
 from benchmarks.predict.parts import Parts
 from benchmarks.predict.sass import Path, SassError, loops, path_of
 from benchmarks.predict.trips import touched, trips
@@ -161,7 +161,7 @@ def _traced(workload: Workload, dtype: torch.dtype) -> tuple[torch.fx.GraphModul
         return x.detach().contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
     mode = FakeTensorMode()
-    with mode, V.set_fake_mode(mode):
+    with mode, V.set_fake_mode(mode), patch.object(torch._C, "_conv_determine_backend_memory_format", _layout):
         model = workload.make().train()
         names = [name for name, _ in model.named_parameters()]
         others = [name for name, _ in model.named_buffers()]
@@ -184,7 +184,11 @@ def _traced(workload: Workload, dtype: torch.dtype) -> tuple[torch.fx.GraphModul
             compiled(weights, [*model.buffers()], *given)
         ((gm, options),) = kept
         # Products of odd sizes are padded, which inductor decides by a measurement.
-        with patch.object(pad_mm, "check_device", lambda *_: True), config.patch(force_shape_pad=True):
+        with (
+            patch.object(pad_mm, "check_device", lambda *_: True),
+            patch.object(pad_mm, "has_triton", lambda: True),
+            config.patch(force_shape_pad=True),
+        ):
             joint_graph.joint_graph_passes(gm)
     return gm, options, mode
 
@@ -264,15 +268,22 @@ def _there(machine: Machine) -> Iterator[None]:
         for holder, values in answers.items():
             for name, value in values.items():
                 answer: Any = functools.partial(_answer, value)
-                stack.enter_context(patch.object(holder, name, staticmethod(answer) if type(holder) is type else answer))
+                stack.enter_context(
+                    patch.object(holder, name, staticmethod(answer) if type(holder) is type else answer)
+                )
         op = reinplace.inplaceable_ops[reinplace._generalized_scatter]
         own = {reinplace._generalized_scatter: dataclasses.replace(op, inplace_op=put)}
         stack.enter_context(patch.dict(reinplace.inplaceable_ops, own))
         stack.enter_context(patch.object(reinplace, "_inplace_generalized_scatter", put))
         for passes in ("joint_graph", "post_grad"):
             stack.enter_context(patch(f"torch._inductor.fx_passes.{passes}.lazy_init", lambda *_: None))
+        stack.enter_context(patch.object(torch._C, "_conv_determine_backend_memory_format", _layout))
         triton.runtime.driver.set_active(_driver(machine))
         yield
+
+
+def _layout(image: Tensor, weight: Tensor, _: Any) -> torch.memory_format:
+    return layout_of(image, weight)
 
 
 def _answer(value: Any, *_: Any, **__: Any) -> Any:
@@ -412,12 +423,10 @@ class _Compiled:
     def kernel(self, numbers: Mapping[str, int], grid: tuple[int, int, int], loaded: float, stored: float) -> Kernel:
         if isinstance(self.path, SassError):
             raise self.path
-        often = trips(self.ttir, numbers, grid)
+        often = trips(self.ttir, numbers, grid) if loops(self.path) else ()  # all of them are unrolled
         if loops(self.path) != len(often):
             raise SassError(f"ptxas unrolled loops: there are {loops(self.path)}, of {len(often)}")
-        return Kernel(
-            self.path, often, self.registers, self.shared, self.warps, math.prod(grid), loaded, stored
-        )
+        return Kernel(self.path, often, self.registers, self.shared, self.warps, math.prod(grid), loaded, stored)
 
 
 def _compile(tuner: Any, form: Any, machine: Machine) -> _Compiled:

@@ -65,7 +65,9 @@ MACHINES: Final = MappingProxyType(
     {
         machine.name: machine
         for machine in (
-            Machine("A100", 80, 108, 1.41e9, 2.039e12, 2.039e12 * _SHARE, 312e12, 40 << 20, 164 << 10, 466, 262, _AMPERE),
+            Machine(
+                "A100", 80, 108, 1.41e9, 2.039e12, 2.039e12 * _SHARE, 312e12, 40 << 20, 164 << 10, 466, 262, _AMPERE
+            ),
             Machine("H100", 90, 132, 1.98e9, 3.35e12, 3.35e12 * _SHARE, 989e12, 50 << 20, 228 << 10, 690, 281, _HOPPER),
             Machine("H200", 90, 132, 1.98e9, 4.8e12, 4.8e12 * _SHARE, 989e12, 50 << 20, 228 << 10, 690, 281, _HOPPER),
         )

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Kind", "Uncomputed", "Work", "bytes_of", "work_of"]
+__all__ = ["Kind", "Uncomputed", "Work", "bytes_of", "layout_of", "work_of"]
 
 Kind = Literal["product", "attention", "convolution", "other"]
 
@@ -113,10 +113,23 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     if any(argument.name == "device" for argument in func._schema.arguments):
         kwargs = {**kwargs, "device": torch.device("meta")}
     made = func(*args, **kwargs)
-    if func.overloadpacket.__name__ == "convolution_backward":  # whose results lie as images and weights do
-        image, weight = (None if x is None else torch.empty_like(like) for x, like in zip(made, args[1:3], strict=False))
+    name = func.overloadpacket.__name__
+    if name == "convolution":
+        return made.contiguous(memory_format=layout_of(*args[:2]))
+    if name == "convolution_backward":  # whose results lie as images and weights do
+        image, weight = (
+            None if x is None else torch.empty_like(like) for x, like in zip(made, args[1:3], strict=False)
+        )
         return image, weight, made[2]
     return made
+
+
+def layout_of(image: Tensor, weight: Tensor) -> torch.memory_format:
+    """Of what a convolution returns, as cuDNN has it: with channels last where an operand has."""
+    last = torch.channels_last
+    if any(x.dim() == 4 and x.is_contiguous(memory_format=last) and not x.is_contiguous() for x in (image, weight)):
+        return last
+    return torch.contiguous_format
 
 
 def _results(func: Any, args: Any, kwargs: Any, written: Sequence[Any]) -> Any:
