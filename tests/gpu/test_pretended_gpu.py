@@ -102,6 +102,18 @@ def test_real_models() -> None:
 
 
 @kernel_tools.compiles
+def test_a_number_a_row_may_be_stored_narrow_and_a_tile_not() -> None:
+    from zoo_launches import narrow  # which wants Triton
+
+    tile = "    tl.store(out_0 + (row * COLUMNS)[:, None] + column, value_4, mask=inside)\n"
+    number = "    tl.store(out_1 + row, tl.reshape(value_3, (ROWS,)), mask=within)\n"
+    load = "    value_0 = tl.load(in_0 + (row * COLUMNS)[:, None] + column, mask=inside, other=0.0)\n"
+    assert [*narrow(load + number, 16, 4)] == []
+    assert [*narrow(load + number + tile, 8, 4)] == ["loads 8 bytes at once", "stores 4 bytes at once"]
+    assert [*narrow(load + tile, 16, 16)] == []
+
+
+@kernel_tools.compiles
 def test_what_is_wrong_fails(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_wrong.py").write_text(
         f"""

@@ -44,13 +44,15 @@ from no_products import skip_products
 from pretended_device import DEVICE, RECORD, Launchable, pretend
 from recorded_graph import RecordedGraphs
 
-__all__ = ["Found", "launches_of", "subjects"]
+__all__ = ["Found", "launches_of", "narrow", "subjects"]
 
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Samples of a batch of the benchmarks' models.
 _SAMPLES: Final = 1
 #: A load of a tile of several rows, which is to be one of 16 bytes where rows are.
 _TILE: Final = re.compile(r"tl\.load\([^\n]*\[:, None\] \+ column")
+#: A store of a tile or of a row; one of a number a row has no column in its address, and is as narrow as the number.
+_STORED: Final = re.compile(r"tl\.store\([^\n]*\bcolumn\b")
 _WIDE: Final = 16
 
 
@@ -175,12 +177,17 @@ def _slow(regions: Sequence[FusedRegion], made: Counter[Launchable]) -> Iterator
         if not kernels or not launch.wide:
             continue
         best = max(kernels, key=lambda kernel: (kernel.ahead, kernel.loads))
-        if _TILE.search(launch.source) and max(best.loads, best.ahead) < _WIDE:
-            yield f"{launch.name} loads {max(best.loads, best.ahead)} bytes at once"
-        if best.stores < _WIDE:
-            yield f"{launch.name} stores {best.stores} bytes at once"
+        yield from (f"{launch.name} {what}" for what in narrow(launch.source, max(best.loads, best.ahead), best.stores))
         if launch.form.stages > 1 and not best.ahead:
             yield f"{launch.name} is to load ahead, and waits"
+
+
+def narrow(source: str, loads: int, stores: int) -> Iterator[str]:
+    """What is wrong with the widest accesses, in bytes, of a kernel whose tensors allow wide ones."""
+    if _TILE.search(source) and loads < _WIDE:
+        yield f"loads {loads} bytes at once"
+    if _STORED.search(source) and stores < _WIDE:
+        yield f"stores {stores} bytes at once"
 
 
 def _made(region: FusedRegion) -> Iterator[Launch]:
