@@ -24,11 +24,10 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from benchmarks.predict.autocast import Autocast
 from benchmarks.predict.cubin import disassembled, usage
 from benchmarks.predict.launches import LOCAL, Launch, Unread
 from benchmarks.predict.machines import Machine
@@ -53,7 +52,8 @@ def why_not() -> str:
         from torch._inductor.fx_passes import joint_graph, pad_mm, post_grad, reinplace
 
         for holder, name in (
-            (heuristics.CachingAutotuner, "_create_compile_meta"), (heuristics.CachingAutotuner, "_create_compile_options"),
+            (heuristics.CachingAutotuner, "_create_compile_meta"),
+            (heuristics.CachingAutotuner, "_create_compile_options"),
             (heuristics.GridExpr, "from_meta"), (joint_graph, "lazy_init"), (post_grad, "lazy_init"),
             (pad_mm, "check_device"), (reinplace, "_inplace_generalized_scatter"),
         ):  # fmt: skip
@@ -65,12 +65,12 @@ def why_not() -> str:
 
 def parts_of(workload: Workload, machine: Machine, dtype: torch.dtype) -> Parts:
     """Of one step, in a process of its own."""
-    joint, options, mode = _traced(workload, dtype)
+    joint, options = _traced(workload, dtype)
     kernels: list[tuple[Launch, ...]] = []
     work: list[Work] = []
     unread: list[Unread] = []
     with _there(machine):
-        for code in _lowered(joint, options, mode):
+        for code in _lowered(joint, options):
             runs, ops = _ran(code)
             work += ops
             for run in runs:
@@ -86,59 +86,13 @@ def parts_of(workload: Workload, machine: Machine, dtype: torch.dtype) -> Parts:
 
 # -- the graph --------------------------------------------------------------------------------------------------------
 
-#: What autocast casts on CUDA, of what the benchmarks' models call ("CUDA Ops that can autocast" of torch's pages).
-_LOW: Final = frozenset(
-    (F.linear, F.conv2d, torch.conv2d, F.conv_transpose2d, torch.conv_transpose2d, torch.matmul, Tensor.matmul)
-    + (Tensor.__matmul__, torch.bmm, torch.mm, torch.addmm, torch.baddbmm)
-)
-_WIDE: Final = frozenset(
-    (F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, F.cross_entropy, F.nll_loss)
-    + (F.mse_loss, torch.pow, Tensor.pow, Tensor.__pow__, torch.rsqrt, Tensor.rsqrt, torch.sum, Tensor.sum)
-    + (torch.exp, Tensor.exp, torch.log, Tensor.log, torch.prod, torch.cumsum, Tensor.cumsum)
-)
-
-
-class _Autocast(TorchFunctionMode):
-    """CUDA's autocast, of tensors that are on no such device."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        to = self._dtype if func in _LOW else torch.float32 if func in _WIDE else None
-        if to is not None:
-            args, kwargs = pytree.tree_map_only(
-                Tensor, lambda x: x.to(to) if x.is_floating_point() else x, (args, kwargs)
-            )
-        return func(*args, **kwargs)
-
-    def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """As CUDA's: flash attention without a mask, the memory-efficient one with it."""
-        query, key, value = (x.to(self._dtype) for x in (query, key, value))
-        if attn_mask is None:
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        if attn_mask.dtype == torch.bool:
-            zero = torch.zeros((), dtype=self._dtype, device=query.device)
-            attn_mask = torch.where(attn_mask, zero, -math.inf)
-        bias = attn_mask.to(self._dtype).expand(*query.shape[:3], key.shape[2])
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
-
 
 class _TracedError(Exception):
     """Stops AOT autograd where it has the joint graph."""
 
 
-def _traced(workload: Workload, dtype: torch.dtype) -> tuple[torch.fx.GraphModule, dict[str, Any], Any]:
-    """The joint graph of forward, loss and backward, the partitioner's options, and the mode of its fake tensors."""
+def _traced(workload: Workload, dtype: torch.dtype) -> tuple[torch.fx.GraphModule, dict[str, Any]]:
+    """The joint graph of forward, loss and backward, and the partitioner's options."""
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
@@ -169,13 +123,13 @@ def _traced(workload: Workload, dtype: torch.dtype) -> tuple[torch.fx.GraphModul
         given = [as_placed(torch.empty(x.shape, dtype=x.dtype)) for x in batch]
 
         def loss_of(weights: Sequence[Tensor], buffers: Sequence[Tensor], *batch: Tensor) -> Tensor:
-            with _Autocast(dtype):
+            with Autocast(dtype):
                 held = dict(zip([*names, *others], [*weights, *buffers], strict=True))
                 return workload.loss(torch.func.functional_call(model, held, batch[:-1]), batch[-1])
 
         compiled = aot_function(
             loss_of,
-            fw_compiler=lambda gm, _: gm,
+            fw_compiler=lambda gm, example_inputs: gm,
             partition_fn=keep,
             decompositions=select_decomp_table(),
             keep_inference_input_mutations=True,
@@ -190,10 +144,10 @@ def _traced(workload: Workload, dtype: torch.dtype) -> tuple[torch.fx.GraphModul
             config.patch(force_shape_pad=True),
         ):
             joint_graph.joint_graph_passes(gm)
-    return gm, options, mode
+    return gm, options
 
 
-def _lowered(joint: torch.fx.GraphModule, options: Mapping[str, Any], mode: Any) -> Iterator[str]:
+def _lowered(joint: torch.fx.GraphModule, options: Mapping[str, Any]) -> Iterator[str]:
     """Code of the forward and of the backward."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor import config
@@ -244,7 +198,8 @@ def _there(machine: Machine) -> Iterator[None]:
     known = types.SimpleNamespace(
         multi_processor_count=machine.processors, major=major, minor=minor, name=machine.name, total_memory=80 << 30,
         L2_cache_size=machine.cache, warp_size=32, max_threads_per_multi_processor=2048, gcnArchName="",
-        regs_per_multiprocessor=65536, shared_memory_per_block=49152, shared_memory_per_block_optin=machine.shared - 1024,
+        regs_per_multiprocessor=65536, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=machine.shared - 1024,
     )  # fmt: skip
     answers: dict[Any, dict[str, Any]] = {
         torch.cuda: {

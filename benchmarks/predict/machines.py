@@ -57,19 +57,23 @@ _SHARE: Final = 4.27 / 4.8
 _HOPPER: Final = MappingProxyType({"fma": 4.0, "fp64": 2.0, **_RATES})
 _AMPERE: Final = MappingProxyType({"fma": 2.0, "fp64": 1.0, **_RATES})
 
-#: Processors, bytes and flops a second, L2: NVIDIA's data sheets of A100 80GB SXM, H100 SXM and H200 SXM. Clocks: their boost
-#: clocks, at which kernels that wait for memory run. Cycles of latency: of A100 Luo et al., "Benchmarking and
+
+def _rates(memory: float, products: float) -> tuple[float, float, float]:
+    """Of a data sheet's TB/s and TFLOP/s: ``peak``, ``achieved`` and ``flops``."""
+    return 1e12 * memory, 1e12 * memory * _SHARE, 1e12 * products
+
+
+#: Processors, bytes and flops a second, L2: NVIDIA's data sheets of A100 80GB SXM, H100 SXM and H200 SXM. Clocks: their
+#: boost clocks, at which kernels that wait for memory run. Cycles of latency: of A100 Luo et al., "Benchmarking and
 #: Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", 2024, table IV (466 and 262); of Hopper with
 #: HBM3 the markdewing/AI_kernels repository's latency/README.md, a GH200 (690 and 281).
 MACHINES: Final = MappingProxyType(
     {
         machine.name: machine
         for machine in (
-            Machine(
-                "A100", 80, 108, 1.41e9, 2.039e12, 2.039e12 * _SHARE, 312e12, 40 << 20, 164 << 10, 466, 262, _AMPERE
-            ),
-            Machine("H100", 90, 132, 1.98e9, 3.35e12, 3.35e12 * _SHARE, 989e12, 50 << 20, 228 << 10, 690, 281, _HOPPER),
-            Machine("H200", 90, 132, 1.98e9, 4.8e12, 4.8e12 * _SHARE, 989e12, 50 << 20, 228 << 10, 690, 281, _HOPPER),
+            Machine("A100", 80, 108, 1.41e9, *_rates(2.039, 312), 40 << 20, 164 << 10, 466, 262, _AMPERE),
+            Machine("H100", 90, 132, 1.98e9, *_rates(3.35, 989), 50 << 20, 228 << 10, 690, 281, _HOPPER),
+            Machine("H200", 90, 132, 1.98e9, *_rates(4.8, 989), 50 << 20, 228 << 10, 690, 281, _HOPPER),
         )
     }
 )

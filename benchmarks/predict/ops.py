@@ -117,10 +117,8 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "convolution":
         return made.contiguous(memory_format=layout_of(*args[:2]))
     if name == "convolution_backward":  # whose results lie as images and weights do
-        image, weight = (
-            None if x is None else torch.empty_like(like) for x, like in zip(made, args[1:3], strict=False)
-        )
-        return image, weight, made[2]
+        pairs = zip(made[:2], args[1:3], strict=True)
+        return *(None if x is None else torch.empty_like(like) for x, like in pairs), made[2]
     return made
 
 

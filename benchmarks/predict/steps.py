@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from rich.console import Console
@@ -118,29 +118,22 @@ def _floor(parts: Parts, machine: Machine, parameters: int) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """What ``--predict`` does; returns the exit status."""
-    size = "tiny" if options.check else "gpu"
-    models = options.only or MODELS
-    rows = [
-        row
-        for dtype in (getattr(torch, name) for name in options.dtype[:1])
-        for model in models
-        for row in _model(model, size, options.predict or ("H200",), dtype)
-    ]
-    console = Console(width=200)
-    console.print(table(rows))
-    for row in rows:
-        if row.trouble or row.unread:
-            not_read = ", ".join(f"{count} {name}" for name, count in (row.unread or {}).items())
-            console.print(f"{row.model}, {row.side}, {row.machine}: {row.trouble or f'by their bytes: {not_read}'}")
-    if options.output or not (options.check or options.only):
-        data = {"environment": environment() | {"device": "predicted"}, "dtype": options.dtype[0], "size": size}
-        assumed = [asdict(each) for each in ASSUMED]
-        save(
-            f"steps-{size}-{options.dtype[0]}",
-            data | {"assumed": assumed, "rows": [*map(asdict, rows)]},
-            options.output,
-        )
+    """What ``--predict`` does; returns the exit status. Results are written after each model."""
+    size, dtype = "tiny" if options.check else "gpu", options.dtype[0]
+    console, rows = Console(width=200), list[Row]()
+    data = {"environment": environment() | {"device": "predicted"}, "dtype": dtype, "size": size}
+    data |= {"assumed": [asdict(each) for each in ASSUMED]}
+    for model in options.only or MODELS:
+        found = [*_model(model, size, options.predict or ("H200",), getattr(torch, dtype))]
+        rows += found
+        console.print(table(found))
+        for row in found:
+            if row.trouble or row.unread:
+                unread = ", ".join(f"{count} {name}" for name, count in (row.unread or {}).items())
+                why = row.trouble or f"as their bytes, for loops are unrolled in part: {unread}"
+                console.print(f"{row.model}, {row.side}, {row.machine}: {why}", highlight=False)
+        if options.output or not (options.check or options.only):
+            save(f"steps-{size}-{dtype}", data | {"rows": [asdict(row) for row in rows]}, options.output)
     return int(any(row.trouble for row in rows))
 
 
