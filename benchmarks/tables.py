@@ -469,7 +469,7 @@ def _predicted(words: Sequence[str], device: str | None, root: pathlib.Path) -> 
         "Predicted, not measured. In brackets: over what the bytes take that must be moved, at the rate of a large "
         "copy; why: where that is more than 1.15"
     )
-    return f"{table}\n{meaning}. {data['dtype']}; {_compiled(data)}.\n"
+    return f"{table}\n{meaning}. {data['dtype']}; {_compiled(data['environment'])}.\n"
 
 
 def _predicted_forms(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
@@ -490,33 +490,26 @@ def _predicted_forms(words: Sequence[str], device: str | None, root: pathlib.Pat
         "two forms whose times lie 5 % apart, how often the model says which is faster; the form it picks: its "
         "measured time over that of the fastest"
     )
-    return f"{_markdown(columns, rows)}\n{meaning}. {data['dtype']}; {_compiled(data)}.\n"
+    return f"{_markdown(columns, rows)}\n{meaning}. {data['dtype']}; {_compiled(data['environment'])}.\n"
 
 
 def _predicted_steps(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
     """A row a model and GPU."""
-    data = _prediction("predicted-steps", "steps-gpu", words, root)
+    data = predicted.found(_only_dtype("predicted-steps", words), root)
     rows = [*predicted.steps(data, root)]
-    meaning = (
-        "Predicted, not measured: milliseconds a step in the middle of what is assumed, and from the best to the worst "
-        "of it; / measured: over what the GPU took; compile / fxprec: predicted, and measured"
-    )
-    over = predicted.summary(rows)
-    means = f" Over measured, geometric mean, least and most: {over}." if over else ""
-    return f"{_markdown(predicted.STEPS, rows)}\n{meaning}.{means} {data['dtype']}; {_compiled(data)}.\n"
+    return _predicted_table(data, predicted.STEPS, rows, predicted.meaning_of_steps(rows))
 
 
 def _predicted_parts(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
     """A row a model and side."""
-    data = _prediction("predicted-parts", "steps-gpu", words, root)
-    meaning = (
-        "Of the H200's steps above: Triton kernels and their milliseconds, predicted and in a trace of the GPU; first "
-        "forms: if each kernel of inductor's had the form that it tries first; by bytes: kernels that are not "
-        "simulated, as their loops are unrolled in part"
-    )
-    return (
-        f"{_markdown(predicted.PARTS, predicted.parts(data, root))}\n{meaning}. {data['dtype']}; {_compiled(data)}.\n"
-    )
+    data = predicted.found(_only_dtype("predicted-parts", words), root)
+    return _predicted_table(data, predicted.PARTS, predicted.parts(data, root), predicted.MEANING_OF_PARTS)
+
+
+def _predicted_table(
+    data: Mapping[str, Any], columns: Sequence[str], rows: Iterable[Sequence[str]], meaning: str
+) -> str:
+    return f"{_markdown(columns, rows)}\n{meaning}. {data['dtype']}; {_compiled(*data['environments'])}.\n"
 
 
 def _spread(ratios: Sequence[float]) -> tuple[str, str, str]:
@@ -524,15 +517,21 @@ def _spread(ratios: Sequence[float]) -> tuple[str, str, str]:
 
 
 def _prediction(name: str, file: str, words: Sequence[str], root: pathlib.Path) -> dict[str, Any]:
+    return load(f"{file}-{_only_dtype(name, words)}", "predicted", root)
+
+
+def _only_dtype(name: str, words: Sequence[str]) -> str:
     if len(words) > 1:
         raise ResultsError(f"{' '.join(words)!r}: a table is '{name} [DTYPE]'")
-    (dtype,) = words or ("bfloat16",)
-    return load(f"{file}-{dtype}", "predicted", root)
+    return words[0] if words else "bfloat16"
 
 
-def _compiled(data: Mapping[str, Any]) -> str:
-    environment = data["environment"]
-    return f"compiled by triton {environment['triton']}; {environment['date'][:10]}, commit {environment['commit']}"
+def _compiled(*environments: Mapping[str, Any]) -> str:
+    tritons, dates, commits = (
+        ", ".join(sorted({each[key][:length] for each in environments}))
+        for key, length in (("triton", None), ("date", 10), ("commit", None))
+    )
+    return f"compiled by triton {tritons}; {dates}, commit {commits}"
 
 
 def _form(cells: Sequence[float]) -> str:

@@ -6,7 +6,7 @@ forms that inductor would try there, and what it leaves to torch is counted. The
 
 Torch traces fake tensors of a device only where it is linked with it. So the graph is traced for a CPU, with the casts
 of autocast on CUDA and CUDA's attention, and says cuda:0 from when it is lowered. What is private of torch and asked
-for the predictions stands in this file; other versions of torch may name it otherwise, and it says so.
+for the predictions stands in this file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import math
 import pathlib
 import tempfile
@@ -41,30 +42,27 @@ from benchmarks.workloads.training import Workload
 __all__ = ["parts_of", "why_not"]
 
 DEVICE: Final = torch.device("cuda", 0)
+#: The torch whose private names these are.
+_KNOWN: Final = "2.13"
 #: Launches of torch's fused AdamW for about 150 tensors, as an H200's trace has them.
 _OPTIMIZER: Final = 7
 
 
 def why_not() -> str:
     """Why inductor's code cannot be had here; "" where it can."""
-    try:
-        import torch._inductor.runtime.triton_heuristics as heuristics
-        from torch._inductor.fx_passes import joint_graph, pad_mm, post_grad, reinplace
-
-        for holder, name in (
-            (heuristics.CachingAutotuner, "_create_compile_meta"),
-            (heuristics.CachingAutotuner, "_create_compile_options"),
-            (heuristics.GridExpr, "from_meta"), (joint_graph, "lazy_init"), (post_grad, "lazy_init"),
-            (pad_mm, "check_device"), (reinplace, "_inplace_generalized_scatter"),
-        ):  # fmt: skip
-            getattr(holder, name)
-    except (ImportError, AttributeError) as error:
-        return f"torch {torch.__version__}'s inductor has other names: {error}"
-    return ""
+    if not torch.__version__.startswith(_KNOWN):
+        return f"what is private of inductor is known of torch {_KNOWN}, and this is {torch.__version__}"
+    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
 def parts_of(workload: Workload, machine: Machine, dtype: torch.dtype) -> Parts:
-    """Of one step, in a process of its own."""
+    """Of one step, in a process of its own.
+
+    Raises:
+        RuntimeError: torch is one whose inductor is not known.
+    """
+    if why := why_not():
+        raise RuntimeError(why)
     joint, options = _traced(workload, dtype)
     kernels: list[tuple[Launch, ...]] = []
     work: list[Work] = []

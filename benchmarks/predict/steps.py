@@ -118,13 +118,13 @@ def _floor(parts: Parts, machine: Machine, parameters: int) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """What ``--predict`` does; returns the exit status. Results are written after each model."""
+    """What ``--predict`` does; returns the exit status. A file for each machine is written after each model."""
     size, dtype = "tiny" if options.check else "gpu", options.dtype[0]
-    console, rows = Console(width=200), list[Row]()
+    console, rows, machines = Console(width=200), list[Row](), options.predict or ("H200",)
     data = {"environment": environment() | {"device": "predicted"}, "dtype": dtype, "size": size}
     data |= {"assumed": [asdict(each) for each in ASSUMED]}
     for model in options.only or MODELS:
-        found = [*_model(model, size, options.predict or ("H200",), getattr(torch, dtype))]
+        found = [*_model(model, size, machines, getattr(torch, dtype))]
         rows += found
         console.print(table(found))
         for row in found:
@@ -133,7 +133,9 @@ def run(options: argparse.Namespace) -> int:
                 why = row.trouble or f"as their bytes, for loops are unrolled in part: {unread}"
                 console.print(f"{row.model}, {row.side}, {row.machine}: {why}", highlight=False)
         if options.output or not (options.check or options.only):
-            save(f"steps-{size}-{dtype}", data | {"rows": [asdict(row) for row in rows]}, options.output)
+            for machine in machines:
+                of = [asdict(row) for row in rows if row.machine == machine]
+                save(f"step-{size}-{dtype}-{machine}", data | {"rows": of}, options.output)
     return int(any(row.trouble for row in rows))
 
 

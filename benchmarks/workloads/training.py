@@ -25,25 +25,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.workloads.models import BERT, CNN, MLP, Decoder, Llama, ResNet, UNet, ViT
 
-__all__ = ["NAMES", "SIZES", "Estimate", "Size", "Workload", "named", "workloads"]
+__all__ = ["NAMES", "SIZES", "Size", "Workload", "named", "workloads"]
 
 Size = Literal["cpu", "gpu", "launch", "tiny"]
 SIZES: Final[tuple[Size, ...]] = get_args(Size)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Milliseconds of a step on an H200, counted from bytes and flops before anything was measured.
-
-    Attributes:
-        floor: nothing but matmuls, convolutions and attention at the measured rate, and each tensor moved once.
-        eager, compiled, fxprec: under eager autocast, with torch.compile, and as fxprec is to be: from, to.
-    """
-
-    floor: float
-    eager: float
-    compiled: tuple[float, float]
-    fxprec: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -58,7 +43,6 @@ class Workload:
         batch: random data on the CPU, never zeros; the last tensor is the target.
         loss: (output, target) -> scalar.
         channels_last: whether the model's weights and images are to be in that memory format on a GPU.
-        estimate: None where there is none.
     """
 
     name: str
@@ -68,7 +52,6 @@ class Workload:
     batch: Callable[[Generator], tuple[Tensor, ...]]
     loss: Callable[[Any, Tensor], Tensor]
     channels_last: bool = False
-    estimate: Estimate | None = None
 
     def batches(self, count: int, device: torch.device, seed: int = 0) -> list[tuple[Tensor, ...]]:
         """So many different batches on a device, in the memory format of the workload."""
@@ -227,19 +210,19 @@ _TABLE: Final[dict[str, dict[Size, dict[str, Any]]]] = {
     "cnn": {"cpu": _cnn(64), "gpu": _cnn(4096), "launch": _cnn(4), "tiny": _cnn(2)},
     "resnet50": {
         "cpu": _resnet((3, 4, 6, 3), 64, 64, 8),
-        "gpu": _resnet((3, 4, 6, 3), 64, 224, 256) | {"estimate": Estimate(22.6, 38.3, (27.5, 27.5), (27.5, 27.5))},
+        "gpu": _resnet((3, 4, 6, 3), 64, 224, 256),
         "launch": _resnet((3, 4, 6, 3), 16, 64, 2),
         "tiny": _resnet((1, 1, 1, 1), 4, 33, 3),
     },
     "unet": {
         "cpu": _unet(16, 4, 96, 2),
-        "gpu": _unet(64, 4, 256, 32) | {"estimate": Estimate(16.0, 23.4, (20.6, 20.6), (20.6, 20.6))},
+        "gpu": _unet(64, 4, 256, 32),
         "launch": _unet(8, 4, 32, 1),
         "tiny": _unet(4, 2, 12, 2),
     },
     "gpt": {
         "cpu": _gpt(4, 512, 8, 1024, 4, 256),
-        "gpu": _gpt(12, 768, 12, 50257, 16, 1024) | {"estimate": Estimate(16.7, 43.8, (32.4, 34.2), (30.0, 31.0))},
+        "gpu": _gpt(12, 768, 12, 50257, 16, 1024),
         "launch": _gpt(8, 64, 4, 256, 1, 32),
         "tiny": _gpt(2, 16, 2, 31, 2, 9),
     },
@@ -252,13 +235,13 @@ _TABLE: Final[dict[str, dict[Size, dict[str, Any]]]] = {
     },
     "bert": {
         "cpu": _bert(4, 256, 4, 1024, 8, 128),
-        "gpu": _bert(12, 768, 12, 30522, 32, 512) | {"estimate": Estimate(14.9, 39.3, (29.5, 31.1), (27.0, 28.0))},
+        "gpu": _bert(12, 768, 12, 30522, 32, 512),
         "launch": _bert(8, 64, 4, 256, 2, 32),
         "tiny": _bert(2, 16, 2, 31, 3, 9),
     },
     "vit": {
         "cpu": _vit(4, 256, 4, 112, 8, 4),
-        "gpu": _vit(12, 768, 12, 224, 16, 256) | {"estimate": Estimate(34.2, 74.4, (64.5, 65.8), (59.0, 62.0))},
+        "gpu": _vit(12, 768, 12, 224, 16, 256),
         "launch": _vit(8, 64, 4, 32, 8, 1),
         "tiny": _vit(2, 16, 2, 12, 4, 3),
     },

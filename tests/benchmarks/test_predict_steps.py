@@ -20,8 +20,10 @@ from benchmarks.predict.model import LAUNCH, Kernel, predict
 from benchmarks.predict.ops import Uncomputed, Work
 from benchmarks.predict.parts import ASSUMED, Parts, times_of
 from benchmarks.predict.sass import Instruction
+from benchmarks.reports import predicted
 
 H200 = MACHINES["H200"]
+needs_inductor = pytest.mark.skipif(bool(inductor.why_not()), reason=inductor.why_not())
 #: More bytes than are computed.
 SIDE = 1024
 
@@ -129,6 +131,7 @@ def parts_of(side: str, model: str) -> Parts:
 
 
 @kernel_tools.compiles
+@pytest.mark.slow
 def test_all_launches_of_a_step_are_found():
     parts = parts_of("fxprec", "gpt")
     names = [launch.name for (launch,) in parts.launches]
@@ -143,7 +146,8 @@ def test_all_launches_of_a_step_are_found():
 
 
 @kernel_tools.compiles
-@pytest.mark.skipif(bool(inductor.why_not()), reason=inductor.why_not())
+@pytest.mark.slow
+@needs_inductor
 def test_inductors_code_is_compiled_and_its_kernels_take_what_their_bytes_take():
     parts = parts_of("compile", "mlp")
     assert len(parts.launches) >= 6 and not parts.unread
@@ -159,16 +163,21 @@ def test_inductors_code_is_compiled_and_its_kernels_take_what_their_bytes_take()
 
 
 @kernel_tools.compiles
-@pytest.mark.skipif(bool(inductor.why_not()), reason=inductor.why_not())
+@pytest.mark.slow
+@needs_inductor
 def test_the_command_writes_both_sides(tmp_path, capsys):
     arguments = ["--predict", "H100", "H200", "--check", "--only", "mlp", "--output", str(tmp_path)]
     assert step.main(arguments) == 0
-    (file,) = tmp_path.rglob("*.json")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    assert found["environment"]["device"] == file.parent.name == "predicted"
-    said = {(row["side"], row["machine"]) for row in found["rows"]}
-    assert said == {(side, machine) for side in steps.SIDES for machine in ("H100", "H200")}
-    for row in found["rows"]:
-        best, middle, worst = (times["all"] for times in row["times"])
-        assert row["floor"] < best < middle < worst
+    files = sorted(tmp_path.rglob("*.json"))
+    assert [file.stem for file in files] == ["step-tiny-bfloat16-H100", "step-tiny-bfloat16-H200"]
+    for file, machine in zip(files, ("H100", "H200"), strict=True):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        assert found["environment"]["device"] == file.parent.name == "predicted"
+        assert [(row["side"], row["machine"]) for row in found["rows"]] == [(side, machine) for side in steps.SIDES]
+        for row in found["rows"]:
+            best, middle, worst = (times["all"] for times in row["times"])
+            assert row["floor"] < best < middle < worst and not row["trouble"]
+    estimated = predicted.estimate("mlp", "tiny", "bfloat16", "H100", tmp_path)
+    assert estimated and list(estimated) == ["floor", *steps.SIDES] and len(estimated["compile"]) == 3
+    assert predicted.estimate("mlp", "gpu", "bfloat16", "H100", tmp_path) is None
     assert "nothing was measured" in capsys.readouterr().out
