@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import kernel_tools
 from benchmarks import step
 from benchmarks.predict import inductor, steps
+from benchmarks.predict.autocast import Autocast
 from benchmarks.predict.launches import Launch, Unread
 from benchmarks.predict.machines import MACHINES
 from benchmarks.predict.model import LAUNCH, Kernel, predict
@@ -93,6 +94,17 @@ def test_gradients_of_convolutions_lie_as_images_and_weights_do():
     assert layer.bias.grad.shape == (16,)
     flops = 2 * 8 * 32 * 32 * 64 * 16 * 4
     assert [each.flops for each in ops.work if each.kind == "convolution"] == [flops, 2 * flops]
+
+
+def test_casts_are_those_of_autocast_on_cuda():
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    with Autocast(torch.bfloat16):
+        low = F.linear(x, w)
+        kept, wide = F.gelu(low), (F.layer_norm(low, (8,)), F.cross_entropy(low, torch.zeros(4, dtype=torch.int64)))
+        products = (x @ w, F.conv2d(torch.ones(1, 8, 4, 4), torch.ones(8, 8, 1, 1)))
+        attended = F.scaled_dot_product_attention(*(3 * [torch.ones(1, 2, 4, 8, device="meta")]))
+    assert {each.dtype for each in (low, kept, *products, attended)} == {torch.bfloat16}
+    assert {each.dtype for each in wide} == {torch.float32}
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
