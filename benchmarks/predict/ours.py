@@ -16,7 +16,7 @@ from benchmarks.predict.parts import Parts
 from benchmarks.workloads.training import Workload
 from fxprec.kernels.launch import observers
 
-__all__ = ["VARIANT", "parts_of"]
+__all__ = ["VARIANT", "parts_of", "unseen"]
 
 #: What is predicted: regions fused, the loss inside, fxprec's AdamW.
 VARIANT = "o1-loss"
@@ -25,20 +25,20 @@ VARIANT = "o1-loss"
 def parts_of(workload: Workload, device: torch.device, dtype: torch.dtype) -> Parts:
     """Of the third step, when states and shadows are there. The process has pretended the machine."""
     step = VARIANTS[VARIANT].build(workload, Setup(device, dtype, batches=1))
-    with _unseen(), Uncomputed():
+    with unseen(), Uncomputed():
         step()
         step()
     count = sum(parameter.numel() for parameter in step.model.parameters())
     shadows = fxprec.report(step.model).headline.weights.shadow_bytes
     unread: list[Unread] = []
-    with _unseen(), Uncomputed() as ops:
+    with unseen(), Uncomputed() as ops:
         # Of AdamW's kernel, whose tensors are in tables: weights, gradients and moments in FP32, and shadows.
         launches = launches_of(step, (16 * count, 12 * count + shadows), unread)
     return Parts([(launch,) for launch in launches], ops.work, unread)
 
 
 @contextlib.contextmanager
-def _unseen() -> Iterator[None]:
+def unseen() -> Iterator[None]:
     """Kernels run as without a dispatch mode: that which counts ops is part of the device that is not there."""
     own = observers.dispatch_modes
 

@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_tools
 from benchmarks import step
@@ -19,9 +20,11 @@ from benchmarks.predict.launches import Launch, Unread
 from benchmarks.predict.machines import MACHINES
 from benchmarks.predict.model import LAUNCH, Kernel, predict
 from benchmarks.predict.ops import Uncomputed, Work
+from benchmarks.predict.ours import unseen
 from benchmarks.predict.parts import ASSUMED, Parts, times_of
 from benchmarks.predict.sass import Instruction
 from benchmarks.reports import predicted
+from fxprec.kernels.launch.observers import ANY_MODE, TRACING, watcher
 
 H200 = MACHINES["H200"]
 needs_inductor = pytest.mark.skipif(bool(inductor.why_not()), reason=inductor.why_not())
@@ -94,6 +97,15 @@ def test_gradients_of_convolutions_lie_as_images_and_weights_do():
     assert layer.bias.grad.shape == (16,)
     flops = 2 * 8 * 32 * 32 * 64 * 16 * 4
     assert [each.flops for each in ops.work if each.kind == "convolution"] == [flops, 2 * flops]
+
+
+def test_kernels_see_no_mode_that_counts_and_see_others():
+    with unseen(), Uncomputed():
+        assert watcher(ANY_MODE) is None
+        with FakeTensorMode():
+            assert watcher(ANY_MODE) is ANY_MODE and watcher(TRACING) is TRACING
+    with Uncomputed():
+        assert watcher(ANY_MODE) is ANY_MODE
 
 
 def test_casts_are_those_of_autocast_on_cuda():
