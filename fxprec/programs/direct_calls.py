@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from fxprec.kernels.launch.direct import direct
 from fxprec.kernels.rows.run.region import FusedRegion
@@ -28,10 +28,10 @@ def call_directly(gm: GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_module"):
         region = gm.get_submodule(str(node.target))
         if isinstance(region, FusedRegion) and region.kernels == "loops" and not region.draws and not node.kwargs:
-            node.op, node.target = "call_function", direct(region.name, region, region.run_for)
+            node.op, node.target = "call_function", direct(region.name, region, region.run_for, region.note_path)
     for node in gm.graph.find_nodes(op="call_function", target=rope):
-        *tensors, half, _ = node.args if len(node.args) == 5 else (*node.args, False)
-        if len(node.args) == 5 and not node.kwargs and not isinstance(half, Node):
+        if len(node.args) == 5 and not node.kwargs:  # x, cos, sin, half, compiled
+            *tensors, half, _ = node.args
             node.args = tuple(tensors)
             node.target = direct("rope", partial(rope, half=half, compiled=True), partial(run_for, half=half))
     gm.recompile()

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from fxprec.kernels.torch_internals import FakeTensor
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -43,3 +45,16 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         step *= size
     return True
+
+
+def suits_loops(x: Tensor) -> bool:
+    """Whether a hand-written C++ loop may read it: bfloat16 or FP32 numbers that lie in a CPU's memory as they are."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype in (torch.bfloat16, torch.float32)
+        and (type(x) in _PLAIN or isinstance(x, FakeTensor))
+        and not x.is_neg()
+    )
+
+
+_PLAIN: Final = (Tensor, nn.Parameter)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -64,8 +65,7 @@ def compiled_for(
         inverse,
     )
     low, low_tables = (int(each.dtype is torch.bfloat16) for each in (x, cos))
-    function = compiled(_SOURCE).fxprec_rope
-    function.argtypes = (_POINTER, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int)
+    function = _function()
     sizes = ctypes.pointer(of)
 
     def run(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -77,4 +77,8 @@ def compiled_for(
     return run
 
 
-_POINTER: Final = ctypes.POINTER(_Rope)
+@functools.cache
+def _function() -> Any:
+    function = compiled(_SOURCE).fxprec_rope
+    function.argtypes = (ctypes.POINTER(_Rope), ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int)
+    return function

@@ -13,6 +13,7 @@ On a CPU it is torch's op, or a compiled loop (``compiled_max_pool``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -125,15 +126,8 @@ def max_pool2d(
         CompilerError: nothing can be compiled here.
     """
     check_operands("max_pool2d", x=x)
-    if x.dim() != 4:
-        raise ValueError(f"max_pool2d takes [N, C, H, W], got {tuple(x.shape)}.")
-    halves = all(0 <= 2 * p <= k for k, p in zip(kernel_size, padding, strict=True))
-    fits = min(*kernel_size, *stride) > 0 and halves and kernel_size[0] * kernel_size[1] <= LARGEST
-    if not fits or min(_out_sizes(x, (*kernel_size, *stride, *padding))) < 1:
-        raise ValueError(
-            f"max_pool2d of {tuple(x.shape)} with {kernel_size=}, {stride=}, {padding=}: sizes are at least 1, of "
-            f"the result, too, the padding is at most half of the kernel, and a window has at most {LARGEST} elements."
-        )
+    if why := why_not(x, kernel_size, stride, padding):
+        raise ValueError(why)
     if compiled and (x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32)):
         raise ValueError(
             f"max_pool2d(compiled=True) serves bfloat16 and float32 on a CPU, got {x.dtype} on '{x.device}'. Leave "
@@ -141,6 +135,20 @@ def max_pool2d(
         )
     saved = watcher(COMPILER, ANY_MODE, TRANSFORM) is not None or (torch.is_grad_enabled() and x.requires_grad)
     return _POOL(x, [*kernel_size, *stride, *padding], saved, compiled)[0]
+
+
+def why_not(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> str:
+    """Why ``max_pool2d`` refuses these sizes; "" where it does not."""
+    if x.dim() != 4:
+        return f"max_pool2d takes [N, C, H, W], got {tuple(x.shape)}."
+    halves = all(0 <= 2 * p <= k for k, p in zip(kernel_size, padding, strict=True))
+    fits = min(*kernel_size, *stride) > 0 and halves and kernel_size[0] * kernel_size[1] <= LARGEST
+    if fits and min(_out_sizes(x, (*kernel_size, *stride, *padding))) >= 1:
+        return ""
+    return (
+        f"max_pool2d of {tuple(x.shape)} with {kernel_size=}, {stride=}, {padding=}: sizes are at least 1, of the "
+        f"result, too, the padding is at most half of the kernel, and a window has at most {LARGEST} elements."
+    )
 
 
 def backward_reference(
@@ -164,13 +172,13 @@ def _origins(y: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
     return down[:, None] * sh - ph, across * sw - pw
 
 
-def _out_sizes(x: Tensor, window: tuple[int, ...] | list[int]) -> tuple[int, int]:
+def _out_sizes(x: Tensor, window: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of the result."""
     kh, kw, sh, sw, ph, pw = window
     return (x.shape[2] + 2 * ph - kh) // sh + 1, (x.shape[3] + 2 * pw - kw) // sw + 1
 
 
-def _results(x: Tensor, window: list[int], saved: bool, compiled: bool) -> tuple[Tensor, Tensor]:
+def _results(x: Tensor, window: list[int], saved: bool = True, compiled: bool = False) -> tuple[Tensor, Tensor]:
     """y, and where: empty unless it is to be saved."""
     shape = (*x.shape[:2], *_out_sizes(x, window))
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
@@ -197,12 +205,12 @@ def _served(x: Tensor) -> bool:
     return can_launch(x.device) and x.dtype != torch.float64 and x.numel() // x.shape[1] < _PIXELS
 
 
-def _forward(x: Tensor, window: list[int], saved: bool, compiled: bool) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, window: list[int], saved: bool = True, compiled: bool = False) -> tuple[Tensor, Tensor]:
     y, where = _results(x, window, saved, compiled)
     if not y.numel():
         return y, where
     if compiled and x.numel():
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = x.resolve_neg().contiguous(memory_format=torch.channels_last)
         compiled_max_pool.forward(x, y, where if saved else None, window)
         return y, where
     if _served(x):
@@ -219,13 +227,15 @@ def _forward(x: Tensor, window: list[int], saved: bool, compiled: bool) -> tuple
 
 
 def _backward_launch(
-    dy: Tensor, where: Tensor, height: int, width: int, window: list[int], compiled: bool
-) -> Tensor:  # fmt: skip
+    dy: Tensor, where: Tensor, height: int, width: int, window: list[int], compiled: bool = False
+) -> Tensor:
     dx = _fake_backward(dy, where, height, width, window, compiled)
     if not dx.numel():
         return dx
+    where = where.contiguous(memory_format=torch.channels_last)  # as hooks of saved tensors may not have left it
     if compiled:
-        compiled_max_pool.backward(dy.contiguous(memory_format=torch.channels_last), where, dx, window)
+        dy = dy.resolve_neg().contiguous(memory_format=torch.channels_last)
+        compiled_max_pool.backward(dy, where, dx, window)
         return dx
     if _served(dx):
         dy = dy.contiguous(memory_format=torch.channels_last)
@@ -234,13 +244,15 @@ def _backward_launch(
     return dx.copy_(backward_reference(dy, where, height, width, window))
 
 
-def _fake_backward(dy: Tensor, where: Tensor, height: int, width: int, window: list[int], compiled: bool) -> Tensor:
+def _fake_backward(
+    dy: Tensor, where: Tensor, height: int, width: int, window: list[int], compiled: bool = False
+) -> Tensor:
     shape = (*dy.shape[:2], height, width)
     return torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, ctx.window, _, ctx.compiled = inputs
+    x, ctx.window, ctx.saved, ctx.compiled = inputs
     ctx.sizes = x.shape[2], x.shape[3]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
@@ -250,6 +262,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, None, None, None]:
     if dy is None:
         return None, None, None, None
+    if not ctx.saved:
+        raise RuntimeError("max_pool2d(saved=False) keeps nothing for a backward: leave saved out where one follows.")
     (where,), (height, width) = ctx.saved_tensors, ctx.sizes
     if torch.is_grad_enabled():  # which element is chosen has no derivative: x itself is not needed
         return backward_reference(dy, where, height, width, ctx.window).to(dy.dtype), None, None, None

@@ -269,9 +269,9 @@ def _launch(
     tensors: list[Tensor], outs: list[Tensor], cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool,
     compiled: bool,
 ) -> None:  # fmt: skip
-    four = [_four(x if x.stride(-1) == 1 else x.contiguous()) for x in tensors]
+    four = [_four(_in_rows(x)) for x in tensors]
     to = [_four(out) for out in outs]
-    cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
+    cos, sin = map(_in_rows, (cos, sin))
     tables = _steps((cos, sin))
     if compiled:
         for x, out in zip(four, to, strict=True):
@@ -291,6 +291,12 @@ def _launch(
             HALF=rotary // 2, DIM=dim, WIDE=cos.shape[-1] == rotary, INTERLEAVED=interleaved, INVERSE=inverse,
             num_warps=_WARPS, enable_fp_fusion=False, **shape,
         )  # fmt: skip
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Columns next to each other, as they are."""
+    x = x.resolve_neg()
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _shape(positions: int, dim: int, rotary: int) -> dict[str, int]:
@@ -322,7 +328,7 @@ def _run(
 
 
 def _forward(
-    x: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool, compiled: bool
+    x: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool, compiled: bool = False
 ) -> Tensor:
     return _run([x], cos, sin, rotary, interleaved, inverse, compiled)[0]
 
@@ -332,7 +338,14 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 
 def _qk_forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool, compiled: bool
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rotary: int,
+    interleaved: bool,
+    inverse: bool,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     q_out, k_out = _run([q, k], cos, sin, rotary, interleaved, inverse, compiled)
     return q_out, k_out

@@ -21,7 +21,7 @@ are copied, turned and copied again. The kernel reads and writes them in their o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,8 +31,11 @@ from torch.fx import Graph, Node, Proxy
 
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.launch.operands import suits_loops
 from fxprec.passes.graph.annotations import Op, argument, notes
+from fxprec.passes.graph.fetched import attribute_of
 from fxprec.passes.graph.leaves import is_served, leaf
+from fxprec.passes.ops.aliases import alias_roots, written_roots
 
 #: As a ``half``: pairs are neighbours, and not columns half of all apart.
 NEIGHBOURS: Final = "neighbours"
@@ -52,7 +55,7 @@ def rope(x: Any, cos: Any, sin: Any, half: int | str | None, compiled: bool = Fa
     if isinstance(x, Proxy):
         return leaf(rope, x, cos, sin, half, *([compiled] if compiled else []))
     columns: int | str = (x.shape[-1] + 1) // 2 if half is None else half
-    compiled = compiled and _is_looped(x, cos)
+    compiled = compiled and _is_looped(x, cos, sin)
     own = _tables(x, cos, sin, columns) if compiled or is_served(x) else None
     if own is not None:
         from fxprec.kernels.nn.rope import rope as kernel  # which loads Triton
@@ -69,24 +72,20 @@ def rope(x: Any, cos: Any, sin: Any, half: int | str | None, compiled: bool = Fa
 
 
 def run_for(x: Tensor, cos: Tensor, sin: Tensor, half: int | str | None) -> Run | None:
-    """``rope`` as a loop, of tensors that lie like these, where nobody looks on and no gradient is wanted."""
+    """``rope`` as a loop, of tensors that lie like these, where nobody looks on; None where a gradient is wanted."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return None
     own = _tables(x, cos, sin, (x.shape[-1] + 1) // 2 if half is None else half)
-    if own is None or not _is_looped(x, cos):
+    if own is None or not _is_looped(x, cos, sin):
         return None
     from fxprec.kernels.nn.rope import run_for as kernel  # which loads Triton
 
     return kernel(x, *own, interleaved=half == NEIGHBOURS)
 
 
-def _is_looped(x: Tensor, cos: Tensor) -> bool:
+def _is_looped(*tensors: Tensor) -> bool:
     """Not where somebody looks into the ops: our own have no rule for vmap and forward mode."""
-    of = (torch.bfloat16, torch.float32)
-    return (
-        x.device.type == "cpu"
-        and x.dtype in of
-        and cos.dtype in of
-        and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
-    )
+    return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None and all(map(suits_loops, tensors))
 
 
 def _tables(x: Tensor, cos: Tensor, sin: Tensor, half: int | str) -> tuple[Tensor, Sequence[Tensor]] | None:
@@ -109,12 +108,19 @@ def _tables(x: Tensor, cos: Tensor, sin: Tensor, half: int | str) -> tuple[Tenso
 
 
 def recognize_rotary(graph: Graph, compiled: bool = False) -> bool:
-    """Replace every rotary embedding of a canonical graph by one call of ``rope``. True where there were any."""
-    found = False
+    """Replace rotary embeddings of a canonical graph by calls of ``rope``. True where there were any.
+
+    Those stay whose tensors are written to, which might be between product and sum; and whose result is another dtype
+    than x's was, as of float64 tables. With ``compiled`` also those whose tables are learned: no loop serves them.
+    """
+    found, roots, written = False, dict[Node, Node](), set[Node]()
     for node in [*graph.nodes]:
         if _is(node, "add") and len(node.args) == 2 and not node.kwargs:
             matched = _match(*node.args) or _match(*reversed(node.args))
-            if matched is not None:
+            if matched is not None and not roots:
+                roots = alias_roots(graph)
+                written = written_roots(graph, roots)
+            if matched is not None and _may_be_one(node, matched[:3], roots, written, compiled):
                 products = node.all_input_nodes
                 node.op, node.target = "call_function", rope
                 node.args = (*matched, True) if compiled else matched
@@ -123,6 +129,23 @@ def recognize_rotary(graph: Graph, compiled: bool = False) -> bool:
                     _erase(product)
                 found = True
     return found
+
+
+def _may_be_one(
+    node: Node, tensors: Sequence[Node], roots: Mapping[Node, Node], written: set[Node], compiled: bool
+) -> bool:
+    x, *tables = tensors
+    if any(roots.get(each) in written for each in tensors):
+        return False
+    before, after = x.meta.get("val"), node.meta.get("val")
+    if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype != after.dtype:
+        return False
+    return not (compiled and any(_is_learned(roots.get(table, table)) for table in tables))
+
+
+def _is_learned(node: Node) -> bool:
+    value = attribute_of(node) if node.op == "get_attr" else node.meta.get("val")
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _erase(node: Node) -> None:

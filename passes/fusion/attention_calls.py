@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Proxy
 
 from fxprec.passes.costs.device_costs import AttentionWay
-from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.leaves import leaf
 
 
@@ -46,8 +46,6 @@ def cpu_attention(
         enough, flop = from_flop[trained], 4 * query.numel() * key.shape[-2]
         if is_causal and not trained:
             flop //= 4  # torch's forward leaves half of them out; ours comes in up to four blocks, with calls of each
-        if attn_mask is not None and not trained and way == "compiled":
-            enough = None  # torch's forward takes less time than ours with the mask that it adds, at every size
         if enough is not None and flop >= enough:
             arguments = query, key, value, attn_mask, is_causal
             if attention.serves(*arguments, enable_gqa):
@@ -62,12 +60,15 @@ def cpu_attention(
 
 def call_attention(graph: Graph, low: torch.dtype, way: AttentionWay, alone: float, trained: float) -> bool:
     """Replace what is computed low. Returns whether anything was."""
-    limits = tuple(None if each == inf else round(each) for each in (alone, trained))
+    both = tuple(None if each == inf else round(each) for each in (alone, trained))
     changed = False
     for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         decided = notes(node).precision
         if decided.compute is not low:
             continue
+        # A forward alone under a mask: torch's takes less time than a loop with the mask that it adds, at every size.
+        masked = argument(node, 3, "attn_mask") is not None
+        limits = (None, both[1]) if masked and way == "compiled" else both
         node.target = cpu_attention
         node.kwargs = {**node.kwargs, "way": way, "from_flop": limits}
         why = f"{_WAYS[way]} from {_flop(limits[1])} on, without a backward from {_flop(limits[0])}"

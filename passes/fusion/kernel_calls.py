@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node, Proxy
 
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.launch.operands import suits_loops
 from fxprec.passes.graph.annotations import CASTABLE, Precision, notes
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import is_served, leaf
@@ -92,19 +93,19 @@ def max_pool2d(input: Any, kernel_size: Any, stride: Any = None, padding: Any = 
         return leaf(max_pool2d, input, kernel_size, stride, padding, compiled)
     compiled = compiled and _is_wide(input)
     if (compiled or _is_taken(input)) and _is_channels_last(input):
-        from fxprec.kernels.nn.max_pool import LARGEST  # which loads Triton
-        from fxprec.kernels.nn.max_pool import max_pool2d as kernel
+        from fxprec.kernels.nn.max_pool import max_pool2d as kernel  # which loads Triton
+        from fxprec.kernels.nn.max_pool import why_not
 
-        kernel_size, stride, padding = (_pair(each) for each in (kernel_size, stride or kernel_size, padding))
-        if kernel_size[0] * kernel_size[1] <= LARGEST:
-            return kernel(input, kernel_size, stride, padding, compiled=compiled)
+        sizes = kernel_size, kernel_size if stride is None or stride == [] else stride, padding
+        window = [(each[0], each[-1]) for each in map(_numbers, sizes) if len(each) in (1, 2)]
+        if len(window) == len(sizes) and not why_not(input, *window):
+            return kernel(input, *window, compiled=compiled)
     return F.max_pool2d(input, kernel_size, stride, padding)
 
 
-def _pair(size: Any) -> tuple[int, int]:
+def _numbers(size: Any) -> tuple[int, ...]:
     """As torch reads a size: one number is both."""
-    first, *rest = size if isinstance(size, tuple | list) else (size,)
-    return (first, rest[0] if rest else first)
+    return tuple(size) if isinstance(size, tuple | list) else (size,)
 
 
 def cross_entropy(
@@ -141,12 +142,7 @@ def _is_channels_last(x: Any) -> bool:
 
 def _is_wide(x: Any) -> bool:
     """Whether a max pooling on a CPU is one for a loop; not where somebody looks into the ops, as in ``_is_long``."""
-    return (
-        x.numel() >= _LOOP_OF_POOL
-        and x.device.type == "cpu"
-        and x.dtype in (torch.bfloat16, torch.float32)
-        and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
-    )
+    return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None and x.numel() >= _LOOP_OF_POOL and suits_loops(x)
 
 
 def _is_long(logits: Any, many: int, classes: int) -> bool:
@@ -182,6 +178,8 @@ def call_kernels(graph: Graph, by: Literal["triton", "loops", "aten"] = "triton"
         if op.in_place or roots[node] in written:
             continue
         arguments = _arguments(node)
+        if by == "aten" and not (arguments and _is_inserted_cast(arguments["input"])):
+            continue
         if arguments is None:
             declined.append(f"{node.name}: {op.name} with arguments that the kernel does not have")
         elif any(roots.get(each) in written for each in _read(arguments)):
@@ -286,15 +284,17 @@ def _cross_entropy(
     return True
 
 
-def _cast_cross_entropy(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool]) -> bool:
-    return _is_inserted_cast(arguments["input"]) and _cross_entropy(node, arguments, steady)
-
-
 def _max_pool2d(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool], compiled: bool = False) -> bool:
     """Of whole windows without dilation: of others torch's."""
     dilation, ceil, indices = (arguments.pop(name, None) for name in ("dilation", "ceil_mode", "return_indices"))
     if ceil or indices or dilation not in (None, 1, (1, 1), [1, 1]):
         return False
+    window = _numbers(arguments["kernel_size"])
+    if all(isinstance(each, int) for each in window):
+        from fxprec.kernels.nn.max_pool import LARGEST  # which loads Triton
+
+        if window[0] * window[-1] > LARGEST:
+            return False
     _call(max_pool2d, node, node, arguments | ({"compiled": True} if compiled else {}))
     notes(node).fused = _POOLED if compiled else "the kernel of max_pool2d"
     return True
@@ -340,5 +340,5 @@ _BY: Final[dict[str, dict[str, Callable[..., bool]]]] = {
         "cross_entropy": partial(_cross_entropy, compiled=True),
         "max_pool2d": partial(_max_pool2d, compiled=True),
     },
-    "aten": {"cross_entropy": _cast_cross_entropy},
+    "aten": {"cross_entropy": _cross_entropy},
 }

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from itertools import zip_longest
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
@@ -33,6 +34,10 @@ _MOST: Final = 64
 _NAMED: Final = 5
 
 
+#: Sizes; of a graph that serves several of them in the words of the symbol that stands for one.
+Shape: TypeAlias = tuple[int | str, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Region:
     """Nodes that become one kernel, in the order of the graph.
@@ -40,13 +45,13 @@ class Region:
     Attributes:
         nodes: of the region.
         reduced: how many trailing dimensions its reductions run over; 0 without any.
-        shape: that its values broadcast to, as far as shapes are known; () otherwise.
+        shape: that its values broadcast to; None where that of one of them is not known.
         stretch: of the graph in which all of them lie (``effects.stretches``).
     """
 
     nodes: list[Node] = field(default_factory=list)
     reduced: int = 0
-    shape: tuple[int, ...] = ()
+    shape: Shape | None = None
     stretch: int = 0
 
     @property
@@ -134,8 +139,8 @@ def _after(source: Node, own: Region | None, level: dict[Node, int], region: dic
 
 def _merged(parts: list[Region]) -> Region | None:
     """All of them as one region, which is the largest of them; None where that cannot be."""
-    reduced, shape, size = 0, (), 0
-    for each in parts:
+    reduced, shape, size = parts[0].reduced, parts[0].shape, len(parts[0].nodes)
+    for each in parts[1:]:
         together = _together(Region([], reduced, shape, parts[0].stretch), each)
         size += len(each.nodes)
         if together is None or size > _MOST:
@@ -149,7 +154,7 @@ def _merged(parts: list[Region]) -> Region | None:
     return largest
 
 
-def _together(a: Region, b: Region) -> tuple[int, tuple[int, ...]] | None:
+def _together(a: Region, b: Region) -> tuple[int, Shape | None] | None:
     """(reduced, shape) of both as one region; None where that cannot be."""
     if (
         len(a.nodes) + len(b.nodes) > _MOST
@@ -157,24 +162,35 @@ def _together(a: Region, b: Region) -> tuple[int, tuple[int, ...]] | None:
         or (a.reduced and b.reduced and a.reduced != b.reduced)
     ):
         return None
-    if not a.shape or not b.shape or a.shape == b.shape:
-        return a.reduced or b.reduced, a.shape or b.shape
-    try:
-        shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
-    except RuntimeError:
-        return None
-    return (a.reduced or b.reduced, shape) if shape in (a.shape, b.shape) else None
+    if a.shape is None or b.shape is None:
+        return a.reduced or b.reduced, None
+    shape = _broadcast(a.shape, b.shape)
+    return (a.reduced or b.reduced, shape) if shape is not None and shape in (a.shape, b.shape) else None
 
 
-def _shape(node: Node) -> tuple[int, ...]:
+def _broadcast(a: Shape, b: Shape) -> Shape | None:
+    """As torch does; a symbol is no 1. None where they do not fit, or may not."""
+    sizes = []
+    for one, other in zip_longest(reversed(a), reversed(b), fillvalue=1):
+        if one != other and 1 not in (one, other):
+            return None
+        sizes.append(other if one == 1 else one)
+    return tuple(reversed(sizes))
+
+
+def _shape(node: Node) -> Shape | None:
     """The shape that the node computes in, where it is known: of a reduction that of its input."""
     value = node.meta.get("val")
     if reduced_dimensions(node):
         source = node.args[0]
         value = source.meta.get("val") if isinstance(source, Node) else None
-    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
-        return ()
-    return tuple(value.shape)
+    return _sizes(value)
+
+
+def _sizes(value: Any) -> Shape | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return tuple(size if isinstance(size, int) else str(size) for size in value.shape)
 
 
 def _parts(region: Region) -> list[Region]:
@@ -196,9 +212,11 @@ def _parts(region: Region) -> list[Region]:
 
 
 def _region(nodes: list[Node], stretch: int) -> Region:
-    shapes = [shape for shape in map(_shape, nodes) if shape]
     reduced = max(0, *map(reduced_dimensions, nodes)) if nodes else 0
-    return Region(nodes, reduced, tuple(torch.broadcast_shapes(*shapes)) if shapes else (), stretch)
+    shape: Shape | None = ()
+    for each in map(_shape, nodes):
+        shape = None if shape is None or each is None else _broadcast(shape, each)
+    return Region(nodes, reduced, shape, stretch)
 
 
 def saves(region: Region) -> bool:
@@ -211,10 +229,9 @@ def _stored(node: Node, region: Region) -> bool:
     leaves of it."""
     if _gives_its_input(node) and node.args[0] not in region.nodes:
         return False
-    value = node.meta.get("val")
-    if not region.shape or not isinstance(value, torch.Tensor):
+    shape = _sizes(node.meta.get("val"))
+    if region.shape is None or shape is None:
         return True
-    shape = tuple(value.shape)
     rows = region.shape[: len(region.shape) - region.reduced]
     return shape == region.shape or (bool(region.reduced) and shape in (rows, rows + (1,) * region.reduced))
 

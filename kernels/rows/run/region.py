@@ -108,13 +108,18 @@ class FusedRegion(nn.Module):
         """What ``forward`` gives, op by op: for a trace that fuses anew. Dropouts draw their own random numbers."""
         return self._results(inputs[: self._reads])
 
+    def note_path(self, *inputs: Tensor) -> None:
+        """That what ``run_for`` gave for inputs like these runs now."""
+        plan = self._plans.get(_key(inputs, torch.is_grad_enabled()), "")
+        self.path, self.reason = ("aten", plan) if isinstance(plan, str) else (self.kernels, "")
+
     def run_for(self, *inputs: Tensor) -> Run | None:
         """What runs for inputs that lie like these, on a CPU, where nobody looks on and no gradient is wanted.
 
         None: ``forward``, as for inputs that it has not seen yet.
         """
         plan = self._plans.get(_key(inputs, torch.is_grad_enabled()))
-        if plan is None or self.draws or self.kernels != "loops":
+        if plan is None or self.draws or self.kernels != "loops" or _watcher(inputs):
             return None
         return self._exact if isinstance(plan, str) else plan.run_for(self.single)
 

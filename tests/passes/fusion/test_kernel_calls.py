@@ -501,7 +501,7 @@ def test_max_poolings_of_whole_windows_are_called(tools, pool, called: bool, mon
         taken: list[Any] = []
         monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)
         module = types.SimpleNamespace(
-            max_pool2d=lambda *args, compiled: taken.append(args) or F.max_pool2d(*args), LARGEST=127
+            max_pool2d=lambda *args, compiled: taken.append(args) or F.max_pool2d(*args), why_not=lambda *_: ""
         )
         monkeypatch.setitem(sys.modules, "fxprec.kernels.nn.max_pool", module)
         assert torch.equal(gm(X, WEIGHT), pool(low).float()) and not taken
@@ -569,9 +569,8 @@ def test_what_the_loop_of_a_pooling_does_not_take_is_torchs(monkeypatch):
         taken.append(compiled)
         return F.max_pool2d(x, *window)
 
-    monkeypatch.setitem(
-        sys.modules, "fxprec.kernels.nn.max_pool", types.SimpleNamespace(max_pool2d=kernel, LARGEST=127)
-    )
+    module = types.SimpleNamespace(max_pool2d=kernel, why_not=lambda *_: "")
+    monkeypatch.setitem(sys.modules, "fxprec.kernels.nn.max_pool", module)
     x = torch.randn(4, 32, 32, 32).contiguous(memory_format=torch.channels_last)
     for given in (x, x.bfloat16()):
         assert torch.equal(kernel_calls.max_pool2d(given, 2, compiled=True), F.max_pool2d(given, 2))
