@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from fxprec.kernels.launch.direct import direct
 from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.passes.canonical.rotary import rope, run_for
+from fxprec.passes.canonical.rope_calls import rope, run_for
 
 
 def call_directly(gm: GraphModule) -> None:

@@ -55,6 +55,7 @@ def direct(
             key = (facts[0], *map(tuple, facts[1:]))
             known_run = known.get(key)
             if known_run is None:
+                latest = None, whole
                 result = whole(*tensors)
                 made = prepare(*tensors) or whole
                 with _LOCK:

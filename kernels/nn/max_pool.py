@@ -209,8 +209,9 @@ def _forward(x: Tensor, window: list[int], saved: bool = True, compiled: bool = 
     y, where = _results(x, window, saved, compiled)
     if not y.numel():
         return y, where
+    x = x.resolve_neg()
     if compiled and x.numel():
-        x = x.resolve_neg().contiguous(memory_format=torch.channels_last)
+        x = x.contiguous(memory_format=torch.channels_last)
         compiled_max_pool.forward(x, y, where if saved else None, window)
         return y, where
     if _served(x):
@@ -233,8 +234,9 @@ def _backward_launch(
     if not dx.numel():
         return dx
     where = where.contiguous(memory_format=torch.channels_last)  # as hooks of saved tensors may not have left it
+    dy = dy.resolve_neg()
     if compiled:
-        dy = dy.resolve_neg().contiguous(memory_format=torch.channels_last)
+        dy = dy.contiguous(memory_format=torch.channels_last)
         compiled_max_pool.backward(dy, where, dx, window)
         return dx
     if _served(dx):

@@ -15,8 +15,9 @@ import fxprec
 from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.kernels.cpu.packed import can_pack
 from fxprec.kernels.rows.run import region
+from fxprec.kernels.rows.run.gains import TooDear
 from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.passes.canonical import rotary
+from fxprec.passes.canonical import rope_calls
 
 pytestmark = pytest.mark.skipif(
     bool(why_not()) or not can_pack(torch.bfloat16), reason=why_not() or "no oneDNN with bfloat16 here"
@@ -65,7 +66,7 @@ def frozen(model: nn.Module, x: Tensor) -> nn.Module:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Who went the long way."""
     calls: list[str] = []
-    forward, rope = FusedRegion.forward, rotary._tables
+    forward, rope = FusedRegion.forward, rope_calls._tables
 
     def called(self: FusedRegion, *inputs: Any) -> Any:
         calls.append(self.name)
@@ -76,7 +77,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return rope(*args)
 
     monkeypatch.setattr(FusedRegion, "forward", called)
-    monkeypatch.setattr(rotary, "_tables", tables)
+    monkeypatch.setattr(rope_calls, "_tables", tables)
     return calls
 
 
@@ -159,3 +160,72 @@ def test_programs_that_users_see_keep_their_modules() -> None:
     x = torch.randn(2, 16, 32)
     model = frozen(Layer(), x)
     assert fxprec.graph_module(model).graph.find_nodes(op="call_module")
+
+
+class Force(nn.Module):
+    """Makes a leaf of its own, for whose gradient its caller asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(32), nn.Linear(32, 32)
+        angles = torch.arange(16)[:, None] * 10.0 ** -(torch.arange(4) / 4)
+        self.register_buffer("cos", angles.cos().repeat(1, 2))
+        self.register_buffer("sin", angles.sin().repeat(1, 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        leaf = x.detach().requires_grad_()
+        y = self.norm(leaf + 1).view(2, 16, 4, 8).transpose(1, 2)
+        y = y * self.cos + torch.cat((-y[..., 4:], y[..., :4]), -1) * self.sin
+        return (y.float() ** 3).sum(), leaf, self.last(x)
+
+
+def test_gradients_of_leaves_that_a_frozen_graph_makes() -> None:
+    torch.manual_seed(0)
+    x, plain = torch.randn(2, 16, 32), Force()
+    energy, leaf, _ = plain(x)
+    (right,) = torch.autograd.grad(energy, leaf)
+    model = frozen(copy.deepcopy(plain), x)
+    for _ in range(2):
+        with torch.no_grad():
+            model(x)
+        for _ in range(3):
+            energy, leaf, _ = model(x)
+            torch.testing.assert_close(torch.autograd.grad(energy, leaf)[0], right, rtol=0.05, atol=0.05)
+
+
+def test_a_buffer_that_is_negated_later_and_what_the_report_says(counted: list[str]) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.register_buffer("shift", torch.randn(32, dtype=torch.complex64).imag)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(F.silu(self.first(x)) * self.shift)
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 32)
+    model = frozen(Shifted(), x)
+    with torch.no_grad():
+        before = [model(x) for _ in range(3)][-1]
+        real = torch.complex(torch.zeros(32), -model.shift)
+        model.shift = real.conj().imag
+        assert model.shift.is_neg()
+        for _ in range(3):
+            torch.testing.assert_close(model(x), before, rtol=0.02, atol=0.02)
+
+
+def test_a_region_says_what_ran_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dear(_: Any, plan: Any, __: Any) -> None:
+        if plan.inputs[0].shape[0] < 8:
+            raise TooDear("too small")
+
+    monkeypatch.setattr(region, "check_gain", dear)
+    x = torch.randn(16, 16, 32)
+    model = frozen(Layer(), x)
+    regions = [each for gm in fxprec.graphs(model) for each in gm.modules() if isinstance(each, FusedRegion)]
+    for _ in range(3):
+        for given, path in ((x, {"loops"}), (x[:2], {"aten"})):
+            with torch.no_grad():
+                model(given)
+            assert {each.path for each in regions} == path

@@ -100,3 +100,22 @@ def test_threads_with_other_shapes_each_get_their_run() -> None:
     for thread in threads:
         thread.join()
     assert not failed
+
+
+def test_grad_mode_wanted_gradients_and_negated_memory_are_other_ways() -> None:
+    kernel = Kernel()
+    wanted, negated = X.clone().requires_grad_(), torch._neg_view(-X)
+    for given in (X, wanted, negated):
+        for _ in range(2):
+            kernel.call(given, X)
+            with torch.no_grad():
+                kernel.call(given, X)
+    assert len(kernel.whole_calls) == 6 and len(kernel.runs) == 6
+
+
+def test_who_asks_is_told_when_tensors_lie_otherwise() -> None:
+    told: list[int] = []
+    call = direct("f", lambda x: x, lambda x: lambda x: x, lambda x: told.append(x.shape[0]))
+    for rows in (1, 1, 2, 2, 2, 1, 1, 2):
+        call(torch.zeros(rows))
+    assert told == [1, 2, 1, 2]

@@ -208,3 +208,28 @@ def test_loops_of_any_number_of_threads(threads: int) -> None:
     right = F.max_pool2d(wide, 3, 2, 1)
     assert torch.equal(y.float(), right)
     assert torch.allclose(dx.float(), torch.autograd.grad(right.square().sum(), wide)[0], rtol=2.0**-7)
+
+
+@every_place
+def test_places_may_come_back_in_another_layout(device: str) -> None:
+    """From hooks of saved tensors, as those that keep them elsewhere."""
+    x = values((2, 5, 6, 8), device)
+    grads = []
+    for pack in (lambda each: each, lambda each: each.clone(memory_format=torch.contiguous_format)):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+            y = pooled(device, x, (3, 3), (2, 2), (1, 1))
+        grads.append(torch.autograd.grad((y**2).sum(), x)[0])
+    assert torch.equal(*grads)
+
+
+@every_place
+def test_negated_memory(device: str) -> None:
+    x = values((2, 5, 6, 8), device).detach()
+    assert torch.equal(pooled(device, torch._neg_view(-x), (2, 2), (2, 2)), F.max_pool2d(x, 2))
+
+
+def test_a_backward_without_places_is_refused() -> None:
+    x = values((1, 16, 8, 8), "cpu")
+    y, _ = torch.ops.fxprec.max_pool2d(x, [2, 2, 2, 2, 0, 0], False, False)
+    with pytest.raises(RuntimeError, match="saved=False"):
+        y.sum().backward()

@@ -260,3 +260,72 @@ def test_values_and_gradients(device: str, name: str, low: torch.dtype, half, mo
     assert len(launched) == (
         0 if name in ("tables of heads", "a number of columns that is no double", "no heads") else 2
     )
+
+
+class Written(nn.Module):
+    """Writes to what the embedding reads, between its products and its sum."""
+
+    def __init__(self, to: str) -> None:
+        super().__init__()
+        self.q, self.to = nn.Linear(8, 8), to
+        self.register_buffer("cos", torch.randn(5, 8))
+        self.register_buffer("sin", torch.randn(5, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x)
+        plain, turned = q * self.cos, rotated(q) * self.sin
+        {"cos": self.cos, "q": q}[self.to].zero_()
+        return plain + turned
+
+
+@outside
+@pytest.mark.parametrize("to", ["cos", "q"])
+def test_what_is_written_to_between_product_and_sum_stays(to: str) -> None:
+    torch.manual_seed(0)
+    own, x = Written(to), torch.randn(2, 3, 5, 8)
+    model = fxprec.convert(copy.deepcopy(own), fuse=True).module
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), own(x), rtol=0.05, atol=0.05)
+
+
+@outside
+def test_a_result_of_another_dtype_than_x_stays() -> None:
+    class Exact(Written):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return llama(self.q(x), self.cos, self.sin)
+
+    model = Exact("q")
+    model.cos, model.sin = model.cos.double(), model.sin.double()
+    assert fxprec.convert(model, fuse=True).module(torch.randn(2, 3, 5, 8)).dtype is torch.float64
+
+
+@outside
+def test_tables_that_are_learned_stay_with_a_loop_of_a_region() -> None:
+    class Learned(Written):
+        def __init__(self) -> None:
+            super().__init__("q")
+            del self.cos
+            self.cos = nn.Parameter(torch.randn(5, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return llama(self.q(x), self.cos, self.sin)
+
+    model = fxprec.convert(Learned(), fuse=True).module
+    model(torch.randn(2, 3, 5, 8)).sum().backward()
+    assert model.cos.grad is not None and model.cos.grad.abs().sum() > 0
+    assert not fxprec.graph_module(model).graph.find_nodes(op="call_function", target=rope)
+
+
+@outside
+def test_negated_memory_and_subclasses_are_torchs() -> None:
+    x, cos = torch.randn(2, 3, 5, 8), torch.randn(5, 8)
+    negated = torch._neg_view(-cos)
+    assert negated.is_neg()
+    for given in ((x, negated, cos), (x, cos, negated), (torch._neg_view(-x), cos, cos)):
+        torch.testing.assert_close(rope(*given, 4, True), llama(*given))
+        torch.testing.assert_close(rope_file.rope(*given, compiled=not why_not()), llama(*given))
+
+    class Own(torch.Tensor):
+        pass
+
+    assert type(rope(x.as_subclass(Own), cos, cos, 4, True)) is Own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -580,3 +581,26 @@ def test_what_the_loop_of_a_pooling_does_not_take_is_torchs(monkeypatch):
     torch.func.vmap(lambda each: kernel_calls.max_pool2d(each, 2, compiled=True))(x[None])
     kernel_calls.max_pool2d(x, 2)
     assert taken == [True, True]
+
+
+@outside
+def test_sizes_that_torch_refuses_are_refused_and_large_windows_are_no_calls(tools):
+    x = torch.randn(4, 32, 40, 40).contiguous(memory_format=torch.channels_last)
+    for arguments in ((2, 0), ((2, 2, 2),), (2, 2, 2), (50,)):
+        with pytest.raises(RuntimeError) as right:
+            F.max_pool2d(x, *arguments)
+        with pytest.raises(RuntimeError) as found:
+            kernel_calls.max_pool2d(x, *arguments, compiled=True)
+        assert str(found.value) == str(right.value)
+    gm = rewritten(tools, lambda x, w: F.max_pool2d(F.conv2d(x, w, padding=9), 12), X, WEIGHT)
+    assert not calls(gm, kernel_calls.max_pool2d)
+
+
+@outside
+def test_a_trace_of_a_pooling_warns_of_nothing():
+    pool = fxprec.convert(Pooled(), fuse="auto" if why_not() else True).module
+    x = torch.randn(8, 3, 36, 36)
+    pool(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        torch.jit.trace(lambda x: kernel_calls.max_pool2d(x, 2, compiled=True), (x,))

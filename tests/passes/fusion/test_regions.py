@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxprec.passes.fusion.effects import order_of_effects
 from fxprec.passes.fusion.regions import Region, find_regions
@@ -199,3 +202,25 @@ def test_what_could_join_either_of_two_regions_joins_none(tools):
 def test_names_hold_at_most_five_ops(tools):
     _, (region,) = regions(tools, lambda x: ((((x + 1) * 2).relu() - 3).tanh()).sigmoid().abs(), X)
     assert region.name == "fused_add_mul_relu_sub_tanh_more"
+
+
+def with_sizes_that_vary(gm: GraphModule, *inputs: Tensor) -> None:
+    """What a compiler that does not know the first size of the first input writes down."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = StatelessSymbolicContext([DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (inputs[0].dim() - 1)])
+    fakes = [mode.from_tensor(inputs[0], symbolic_context=sizes), *map(mode.from_tensor, inputs[1:])]
+    FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
+
+
+def test_a_size_that_varies_parts_nothing(tools):
+    """The bias has a known shape, and is no measure for what it is added to."""
+
+    def f(x, w, b):
+        return F.linear(F.gelu(F.linear(x, w) + b.sigmoid()) * 2, w) + x.sum(0)
+
+    gm, (before,) = regions(tools, f, X, W, B)
+    with_sizes_that_vary(gm, X, W, B)
+    (region,) = [each for each in find_regions(gm.graph, order_of_effects(gm.graph)) if len(each.nodes) > 2]
+    assert names([region]) == names([before])
+    symbol, columns = region.shape
+    assert isinstance(symbol, str) and columns == 16
