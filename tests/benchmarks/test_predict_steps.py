@@ -156,6 +156,7 @@ def parts_of(side: str, model: str) -> Parts:
 
 @kernel_tools.compiles
 @pytest.mark.slow
+@needs_inductor  # Triton 3.6 spills registers in gelu's backward of so few columns, which the pretended GPU refuses
 def test_all_launches_of_a_step_are_found():
     parts = parts_of("fxprec", "gpt")
     names = [launch.name for (launch,) in parts.launches]
