@@ -64,12 +64,19 @@ def pack(gm: GraphModule, context: Context) -> PassResult:
         return PassResult(gm, False)
     if any(grad_mode_at_nodes(gm.graph, False).values()):
         return PassResult(gm, False, ("the graph: it turns gradients on, and packed products have none",))
+    leaf = next((node for node in gm.graph.nodes if node.target in _MAKES_LEAVES), None)
+    if leaf is not None:
+        return PassResult(gm, False, (f"{leaf.name}: gradients of it may be asked for, and packed products have none",))
     packer = _Packer(gm.graph, context.low)
     packer.find()
     packer.join()
     gm.meta["packings"] = packer.write()
     gm.meta["packed"] = {product.node.name: tuple(product.joined) for product in packer.products}
     return PassResult(gm, bool(packer.products), tuple(packer.declined))
+
+
+#: With gradients on, what these give wants one, whatever the graph was given.
+_MAKES_LEAVES: Final = ("requires_grad_", torch.Tensor.requires_grad_)
 
 
 def _asks_dimensions(user: Node) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.cpu.attention import additive, empty_like, plain_gradients, reference, scores
-from fxprec.kernels.cpu.cpp import compiled, why_no_compiler
+from fxprec.kernels.cpu.cpp import compiled, pointer, why_no_compiler
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 
 _SOURCE: Final = "cpu/attention.cpp"
@@ -85,7 +85,7 @@ def _call(
     strides += [0, 0, 0] if mask is None else mask.stride()[:3]
     function = getattr(compiled(_SOURCE), f"fxprec_attention_{name}")
     status = function(
-        *(ctypes.c_void_p(0 if each is None else each.data_ptr()) for each in tensors),
+        *map(pointer, tensors),
         (ctypes.c_int64 * len(shape))(*shape),
         (ctypes.c_int64 * len(strides))(*strides),
         ctypes.c_int64(causal),

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from fxprec.kernels.launch.cache_folder import cache_folder
 
@@ -84,6 +85,11 @@ def compiled_text(name: str, text: str) -> ctypes.CDLL:
         CompilerError: see there; with what the compiler said.
     """
     return _library(name, text)
+
+
+def pointer(x: Tensor | None) -> ctypes.c_void_p:
+    """The address of a tensor's first number, as a library's function takes it; null for None."""
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def _library(name: str, text: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:

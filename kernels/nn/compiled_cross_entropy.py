@@ -7,12 +7,12 @@ where torch's ops move some 20 bytes more for each. The first call compiles (``c
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from fxprec.kernels.cpu.cpp import compiled
+from fxprec.kernels.cpu.cpp import compiled, pointer
 from fxprec.kernels.nn.cross_entropy_reference import check_bounds, factors
 
 _SOURCE: Final = "cpu/cross_entropy.cpp"
@@ -48,15 +48,11 @@ def launch_compiled(
     library, threads, low = compiled(_SOURCE), torch.get_num_threads(), logits.dtype is torch.bfloat16
     if losses is not None:
         library.fxprec_cross_entropy_forward(
-            ctypes.byref(of), low, _pointer(stats), _pointer(losses), _pointer(shares), threads
+            ctypes.byref(of), low, pointer(stats), pointer(losses), pointer(shares), threads
         )
     if gradient is not None:
         factor = factors(stats, scale, grad_output, denominator)
         library.fxprec_cross_entropy_backward(
-            ctypes.byref(of), low, _pointer(stats), _pointer(factor), _pointer(gradient),
+            ctypes.byref(of), low, pointer(stats), pointer(factor), pointer(gradient),
             ctypes.c_int64(gradient.stride(0)), threads,
         )  # fmt: skip
-
-
-def _pointer(x: Tensor | None) -> Any:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())

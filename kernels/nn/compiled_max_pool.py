@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.cpu.cpp import compiled
+from fxprec.kernels.cpu.cpp import compiled, pointer
 
 _SOURCE: Final = "cpu/max_pool.cpp"
 
@@ -30,7 +30,7 @@ def forward(x: Tensor, y: Tensor, where: Tensor | None, window: Sequence[int]) -
         CompilerError: nothing can be compiled here.
     """
     compiled(_SOURCE).fxprec_max_pool_forward(
-        _pool(x, y, window), x.dtype is torch.bfloat16, _pointer(x), _pointer(y), _pointer(where),
+        _pool(x, y, window), x.dtype is torch.bfloat16, pointer(x), pointer(y), pointer(where),
         torch.get_num_threads(),
     )  # fmt: skip
 
@@ -38,7 +38,7 @@ def forward(x: Tensor, y: Tensor, where: Tensor | None, window: Sequence[int]) -
 def backward(dy: Tensor, where: Tensor, dx: Tensor, window: Sequence[int]) -> None:
     """Write the gradient of x; layouts as in ``forward``."""
     compiled(_SOURCE).fxprec_max_pool_backward(
-        _pool(dx, dy, window), dx.dtype is torch.bfloat16, _pointer(dy), _pointer(where), _pointer(dx),
+        _pool(dx, dy, window), dx.dtype is torch.bfloat16, pointer(dy), pointer(where), pointer(dx),
         torch.get_num_threads(),
     )  # fmt: skip
 
@@ -46,7 +46,3 @@ def backward(dy: Tensor, where: Tensor, dx: Tensor, window: Sequence[int]) -> No
 def _pool(x: Tensor, y: Tensor, window: Sequence[int]) -> Any:
     """The source's struct, whose members are all int64."""
     return (ctypes.c_int64 * 12)(*x.shape, *y.shape[2:], *window)
-
-
-def _pointer(x: Tensor | None) -> Any:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())

@@ -121,7 +121,7 @@ def cross_entropy(
         return leaf(cross_entropy, input, target, weight, **options, compiled=compiled)
     wide = target.dtype is torch.float64 or (weight is not None and weight.dtype is torch.float64)
     labels = weight is None and not target.is_floating_point()
-    compiled = compiled and labels and input.dtype is not torch.float16 and _is_long(input, *_LOOP)
+    compiled = compiled and labels and _is_long(input, *_LOOP) and suits_loops(input)
     sliced = labels and label_smoothing == 0 and input.dtype in _LOW and _is_long(input, *_SLICES)  # else slower
     served = compiled or sliced or is_served(input)
     if served and not wide and (weight is None or not weight.requires_grad):

@@ -543,3 +543,26 @@ def test_the_report_says_what_is_packed():
     told = fxprec.explain(model, "up")
     assert "served by oneDNN, on a weight packed once, with gelu" in told
     assert "packed_linear" not in fxprec.graph_module(model).code
+
+
+class Force(nn.Module):
+    """Makes a leaf of its own, for whose gradient its caller asks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(80, 90), nn.Linear(90, 70)
+
+    def forward(self, x):
+        leaf = x.detach().requires_grad_()
+        return self.second(torch.tanh(self.first(leaf))).square().sum(), leaf
+
+
+def test_a_graph_that_makes_leaves_is_not_packed_and_gives_their_gradients():
+    x, own = torch.randn(8, 80), Force()
+    energy, leaf = own(x)
+    (right,) = torch.autograd.grad(energy, leaf)
+    model = frozen(own, x)
+    assert any("gradients of it may be asked for" in each for each in fxprec.graph_module(model).meta["declined"])
+    for _ in range(3):
+        energy, leaf = model(x)
+        torch.testing.assert_close(torch.autograd.grad(energy, leaf)[0], right, rtol=0.05, atol=0.05)

@@ -280,3 +280,14 @@ def compiled_launch(launch: Any, dtypes: list[torch.dtype], architecture: int) -
 
 if INTERPRETING:
     _quicken_the_interpreter()
+
+
+def backwards_of(y: Tensor) -> set[str]:
+    """Names of the backward functions behind a tensor."""
+    names, todo = set[str](), [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None:
+            names.add(node.name())
+            todo += [each for each, _ in node.next_functions]
+    return names

@@ -217,11 +217,7 @@ def test_a_model_on_a_cpu_turns_its_queries_in_loops() -> None:
 
     def run(of: nn.Module, x: torch.Tensor) -> list[Any]:
         y = of(x)
-        todo = [y.grad_fn]
-        while todo:
-            each = todo.pop()
-            names.add(each.name())
-            todo += [one for one, _ in each.next_functions if one is not None]
+        names.update(kernel_tools.backwards_of(y))
         y.square().sum().backward()
         return [y.detach(), *(each.grad for each in of.parameters())]
 

@@ -463,13 +463,18 @@ def test_the_compiled_loop_takes_logits_that_a_model_widens_whose_gradient_stays
     for mine, theirs in zip(ours, eager, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
     assert calls(fxprec.graph_module(model), kernel_calls.cross_entropy)
-    names = set()
-    todo = [ours[0].grad_fn]
-    while todo:
-        node = todo.pop()
-        names.add(node.name())
-        todo += [each for each, _ in node.next_functions if each is not None]
-    assert "cross_entropyBackward" in names
+    assert "cross_entropyBackward" in kernel_tools.backwards_of(ours[0])
+
+
+@outside
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_logits_in_negated_memory_are_torchs():
+    logits, labels = torch.randn(1 << 10, 256), torch.zeros(1 << 10, dtype=torch.long)
+    negated = torch._neg_view(-logits)
+    assert negated.is_neg()
+    torch.testing.assert_close(
+        kernel_calls.cross_entropy(negated, labels, compiled=True), F.cross_entropy(logits, labels)
+    )
 
 
 @outside
@@ -542,11 +547,7 @@ def test_a_pooling_on_a_cpu_is_a_loop_whose_gradients_are_as_near_to_float64_as_
 
     def run(of: nn.Module, x: torch.Tensor) -> list[Any]:
         y = of(x)
-        todo = [y.grad_fn]
-        while todo:
-            each = todo.pop()
-            names.add(each.name())
-            todo += [one for one, _ in each.next_functions if one is not None]
+        names.update(kernel_tools.backwards_of(y))
         y.square().sum().backward()
         return [y.detach(), *(each.grad for each in of.parameters())]
 
