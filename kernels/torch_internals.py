@@ -92,6 +92,10 @@ linear_pointwise: Final[Any] = optional("torch:ops.mkldnn._linear_pointwise.defa
 reorder_conv_weight: Final[Any] = optional("torch:ops.mkldnn._reorder_convolution_weight.default", _NO_PACKING)
 conv_pointwise: Final[Any] = optional("torch:ops.mkldnn._convolution_pointwise.default", _NO_PACKING)
 conv_binary: Final[Any] = optional("torch:ops.mkldnn._convolution_pointwise.binary", _NO_PACKING)
+reorder_transposed_weight: Final[Any] = optional(
+    "torch:ops.mkldnn._reorder_convolution_transpose_weight.default", _NO_PACKING
+)
+transposed_pointwise: Final[Any] = optional("torch:ops.mkldnn._convolution_transpose_pointwise.default", _NO_PACKING)
 has_bfloat16_kernels: Final[Any] = optional("torch:ops.mkldnn._is_mkldnn_bf16_supported.default", _NO_PACKING)
 
 

@@ -18,7 +18,7 @@ After::
     %packed_w1_bias: float32 = placeholder
     %packed_w2: bfloat16 = placeholder
     ...
-    %relu: bfloat16 = packed_conv_plus(%x, %packed_w1, %packed_w1_bias, (1, 1), (1, 1), (1, 1), 1, %x, True)
+    %relu: bfloat16 = packed_conv_plus(%x, %packed_w1, %packed_w1_bias, %x, True)
     %in_format_of: bfloat16 = in_format_of(%relu, %x, %w1)
     %flatten: bfloat16 = flatten(%in_format_of, 1)
     %gelu: bfloat16 = packed_linear(%flatten, %packed_w2, %b2, gelu, [], none)
@@ -141,12 +141,14 @@ class _Packer:
     def _other_operand(self, product: Product, user: Node, how: str) -> Node | None:
         """Where the two can be one kernel, which runs when both are there.
 
-        A convolution's sum, where its channels are not in groups. Linears gain nothing: oneDNN's kernel reads the other
-        operand as slowly as another pass over memory does (0.92 to 1.07 times as fast).
+        A convolution's sum, where its channels are not in groups; oneDNN has none for transposed ones. Linears gain
+        nothing: oneDNN's kernel reads the other operand as slowly as another pass over memory does (0.92 to 1.07 times
+        as fast).
         """
         if len(user.args) != 2 or user.kwargs or user.args[0] is user.args[1]:
             return None
-        if product.conv is None or (how, product.conv[3]) != ("add", 1):
+        conv = product.conv
+        if conv is None or how != "add" or conv.groups != 1 or conv.output_padding is not None:
             return None
         own, other = user.args if user.args[0] is product.node else reversed(user.args)
         if not isinstance(other, Node) or actual_dtype(other) is not product.dtype:
@@ -227,10 +229,10 @@ class _Packer:
             node.target, node.args = linear_pointwise, (x, packed, bias, name, [*numbers], algorithm)
         elif other is not None:
             relu = product.act == RELU
-            node.target, node.args = packed_conv_plus, (x, packed, bias, *product.conv, other, relu)
+            node.target, node.args = packed_conv_plus, (x, packed, bias, other, relu)
         else:
             act = product.act if product.act != NOTHING else ()
-            node.target, node.args = packed_conv, (x, packed, bias, *product.conv, *act)
+            node.target, node.args = packed_conv, (x, packed, bias, *act)
         node.op, node.kwargs = "call_function", {}
         notes(node).op = Op("packed_linear" if node.target is linear_pointwise else node.target.__name__)  # type: ignore[union-attr]
         joined = f", with {', '.join(product.joined)}" if product.joined else ""

@@ -162,11 +162,11 @@ def _make(packing: Packing, weights: Sequence[Tensor | None]) -> tuple[_Copy, ..
         bias: tuple[_Copy, ...] = ()
         if packing.norm is not None:
             old, mean, var, gamma, beta = norm
-            assert mean is not None and var is not None
-            weight, shift = fold_norm(weight, old, mean, var, gamma, beta, packing.eps)
+            assert mean is not None and var is not None and packing.conv is not None
+            weight, shift = fold_norm(weight, old, mean, var, gamma, beta, packing.eps, packing.conv)
             bias = (shift.to(packing.dtype) if packing.same_bias else shift,)
         weight = weight.to(packing.dtype)
-        return (pack_linear(weight) if packing.conv is None else PackedConv(weight, *packing.conv), *bias)
+        return (pack_linear(weight) if packing.conv is None else PackedConv(weight, packing.conv), *bias)
 
 
 def _weights(packing: Packing, by_name: Mapping[str, Tensor]) -> list[Tensor | None]:

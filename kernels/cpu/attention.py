@@ -115,16 +115,25 @@ class _Plan:
             for block in self.blocks:
                 yield p[chunk.batch, chunk.query_heads, block.rows, : block.keys]
 
-    def rows(self, x: Tensor, chunk: _Chunk, block: _Block) -> Tensor:
-        """A block's rows of [N, H, T, width], as [heads of the chunk, group * rows, width]."""
-        part = x[chunk.batch, chunk.query_heads, block.rows]
-        return part.reshape(-1, self.group * part.shape[2], part.shape[3])
+    def queries(self, x: Tensor, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
+        """A chunk of [N, H, T, width], as [heads of the chunk, group, T, width], one after the other in memory."""
+        part = _one_after_the_other(x[chunk.batch, chunk.query_heads], dtype)
+        return part.view(-1, self.group, *part.shape[2:])
 
 
-def _columns(x: Tensor, chunk: _Chunk) -> Tensor:
-    """A chunk of [N, G, S, width], as [heads of the chunk, S, width]."""
-    part = x[chunk.batch, chunk.heads]
-    return part.reshape(-1, *part.shape[2:])
+def _keys(x: Tensor, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
+    """A chunk of [N, G, S, width], as [heads of the chunk, S, width], one after the other in memory."""
+    part = _one_after_the_other(x[chunk.batch, chunk.heads], dtype)
+    return part.view(-1, *part.shape[2:])
+
+
+def _one_after_the_other(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()  # ``to`` itself copies other dtypes alone
+
+
+def _rows(queries: Tensor, block: _Block) -> Tensor:
+    """A block of [heads, group, T, width], as [heads, group * rows, width]."""
+    return queries[:, :, block.rows].flatten(1, 2)
 
 
 class _Softmax:
@@ -141,8 +150,8 @@ class _Softmax:
         return torch.baddbmm(self._zero, left, right.transpose(1, 2), beta=0, alpha=self._scale, out=out)
 
     def probabilities(self, query: Tensor, keys: Tensor, chunk: _Chunk, block: _Block) -> Tensor:
-        """P of the low rows of a query and the wide keys that they see."""
-        scores = self.product(query.to(self._wide), keys)
+        """P of the rows of a query and the keys that they see, both wide."""
+        scores = self.product(query, keys)
         rows = block.rows.stop - block.rows.start
         if self._causal:
             first = block.rows.start
@@ -177,9 +186,10 @@ def _forward(
     pieces = iter(probabilities.split(plan.sizes)) if kept else None
     softmax = _Softmax(plan, mask, causal, scale, wide)
     for chunk in plan.chunks:
-        keys, values = _columns(key, chunk).to(wide), _columns(value, chunk)
+        rows = plan.queries(query, chunk, wide)
+        keys, values = _keys(key, chunk, wide), _keys(value, chunk, query.dtype)
         for block in plan.blocks:
-            p = softmax.probabilities(plan.rows(query, chunk, block), keys[:, : block.keys], chunk, block)
+            p = softmax.probabilities(_rows(rows, block), keys[:, : block.keys], chunk, block)
             low = p.to(query.dtype) if pieces is None else next(pieces).view(p.shape).copy_(p)
             _put(out, torch.bmm(low, values[:, : block.keys]), chunk, block)
     return out, probabilities
@@ -213,27 +223,24 @@ def _backward(
     """The gradients of query, key and value."""
     wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)
     gradients = _backward_fake(grad, query, key, value)
-    pieces = iter(probabilities.split(plan.sizes))
+    pieces, blocks = probabilities.split(plan.sizes), len(plan.blocks)
     softmax = _Softmax(plan, mask, causal, scale, wide)
-    for chunk in plan.chunks:
-        keys, values = _columns(key, chunk), _columns(value, chunk).to(wide)
-        sums: tuple[Tensor, Tensor] | None = None
-        for block in plan.blocks:
+    for number, chunk in enumerate(plan.chunks):
+        rows, above = plan.queries(query, chunk, query.dtype), plan.queries(grad, chunk, query.dtype)
+        wide_above = above.to(wide)
+        keys, values = _keys(key, chunk, query.dtype), _keys(value, chunk, wide)
+        new = torch.empty_like if plan.blocks[-1].keys == key.shape[2] else torch.zeros_like
+        totals = new(keys), new(values, dtype=query.dtype)
+        # The last block first, which sees the most keys: the others are added to what it gives.
+        for block, piece in reversed([*zip(plan.blocks, pieces[number * blocks :], strict=False)]):
+            added = int(block is not plan.blocks[-1])
             seen = block.keys
-            rows, above = plan.rows(query, chunk, block), plan.rows(grad, chunk, block)
-            p = next(pieces).view(len(rows), rows.shape[1], seen)
-            of_scores = softmax.derivative(softmax.product(above.to(wide), values[:, :seen]), p)
+            p = piece.view(len(keys), -1, seen)
+            of_scores = softmax.derivative(softmax.product(_rows(wide_above, block), values[:, :seen]), p)
             _put(gradients[0], torch.bmm(of_scores, keys[:, :seen]), chunk, block)
-            of_keys = torch.bmm(of_scores.transpose(1, 2), rows)
-            of_values = torch.bmm(p.transpose(1, 2), above)
-            if seen == key.shape[2] and len(plan.blocks) == 1:
-                sums = of_keys, of_values
-                break
-            sums = sums or (torch.zeros_like(keys, dtype=wide), torch.zeros_like(values))
-            sums[0][:, :seen] += of_keys
-            sums[1][:, :seen] += of_values
-        assert sums is not None
-        for gradient, total in zip(gradients[1:], sums, strict=True):
+            totals[0][:, :seen].baddbmm_(of_scores.transpose(1, 2), _rows(rows, block), beta=added)
+            totals[1][:, :seen].baddbmm_(p.transpose(1, 2), _rows(above, block), beta=added)
+        for gradient, total in zip(gradients[1:], totals, strict=True):
             place = gradient[chunk.batch, chunk.heads]
             place.copy_(total.view(place.shape))
     return gradients

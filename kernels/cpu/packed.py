@@ -12,7 +12,7 @@ format that the plain ones would have given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,13 @@ from fxprec.kernels.torch_internals import (
     linear_pointwise,
     reorder_conv_weight,
     reorder_linear_weight,
+    reorder_transposed_weight,
+    transposed_pointwise,
 )
 
 _PARTS: Final = (
     reorder_linear_weight, linear_pointwise, reorder_conv_weight, conv_pointwise, conv_binary,
-    has_bfloat16_kernels,
+    reorder_transposed_weight, transposed_pointwise, has_bfloat16_kernels,
 )  # fmt: skip
 #: Multiply-adds up to which torch multiplies bfloat16 matrices by a loop of its own, which is faster than a call of
 #: oneDNN. Source: ATen/native/mkldnn/Matmul.cpp, use_mkldnn_bf16_matmul.
@@ -51,25 +53,70 @@ def pack_linear(weight: Tensor) -> Tensor:
     return reorder_linear_weight(weight.contiguous(), None)
 
 
+class Geometry(NamedTuple):
+    """How a convolution walks over its images, a number for each of their dimensions.
+
+    Attributes:
+        stride: likewise.
+        padding: likewise.
+        dilation: likewise.
+        groups: of channels.
+        output_padding: of a transposed convolution; None: it is none.
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    output_padding: tuple[int, ...] | None = None
+
+
 class PackedConv:
-    """The weight of a convolution, packed for each size of input that comes.
+    """A convolution whose weight is packed for each size of input that comes.
 
     Which layout oneDNN's kernel reads depends on the size, and one in another layout is reordered at each call by a
     loop that takes a hundred times as long as the convolution (measured: 1.5 ms against 0.03 ms).
 
     Args:
         weight: low or FP32, of 2 or 3 dimensions of an image.
+        geometry: of the convolution.
     """
 
-    def __init__(
-        self, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
-    ) -> None:
-        self.shape = weight.shape
-        self._options = padding, stride, dilation, groups
+    def __init__(self, weight: Tensor, geometry: Geometry) -> None:
+        stride, padding, dilation, groups, more = self._geometry = geometry
+        self._dimensions = weight.dim()
+        self._is_transposed = more is not None
+        self._options = (padding, stride, dilation, groups) if more is None else (
+            padding, more, stride, dilation, groups)  # fmt: skip
+        self._reorder = reorder_conv_weight if more is None else reorder_transposed_weight
+        self._pointwise = conv_pointwise if more is None else transposed_pointwise
+        self._kernel = weight.shape[2:]
+        self._channels = weight.shape[0]
         self._plain: Tensor | None = weight.contiguous()
         self._packed: dict[torch.Size, Tensor] = {}
 
-    def for_input(self, shape: torch.Size) -> Tensor:
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, act: str, numbers: Sequence[float], algorithm: str
+    ) -> Tensor:  # fmt: skip
+        """Of a batch of images, or of one; then what ``act`` makes of the result. Gives channels_last."""
+        if x.dim() != self._dimensions:
+            return self(x.unsqueeze(0), bias, act, numbers, algorithm).squeeze(0)
+        return self._pointwise(x, self._for_input(x.shape), bias, *self._options, act, numbers, algorithm)
+
+    def gives(self, shape: torch.Size) -> tuple[int, ...]:
+        """The shape of the result; () of an input without a batch. Not of a transposed one."""
+        if len(shape) != self._dimensions:
+            return ()
+        stride, padding, dilation, _, _ = self._geometry
+        sizes = zip(shape[2:], self._kernel, stride, padding, dilation, strict=True)
+        return (shape[0], self._channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
+
+    def plus(self, x: Tensor, bias: Tensor | None, other: Tensor, relu: bool) -> Tensor:
+        """With another image of the result's shape. Not of a transposed one."""
+        weight, act = self._for_input(x.shape), "relu" if relu else None
+        return conv_binary(x, other, weight, bias, *self._options, "add", 1.0, act, [], None)
+
+    def _for_input(self, shape: torch.Size) -> Tensor:
         """The packed weight for inputs of this shape; beyond a few shapes the plain one, as without packing."""
         found = self._packed.get(shape)
         return self._pack(shape) if found is None else found
@@ -77,14 +124,18 @@ class PackedConv:
     def _pack(self, shape: torch.Size) -> Tensor:
         plain = self._plain
         if plain is None:  # packing loses nothing
-            plain = self._plain = next(iter(self._packed.values())).to_dense()
+            plain = self._plain = self._unpacked(next(iter(self._packed.values())))
         if len(self._packed) >= _SIZES or 0 in shape:
             return plain
-        packed = reorder_conv_weight(plain, *self._options, [*shape])
+        packed = self._reorder(plain, *self._options, [*shape])
         self._packed[shape] = packed
         if len(self._packed) == 1:
             self._plain = None  # mostly there is but one size
         return packed
+
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        dense = packed.to_dense()
+        return _swapped(dense, self._geometry.groups) if self._is_transposed else dense
 
     @property
     def nbytes(self) -> int:
@@ -93,16 +144,25 @@ class PackedConv:
         return sum(each.numel() * each.element_size() for each in held)
 
 
+def _swapped(weight: Tensor, groups: int) -> Tensor:
+    """Output channels before input channels made the other way around, within each group of channels."""
+    apart = weight.unflatten(0, (groups, -1)).transpose(1, 2)
+    return apart.flatten(0, 1).contiguous()
+
+
 def fold_norm(
     weight: Tensor, bias: Tensor | None, mean: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None,
-    eps: float,
+    eps: float, geometry: Geometry,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Weight and bias of a convolution with the batch norm behind it, in FP32."""
     scale = torch.rsqrt(var.double() + eps)
     scale = scale if gamma is None else scale * gamma.double()
     shift = -mean.double() if bias is None else bias.double() - mean.double()
     shift = shift * scale if beta is None else shift * scale + beta.double()
-    return (weight.double() * scale.view(-1, *[1] * (weight.dim() - 1))).float(), shift.float()
+    transposed, groups = geometry.output_padding is not None, geometry.groups
+    by_output = _swapped(weight, groups) if transposed else weight
+    scaled = by_output.double() * scale.view(-1, *[1] * (weight.dim() - 1))
+    return (_swapped(scaled, groups) if transposed else scaled).float(), shift.float()
 
 
 def packed_linear_of_many(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,37 +173,21 @@ def packed_linear_of_many(x: Tensor, weight: Tensor, packed: Tensor, bias: Tenso
 
 
 def packed_conv(
-    x: Tensor, packed: PackedConv, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], groups: int, act: str = "none", numbers: Sequence[float] = (), algorithm: str = "",
+    x: Tensor, packed: PackedConv, bias: Tensor | None, act: str = "none", numbers: Sequence[float] = (),
+    algorithm: str = "",
 ) -> Tensor:  # fmt: skip
     """A convolution, and what ``act`` makes of its result, in one kernel. Gives channels_last."""
-    if x.dim() != len(packed.shape):
-        batch = x.unsqueeze(0)
-        return packed_conv(batch, packed, bias, stride, padding, dilation, groups, act, numbers, algorithm).squeeze(0)
-    weight = packed.for_input(x.shape)
-    return conv_pointwise(x, weight, bias, padding, stride, dilation, groups, act, numbers, algorithm)
+    return packed(x, bias, act, numbers, algorithm)
 
 
 def packed_conv_plus(
-    x: Tensor, packed: PackedConv, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], groups: int, other: Tensor, relu: bool = False,
+    x: Tensor, packed: PackedConv, bias: Tensor | None, other: Tensor, relu: bool = False
 ) -> Tensor:  # fmt: skip
     """``relu?(conv(...) + other)``: in one kernel where the two are of one shape."""
-    if other.dtype is x.dtype and other.shape == _conv_shape(x, packed, stride, padding, dilation):
-        weight, act = packed.for_input(x.shape), "relu" if relu else None
-        return conv_binary(x, other, weight, bias, padding, stride, dilation, groups, "add", 1.0, act, [], None)
-    y = packed_conv(x, packed, bias, stride, padding, dilation, groups) + other
+    if other.dtype is x.dtype and other.shape == packed.gives(x.shape):
+        return packed.plus(x, bias, other, relu)
+    y = packed(x, bias, "none", (), "") + other
     return F.relu(y) if relu else y
-
-
-def _conv_shape(
-    x: Tensor, packed: PackedConv, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> tuple[int, ...]:
-    """Of the result; () of an input without a batch."""
-    if x.dim() != len(packed.shape):
-        return ()
-    sizes = zip(x.shape[2:], packed.shape[2:], stride, padding, dilation, strict=True)
-    return (x.shape[0], packed.shape[0], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
 
 
 def in_format_of(y: Tensor, *sources: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from fxprec.kernels.cpu.packed import FEW
+from fxprec.kernels.cpu.packed import FEW, Geometry
 from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.rule import Epilogue
@@ -34,7 +34,7 @@ class Packing:
     Attributes:
         weight: the placeholder of the plain weight, or its path in the model.
         dtype: in which the product computes.
-        conv: stride, padding, dilation and groups of a convolution; None: a linear.
+        conv: of a convolution; None: a linear.
         norm: likewise of the convolution's bias and of the batch norm's mean, variance, weight and bias, each None
             where there is none; None: no batch norm.
         eps: the batch norm's.
@@ -43,7 +43,7 @@ class Packing:
 
     weight: str
     dtype: torch.dtype
-    conv: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int] | None = None
+    conv: Geometry | None = None
     norm: tuple[str | None, ...] | None = None
     eps: float = 0.0
     same_bias: bool = False
@@ -68,7 +68,7 @@ class Product:
     weight: Node
     bias: Node | None
     dtype: torch.dtype
-    conv: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int] | None
+    conv: Geometry | None
     norm: tuple[Node | None, ...] | None = None
     eps: float = 0.0
     act: Act = NOTHING
@@ -99,7 +99,7 @@ def product_of(node: Node, low: torch.dtype) -> Product | str:
     name = notes(node).op.name
     is_linear = name == "linear"
     facts = facts_at(node)
-    if not is_linear and facts.cost != "convolution":
+    if not is_linear and facts.cost not in _CONVOLUTIONS:
         return ""
     x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
     dtype = actual_dtype(node)
@@ -113,23 +113,33 @@ def product_of(node: Node, low: torch.dtype) -> Product | str:
         return Product(node, x, weight, bias, dtype, None)
     if facts.bias not in _PACKED_DIMENSIONS:
         return "oneDNN packs weights of two and three dimensions of an image"
-    numbers = [_numbers(argument(node, 3 + i, *each), facts.bias) for i, each in enumerate(_CONVOLUTION)]
-    groups = argument(node, 6, "groups", 1)
-    if any(each is None for each in numbers) or not isinstance(groups, int):
+    geometry = _geometry(node, _CONVOLUTIONS[facts.cost], facts.bias)
+    return geometry if isinstance(geometry, str) else Product(node, x, weight, bias, dtype, geometry)
+
+
+#: By what it costs, the arguments of a convolution from the fourth on.
+_CONVOLUTIONS: Final[Mapping[str | None, tuple[str, ...]]] = {
+    "convolution": ("stride", "padding", "dilation", "groups"),
+    "transposed convolution": ("stride", "padding", "output_padding", "groups", "dilation"),
+}
+_DEFAULTS: Final = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+
+
+def _geometry(node: Node, names: tuple[str, ...], dimensions: int) -> Geometry | str:
+    """Of a convolution, else why it has none."""
+    given = {name: argument(node, 3 + i, name, _DEFAULTS[name]) for i, name in enumerate(names)}
+    groups = given.pop("groups")
+    numbers = {name: _numbers(value, dimensions) for name, value in given.items()}
+    if None in numbers.values() or not isinstance(groups, int):
         return "its stride, padding or dilation is no number"
-    stride, padding, dilation = numbers
-    return Product(node, x, weight, bias, dtype, (stride or (), padding or (), dilation or (), groups))
-
-
-#: Arguments of a convolution, from the fourth on.
-_CONVOLUTION: Final = (("stride", 1), ("padding", 0), ("dilation", 1))
+    return Geometry(groups=groups, **numbers)  # type: ignore[arg-type]
 
 
 def _numbers(value: Any, count: int) -> tuple[int, ...] | None:
     values = (value,) * count if isinstance(value, int) else value
     if not isinstance(values, tuple | list) or not all(isinstance(each, int) for each in values):
         return (0,) * count if value == "valid" else None
-    return tuple(values) * count if len(values) == 1 else tuple(values)
+    return (*values,) * count if len(values) == 1 else (*values,)
 
 
 def _is_weight(node: object) -> bool:

@@ -237,7 +237,7 @@ def test_writes_are_counted_but_those_to_inference_tensors() -> None:
 
 @contract(
     "kernels", "reorder_linear_weight", "linear_pointwise", "reorder_conv_weight", "conv_pointwise", "conv_binary",
-    "has_bfloat16_kernels",
+    "reorder_transposed_weight", "transposed_pointwise", "has_bfloat16_kernels",
 )  # fmt: skip
 def test_onednn_takes_weights_that_were_packed_once() -> None:
     if not (torch.backends.mkldnn.is_available() and of_kernels.has_bfloat16_kernels()):
@@ -264,6 +264,12 @@ def test_onednn_takes_weights_that_were_packed_once() -> None:
     other = torch.randn_like(apart)
     joined = of_kernels.conv_binary(image, other, packed, bias, *around, "add", 1.0, "relu", [], None)
     torch.testing.assert_close(joined, F.relu(apart + other), atol=0.05, rtol=0.02)
+    kernel, around = torch.randn(8, 16, 3, 3).bfloat16(), ([1, 1], [1, 0], [2, 2], [1, 1], 1)
+    packed = of_kernels.reorder_transposed_weight(kernel, *around, [2, 8, 5, 5])
+    assert torch.equal(packed.to_dense(), kernel.transpose(0, 1))
+    apart = F.conv_transpose2d(image, kernel, bias, 2, 1, (1, 0))
+    joined = of_kernels.transposed_pointwise(image, packed, bias.float(), *around, "relu", [], "")
+    torch.testing.assert_close(joined, F.relu(apart), atol=0.05, rtol=0.02)
 
 
 class _Asks(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
-from fxprec.kernels.cpu.packed import PackedConv, can_pack, pack_linear
+from fxprec.kernels.cpu.packed import Geometry, PackedConv, can_pack, pack_linear
 from fxprec.model.module import conversion_of
 from fxprec.programs import packed_weights
 
@@ -216,6 +216,69 @@ def test_convolutions_take_any_shape(shape):
         assert model(x).stride() == plain(x).stride()
 
 
+UPS = [
+    dict(kernel_size=2, stride=2),
+    dict(kernel_size=3, stride=(2, 3), padding=1, output_padding=(1, 2), bias=False),
+    dict(kernel_size=3, padding=2, dilation=2, groups=2),
+    dict(kernel_size=(3, 1), stride=2, groups=8, bias=False),
+]
+
+
+@pytest.mark.parametrize("options", UPS)
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_transposed_convolutions_are_packed(options, norm, dtype):
+    up = nn.ConvTranspose2d(8, 24, **options)
+    model = nn.Sequential(up, nn.BatchNorm2d(24), nn.ReLU()) if norm else nn.Sequential(up, nn.Hardswish())
+    if norm:
+        nn.init.uniform_(model[1].running_var, 0.5, 2)
+        nn.init.uniform_(model[1].weight, 0.5, 2)
+    exact = copy.deepcopy(model.eval()).double()
+    policy = fxprec.Policy.preset("O1").override(modules={"0": dtype})
+    plain, _ = fxprec.convert(copy.deepcopy(model), dtype=torch.bfloat16, policy=policy)
+    model, _ = fxprec.convert(model, dtype=torch.bfloat16, policy=policy)
+    with torch.no_grad():
+        plain(IMAGES), model(IMAGES)
+        fxprec.freeze(plain, pack=False), fxprec.freeze(model)
+        model(IMAGES)
+        for count, side in (*((3, side) for side in range(9, 15)), (1, 1), (0, 9)):  # more sizes than are packed
+            x = torch.randn(count, 8, side, 10)
+            assert error(model(x), exact(x.double())) <= 2 * error(plain(x), exact(x.double())) or count == 0
+            assert model(x).shape == plain(x).shape and model(x).stride() == plain(x).stride()
+        if not norm:  # which wants a batch
+            assert error(model(x := IMAGES[0]), exact(x.double())) < 0.01 and model(x).shape == plain(x).shape
+        assert runs_packed(model, IMAGES)
+    assert set(packs(model)) == {"0.weight"}
+    assert joined(model)[0] == (("batch_norm", "relu") if norm else ("hardswish",))
+
+
+def test_sizes_of_results_and_images_of_three_dimensions():
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.last = nn.ConvTranspose3d(8, 6, 3, 2), nn.ConvTranspose3d(6, 2, 1)
+
+        def forward(self, x):
+            y = self.up(x, output_size=(8, 8, 6))
+            return self.last(y) + y[:, :2]  # no sum is joined to a transposed one
+
+    model, x = Decoder().eval(), torch.randn(2, 8, 3, 3, 2)
+    exact = copy.deepcopy(model).double()(x.double()).detach()
+    plain, model = frozen(copy.deepcopy(model), x, pack=False), frozen(model, x)
+    with torch.no_grad():
+        assert error(model(x), exact) <= 2 * error(plain(x), exact)
+    assert set(packs(model)) == {"up.weight", "last.weight"} and set(joined(model)) == {()}
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_transposed_weight_is_unpacked_as_it_was(groups):
+    weight = torch.randn(6, 4, 3, 2).bfloat16()
+    conv = PackedConv(weight, Geometry((1, 1), (0, 0), (1, 1), groups, (0, 0)))
+    for side in range(5, 12):
+        conv._for_input(torch.Size([1, 6, side, side]))
+    assert conv._plain is not None and torch.equal(conv._plain, weight)
+
+
 @pytest.mark.parametrize("who", ["image", "weights", "nobody"])
 def test_results_lie_as_they_would_by_plain_ops(who):
     model, x = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2)), torch.randn(2, 8, 9, 9)
@@ -269,7 +332,7 @@ def test_a_norm_is_folded_into_the_fp32_weight(training):
     else:
         model = frozen(model, torch.randn(1, 64, 5, 5))
     folded, _ = packs(model)["0.weight"].copies
-    assert torch.equal(folded.for_input(torch.Size([1, 64, 5, 5])).to_dense(), exact)
+    assert torch.equal(folded._for_input(torch.Size([1, 64, 5, 5])).to_dense(), exact)
     again = copy.deepcopy(model)  # which has but the low weight, and is close
     with torch.no_grad():
         x = torch.randn(1, 64, 5, 5)
@@ -286,12 +349,12 @@ def test_the_norm_of_a_model_that_was_training_is_folded_as_well():
 
 
 def test_each_size_of_image_has_its_packed_weight_up_to_a_few():
-    conv = PackedConv(torch.randn(16, 8, 3, 3).bfloat16(), (1, 1), (0, 0), (1, 1), 1)
-    weight = conv.for_input(torch.Size([1, 8, 5, 5])).to_dense()
+    conv = PackedConv(torch.randn(16, 8, 3, 3).bfloat16(), Geometry((1, 1), (0, 0), (1, 1), 1))
+    weight = conv._for_input(torch.Size([1, 8, 5, 5])).to_dense()
     bytes_of_one = conv.nbytes
     for side in range(5, 12):
-        assert torch.equal(conv.for_input(torch.Size([1, 8, side, side])).to_dense(), weight)
-    assert conv.for_input(torch.Size([1, 8, 11, 11])).layout is torch.strided and conv.nbytes == 5 * bytes_of_one
+        assert torch.equal(conv._for_input(torch.Size([1, 8, side, side])).to_dense(), weight)
+    assert conv._for_input(torch.Size([1, 8, 11, 11])).layout is torch.strided and conv.nbytes == 5 * bytes_of_one
 
 
 # -- weights that change -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import expecttest
 import pytest
 import torch
 
-from fxprec.kernels.cpu.packed import can_pack
+from fxprec.kernels.cpu.packed import Geometry, can_pack
 from fxprec.passes import pack as module
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import notes
@@ -75,13 +75,13 @@ def test_the_graph_after():
     expecttest.assert_expected_inline(
         text,
         """\
-%add: bfloat16 = packed_conv_plus(%x, %packed_w, %packed_w_bias, (2, 2), (1, 1), (1, 1), 1, %x, True)
+%add: bfloat16 = packed_conv_plus(%x, %packed_w, %packed_w_bias, %x, True)
 %flat: bfloat16 = flatten(%add, 1)
 %in_format_of: bfloat16 = in_format_of(%flat, %x, %w)
 %view: bfloat16 = view(%in_format_of, 4)
 return %view""",
     )
-    conv = (2, 2), (1, 1), (1, 1), 1
+    conv = Geometry((2, 2), (1, 1), (1, 1), 1)
     folded = Packing("w", torch.bfloat16, conv, (None, "mean", "var", None, None), 1e-5, same_bias=True)
     assert gm.meta["packings"] == (folded,)
     assert gm.meta["packed"] == {"add": ("batch_norm", "add", "relu")}
@@ -102,14 +102,34 @@ def test_convolutions_in_float32_are_packed_as_well_and_linears_are_not():
     expecttest.assert_expected_inline(
         text,
         """\
-%conv: float32 = packed_conv(%x, %packed_w, %packed_w_bias, (2, 2), (1, 1), (1, 1), 1, 'relu', (), '')
+%conv: float32 = packed_conv(%x, %packed_w, %packed_w_bias, 'relu', (), '')
 %linear: float32 = linear(%conv, %w2)
 return %linear""",
     )
-    conv = (2, 2), (1, 1), (1, 1), 1
+    conv = Geometry((2, 2), (1, 1), (1, 1), 1)
     assert gm.meta["packings"] == (Packing("w", torch.float32, conv, (None, "mean", "var", None, None), 1e-5),)
     none = dataclasses.replace(CONTEXT, policy=Policy.preset("O0"))
     assert packed(wide, "w w2 mean var", context=none)[1].meta["packings"] == ()
+
+
+def test_transposed_convolutions():
+    text, gm, _ = packed(
+        CONV.replace("conv2d(%x, %w, None, 2, 1)", "conv_transpose2d(%x, %w, None, 2, 1, (1, 0), 1, dilation=2)")
+        + """
+    %bn: bfloat16 = batch_norm(%conv, %mean, %var, None, None, False, 0.1, 1e-5)
+    %add: bfloat16 = add(%bn, %x)
+    return %add""",
+        "w mean var",
+    )
+    expecttest.assert_expected_inline(
+        text,
+        """\
+%conv: bfloat16 = packed_conv(%x, %packed_w, %packed_w_bias)
+%add: bfloat16 = add(%conv, %x)
+%in_format_of: bfloat16 = in_format_of(%add, %x, %w)
+return %in_format_of""",
+    )
+    assert [packing.conv for packing in gm.meta["packings"]] == [Geometry((2, 2), (1, 1), (2, 2), 1, (1, 0))]
 
 
 def test_what_follows_in_another_dtype_does_not_join():
@@ -208,7 +228,7 @@ def test_two_convolutions_that_meet_join_once():
         "w w2 mean var",
     )
     assert gm.meta["packed"] == {"add": ("add", "relu"), "shorter": ("batch_norm",)}
-    assert "packed_conv_plus(%x, %packed_w, None, (2, 2), (1, 1), (1, 1), 1, %shorter, True)" in text
+    assert "packed_conv_plus(%x, %packed_w, None, %shorter, True)" in text
 
 
 def test_how_many_dimensions_there_are_is_asked_of_the_input():

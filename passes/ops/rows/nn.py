@@ -46,7 +46,8 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("conv1d conv2d conv3d convolution", cost="convolution"),
     facts("conv_transpose1d conv_transpose2d conv_transpose3d", cost="transposed convolution"),
     facts("conv2d conv3d conv_transpose2d conv_transpose3d", any_format=True),
-    facts("linear addmm", bias=0), facts("conv1d", bias=1), facts("conv2d", bias=2), facts("conv3d", bias=3),
+    facts("linear addmm", bias=0), facts("conv1d conv_transpose1d", bias=1), facts("conv2d conv_transpose2d", bias=2),
+    facts("conv3d conv_transpose3d", bias=3),
     facts("scaled_dot_product_attention", cost="attention", masks=(3, "attn_mask")),
     facts("multi_head_attention_forward", masks=(14, 16, "key_padding_mask", "attn_mask")),
     facts("scaled_dot_product_attention transformer_encoder_layer_fwd multi_head_attention_forward "
