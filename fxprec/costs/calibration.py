@@ -21,7 +21,7 @@ from fxprec.costs.cases import Case, Run, random
 from fxprec.costs.files import processor_name
 from fxprec.costs.loop_cases import loop_cases
 from fxprec.errors import ServiceWarning
-from fxprec.kernels.cpu.attention import attention
+from fxprec.kernels.cpu.attention_products import attention_by_products, recomputed_attention
 from fxprec.kernels.cpu.compiled_attention import compiled_attention, why_not
 from fxprec.passes.costs.device_costs import (
     ATTENTION_WAYS,
@@ -201,7 +201,7 @@ def _ways_of_attention(device: torch.device) -> list[tuple[Work, tuple[Case, ...
     """Those that this machine has besides torch's kernel."""
     ways: dict[AttentionWay, Callable[..., Tensor]] = {}
     if device.type == "cpu":
-        ways["products"] = attention
+        ways |= {"products": attention_by_products, "recomputed": recomputed_attention}
         if not why_not():
             ways["compiled"] = compiled_attention
     return [

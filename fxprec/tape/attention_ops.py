@@ -3,7 +3,8 @@
 The kernels themselves have none in a mask, none of what a forward keeps for its backward, and none of the backward::
 
     forward     S = scale * q k^T + mask      out = P v      P = softmax(S) = exp(S - norms)
-    backward    reads q, k, v, mask, dout, and what was kept: P (products), norms (compiled), norms and out (torch)
+    backward    reads q, k, v, mask, dout, and what was kept: P (products), norms (recomputed, compiled), or norms and
+                out (torch)
 
 An error of what was kept is rounding of the forward that kept it: so both results of a forward are differentiable, and
 a backward is in what it reads of them.
@@ -19,7 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.cpu.attention import in_blocks, out_of_blocks, plain_gradients, scores
+from fxprec.kernels.cpu.attention import plain_gradients, scores
+from fxprec.kernels.cpu.attention_products import in_blocks, out_of_blocks
 from fxprec.torch_internals import aten_flash_attention_for_cpu
 
 
@@ -52,14 +54,14 @@ def _products_backward(
     return plain_gradients(grad, query, key, value, out_of_blocks(kept, query, key, causal), scale)
 
 
-def _compiled(
+def _with_norms(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     out, _, norms = _attend(query, key, value, mask, causal, scale)
     return out, norms
 
 
-def _compiled_backward(
+def _of_norms(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, norms: Tensor, causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -73,7 +75,7 @@ def _torchs(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not torch.is_grad_enabled():  # the kernel serves, in a quarter of the memory
         return aten_flash_attention_for_cpu(query, key, value, dropout, causal, attn_mask=attn_mask, scale=scale)
-    return _compiled(query, key, value, attn_mask, causal, _scale(query, scale))
+    return _with_norms(query, key, value, attn_mask, causal, _scale(query, scale))
 
 
 def _torchs_backward(
@@ -95,6 +97,8 @@ ATTENTION: Final[dict[str, Callable[..., Any]]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _torchs_backward,
     "fxprec::attention": _products,
     "fxprec::attention_backward": _products_backward,
-    "fxprec::compiled_attention": _compiled,
-    "fxprec::compiled_attention_backward": _compiled_backward,
+    "fxprec::compiled_attention": _with_norms,
+    "fxprec::compiled_attention_backward": _of_norms,
+    "fxprec::recomputed_attention": _with_norms,
+    "fxprec::recomputed_attention_backward": _of_norms,
 }

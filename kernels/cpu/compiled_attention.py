@@ -17,9 +17,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxprec.kernels.cpu.attention import additive, empty_like, plain_gradients, reference, scores
+from fxprec.kernels.cpu.attention import (
+    additive,
+    elements_side_by_side,
+    gradients_like,
+    op_with_norms,
+    plain_gradients,
+    reference,
+    result_and_norms_like,
+    scores,
+)
 from fxprec.kernels.cpu.cpp import compiled, pointer, why_no_compiler
-from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 
 _SOURCE: Final = "cpu/attention.cpp"
 
@@ -39,15 +47,10 @@ def _forward(
     if query.dtype is not torch.bfloat16:  # a reference's
         norms = scores(query, key, mask, causal, scale).logsumexp(-1)
         return reference(query, key, value, mask, causal, scale), norms
-    query, key, value = map(_packed, (query, key, value))
-    out, norms = _fake(query)
+    query, key, value = map(elements_side_by_side, (query, key, value))
+    out, norms = result_and_norms_like(query)
     _call("forward", (query, key, value, mask, out, norms), query, key, (query, key, value, out), mask, causal, scale)
     return out, norms
-
-
-def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
 
 
 def _backward(
@@ -64,15 +67,11 @@ def _backward(
     if query.dtype is not torch.bfloat16:
         p = (scores(query, key, mask, causal, scale) - norms.unsqueeze(-1)).exp()
         return plain_gradients(grad, query, key, value, p, scale)
-    grad, query, key, value = map(_packed, (grad, query, key, value))
-    made = _backward_fake(grad, query, key, value)
+    grad, query, key, value = map(elements_side_by_side, (grad, query, key, value))
+    made = gradients_like(grad, query, key, value)
     tensors = (grad, query, key, value, mask, norms, *made)
     _call("backward", tensors, query, key, (grad, query, key, value), mask, causal, scale)
     return made
-
-
-def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like(query), empty_like(key), empty_like(value)
 
 
 def _call(
@@ -99,29 +98,7 @@ def _call(
         )
 
 
-def _packed(x: Tensor) -> Tensor:
-    """Elements of a row next to each other; rows and heads may lie anywhere."""
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, causal, scale = inputs
-    ctx.set_materialize_grads(False)
-    ctx.settings = causal, scale
-    ctx.save_for_backward(*tensors, output[1])
-
-
-def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 6
-    *tensors, norms = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        return eager_gradients(reference, (*tensors, *ctx.settings), (grad,))
-    return *_backward_op(grad, *tensors, norms, *ctx.settings), None, None, None
-
-
-_backward_op = KernelOp("compiled_attention_backward", _backward, _backward_fake)
-_op = KernelOp("compiled_attention", _forward, _fake, backward=_gradients, setup_context=_setup_context)
+_op = op_with_norms("compiled_attention", _forward, _backward)
 
 
 def compiled_attention(

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from math import exp, inf, isfinite, log
+from math import exp, inf, isfinite, log, prod
 from typing import Any, Final, Literal
 
 import torch
@@ -38,8 +38,11 @@ class Work(StrEnum):
     CONVOLUTION_BACKWARD       FLOP of the forward, for both gradients; THIN_CONVOLUTION_BACKWARD likewise
     ATTENTION                  FLOP of the two products of a fused attention's forward
     ATTENTION_BACKWARD         the same FLOP, for the backward
-    ATTENTION_PRODUCTS         the same FLOP, for a forward by plain products (``fxprec.kernels.cpu.attention``), of
-                               bfloat16 on a CPU; ATTENTION_PRODUCTS_BACKWARD: for its backward. May be absent
+    ATTENTION_PRODUCTS         the same FLOP, for a forward by plain products, of bfloat16 on a CPU
+                               (``fxprec.kernels.cpu.attention_products``); ATTENTION_PRODUCTS_BACKWARD: for its
+                               backward. May be absent
+    ATTENTION_RECOMPUTED       likewise, by torch's forward and a backward of products, and
+                               ATTENTION_RECOMPUTED_BACKWARD
     ATTENTION_COMPILED         likewise, by a compiled loop (``fxprec.kernels.cpu.compiled_attention``), and
                                ATTENTION_COMPILED_BACKWARD
     POINTWISE                  elements of a result
@@ -64,6 +67,8 @@ class Work(StrEnum):
     ATTENTION_BACKWARD = "attention backward"
     ATTENTION_PRODUCTS = "attention by products"
     ATTENTION_PRODUCTS_BACKWARD = "attention by products backward"
+    ATTENTION_RECOMPUTED = "recomputed attention"
+    ATTENTION_RECOMPUTED_BACKWARD = "recomputed attention backward"
     ATTENTION_COMPILED = "compiled attention"
     ATTENTION_COMPILED_BACKWARD = "compiled attention backward"
     POINTWISE = "pointwise"
@@ -85,10 +90,11 @@ class Work(StrEnum):
 
 
 #: Ways to compute attention in bfloat16 on a CPU.
-AttentionWay = Literal["products", "compiled"]
+AttentionWay = Literal["products", "recomputed", "compiled"]
 #: Way -> work of the forward, and of the backward.
 ATTENTION_WAYS: Final[Mapping[AttentionWay, tuple[Work, Work]]] = {
     "products": (Work.ATTENTION_PRODUCTS, Work.ATTENTION_PRODUCTS_BACKWARD),
+    "recomputed": (Work.ATTENTION_RECOMPUTED, Work.ATTENTION_RECOMPUTED_BACKWARD),
     "compiled": (Work.ATTENTION_COMPILED, Work.ATTENTION_COMPILED_BACKWARD),
 }
 _TORCHS: Final = (Work.ATTENTION, Work.ATTENTION_BACKWARD)
@@ -231,6 +237,17 @@ class DeviceCosts:
                 first = flop
             found.append(first)
         return found[0], found[1]
+
+    def fastest_attention(self, dtype: torch.dtype, ways: Sequence[AttentionWay]) -> AttentionWay:
+        """Of these the way that takes the least time, forward and backward; the first where none was measured."""
+        known: list[AttentionWay] = [way for way in ways if self._knows(dtype, way)]
+        if not known:
+            return ways[0]
+        sizes = [work for work, _ in self.curves[dtype][Work.ATTENTION].points]
+        seconds: dict[AttentionWay, float] = {
+            way: prod(self._there_and_back(dtype, size, 1.0, ATTENTION_WAYS[way]) for size in sizes) for way in known
+        }
+        return min(known, key=seconds.__getitem__)
 
     @property
     def loops(self) -> LoopPrices | None:

@@ -8,7 +8,8 @@ After::
 
     %attended: bfloat16 = cpu_attention(%q, %k, %v, is_causal=True, way="products", from_flop=(19000000, 1100000))
 
-The way is that of the conversion: "products" (``fxprec.kernels.cpu.attention``), or with ``fuse=True`` "compiled"
+The way is that of the conversion: "products" or "recomputed", whichever takes less time here
+(``fxprec.kernels.cpu.attention_products``), or with ``fuse=True`` "compiled"
 (``fxprec.kernels.cpu.compiled_attention``). It is taken from so many FLOP on, by a forward alone and by one with a
 backward; what is smaller is torch's, and what the kernels do not serve. The numbers are where the curves of the
 device's costs cross; a forward alone under a mask is torch's, where ours would be compiled.
@@ -53,8 +54,12 @@ def cpu_attention(
                     from fxprec.kernels.cpu import compiled_attention
 
                     return compiled_attention.compiled_attention(*arguments, scale)
-                if attention.keeps_little(query, key, value, is_causal):
-                    return attention.attention(*arguments, scale)
+                from fxprec.kernels.cpu import attention_products as products
+
+                if products.is_short(query, key, value, is_causal):
+                    recomputed = way == "recomputed"
+                    attend = products.recomputed_attention if recomputed else products.attention_by_products
+                    return attend(*arguments, scale)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
@@ -78,7 +83,11 @@ def call_attention(graph: Graph, low: torch.dtype, way: AttentionWay, alone: flo
     return changed
 
 
-_WAYS: dict[AttentionWay, str] = {"products": "plain products", "compiled": "a compiled loop"}
+_WAYS: dict[AttentionWay, str] = {
+    "products": "plain products",
+    "recomputed": "torch's forward and a backward of plain products",
+    "compiled": "a compiled loop",
+}
 
 
 def _flop(limit: int | None) -> str:

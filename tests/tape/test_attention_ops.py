@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fxprec
-from fxprec.kernels.cpu import attention as module
-from fxprec.kernels.cpu.attention import attention
+from fxprec.kernels.cpu import attention_products as module
+from fxprec.kernels.cpu.attention_products import attention_by_products, recomputed_attention
 from fxprec.kernels.cpu.compiled_attention import compiled_attention, why_not
 from fxprec.numerics import audit
 from fxprec.tape.adjoint import measured, terms
@@ -30,7 +30,10 @@ def torchs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     return F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, enable_gqa=True)
 
 
-WAYS = {"torch": torchs, "products": attention, "compiled": compiled_attention}
+WAYS = {
+    "torch": torchs, "products": attention_by_products, "recomputed": recomputed_attention,
+    "compiled": compiled_attention,
+}  # fmt: skip
 
 
 def operands(shape: tuple[int, ...], kind: str) -> tuple[dict[str, Tensor], bool]:
@@ -112,7 +115,7 @@ def test_the_forms_are_what_torchs_kernel_computes_also_of_rows_that_attend_to_n
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("way", ["attention", "compiled_attention"])
+@pytest.mark.parametrize("way", ["attention", "recomputed_attention", "compiled_attention"])
 def test_the_forms_of_ours_have_derivatives_in_all_that_they_read(way: str, causal: bool) -> None:
     tensors = [torch.randn(1, heads, n, 3, dtype=torch.float64) for heads, n in ((4, 3), (2, 5), (2, 5))]
     mask = None if causal else torch.randn(1, 4, 3, 5, dtype=torch.float64)

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, symbolic_trace
 import fxprec
 from benchmarks.workloads.models import GPT
 from fxprec.costs.files import path_of, processor_name, write
-from fxprec.kernels.cpu import attention as products
+from fxprec.kernels.cpu import attention_products as products
 from fxprec.kernels.cpu import compiled_attention as compiled
 from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.passes.costs.device_costs import ATTENTION_WAYS, Curve, DeviceCosts, Work
@@ -51,7 +51,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return attend
 
-    monkeypatch.setattr(products, "attention", noted(products.attention))
+    for name in ("attention_by_products", "recomputed_attention"):
+        monkeypatch.setattr(products, name, noted(getattr(products, name)))
     monkeypatch.setattr(compiled, "compiled_attention", noted(compiled.compiled_attention))
     return found
 
@@ -164,12 +165,14 @@ def test_whoever_traces_the_graph_again_finds_the_call(tools: Any) -> None:
 
 
 def costs(
-    seconds: float, dtype: torch.dtype = BF16, fused: tuple[tuple[float, float], ...] = ((1e3, 1e-3), (1e9, 1.0))
-) -> DeviceCosts:
+    seconds: float, dtype: torch.dtype = BF16, fused: tuple[tuple[float, float], ...] = ((1e3, 1e-3), (1e9, 1.0)),
+    without: frozenset[Work] = frozenset(),
+) -> DeviceCosts:  # fmt: skip
     """Costs of this machine: torch's attention takes a millisecond and more, and other ways so many seconds."""
     curves = {work: Curve(((1.0, 1e-6),)) for work in Work}
     curves |= dict.fromkeys((Work.ATTENTION, Work.ATTENTION_BACKWARD), Curve(fused))
     low = curves | dict.fromkeys(chain(*ATTENTION_WAYS.values()), Curve(((1e3, seconds), (1e9, seconds))))
+    low = {work: curve for work, curve in low.items() if work not in without}
     name, threads = processor_name("cpu"), torch.get_num_threads()
     return DeviceCosts("cpu", name, threads, "made by hand", {torch.float32: curves, dtype: low})
 
@@ -190,11 +193,24 @@ def test_a_way_is_taken_from_where_the_curves_cross() -> None:
     assert costs(1e-4).attention(BF16, 1e3, 1.0) == pytest.approx(2e-3)
 
 
+def test_of_two_ways_the_one_that_takes_less_forward_and_backward() -> None:
+    ways: tuple[Any, ...] = ("products", "recomputed")
+    assert costs(1e-4).fastest_attention(BF16, ways) == "products", "neither"
+    full, known = {torch.float32: costs(1e-4).curves[torch.float32]}, dict(costs(1e-4).curves[BF16])
+    forward, backward = ATTENTION_WAYS["recomputed"]
+    for seconds, way in ((1.4e-4, "recomputed"), (1.6e-4, "products")):
+        low = known | {forward: Curve(((1e3, 5e-5), (1e9, 5e-5))), backward: Curve(((1e3, seconds), (1e9, seconds)))}
+        assert DeviceCosts("cpu", "a CPU", 2, "", full | {BF16: low}).fastest_attention(BF16, ways) == way
+    del known[backward]
+    assert DeviceCosts("cpu", "a CPU", 2, "", full | {BF16: known}).fastest_attention(BF16, ways) == "products"
+    assert DeviceCosts("cpu", "a CPU", 2, "", full).fastest_attention(BF16, ways) == "products"
+
+
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float], None]:
-    """Makes this machine one whose attention takes, but for torch's, so many seconds."""
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Makes this machine one whose attention takes, but for torch's, so many seconds; of some work it knows nothing."""
     monkeypatch.setenv("FXPREC_CACHE_DIR", str(tmp_path))
-    return lambda seconds: write(costs(seconds), path_of("cpu"))
+    return lambda seconds, *without: write(costs(seconds, without=frozenset(without)), path_of("cpu"))
 
 
 def trained(model: nn.Module, codes: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -204,13 +220,14 @@ def trained(model: nn.Module, codes: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
-@pytest.mark.parametrize("fuse", ["auto", True])
-def test_a_model_trains_another_way(
-    machine: Callable[[float], None], taken: list[bool], capture: Any, fuse: Any
-) -> None:
+@pytest.mark.parametrize(
+    "way", ["plain products", "torch's forward and a backward of plain products", "a compiled loop"]
+)
+def test_a_model_trains_another_way(machine: Callable[..., None], taken: list[bool], capture: Any, way: str) -> None:
+    fuse: Any = True if way == "a compiled loop" else "auto"
     if fuse is True and (why := why_not()):
         pytest.skip(why)
-    machine(1e-9)
+    machine(1e-9, *(ATTENTION_WAYS["products"] if way.startswith("torch") else ()))
     torch.manual_seed(0)
     codes = torch.randint(0, 64, (2, 16))
     model = GPT(layers=2, dim=16, heads=2, vocabulary=64, context=16)
@@ -222,7 +239,6 @@ def test_a_model_trains_another_way(
     torch.testing.assert_close(low[0], full[0], rtol=0.01, atol=0.01)
     for got, exact in zip(low[1], full[1], strict=True):
         assert (got - exact).norm() <= 0.05 * exact.norm() + 1e-3
-    way = "plain products" if fuse == "auto" else "a compiled loop"
     assert f"{way} from 0.001 MFLOP on" in str(fxprec.report(model).nodes)
 
 
@@ -234,12 +250,13 @@ def test_a_conversion_that_leaves_attention_to_torch(machine: Callable[[float], 
     assert not calls(fxprec.graph_module(model))
 
 
-@pytest.mark.parametrize("fuse", ["auto", True])
+@pytest.mark.parametrize("way", ATTENTION_WAYS)
 @pytest.mark.parametrize("gradients", [False, True])
-def test_the_ledger_adds_up(machine: Callable[[float], None], taken: list[bool], fuse: Any, gradients: bool) -> None:
+def test_the_ledger_adds_up(machine: Callable[..., None], taken: list[bool], way: str, gradients: bool) -> None:
+    fuse: Any = True if way == "compiled" else "auto"
     if fuse is True and (why := why_not()):
         pytest.skip(why)
-    machine(1e-9)
+    machine(1e-9, *(ATTENTION_WAYS["products"] if way == "recomputed" else ()))
     torch.manual_seed(0)
     codes = torch.randint(0, 64, (2, 8))
     model, _ = fxprec.convert(GPT(layers=1, dim=16, heads=2, vocabulary=64, context=8), (codes, codes), fuse=fuse)

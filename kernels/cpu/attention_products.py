@@ -1,0 +1,387 @@
+"""Attention on a CPU by matrix products, some heads at a time, with its softmax in FP32.
+
+torch's fused kernel for CPUs multiplies in its backward at a quarter of the rate of a plain product. Here products are
+of blocks that stay in the cache::
+
+    S = scale * q k^T + mask                  FP32: of a rounded S or dP errors are 4 to 14 times torch's kernel's
+    P = softmax(S)                            FP32, then rounded
+    out = P v                                 low, FP32 sums
+    dP = dout v^T                             FP32
+    dS = P * (dP - rowsum(P * dP))            FP32, then rounded
+    dq = scale * dS k,  dk = scale * dS^T q,  dv = P^T dout
+
+Under a causal mask rows come in up to four blocks, each with the keys that it sees, so that most of what is masked is
+not computed. A backward gets P in one of two ways:
+
+    attention_by_products    the forward keeps it, low: its memory grows with T * S
+    recomputed_attention     the forward is torch's kernel, which keeps the norms: P = exp(S - norms)
+
+Which takes less time is the processor's: on a Xeon with AMX torch's forward gains more than a second S costs. Both are
+for rows of some hundreds of keys (``is_short``): of more torch's kernel is the faster one.
+
+With dropout nothing is gained: the draws take most of the time, and torch computes the rest in FP32.
+
+Source: Dao et al., "FlashAttention", NeurIPS 2022 (the derivatives).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxprec.kernels.cpu.attention import (
+    additive,
+    elements_side_by_side,
+    empty_like,
+    gradients_like,
+    op_with_norms,
+    reference,
+    wants_gradients,
+)
+from fxprec.kernels.cpu.processor import bfloat16_units
+from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.torch_internals import aten_flash_attention_for_cpu, softmax_backward
+
+#: Bytes of the FP32 scores that are made at once: with what is made of them they stay in a cache of some megabytes.
+_AT_ONCE: Final = 1 << 22
+#: P may take so many times the memory of query, key, value and output, which are kept for the backward in any case.
+_KEPT: Final = 2
+
+#: Rows of a causal block, at least, and blocks, at most: thinner products take longer than what they leave out. On a
+#: Xeon with AMX blocks of 128 rows took 0.8 to 0.93 of the time that those of 64 took.
+_ROWS: Final = 128 if bfloat16_units() == "amx" else 64
+_BLOCKS: Final = 4
+
+
+class _Chunk(NamedTuple):
+    """Batch elements, heads of key and value, and the heads of the query that read these."""
+
+    batch: slice
+    heads: slice
+    query_heads: slice
+
+
+class _Block(NamedTuple):
+    """Rows of the query, and how many keys they see."""
+
+    rows: slice
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a call is cut up.
+
+    Attributes:
+        group: heads of the query for each head of key and value.
+        sizes: for each block of each chunk, in order, the elements of its scores.
+    """
+
+    group: int
+    chunks: tuple[_Chunk, ...]
+    blocks: tuple[_Block, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, causal: bool) -> _Plan:
+        """For query [N, H, T, E] and key [N, G, S, E]."""
+        return cls._of(*query.shape[:3], *key.shape[1:3], causal, _AT_ONCE, _ROWS)
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)  # layers are alike, and each call asks three times
+    def _of(
+        cls, batch: int, heads: int, rows: int, groups: int, keys: int, causal: bool, at_once: int, least: int
+    ) -> _Plan:
+        group, count = heads // groups, max(1, min(_BLOCKS, rows // least)) if causal else 1
+        edges = [rows * number // count for number in range(count + 1)]
+        blocks = tuple(_Block(slice(first, end), min(end, keys) if causal else keys) for first, end in pairwise(edges))
+        areas = [group * (block.rows.stop - block.rows.start) * block.keys for block in blocks]
+        fit = max(1, at_once // (4 * max(areas)))
+        heads_each = next(size for size in range(min(groups, fit), 0, -1) if groups % size == 0)
+        batch_each = max(1, min(batch, fit // groups))
+        chunks = tuple(
+            _Chunk(
+                slice(b, min(b + batch_each, batch)),
+                slice(g, g + heads_each),
+                slice(g * group, (g + heads_each) * group),
+            )
+            for b in range(0, batch, batch_each)
+            for g in range(0, groups, heads_each)
+        )
+        sizes = tuple((c.batch.stop - c.batch.start) * heads_each * area for c in chunks for area in areas)
+        return cls(group, chunks, blocks, sizes)
+
+    def pieces(self, p: Tensor) -> Iterator[Tensor]:
+        """Of [N, H, T, S] what the block of each chunk, in order, has of it."""
+        for chunk in self.chunks:
+            for block in self.blocks:
+                yield p[chunk.batch, chunk.query_heads, block.rows, : block.keys]
+
+    def queries(self, x: Tensor, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
+        """A chunk of [N, H, T, width], as [heads of the chunk, group, T, width], one after the other in memory."""
+        part = _one_after_the_other(x[chunk.batch, chunk.query_heads], dtype)
+        return part.view(-1, self.group, *part.shape[2:])
+
+
+def _keys(x: Tensor, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
+    """A chunk of [N, G, S, width], as [heads of the chunk, S, width], one after the other in memory."""
+    part = _one_after_the_other(x[chunk.batch, chunk.heads], dtype)
+    return part.view(-1, *part.shape[2:])
+
+
+def _one_after_the_other(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()  # ``to`` itself copies other dtypes alone
+
+
+def _rows(queries: Tensor, block: _Block) -> Tensor:
+    """A block of [heads, group, T, width], as [heads, group * rows, width]."""
+    return queries[:, :, block.rows].flatten(1, 2)
+
+
+class _Softmax:
+    """Scores, probabilities and what follows of them, one block after another, in memory that is used again."""
+
+    def __init__(self, plan: _Plan, mask: Tensor | None, causal: bool, scale: float, wide: torch.dtype) -> None:
+        self._mask, self._causal, self._scale, self._wide = mask, causal, scale, wide
+        self._memory = torch.empty(2, max(plan.sizes), dtype=wide)
+        self._zero = torch.zeros((), dtype=wide)
+
+    def product(self, left: Tensor, right: Tensor, which: int = 0) -> Tensor:
+        """``scale * left right^T``, both wide: [heads, rows, columns]."""
+        out = self._take(which, (len(left), left.shape[1], right.shape[1]))
+        return torch.baddbmm(self._zero, left, right.transpose(1, 2), beta=0, alpha=self._scale, out=out)
+
+    def probabilities(self, query: Tensor, keys: Tensor, chunk: _Chunk, block: _Block) -> Tensor:
+        """P of the rows of a query and the keys that they see, both wide."""
+        scores = self._scores(query, keys, chunk, block, 0)
+        if self._causal:
+            square = self._square(scores, block)
+            square += torch.full(square.shape[1:], -math.inf, dtype=self._wide).triu_(1)
+        return torch.softmax(scores, -1, out=self._take(1, scores.shape))
+
+    def probabilities_again(self, query: Tensor, keys: Tensor, norms: Tensor, chunk: _Chunk, block: _Block) -> Tensor:
+        """The same of the rows' norms, [heads, rows, 1]."""
+        p = self._scores(query, keys, chunk, block, 1).sub_(norms).exp_()
+        if self._causal:  # afterwards: exp of -inf takes several times as long
+            self._square(p, block).tril_()
+        return p
+
+    def widened(self, probabilities: Tensor) -> Tensor:
+        """Low P, wide."""
+        return self._take(1, probabilities.shape).copy_(probabilities)
+
+    def derivative(self, gradients: Tensor, probabilities: Tensor) -> Tensor:
+        """dS of dP, which is overwritten, and P, both wide."""
+        return softmax_backward(gradients, probabilities, -1, self._wide, grad_input=gradients)
+
+    def _scores(self, query: Tensor, keys: Tensor, chunk: _Chunk, block: _Block, which: int) -> Tensor:
+        """Those of keys that a causal mask hides among them."""
+        scores = self.product(query, keys, which)
+        if self._mask is not None:
+            part = self._mask[chunk.batch, chunk.query_heads, block.rows, : block.keys]
+            scores.view(part.shape).add_(part)
+        return scores
+
+    def _square(self, of_scores: Tensor, block: _Block) -> Tensor:
+        """What a causal mask cuts in two, [heads, rows of one, keys that some of them see]."""
+        rows = block.rows.stop - block.rows.start
+        return of_scores.view(-1, rows, block.keys)[:, :, block.rows.start :]
+
+    def _take(self, which: int, shape: tuple[int, ...]) -> Tensor:
+        return self._memory[which, : math.prod(shape)].view(shape)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kept: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns the output, and P of all blocks, one after the other, if it is kept."""
+    wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)
+    out, probabilities = empty_like(query), query.new_empty(sum(plan.sizes) if kept else 0)
+    pieces = iter(probabilities.split(plan.sizes)) if kept else None
+    softmax = _Softmax(plan, mask, causal, scale, wide)
+    for chunk in plan.chunks:
+        rows = plan.queries(query, chunk, wide)
+        keys, values = _keys(key, chunk, wide), _keys(value, chunk, query.dtype)
+        for block in plan.blocks:
+            p = softmax.probabilities(_rows(rows, block), keys[:, : block.keys], chunk, block)
+            low = p.to(query.dtype) if pieces is None else next(pieces).view(p.shape).copy_(p)
+            _put(out, torch.bmm(low, values[:, : block.keys]), chunk, block)
+    return out, probabilities
+
+
+def _put(out: Tensor, part: Tensor, chunk: _Chunk, block: _Block) -> None:
+    place = out[chunk.batch, chunk.query_heads, block.rows]
+    place.copy_(part.view(place.shape))
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool, scale: Any, kept: bool) -> Any:
+    return empty_like(query), query.new_empty(sum(_Plan.of(query, key, causal).sizes) if kept else 0)
+
+
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, probabilities: Tensor, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value, of P that was kept."""
+    wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)
+    softmax, pieces = _Softmax(plan, None, causal, scale, wide), iter(probabilities.split(plan.sizes))
+    gradients = gradients_like(grad, query, key, value)
+    for chunk in plan.chunks:
+        kept = [next(pieces) for _ in plan.blocks]
+        part = _Backward(plan, chunk, grad, query, key, value, softmax)
+        for block, piece in reversed([*zip(plan.blocks, kept, strict=True)]):
+            p = piece.view(len(part.keys), -1, block.keys)
+            part.add(block, p, softmax.widened(p), gradients[0])
+        part.put(gradients[1:])
+    return gradients
+
+
+def _backward_again(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, norms: Tensor, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value, of the norms of rows."""
+    wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)
+    softmax, gradients = _Softmax(plan, mask, causal, scale, wide), gradients_like(grad, query, key, value)
+    for chunk in plan.chunks:
+        part = _Backward(plan, chunk, grad, query, key, value, softmax)
+        rows, keys = part.rows.to(wide), part.keys.to(wide)
+        norm = plan.queries(norms.unsqueeze(-1), chunk, wide)
+        for block in reversed(plan.blocks):
+            seen = keys[:, : block.keys]
+            p = softmax.probabilities_again(_rows(rows, block), seen, _rows(norm, block), chunk, block)
+            part.add(block, p.to(query.dtype), p, gradients[0])
+        part.put(gradients[1:])
+    return gradients
+
+
+class _Backward:
+    """That of one chunk, whose blocks come from the last on: it sees the most keys, and the others are added to it."""
+
+    def __init__(
+        self, plan: _Plan, chunk: _Chunk, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, softmax: _Softmax
+    ) -> None:
+        low, self._wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
+        self._chunk, self._last, self._softmax = chunk, plan.blocks[-1], softmax
+        self.rows, self.keys = plan.queries(query, chunk, low), _keys(key, chunk, low)
+        self._above, self._values = plan.queries(grad, chunk, low), _keys(value, chunk, self._wide)
+        self._wide_above = self._above.to(self._wide)
+        new = torch.empty_like if self._last.keys == key.shape[2] else torch.zeros_like
+        self._sums = new(self.keys), new(self._values, dtype=low)
+
+    def add(self, block: _Block, low: Tensor, wide: Tensor, of_query: Tensor) -> None:
+        """A block with its P, low and wide; the gradient of its rows is put into that of the query."""
+        seen, added = block.keys, int(block is not self._last)
+        of_probabilities = self._softmax.product(_rows(self._wide_above, block), self._values[:, :seen])
+        of_scores = self._softmax.derivative(of_probabilities, wide).to(low.dtype)
+        _put(of_query, torch.bmm(of_scores, self.keys[:, :seen]), self._chunk, block)
+        self._sums[0][:, :seen].baddbmm_(of_scores.transpose(1, 2), _rows(self.rows, block), beta=added)
+        self._sums[1][:, :seen].baddbmm_(low.transpose(1, 2), _rows(self._above, block), beta=added)
+
+    def put(self, gradients: tuple[Tensor, ...]) -> None:
+        """Into those of key and value."""
+        for gradient, total in zip(gradients, self._sums, strict=True):
+            place = gradient[self._chunk.batch, self._chunk.heads]
+            place.copy_(total.view(place.shape))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, causal, scale, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.settings = causal, scale
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    rest = (None,) * 4
+    if grad is None:
+        return None, None, None, *rest
+    *tensors, probabilities = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return *eager_gradients(reference, (*tensors, *ctx.settings), (grad,)), None
+    return *_backward_op(grad, *tensors, probabilities, *ctx.settings), *rest
+
+
+def _forward_of_torch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output and the norms."""
+    group = query.shape[1] // key.shape[1]
+    query, key, value = map(elements_side_by_side, (query, key, value))
+    key, value = (x if group == 1 else x.repeat_interleave(group, 1) for x in (key, value))
+    out, norms = aten_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+    return out, norms.contiguous()
+
+
+_backward_op = KernelOp("attention_backward", _backward, gradients_like)
+_op = KernelOp("attention", _forward, _fake, backward=_gradients, setup_context=_setup_context)
+_recomputed_op = op_with_norms("recomputed_attention", _forward_of_torch, _backward_again)
+
+
+def attention_by_products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """``torch.nn.functional.scaled_dot_product_attention`` of what ``attention.serves`` says yes to.
+
+    Args:
+        query: [N, H, T, E], bfloat16.
+        key, value: [N, G, S, E]: each head serves H / G heads of the query.
+        mask: as torch's ``attn_mask``: bool, or floats that are added; broadcast to [N, H, T, S].
+        causal: row t sees the keys up to t.
+        scale: of the scores; None: 1 / sqrt(E).
+
+    Returns:
+        [N, H, T, E], bfloat16, in memory [N, T, H, E].
+    """
+    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    kept = wants_gradients(query, key, value)
+    return _op(query, key, value, additive(mask, query, key), causal, scale, kept)[0]
+
+
+def recomputed_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The same: torch's kernel forward, products backward, for which P is made again."""
+    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    return _recomputed_op(query, key, value, additive(mask, query, key), causal, scale)[0]
+
+
+def is_short(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+    """Whether P, if a backward may follow, takes no more memory than it may.
+
+    Where it would, torch's kernel is as fast as products: of 2 x 12 heads of 512 rows, 64 wide, under a causal mask, it
+    takes 1.13 times the time of ``recomputed_attention``, and of 8 heads of 1024 rows 0.87 times (two cores of a Xeon
+    with AMX).
+    """
+    if not wants_gradients(query, key, value):
+        return True
+    beside = 2 * query.numel() + key.numel() + value.numel()
+    return sum(_Plan.of(query, key, causal).sizes) <= _KEPT * beside
+
+
+def in_blocks(p: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """P as [N, H, T, S] in the form that the forward keeps: of all blocks, one after the other."""
+    return torch.cat([piece.flatten() for piece in _Plan.of(p, key, causal).pieces(p)])
+
+
+def out_of_blocks(kept: Tensor, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """The reverse."""
+    plan, p = _Plan.of(query, key, causal), kept.new_zeros(*query.shape[:3], key.shape[2])
+    for place, piece in zip(plan.pieces(p), kept.split(plan.sizes), strict=True):
+        place.copy_(piece.view(place.shape))
+    return p
