@@ -10,7 +10,8 @@ All variants of a model run in turns in one process, from equal weights on equal
 eager autocast and the frozen model are built twice, and what lies within the noise that those show is called "=" (see
 ``measure.interleaved``). ``prepare s`` is what comes before the first result: converting, freezing, packing, compiling,
 and the first call. ``error``: root mean square of the output's error against the same model in float64, over that of
-the output. ``--compile`` adds torch.compile with inductor's freezing, which takes minutes for the larger models.
+the output. ``--compile`` adds torch.compile with inductor's freezing, which takes minutes for the larger models, and a
+converted model whose outputs stay bfloat16, as torch.compile's do: others give FP32, as the original does.
 
 Results are written after each model, to ``benchmarks/results`` only by whole runs: with ``--quick``, ``--check`` or
 ``--seconds`` where ``--output`` says. The status is 1 where a variant failed. ``--check`` runs everything once at tiny
@@ -56,6 +57,7 @@ _SIZES: Final = ("cpu", "launch")
 #: Its training step is what is of interest, and a logit in fifty thousand takes float64 half a minute.
 _LEFT_OUT: Final = ("gpt-50k",)
 _TWICE: Final = (BASELINE, "frozen")
+_BESIDE_COMPILE: Final = ("frozen-low", "compile")
 _SCHEDULE: Final = Schedule(warm_up=3, rounds=20, steps=50, settle=2)
 _SECONDS: Final = 10.0
 _QUICK_SECONDS: Final = 2.0
@@ -126,6 +128,9 @@ VARIANTS: Final = {
     "frozen-plain": Variant("fxprec O1, frozen, pack=False", _frozen(False)),
     "frozen": Variant("fxprec O1, frozen", _frozen(True)),
     "frozen-fused": Variant("fxprec O1, fuse=True, frozen", _frozen(True, fuse=True)),
+    "frozen-low": Variant(
+        "fxprec O1, fuse=True, frozen, low outputs", _frozen(True, fuse=True, keep_output_dtype=False)
+    ),
     "frozen-pays": Variant('fxprec O1, lower="pays", frozen', _frozen(True, lower="pays")),
     "compile": Variant("torch.compile, freezing", _compiled),
 }
@@ -194,7 +199,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks inference", description="Time forwards, in turns")
     parser.add_argument("--size", nargs="+", choices=[*_SIZES, "tiny"], metavar="SIZE", help=f"of {', '.join(_SIZES)}")
     parser.add_argument("--only", nargs="+", default=(), metavar="MODEL", help="only these models")
-    parser.add_argument("--compile", action="store_true", help="torch.compile with freezing, too")
+    parser.add_argument("--compile", action="store_true", help="torch.compile with freezing, and its like")
     parser.add_argument("--seconds", type=float, metavar="S", help="of timing for a batch of a model")
     parser.add_argument("--quick", action="store_true", help="a few models, in about a minute")
     parser.add_argument("--check", action="store_true", help="run everything once at tiny sizes")
@@ -203,7 +208,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options.size = options.size or (["tiny"] if options.check else ["cpu"] if options.quick else [*_SIZES])
     options.only = options.only or (_QUICK_MODELS if options.quick else ())
     options.writes = options.output is not None or not (options.quick or options.check or options.seconds)
-    options.names = [name for name in VARIANTS if options.compile or name != "compile"]
+    options.names = [name for name in VARIANTS if options.compile or name not in _BESIDE_COMPILE]
     try:
         chosen = [each for size in options.size for each in workloads(size, options.only)]
     except ValueError as error:

@@ -19,7 +19,6 @@ and commit. A ratio within the noise is printed as "=", never as a win.
 from __future__ import annotations
 
 import argparse
-import math
 import pathlib
 import re
 import statistics
@@ -61,8 +60,8 @@ _FIRST: Final = {
 }  # fmt: skip
 _INFERENCE: Final = {
     "FP32": "fp32", "model.bfloat16()": "bfloat16", "O1": "converted", "frozen, pack=False": "frozen-plain",
-    "frozen": "frozen", "fuse=True, frozen": "frozen-fused", "lower=pays, frozen": "frozen-pays",
-    "torch.compile, freezing": "compile",
+    "frozen": "frozen", "fuse=True, frozen": "frozen-fused", "fuse=True, frozen, low outputs": "frozen-low",
+    "lower=pays, frozen": "frozen-pays", "torch.compile, freezing": "compile",
 }  # fmt: skip
 
 
@@ -383,6 +382,7 @@ def _inference(words: Sequence[str], device: str | None, root: pathlib.Path) -> 
     found = _found([f"inference-{words[0]}-{name}" for name in NAMES], device, root)
     rows, noises, prepare = [], [0.0], []
     gains: dict[str, list[float]] = {"frozen": [], "frozen-fused": []}
+    beside: list[float] = []
     for data in found:
         for batch in data["batches"]:
             variants = batch["variants"]
@@ -394,11 +394,18 @@ def _inference(words: Sequence[str], device: str | None, root: pathlib.Path) -> 
                 if (ratio := variants.get(name, {}).get("ratio", {}).get(_BASELINE)) is not None:
                     values.append(ratio["value"])
                     prepare.append(variants[name]["prepare_s"])
+            medians = [variants.get(name, {}).get("median_ms") for name in ("compile", "frozen-low")]
+            beside += [] if None in medians else [medians[0] / medians[1]]
     means = [
-        f"{label} geometric mean {math.exp(sum(map(math.log, values)) / len(values)):.2f}, least {min(values):.2f}"
+        f"{label} geometric mean {statistics.geometric_mean(values):.2f}, least {min(values):.2f}"
         for label, values in zip(("frozen", "with fuse=True"), gains.values(), strict=True)
         if values
     ]
+    if beside:
+        means.append(
+            f"with low outputs {statistics.geometric_mean(beside):.2f} times as fast as torch.compile with freezing, "
+            "whose outputs are low"
+        )
     meaning = (
         f"How many times as fast as eager autocast; =: within the noise (at most {100 * max(noises):.1f} %). "
         f"{'; '.join(means).capitalize()}; ready after {max(prepare, default=0.0):.2f} s at most"

@@ -94,6 +94,7 @@ class PackedConv:
         self._channels = weight.shape[0]
         self._plain: Tensor | None = weight.contiguous()
         self._packed: dict[torch.Size, Tensor] = {}
+        self._gives: dict[torch.Size, tuple[int, ...]] = {}
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, act: str, numbers: Sequence[float], algorithm: str
@@ -105,11 +106,15 @@ class PackedConv:
 
     def gives(self, shape: torch.Size) -> tuple[int, ...]:
         """The shape of the result; () of an input without a batch. Not of a transposed one."""
-        if len(shape) != self._dimensions:
-            return ()
+        known = self._gives.get(shape)
+        if known is not None or len(shape) != self._dimensions:
+            return known or ()
         stride, padding, dilation, _, _ = self._geometry
         sizes = zip(shape[2:], self._kernel, stride, padding, dilation, strict=True)
-        return (shape[0], self._channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
+        found = shape[0], self._channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
+        if len(self._gives) < _SIZES:
+            self._gives[shape] = found
+        return found
 
     def plus(self, x: Tensor, bias: Tensor | None, other: Tensor, relu: bool) -> Tensor:
         """With another image of the result's shape. Not of a transposed one."""
