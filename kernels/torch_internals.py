@@ -94,6 +94,7 @@ linear_pointwise: Final[Any] = optional("torch:ops.mkldnn._linear_pointwise.defa
 reorder_conv_weight: Final[Any] = optional("torch:ops.mkldnn._reorder_convolution_weight.default", _NO_PACKING)
 conv_pointwise: Final[Any] = optional("torch:ops.mkldnn._convolution_pointwise.default", _NO_PACKING)
 conv_binary: Final[Any] = optional("torch:ops.mkldnn._convolution_pointwise.binary", _NO_PACKING)
+conv_binary_: Final[Any] = optional("torch:ops.mkldnn._convolution_pointwise_.binary", _NO_PACKING)
 reorder_transposed_weight: Final[Any] = optional(
     "torch:ops.mkldnn._reorder_convolution_transpose_weight.default", _NO_PACKING
 )

@@ -25,7 +25,8 @@ After::
 
 ``gm.meta["packings"]`` says of the new placeholders, in order, what makes them. An op joins a product where nothing
 else reads the value between; what has to be equal at run time (two operands of one shape) is asked there. Convolutions
-give channels_last: where a value goes that must not see that, it is put back first.
+give channels_last: where a value goes that must not see that, it is put back first. A sum is written over the operand
+that another convolution made (``packed_conv_plus(..., True, True)``) where it is the last that reads it.
 """
 
 from __future__ import annotations
@@ -200,6 +201,7 @@ class _Packer:
                     made[packing] = self._placeholders(product)
             self._call(product, *made[packing])
         self._put_formats_back()
+        self._write_over()
         return tuple(made)
 
     def _placeholders(self, product: Product) -> tuple[Node, Node | None]:
@@ -259,6 +261,19 @@ class _Packer:
                     node.replace_input_with(source, restored[source])
             elif sources and (facts.any_format or node.target in CASTS) and notes(node).dtype is not NON_TENSOR:
                 origins[node] = origins[sources[0]]
+
+    def _write_over(self) -> None:
+        """Sums take the memory of what is added, where it is a convolution's that none but such calls read before."""
+        convolutions = (packed_conv, packed_conv_plus)
+        gone: set[Node] = set()  # have run, at a node
+        for node in self._graph.nodes:
+            gone.add(node)
+            if node.target is packed_conv_plus:
+                x, _, _, other, relu = node.args
+                readers = [user for user in other.users if not _asks_dimensions(user)]  # type: ignore[union-attr]
+                read_before = all(user.target in convolutions and user in gone for user in readers)
+                if other is not x and other.target in convolutions and read_before:  # type: ignore[union-attr]
+                    node.args = (*node.args[:4], relu, True)
 
     def _put_back(self, value: Node, origins: tuple[Node, ...]) -> Node:
         with self._graph.inserting_after(value):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fxprec.kernels.torch_internals import (
     conv_binary,
+    conv_binary_,
     conv_pointwise,
     has_bfloat16_kernels,
     linear_pointwise,
@@ -30,7 +31,7 @@ from fxprec.kernels.torch_internals import (
 )
 
 _PARTS: Final = (
-    reorder_linear_weight, linear_pointwise, reorder_conv_weight, conv_pointwise, conv_binary,
+    reorder_linear_weight, linear_pointwise, reorder_conv_weight, conv_pointwise, conv_binary, conv_binary_,
     reorder_transposed_weight, transposed_pointwise, has_bfloat16_kernels,
 )  # fmt: skip
 #: Multiply-adds up to which torch multiplies bfloat16 matrices by a loop of its own, which is faster than a call of
@@ -116,10 +117,18 @@ class PackedConv:
             self._gives[shape] = found
         return found
 
-    def plus(self, x: Tensor, bias: Tensor | None, other: Tensor, relu: bool) -> Tensor:
-        """With another image of the result's shape. Not of a transposed one."""
-        weight, act = self._for_input(x.shape), "relu" if relu else None
-        return conv_binary(x, other, weight, bias, *self._options, "add", 1.0, act, [], None)
+    def plus(self, x: Tensor, bias: Tensor | None, other: Tensor, relu: bool, over: bool) -> Tensor | None:
+        """With another image, of the result's shape; ``over``: which the result may be written over.
+
+        None: not in one kernel, since sizes are too many for the weight to be packed. Not of a transposed one.
+        """
+        weight = self._for_input(x.shape)
+        if not weight.is_mkldnn:
+            return None
+        rest = weight, bias, *self._options, "add", 1.0, "relu" if relu else None, [], None
+        if over and _is_channels_last(other):
+            return conv_binary_(other, x, *rest)
+        return conv_binary(x, other, *rest)
 
     def _for_input(self, shape: torch.Size) -> Tensor:
         """The packed weight for inputs of this shape; beyond a few shapes the plain one, as without packing."""
@@ -186,11 +195,17 @@ def packed_conv(
 
 
 def packed_conv_plus(
-    x: Tensor, packed: PackedConv, bias: Tensor | None, other: Tensor, relu: bool = False
+    x: Tensor, packed: PackedConv, bias: Tensor | None, other: Tensor, relu: bool = False, over: bool = False
 ) -> Tensor:  # fmt: skip
-    """``relu?(conv(...) + other)``: in one kernel where the two are of one shape."""
+    """``relu?(conv(...) + other)``: in one kernel where the two are of one shape.
+
+    Args:
+        over: nobody reads ``other`` afterwards: the result may take its memory.
+    """
     if other.dtype is x.dtype and other.shape == packed.gives(x.shape):
-        return packed.plus(x, bias, other, relu)
+        joined = packed.plus(x, bias, other, relu, over)
+        if joined is not None:
+            return joined
     y = packed(x, bias, "none", (), "") + other
     return F.relu(y) if relu else y
 

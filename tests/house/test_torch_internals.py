@@ -254,7 +254,7 @@ def test_writes_are_counted_but_those_to_inference_tensors() -> None:
 
 @contract(
     "kernels", "reorder_linear_weight", "linear_pointwise", "reorder_conv_weight", "conv_pointwise", "conv_binary",
-    "reorder_transposed_weight", "transposed_pointwise", "has_bfloat16_kernels",
+    "conv_binary_",    "reorder_transposed_weight", "transposed_pointwise", "has_bfloat16_kernels",
 )  # fmt: skip
 def test_onednn_takes_weights_that_were_packed_once() -> None:
     if not (torch.backends.mkldnn.is_available() and of_kernels.has_bfloat16_kernels()):
@@ -281,6 +281,9 @@ def test_onednn_takes_weights_that_were_packed_once() -> None:
     other = torch.randn_like(apart)
     joined = of_kernels.conv_binary(image, other, packed, bias, *around, "add", 1.0, "relu", [], None)
     torch.testing.assert_close(joined, F.relu(apart + other), atol=0.05, rtol=0.02)
+    over = other.contiguous(memory_format=torch.channels_last)
+    given = of_kernels.conv_binary_(over, image, packed, bias, *around, "add", 1.0, "relu", [], None)
+    assert torch.equal(over, joined) and given.data_ptr() == over.data_ptr()
     kernel, around = torch.randn(8, 16, 3, 3).bfloat16(), ([1, 1], [1, 0], [2, 2], [1, 1], 1)
     packed = of_kernels.reorder_transposed_weight(kernel, *around, [2, 8, 5, 5])
     assert torch.equal(packed.to_dense(), kernel.transpose(0, 1))

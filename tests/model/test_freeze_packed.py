@@ -290,6 +290,45 @@ def test_results_lie_as_they_would_by_plain_ops(who):
         assert runs_packed(model, x) and model(x).stride() == plain(x).stride()
 
 
+class Stack(nn.Module):
+    """Sums of every kind: over what came in, what is read again, what is returned, and what nobody wants any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(8))
+
+    def forward(self, x):
+        first, second, third, fourth, fifth, sixth, seventh, eighth = self.convs
+        x = F.relu(first(x) + x.bfloat16())  # an input
+        x = F.relu(third(second(x)) + x)  # nobody reads it afterwards
+        y = fifth(fourth(x)) + x  # read again
+        y = sixth(y) + x  # not any more
+        kept = seventh(y)
+        view = kept[:, :4]  # returned
+        return F.relu(eighth(y) + kept), view
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_written_over_what_nobody_reads_any_more(layout, dtype):
+    model = Stack().eval()
+    exact = copy.deepcopy(model).double()
+    given = IMAGES.to(dtype).to(memory_format=layout)
+    before = given.clone()
+    plain, model = frozen(copy.deepcopy(model), given, pack=False), frozen(model, given)
+    with torch.no_grad():
+        # More sizes than are packed: oneDNN's kernel of a sum with relu refuses plain weights.
+        for count, side in ((3, 9), *((2, side) for side in range(5, 11)), (3, 9)):
+            x = torch.randn(count, 8, side, 10).to(dtype).to(memory_format=layout)
+            for ours, theirs, right in zip(model(x), plain(x), exact(x.double()), strict=True):
+                assert error(ours, right) <= 1.5 * error(theirs, right)
+        assert torch.equal(given, before) and runs_packed(model, given)
+        with torch.profiler.profile() as profiler:
+            model(given)
+    names = [event.name for event in profiler.events() or ()]
+    assert names.count("mkldnn::_convolution_pointwise_") == 2
+
+
 def test_a_sum_of_other_shapes_is_broadcast():
     class Shifted(nn.Module):
         def __init__(self):

@@ -228,7 +228,29 @@ def test_two_convolutions_that_meet_join_once():
         "w w2 mean var",
     )
     assert gm.meta["packed"] == {"add": ("add", "relu"), "shorter": ("batch_norm",)}
-    assert "packed_conv_plus(%x, %packed_w, None, %shorter, True)" in text
+    assert "packed_conv_plus(%x, %packed_w, None, %shorter, True, True)" in text
+
+
+@pytest.mark.parametrize(
+    ("between", "over"),
+    [
+        ("%again: bfloat16 = conv2d(%other, %w2)", True),
+        ("%again: nothing = dim(%other)", True),
+        ("%again: bfloat16 = relu(%other)", False),
+        ("%again: bfloat16 = view(%other, 4)", False),
+    ],
+)
+@pytest.mark.parametrize("late", ["", "    %late: bfloat16 = conv2d(%other, %w2)\n"])
+def test_a_sum_is_written_over_a_convolution_that_such_calls_alone_have_read(between, over, late):
+    text, *_ = packed(
+        f"{CONV}    %w2: bfloat16 = placeholder\n    %other: bfloat16 = conv2d(%conv, %w2)\n    {between}\n"
+        f"    %own: bfloat16 = conv2d(%conv, %w2)\n    %add: bfloat16 = add(%other, %own)\n{late}"
+        f"    return (%add, %again{', %late' if late else ''})",
+        "w w2",
+    )
+    assert text.count("packed_conv_plus") == 1
+    assert (", False, True)" in text) is (over and not late), text
+    assert (", False)" in text) is not (over and not late), text
 
 
 def test_how_many_dimensions_there_are_is_asked_of_the_input():
