@@ -28,6 +28,7 @@ from fxprec.kernels.cpu.attention import (
     scores,
 )
 from fxprec.kernels.cpu.cpp import compiled, pointer, why_no_compiler
+from fxprec.kernels.launch.direct import Run
 
 _SOURCE: Final = "cpu/attention.cpp"
 
@@ -74,23 +75,66 @@ def _backward(
     return made
 
 
+def run_for(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Run | None:
+    """The forward alone, of query, key and value that lie like these, with torch's number of threads.
+
+    None: not of these.
+
+    Raises:
+        CompilerError: nothing can be compiled here.
+    """
+    if any(elements_side_by_side(each) is not each for each in (query, key, value)):
+        return None
+    batch, heads, rows, width = query.shape
+    strided = query, key, value, result_and_norms_like(query)[0]
+    shape, strides = _sizes(query, key), _strides(strided, None)
+    of = ctypes.c_int64(causal), ctypes.c_double(_scale(query, scale)), torch.get_num_threads()
+    function = _function("forward")
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(batch, rows, heads, width)
+        norms = query.new_empty((batch, heads, rows), dtype=torch.float32)
+        _check("forward", function(*map(pointer, (query, key, value, None, out, norms)), shape, strides, *of))
+        return out.transpose(1, 2)
+
+    return run
+
+
 def _call(
     name: str, tensors: tuple[Tensor | None, ...], query: Tensor, key: Tensor, strided: tuple[Tensor, ...],
     mask: Tensor | None, causal: bool, scale: float,
 ) -> None:  # fmt: skip
-    batch, heads, rows, width = query.shape
-    shape = (batch, heads, key.shape[1], rows, key.shape[2], width)
-    strides = [step for each in strided for step in each.stride()[:3]]
-    strides += [0, 0, 0] if mask is None else mask.stride()[:3]
-    function = getattr(compiled(_SOURCE), f"fxprec_attention_{name}")
-    status = function(
+    status = _function(name)(
         *map(pointer, tensors),
-        (ctypes.c_int64 * len(shape))(*shape),
-        (ctypes.c_int64 * len(strides))(*strides),
+        _sizes(query, key),
+        _strides(strided, mask),
         ctypes.c_int64(causal),
         ctypes.c_double(scale),
         torch.get_num_threads(),
     )
+    _check(name, status)
+
+
+def _function(name: str) -> Any:
+    return getattr(compiled(_SOURCE), f"fxprec_attention_{name}")
+
+
+def _sizes(query: Tensor, key: Tensor) -> Any:
+    batch, heads, rows, width = query.shape
+    return (ctypes.c_int64 * 6)(batch, heads, key.shape[1], rows, key.shape[2], width)
+
+
+def _strides(strided: tuple[Tensor, ...], mask: Tensor | None) -> Any:
+    found = [step for each in strided for step in each.stride()[:3]]
+    found += [0, 0, 0] if mask is None else mask.stride()[:3]
+    return (ctypes.c_int64 * len(found))(*found)
+
+
+def _scale(query: Tensor, given: float | None) -> float:
+    return 1.0 / math.sqrt(query.shape[3]) if given is None else float(given)
+
+
+def _check(name: str, status: int) -> None:
     if status:
         raise RuntimeError(
             f"compiled attention, {name}: oneDNN's kernels take no bfloat16 here, or memory is short. Convert with "
@@ -114,5 +158,4 @@ def compiled_attention(
     Raises:
         CompilerError: nothing can be compiled here.
     """
-    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    return _op(query, key, value, additive(mask, query, key), causal, scale)[0]
+    return _op(query, key, value, additive(mask, query, key), causal, _scale(query, scale))[0]

@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import Graph, Proxy
 
+from fxprec.kernels.launch.direct import Run
 from fxprec.passes.costs.device_costs import AttentionWay
 from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.leaves import leaf
@@ -44,10 +46,7 @@ def cpu_attention(
         from fxprec.kernels.cpu import attention  # whose ops are registered when it is imported
 
         trained = attention.wants_gradients(query, key, value)
-        enough, flop = from_flop[trained], 4 * query.numel() * key.shape[-2]
-        if is_causal and not trained:
-            flop //= 4  # torch's forward leaves half of them out; ours comes in up to four blocks, with calls of each
-        if enough is not None and flop >= enough:
+        if _is_enough(query, key, is_causal, from_flop[trained], trained):
             arguments = query, key, value, attn_mask, is_causal
             if attention.serves(*arguments, enable_gqa):
                 if way == "compiled":
@@ -61,6 +60,42 @@ def cpu_attention(
                     attend = products.recomputed_attention if recomputed else products.attention_by_products
                     return attend(*arguments, scale)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _is_enough(query: Tensor, key: Tensor, causal: bool, limit: int | None, trained: bool) -> bool:
+    flop = 4 * query.numel() * key.shape[-2]
+    if causal and not trained:
+        flop //= 4  # torch's forward leaves half of them out; ours comes in up to four blocks, with calls of each
+    return limit is not None and flop >= limit
+
+
+def run_for(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, from_flop: tuple[int | None, int | None] = (None, None),
+) -> Run | None:  # fmt: skip
+    """``cpu_attention`` as a compiled loop, of tensors that lie like these.
+
+    None where a gradient is wanted, or it is not the loop's. Where ``sdpa_kernel`` forbids fused kernels it is torch's.
+    """
+    from fxprec.kernels.cpu import attention, compiled_attention
+
+    if query.dtype is not torch.bfloat16 or query.dim() != 4 or attention.wants_gradients(query, key, value):
+        return None
+    if not _is_enough(query, key, is_causal, from_flop[0], False):
+        return None
+    if not attention.serves(query, key, value, None, is_causal, enable_gqa):
+        return None
+    run = compiled_attention.run_for(query, key, value, is_causal, scale)
+    if run is None:
+        return None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if torch.backends.cuda.flash_sdp_enabled():  # that of CPUs, too
+            return run(query, key, value)
+        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(query, key, value, **options)
+
+    return attend
 
 
 def call_attention(graph: Graph, low: torch.dtype, way: AttentionWay, alone: float, trained: float) -> bool:

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
+from fxprec.kernels.cpu import attention
 from fxprec.kernels.cpu.compiled_attention import why_not
 from fxprec.kernels.cpu.packed import can_pack
 from fxprec.kernels.rows.run import region
 from fxprec.kernels.rows.run.gains import TooDear
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonical import rope_calls
+from fxprec.settings import Settings
 
 pytestmark = pytest.mark.skipif(
     bool(why_not()) or not can_pack(torch.bfloat16), reason=why_not() or "no oneDNN with bfloat16 here"
@@ -79,6 +81,61 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(FusedRegion, "forward", called)
     monkeypatch.setattr(rope_calls, "_tables", tables)
     return calls
+
+
+class Attends(nn.Module):
+    """(N, T, 64) -> (N, T, 64): 8 heads, of keys 8 or 2, causal or not."""
+
+    def __init__(self, groups: int, causal: bool) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(64, 64), nn.Linear(64, 16 * groups)
+        self.groups, self.causal = groups, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, _ = x.shape
+        q = self.q(x).view(n, t, 8, 8).transpose(1, 2)
+        k, v = self.kv(x).view(n, t, 2, self.groups, 8).transpose(1, 3).unbind(2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=0.3, enable_gqa=True)
+        return y.transpose(1, 2).reshape(n, t, 64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("groups", [8, 2])
+def test_attention_goes_the_shortest_way_and_gives_the_same(
+    groups: int, causal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(Settings, "_attention", ("compiled", 0.0, 0.0))
+    long: list[bool] = []
+    serves = attention.serves
+
+    def asked(*given: Any, **named: Any) -> bool:
+        long.append(True)
+        return serves(*given, **named)
+
+    monkeypatch.setattr(attention, "serves", asked)
+    plain = Attends(groups, causal)
+    x, z = torch.randn(2, 48, 64), torch.randn(3, 17, 64)
+    model = frozen(copy.deepcopy(plain), x)
+    exact = copy.deepcopy(plain).double()
+    with torch.no_grad():
+        low = copy.deepcopy(plain).bfloat16()
+        for each in (x, z):
+            model(each), model(each)
+            long.clear()
+            ours, right = model(each), exact(each.double())
+            assert not long
+            assert (ours - right).norm() <= 2 * (low(each.bfloat16()) - right).norm()
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            names = [event.name for event in _profiled(model, x)]
+        assert "aten::_safe_softmax" in names or "aten::_softmax" in names or "aten::softmax" in names
+        assert "aten::softmax" not in [event.name for event in _profiled(model, x)]
+
+
+def _profiled(model: nn.Module, x: Tensor) -> Any:
+    with torch.profiler.profile() as profiler:
+        model(x)
+    return profiler.events() or ()
 
 
 def test_the_second_call_goes_the_shortest_way_and_gives_the_same(counted: list[str]) -> None:
