@@ -124,8 +124,9 @@ class Settings:
         serves = self.device == "cpu" and self.dtype is torch.bfloat16 and self.executor == "eager"
         if not serves or self.fuse is False or self.policy.level == "O0":
             return None
-        ways: tuple[AttentionWay, ...] = ("compiled",) if self.fuse is True else ("products", "recomputed")
-        way = self.device_costs.fastest_attention(self.dtype, ways)
+        # "recomputed" keeps nothing for the backward and is more exact. Older costs know "products" alone.
+        ways: tuple[AttentionWay, ...] = ("compiled",) if self.fuse is True else ("recomputed", "products")
+        way = self.device_costs.best_attention(self.dtype, ways)
         alone, trained = self.device_costs.attention_from(self.dtype, way)
         return None if min(alone, trained) == inf else (way, alone, trained)
 

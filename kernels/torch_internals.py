@@ -70,8 +70,6 @@ with needed:
 
     #: (query, key, value, mask, dropout, causal, enable_gqa=): which kernel torch would take; 0: none, but plain ops.
     attention_choice = getattr(torch, "_fused_sdp_choice")  # noqa: B009 (the stubs lack it)
-    #: (query, key, value, dropout, causal, *, attn_mask=, scale=) -> output, norms of rows
-    aten_flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     #: (gradient, probabilities, dim, dtype, grad_input=)
     softmax_backward = getattr(torch, "_softmax_backward_data")  # noqa: B009 (the stubs lack it)
     version_of: Final[Any] = Tensor._version.__get__  # type: ignore[attr-defined]  # how often it was written to

@@ -3,8 +3,8 @@
 The kernels themselves have none in a mask, none of what a forward keeps for its backward, and none of the backward::
 
     forward     S = scale * q k^T + mask      out = P v      P = softmax(S) = exp(S - norms)
-    backward    reads q, k, v, mask, dout, and what was kept: P (products), norms (recomputed, compiled), or norms and
-                out (torch)
+    backward    reads q, k, v, mask, dout, and what was kept: P (products), nothing (recomputed, compiled), or norms
+                and out (torch)
 
 An error of what was kept is rounding of the forward that kept it: so both results of a forward are differentiable, and
 a backward is in what it reads of them.
@@ -54,18 +54,16 @@ def _products_backward(
     return plain_gradients(grad, query, key, value, out_of_blocks(kept, query, key, causal), scale)
 
 
-def _with_norms(
+def _output(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    out, _, norms = _attend(query, key, value, mask, causal, scale)
-    return out, norms
+) -> Tensor:  # fmt: skip
+    return _attend(query, key, value, mask, causal, scale)[0]
 
 
-def _of_norms(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, norms: Tensor, causal: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    p = _weights(scores(query, key, mask, causal, scale), norms)
+def _gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    p = _attend(query, key, value, mask, causal, scale)[1]
     return plain_gradients(grad, query, key, value, p, scale)
 
 
@@ -75,7 +73,8 @@ def _torchs(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not torch.is_grad_enabled():  # the kernel serves, in a quarter of the memory
         return aten_flash_attention_for_cpu(query, key, value, dropout, causal, attn_mask=attn_mask, scale=scale)
-    return _with_norms(query, key, value, attn_mask, causal, _scale(query, scale))
+    out, _, norms = _attend(query, key, value, attn_mask, causal, _scale(query, scale))
+    return out, norms
 
 
 def _torchs_backward(
@@ -97,8 +96,8 @@ ATTENTION: Final[dict[str, Callable[..., Any]]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _torchs_backward,
     "fxprec::attention": _products,
     "fxprec::attention_backward": _products_backward,
-    "fxprec::compiled_attention": _with_norms,
-    "fxprec::compiled_attention_backward": _of_norms,
-    "fxprec::recomputed_attention": _with_norms,
-    "fxprec::recomputed_attention_backward": _of_norms,
+    "fxprec::compiled_attention": _output,
+    "fxprec::compiled_attention_backward": _gradients,
+    "fxprec::recomputed_attention": _output,
+    "fxprec::recomputed_attention_backward": _gradients,
 }

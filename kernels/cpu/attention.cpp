@@ -2,9 +2,12 @@
 //
 // For each head, rows R at a time (S keys, E wide; under a causal mask only the keys that the block sees):
 //
-//   forward    S = q k^T,  p = exp(scale S + mask - max),  out = (p v) / sum(p),  lse = max + log(sum(p))
-//   backward   p = exp(scale S + mask - lse),  dP = dout v^T,  dS = scale p (dP - sum(p dP))
+//   forward    S = q k^T,  e = exp(scale S + mask - max),  out = (e v) / sum(e)
+//   backward   p = e / sum(e),  dP = dout v^T,  dS = scale p (dP - sum(p dP))
 //              dq = dS k,  dk^T += q^T dS,  dv^T += dout^T p
+//
+// The backward makes sum(e) again: rows of exp(scale S + mask - log sum) do not add up to 1 where scores are large, and
+// what they are off by is multiplied by dP.
 //
 // brgemm multiplies A[M, K] by B in "VNNI" order: B[k, n] and B[k + 1, n] side by side, an odd last k beside zeros.
 #include <omp.h>
@@ -32,6 +35,8 @@ void brgemm_release(bool vnni);
 namespace {
 
 using Low = c10::BFloat16;
+
+constexpr float kLargest = std::numeric_limits<float>::max();
 
 struct Strides {
   int64_t batch, head, row;
@@ -144,7 +149,10 @@ inline float exponents(float* s, int64_t limit, float factor_, const float* mask
     const __mmask16 lanes = first(limit - j);
     __m512 t = _mm512_mul_ps(_mm512_loadu_ps(s + j), factor);
     if constexpr (masked) {
-      t = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, mask + j), _mm512_set1_ps(kLog2E), t);
+      const __m512 more = _mm512_maskz_loadu_ps(lanes, mask + j), most_negative = _mm512_set1_ps(-kLargest);
+      t = _mm512_fmadd_ps(more, _mm512_set1_ps(kLog2E), t);
+      // Models write the least finite number for -inf; in a row of nothing else all weigh the same.
+      t = _mm512_mask_max_ps(t, _mm512_cmp_ps_mask(more, most_negative, _CMP_GE_OQ), t, most_negative);
       const __mmask16 nan = _mm512_cmp_ps_mask(t, t, _CMP_UNORD_Q);  // of any bits in a mask: see `upper`
       t = _mm512_mask_mov_ps(t, nan, _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()));
     }
@@ -214,8 +222,8 @@ int shared(int64_t tasks, int threads, Run run) {
   return failed;
 }
 
-int forward(const Bits* query, const Bits* key, const Bits* value, const float* mask, Bits* out, float* lse,
-            const int64_t* shape, const int64_t* strides, int64_t causal, double scale, int threads) {
+int forward(const Bits* query, const Bits* key, const Bits* value, const float* mask, Bits* out, const int64_t* shape,
+            const int64_t* strides, int64_t causal, double scale, int threads) {
   const Shape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
   const Strides q{strides[0], strides[1], strides[2]}, k{strides[3], strides[4], strides[5]},
       v{strides[6], strides[7], strides[8]}, o{strides[9], strides[10], strides[11]};
@@ -252,7 +260,6 @@ int forward(const Bits* query, const Bits* key, const Bits* value, const float* 
             std::fill(row + whole(limit), row + whole(seen), Bits{0});
             const float sum = _mm512_reduce_add_ps(sums);
             total.get()[i] = 1.0f / sum;
-            lse[(b * z.heads + h) * z.rows + r + i] = most / kLog2E + std::log(sum);
           }
           multiply(n, z.width, even(seen), p.get(), pitch, values.get(), z.width, result.get(), z.width, false);
           for (int64_t i = 0; i < n; ++i) {
@@ -267,8 +274,8 @@ int forward(const Bits* query, const Bits* key, const Bits* value, const float* 
 }
 
 int backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* value, const float* mask,
-             const float* lse, Bits* dquery, Bits* dkey, Bits* dvalue, const int64_t* shape, const int64_t* strides,
-             int64_t causal, double scale_, int threads) {
+             Bits* dquery, Bits* dkey, Bits* dvalue, const int64_t* shape, const int64_t* strides, int64_t causal,
+             double scale_, int threads) {
   const Shape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
   const Strides y{strides[0], strides[1], strides[2]}, q{strides[3], strides[4], strides[5]},
       k{strides[6], strides[7], strides[8]}, v{strides[9], strides[10], strides[11]};
@@ -304,24 +311,23 @@ int backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* v
           for (int64_t i = 0; i < n; ++i) {
             const int64_t limit = causal ? std::min(r + i + 1, seen) : seen;
             float *s = scores.get() + i * pitch, *d = of_p.get() + i * pitch;
-            if (mask) {
-              exponents<true>(s, limit, factor, m.data + b * m.batch + h * m.head + (r + i) * m.row);
-            } else {
-              exponents<false>(s, limit, factor, nullptr);
-            }
-            const __m512 norm = _mm512_set1_ps(lse[(b * z.heads + h) * z.rows + r + i] * kLog2E);
-            __m512 sums = _mm512_setzero_ps();
+            const float most =
+                mask ? exponents<true>(s, limit, factor, m.data + b * m.batch + h * m.head + (r + i) * m.row)
+                     : exponents<false>(s, limit, factor, nullptr);
+            __m512 sums = _mm512_setzero_ps(), totals = _mm512_setzero_ps();
             for (int64_t j = 0; j < limit; j += kLanes) {
-              const __m512 e = power(_mm512_sub_ps(_mm512_loadu_ps(s + j), norm));
+              const __m512 e = power(_mm512_sub_ps(_mm512_loadu_ps(s + j), _mm512_set1_ps(most)));
               _mm512_storeu_ps(s + j, e);
+              totals = _mm512_add_ps(totals, e);
               sums = _mm512_mask3_fmadd_ps(e, _mm512_loadu_ps(d + j), sums, first(limit - j));
             }
-            const __m512 sum = _mm512_set1_ps(_mm512_reduce_add_ps(sums));
+            const float total = 1.0f / _mm512_reduce_add_ps(totals);
+            const __m512 share = _mm512_set1_ps(total), sum = _mm512_set1_ps(_mm512_reduce_add_ps(sums) * total);
             Bits* row = ds.get() + i * pitch;
             uint32_t *of_p_pairs = p_pairs.get() + i / 2 * pitch, *of_ds_pairs = ds_pairs.get() + i / 2 * pitch;
             for (int64_t j = 0; j < whole(seen); j += kLanes) {
               const __mmask16 lanes = j < limit ? first(limit - j) : 0;
-              const __m512 e = _mm512_maskz_loadu_ps(lanes, s + j);
+              const __m512 e = _mm512_maskz_mul_ps(lanes, _mm512_maskz_loadu_ps(lanes, s + j), share);
               const __m512 x = _mm512_maskz_mul_ps(
                   lanes, _mm512_mul_ps(scale, e), _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, d + j), sum));
               const __m512i ds_words = upper(x), p_words = upper(e);
@@ -350,14 +356,14 @@ int backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* v
 }  // namespace
 
 extern "C" int fxprec_attention_forward(const Bits* query, const Bits* key, const Bits* value, const float* mask,
-                                        Bits* out, float* lse, const int64_t* shape, const int64_t* strides,
-                                        int64_t causal, double scale, int threads) {
-  return forward(query, key, value, mask, out, lse, shape, strides, causal, scale, threads);
+                                        Bits* out, const int64_t* shape, const int64_t* strides, int64_t causal,
+                                        double scale, int threads) {
+  return forward(query, key, value, mask, out, shape, strides, causal, scale, threads);
 }
 
 extern "C" int fxprec_attention_backward(const Bits* grad, const Bits* query, const Bits* key, const Bits* value,
-                                         const float* mask, const float* lse, Bits* dquery, Bits* dkey, Bits* dvalue,
+                                         const float* mask, Bits* dquery, Bits* dkey, Bits* dvalue,
                                          const int64_t* shape, const int64_t* strides, int64_t causal, double scale,
                                          int threads) {
-  return backward(grad, query, key, value, mask, lse, dquery, dkey, dvalue, shape, strides, causal, scale, threads);
+  return backward(grad, query, key, value, mask, dquery, dkey, dvalue, shape, strides, causal, scale, threads);
 }

@@ -1,7 +1,7 @@
 """Attention on a CPU, in bfloat16: what ``fxprec``'s ways to compute it serve, and what they compute, in plain torch::
 
     S = scale * q k^T + mask
-    P = softmax(S) = exp(S - norms)
+    P = softmax(S)
     out = P v
 
     dP = dout v^T
@@ -119,41 +119,32 @@ def gradients_like(
     return empty_like(query), empty_like(key), empty_like(value)
 
 
-def result_and_norms_like(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Memory for the output, and for each row the logarithm of the sum of its exponentials: [N, H, T], wide."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
-
-
 def elements_side_by_side(x: Tensor) -> Tensor:
     """Elements of a row as kernels read them; rows and heads may lie anywhere."""
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def op_with_norms(
-    name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+def op_of(
+    name: str, forward: Callable[..., Tensor], backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 ) -> KernelOp:
-    """Attention whose backward makes P again.
+    """Attention that keeps nothing for its backward but what came in.
 
     Args:
         name: of the op; that of its backward ends in "_backward".
-        forward: of query, key, value, mask, causal and scale: the output and the norms, as ``result_and_norms_like``.
-        backward: of the output's gradient, query, key, value, mask, norms, causal and scale: three gradients.
+        forward: of query, key, value, mask, causal and scale: the output, as ``empty_like``.
+        backward: of the output's gradient and the same: three gradients.
     """
     backward_op = KernelOp(f"{name}_backward", backward, gradients_like)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         *tensors, causal, scale = inputs
-        ctx.set_materialize_grads(False)
         ctx.settings = causal, scale
-        ctx.save_for_backward(*tensors, output[1])
+        ctx.save_for_backward(*tensors)
 
-    def gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 6
-        *tensors, norms = ctx.saved_tensors
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        given = *ctx.saved_tensors, *ctx.settings
         if torch.is_grad_enabled():
-            return eager_gradients(reference, (*tensors, *ctx.settings), (grad,))
-        return *backward_op(grad, *tensors, norms, *ctx.settings), None, None, None
+            return eager_gradients(reference, given, (grad,))
+        return *backward_op(grad, *given), None, None, None
 
-    return KernelOp(name, forward, result_and_norms_like, backward=gradients, setup_context=setup_context)
+    return KernelOp(name, forward, lambda query, *_: empty_like(query), backward=gradients, setup_context=setup_context)

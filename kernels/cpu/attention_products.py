@@ -14,7 +14,8 @@ Under a causal mask rows come in up to four blocks, each with the keys that it s
 not computed. A backward gets P in one of two ways:
 
     attention_by_products    the forward keeps it, low: its memory grows with T * S
-    recomputed_attention     the forward is torch's kernel, which keeps the norms: P = exp(S - norms)
+    recomputed_attention     the forward is torch's kernel: P is made again. Not as exp(S - norms), of which rows do not
+                             add up to 1 where scores are large: dS of such a row is wrong by as much times dP
 
 Which takes less time is the processor's: on a Xeon with AMX torch's forward gains more than a second S costs. Both are
 for rows of some hundreds of keys (``is_short``): of more torch's kernel is the faster one.
@@ -34,6 +35,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.cpu.attention import (
@@ -41,13 +43,13 @@ from fxprec.kernels.cpu.attention import (
     elements_side_by_side,
     empty_like,
     gradients_like,
-    op_with_norms,
+    op_of,
     reference,
     wants_gradients,
 )
 from fxprec.kernels.cpu.processor import bfloat16_units
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.torch_internals import aten_flash_attention_for_cpu, softmax_backward
+from fxprec.kernels.torch_internals import softmax_backward
 
 #: Bytes of the FP32 scores that are made at once: with what is made of them they stay in a cache of some megabytes.
 _AT_ONCE: Final = 1 << 22
@@ -153,25 +155,23 @@ class _Softmax:
         self._memory = torch.empty(2, max(plan.sizes), dtype=wide)
         self._zero = torch.zeros((), dtype=wide)
 
-    def product(self, left: Tensor, right: Tensor, which: int = 0) -> Tensor:
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
         """``scale * left right^T``, both wide: [heads, rows, columns]."""
-        out = self._take(which, (len(left), left.shape[1], right.shape[1]))
+        out = self._take(0, (len(left), left.shape[1], right.shape[1]))
         return torch.baddbmm(self._zero, left, right.transpose(1, 2), beta=0, alpha=self._scale, out=out)
 
     def probabilities(self, query: Tensor, keys: Tensor, chunk: _Chunk, block: _Block) -> Tensor:
         """P of the rows of a query and the keys that they see, both wide."""
-        scores = self._scores(query, keys, chunk, block, 0)
+        scores = self.product(query, keys)
+        rows = block.rows.stop - block.rows.start
         if self._causal:
-            square = self._square(scores, block)
-            square += torch.full(square.shape[1:], -math.inf, dtype=self._wide).triu_(1)
+            first = block.rows.start
+            above = torch.full((rows, block.keys - first), -math.inf, dtype=self._wide).triu_(1)
+            scores.view(-1, rows, block.keys)[:, :, first:] += above
+        if self._mask is not None:
+            part = self._mask[chunk.batch, chunk.query_heads, block.rows, : block.keys]
+            scores.view(part.shape).add_(part)
         return torch.softmax(scores, -1, out=self._take(1, scores.shape))
-
-    def probabilities_again(self, query: Tensor, keys: Tensor, norms: Tensor, chunk: _Chunk, block: _Block) -> Tensor:
-        """The same of the rows' norms, [heads, rows, 1]."""
-        p = self._scores(query, keys, chunk, block, 1).sub_(norms).exp_()
-        if self._causal:  # afterwards: exp of -inf takes several times as long
-            self._square(p, block).tril_()
-        return p
 
     def widened(self, probabilities: Tensor) -> Tensor:
         """Low P, wide."""
@@ -180,19 +180,6 @@ class _Softmax:
     def derivative(self, gradients: Tensor, probabilities: Tensor) -> Tensor:
         """dS of dP, which is overwritten, and P, both wide."""
         return softmax_backward(gradients, probabilities, -1, self._wide, grad_input=gradients)
-
-    def _scores(self, query: Tensor, keys: Tensor, chunk: _Chunk, block: _Block, which: int) -> Tensor:
-        """Those of keys that a causal mask hides among them."""
-        scores = self.product(query, keys, which)
-        if self._mask is not None:
-            part = self._mask[chunk.batch, chunk.query_heads, block.rows, : block.keys]
-            scores.view(part.shape).add_(part)
-        return scores
-
-    def _square(self, of_scores: Tensor, block: _Block) -> Tensor:
-        """What a causal mask cuts in two, [heads, rows of one, keys that some of them see]."""
-        rows = block.rows.stop - block.rows.start
-        return of_scores.view(-1, rows, block.keys)[:, :, block.rows.start :]
 
     def _take(self, which: int, shape: tuple[int, ...]) -> Tensor:
         return self._memory[which, : math.prod(shape)].view(shape)
@@ -250,19 +237,16 @@ def _backward(
 
 
 def _backward_again(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, norms: Tensor, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value, of the norms of rows."""
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
     wide, plan = torch.promote_types(query.dtype, torch.float32), _Plan.of(query, key, causal)
     softmax, gradients = _Softmax(plan, mask, causal, scale, wide), gradients_like(grad, query, key, value)
     for chunk in plan.chunks:
         part = _Backward(plan, chunk, grad, query, key, value, softmax)
         rows, keys = part.rows.to(wide), part.keys.to(wide)
-        norm = plan.queries(norms.unsqueeze(-1), chunk, wide)
         for block in reversed(plan.blocks):
-            seen = keys[:, : block.keys]
-            p = softmax.probabilities_again(_rows(rows, block), seen, _rows(norm, block), chunk, block)
+            p = softmax.probabilities(_rows(rows, block), keys[:, : block.keys], chunk, block)
             part.add(block, p.to(query.dtype), p, gradients[0])
         part.put(gradients[1:])
     return gradients
@@ -317,18 +301,15 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 def _forward_of_torch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The output and the norms."""
-    group = query.shape[1] // key.shape[1]
-    query, key, value = map(elements_side_by_side, (query, key, value))
-    key, value = (x if group == 1 else x.repeat_interleave(group, 1) for x in (key, value))
-    out, norms = aten_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
-    return out, norms.contiguous()
+) -> Tensor:
+    query, key, value = map(elements_side_by_side, (query, key, value))  # of others it takes plain ops
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
 
 
 _backward_op = KernelOp("attention_backward", _backward, gradients_like)
 _op = KernelOp("attention", _forward, _fake, backward=_gradients, setup_context=_setup_context)
-_recomputed_op = op_with_norms("recomputed_attention", _forward_of_torch, _backward_again)
+_recomputed_op = op_of("recomputed_attention", _forward_of_torch, _backward_again)
 
 
 def attention_by_products(
@@ -358,7 +339,7 @@ def recomputed_attention(
 ) -> Tensor:  # fmt: skip
     """The same: torch's kernel forward, products backward, for which P is made again."""
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    return _recomputed_op(query, key, value, additive(mask, query, key), causal, scale)[0]
+    return _recomputed_op(query, key, value, additive(mask, query, key), causal, scale)
 
 
 def is_short(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:

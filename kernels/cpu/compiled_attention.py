@@ -20,11 +20,11 @@ from torch import Tensor
 from fxprec.kernels.cpu.attention import (
     additive,
     elements_side_by_side,
+    empty_like,
     gradients_like,
-    op_with_norms,
+    op_of,
     plain_gradients,
     reference,
-    result_and_norms_like,
     scores,
 )
 from fxprec.kernels.cpu.cpp import compiled, pointer, why_no_compiler
@@ -41,36 +41,25 @@ def why_not() -> str:
     return why_no_compiler()
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Returns the output, and for each row the logarithm of the sum of its exponentials: [N, H, T], wide."""
+def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     if query.dtype is not torch.bfloat16:  # a reference's
-        norms = scores(query, key, mask, causal, scale).logsumexp(-1)
-        return reference(query, key, value, mask, causal, scale), norms
+        return reference(query, key, value, mask, causal, scale)
     query, key, value = map(elements_side_by_side, (query, key, value))
-    out, norms = result_and_norms_like(query)
-    _call("forward", (query, key, value, mask, out, norms), query, key, (query, key, value, out), mask, causal, scale)
-    return out, norms
+    out = empty_like(query)
+    _call("forward", (query, key, value, mask, out), query, key, (query, key, value, out), mask, causal, scale)
+    return out
 
 
 def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    norms: Tensor,
-    causal: bool,
-    scale: float,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     if query.dtype is not torch.bfloat16:
-        p = (scores(query, key, mask, causal, scale) - norms.unsqueeze(-1)).exp()
+        p = torch.softmax(scores(query, key, mask, causal, scale), -1)
         return plain_gradients(grad, query, key, value, p, scale)
     grad, query, key, value = map(elements_side_by_side, (grad, query, key, value))
     made = gradients_like(grad, query, key, value)
-    tensors = (grad, query, key, value, mask, norms, *made)
+    tensors = (grad, query, key, value, mask, *made)
     _call("backward", tensors, query, key, (grad, query, key, value), mask, causal, scale)
     return made
 
@@ -86,15 +75,14 @@ def run_for(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
     if any(elements_side_by_side(each) is not each for each in (query, key, value)):
         return None
     batch, heads, rows, width = query.shape
-    strided = query, key, value, result_and_norms_like(query)[0]
+    strided = query, key, value, empty_like(query)
     shape, strides = _sizes(query, key), _strides(strided, None)
     of = ctypes.c_int64(causal), ctypes.c_double(_scale(query, scale)), torch.get_num_threads()
     function = _function("forward")
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = query.new_empty(batch, rows, heads, width)
-        norms = query.new_empty((batch, heads, rows), dtype=torch.float32)
-        _check("forward", function(*map(pointer, (query, key, value, None, out, norms)), shape, strides, *of))
+        _check("forward", function(*map(pointer, (query, key, value, None, out)), shape, strides, *of))
         return out.transpose(1, 2)
 
     return run
@@ -142,7 +130,7 @@ def _check(name: str, status: int) -> None:
         )
 
 
-_op = op_with_norms("compiled_attention", _forward, _backward)
+_op = op_of("compiled_attention", _forward, _backward)
 
 
 def compiled_attention(
@@ -158,4 +146,4 @@ def compiled_attention(
     Raises:
         CompilerError: nothing can be compiled here.
     """
-    return _op(query, key, value, additive(mask, query, key), causal, _scale(query, scale))[0]
+    return _op(query, key, value, additive(mask, query, key), causal, _scale(query, scale))

@@ -138,18 +138,15 @@ class PackedConv:
     def _pack(self, shape: torch.Size) -> Tensor:
         plain = self._plain
         if plain is None:  # packing loses nothing
-            plain = self._plain = self._unpacked(next(iter(self._packed.values())))
+            dense = next(iter(self._packed.values())).to_dense()
+            plain = self._plain = dense.transpose(0, 1).contiguous() if self._is_transposed else dense
         if len(self._packed) >= _SIZES or 0 in shape:
             return plain
         packed = self._reorder(plain, *self._options, [*shape])
         self._packed[shape] = packed
-        if len(self._packed) == 1:
-            self._plain = None  # mostly there is but one size
+        if len(self._packed) == 1 and not (self._is_transposed and self._geometry.groups > 1):
+            self._plain = None  # mostly there is but one size; the excepted do not always unpack as they were
         return packed
-
-    def _unpacked(self, packed: Tensor) -> Tensor:
-        dense = packed.to_dense()
-        return _swapped(dense, self._geometry.groups) if self._is_transposed else dense
 
     @property
     def nbytes(self) -> int:

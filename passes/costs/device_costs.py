@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from math import exp, inf, isfinite, log, prod
+from math import exp, inf, isfinite, log
+from statistics import geometric_mean
 from typing import Any, Final, Literal
 
 import torch
@@ -25,6 +26,8 @@ _FORMAT: Final = 1
 _OF_LOOPS: Final = (torch.float32, torch.bfloat16)
 #: Sizes at which two ways are compared.
 _STEPS: Final = 64
+#: Of the time of the way that is preferred.
+_CLEARLY: Final = 0.95
 
 
 class Work(StrEnum):
@@ -238,16 +241,19 @@ class DeviceCosts:
             found.append(first)
         return found[0], found[1]
 
-    def fastest_attention(self, dtype: torch.dtype, ways: Sequence[AttentionWay]) -> AttentionWay:
-        """Of these the way that takes the least time, forward and backward; the first where none was measured."""
-        known: list[AttentionWay] = [way for way in ways if self._knows(dtype, way)]
-        if not known:
-            return ways[0]
-        sizes = [work for work, _ in self.curves[dtype][Work.ATTENTION].points]
-        seconds: dict[AttentionWay, float] = {
-            way: prod(self._there_and_back(dtype, size, 1.0, ATTENTION_WAYS[way]) for size in sizes) for way in known
-        }
-        return min(known, key=seconds.__getitem__)
+    def best_attention(self, dtype: torch.dtype, ways: Sequence[AttentionWay]) -> AttentionWay:
+        """The first of these that was measured, unless another one takes clearly less time, forward and backward.
+
+        The last one where none was measured.
+        """
+        best, least = ways[-1], inf
+        sizes = [work for work, _ in self.curves[torch.float32][Work.ATTENTION].points]
+        for way in ways:
+            if self._knows(dtype, way):
+                seconds = geometric_mean(self._there_and_back(dtype, size, 1.0, ATTENTION_WAYS[way]) for size in sizes)
+                if seconds < _CLEARLY * least:
+                    best, least = way, seconds
+        return best
 
     @property
     def loops(self) -> LoopPrices | None:

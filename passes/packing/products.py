@@ -132,7 +132,10 @@ def _geometry(node: Node, names: tuple[str, ...], dimensions: int) -> Geometry |
     numbers = {name: _numbers(value, dimensions) for name, value in given.items()}
     if None in numbers.values() or not isinstance(groups, int):
         return "its stride, padding or dilation is no number"
-    return Geometry(groups=groups, **numbers)  # type: ignore[arg-type]
+    found = Geometry(groups=groups, **numbers)  # type: ignore[arg-type]
+    if any(more >= step for more, step in zip(found.output_padding or (), found.stride, strict=False)):
+        return "oneDNN has none whose output padding is as large as its stride"
+    return found
 
 
 def _numbers(value: Any, count: int) -> tuple[int, ...] | None:

@@ -142,23 +142,6 @@ def test_torch_tells_where_it_has_no_fused_attention():
     assert of_kernels.attention_choice(q, q, q, None, 0.1, True, enable_gqa=False) == 0
 
 
-@contract("kernels", "aten_flash_attention_for_cpu")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_torchs_attention_gives_the_norms_of_its_rows(dtype: torch.dtype) -> None:
-    q, k, v = (torch.randn(2, 3, rows, 8).to(dtype) for rows in (5, 7, 7))
-    mask = torch.randn(2, 1, 1, 7, dtype=torch.promote_types(dtype, torch.float32)).expand(2, 3, 5, 7)
-    for given, causal in ((None, True), (mask, False)):
-        scores = q.double() @ k.double().transpose(-1, -2) * 0.3
-        scores += torch.full((5, 7), -torch.inf).triu(1) if given is None else given
-        out, norms = of_kernels.aten_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=given, scale=0.3)
-        exact = F.scaled_dot_product_attention(
-            q, k, v, None if given is None else given.to(dtype), 0.0, causal, scale=0.3
-        )
-        torch.testing.assert_close(out, exact, atol=0.02, rtol=0.02)
-        torch.testing.assert_close(norms.double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
-        assert norms.dtype is torch.promote_types(dtype, torch.float32)
-
-
 @contract("kernels", "softmax_backward")
 def test_the_derivative_of_a_softmax_can_be_written_over_its_gradient():
     x, gradient = torch.randn(2, 3, 5, requires_grad=True), torch.randn(2, 3, 5)

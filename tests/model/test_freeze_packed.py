@@ -252,6 +252,35 @@ def test_transposed_convolutions_are_packed(options, norm, dtype):
     assert joined(model)[0] == (("batch_norm", "relu") if norm else ("hardswish",))
 
 
+@pytest.mark.parametrize(
+    ("options", "channels"),
+    [
+        (dict(kernel_size=2, stride=2, groups=2, dilation=2), (16, 16)),
+        (dict(kernel_size=1, stride=2, padding=1, groups=4), (32, 32)),
+        (dict(kernel_size=3, groups=2), (8, 24)),
+    ],
+)
+def test_grouped_transposed_weights_serve_several_sizes(options, channels):
+    """oneDNN's layouts of some do not give back what was packed."""
+    layer = nn.Sequential(nn.ConvTranspose2d(*channels, **options)).eval().to(memory_format=torch.channels_last)
+    exact, model = copy.deepcopy(layer).double(), frozen(layer, torch.randn(4, channels[0], 6, 6))
+    with torch.no_grad():
+        for count, side in ((4, 6), (3, 6), (2, 9), (1, 5), (1, 7), (4, 6)):
+            x = torch.randn(count, channels[0], side, 6)
+            assert error(model(x), exact(x.double())) < 0.01
+
+
+@pytest.mark.parametrize(
+    "options", [dict(stride=1, dilation=2, output_padding=1), dict(stride=2, dilation=3, output_padding=(1, 2))]
+)
+def test_an_output_padding_as_large_as_the_stride_is_torchs(options):
+    model = nn.Sequential(nn.ConvTranspose2d(8, 4, 2, **options)).eval()
+    exact, model = copy.deepcopy(model).double(), frozen(model)
+    with torch.no_grad():
+        assert error(model(IMAGES), exact(IMAGES.double())) < 0.01 and not runs_packed(model, IMAGES)
+    assert any("output padding" in each for each in fxprec.graph_module(model).meta["declined"])
+
+
 def test_sizes_of_results_and_images_of_three_dimensions():
     class Decoder(nn.Module):
         def __init__(self):
@@ -271,7 +300,7 @@ def test_sizes_of_results_and_images_of_three_dimensions():
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_a_transposed_weight_is_unpacked_as_it_was(groups):
+def test_a_transposed_weight_beyond_a_few_sizes_is_as_it_was(groups):
     weight = torch.randn(6, 4, 3, 2).bfloat16()
     conv = PackedConv(weight, Geometry((1, 1), (0, 0), (1, 1), groups, (0, 0)))
     for side in range(5, 12):

@@ -120,22 +120,25 @@ def test_the_forms_of_ours_have_derivatives_in_all_that_they_read(way: str, caus
     tensors = [torch.randn(1, heads, n, 3, dtype=torch.float64) for heads, n in ((4, 3), (2, 5), (2, 5))]
     mask = None if causal else torch.randn(1, 4, 3, 5, dtype=torch.float64)
     forward, backward = (ATTENTION[f"fxprec::{way}{end}"] for end in ("", "_backward"))
-    last = (True,) if way == "attention" else ()
+    keeps = way == "attention"
+    last = (True,) if keeps else ()
     own = getattr(torch.ops.fxprec, way)
     reads = [each.requires_grad_() for each in (*tensors, *([] if mask is None else [mask]))]
-    kept = forward(*tensors, mask, causal, 0.6, *last)
-    torch.testing.assert_close([*kept], [*own(*tensors, mask, causal, 0.6, *last)])
+    made, owns = forward(*tensors, mask, causal, 0.6, *last), own(*tensors, mask, causal, 0.6, *last)
+    out, *kept = made if keeps else (made,)
+    torch.testing.assert_close([out, *kept], [*owns] if keeps else [owns])
 
     def run(*given: Tensor) -> Any:
         return forward(*given[:3], *(given[3:] or (None,)), causal, 0.6, *last)
 
-    def run_backward(grad: Tensor, saved: Tensor, *given: Tensor) -> Any:
-        return backward(grad, *given[:3], *(given[3:] or (None,)), saved, causal, 0.6)
+    def run_backward(grad: Tensor, *given: Tensor) -> Any:
+        saved, given = given[: len(kept)], given[len(kept) :]
+        return backward(grad, *given[:3], *(given[3:] or (None,)), *saved, causal, 0.6)
 
-    saved, grad = kept[1].detach().requires_grad_(), torch.randn_like(kept[0]).requires_grad_()
+    saved, grad = [each.detach().requires_grad_() for each in kept], torch.randn_like(out).requires_grad_()
     assert torch.autograd.gradcheck(run, reads)
-    assert torch.autograd.gradcheck(run_backward, (grad, saved, *reads))
-    (found, expected) = run_backward(grad, saved, *reads), torch.autograd.grad(kept[0], tensors, grad)
+    assert torch.autograd.gradcheck(run_backward, (grad, *saved, *reads))
+    (found, expected) = run_backward(grad, *saved, *reads), torch.autograd.grad(out, tensors, grad)
     torch.testing.assert_close([*found], [*expected])
 
 

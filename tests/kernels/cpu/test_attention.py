@@ -291,6 +291,42 @@ def test_what_a_mask_pushes_far_down_has_no_part_in_it(attend: Any) -> None:
     torch.testing.assert_close(ours[0], attend(tensors[0], *(each[:, :, :4] for each in tensors[1:])))
 
 
+LEAST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("least", [LEAST, torch.finfo(BF16).min, -1e30])
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(3, 20)])
+def test_a_row_of_which_a_mask_leaves_nothing_weighs_all_alike(least: float, rows: slice, attend: Any) -> None:
+    """As masks of padding on the left have them, which hide by the least finite number."""
+    shape = (1, 2, 2, 40, 40, 16)
+    tensors, mask = (
+        operands(shape, scale=1.0),
+        torch.zeros(1, 1, 40, 40).masked_fill(torch.ones(40, 40).triu(1) > 0, least),
+    )
+    mask[:, :, rows] = least
+    upstream = torch.randn(1, 2, 40, 16).to(BF16)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        given = {"mask": mask.double(), "causal": False}
+        truth = results(torchs, [each.double() for each in tensors], given, upstream)
+    for got, exact in zip(results(attend, tensors, {"mask": mask, "causal": False}, upstream), truth, strict=True):
+        assert error(got, exact) <= 6e-3 * exact.norm().item()
+
+
+@pytest.mark.parametrize("amplitude", [30.0, 60.0, 100.0])
+@pytest.mark.parametrize("way", ["recomputed", "compiled"])
+def test_gradients_of_rows_that_attend_to_one_key(amplitude: float, way: str) -> None:
+    """Where scores are so large that exp(S - norm) adds up to anything but 1. (Products keep P rounded.)"""
+    if way == "compiled" and (why := why_not()):
+        pytest.skip(why)
+    tensors = operands((1, 2, 2, 96, 96, 32), scale=amplitude)
+    upstream = torch.randn(1, 2, 96, 32).to(BF16)
+    given = {"mask": None, "causal": False}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        truth = results(torchs, [each.double() for each in tensors], given, upstream)
+    for got, exact in zip(results(WAYS[way], tensors, given, upstream), truth, strict=True):
+        assert error(got, exact) <= 0.01 * exact.norm().item()
+
+
 def test_large_scores_do_not_overflow(attend: Any) -> None:
     tensors = [each * 60 for each in operands((1, 1, 1, 16, 16, 8))]
     truth = torchs(*(each.double() for each in tensors), None, False)
