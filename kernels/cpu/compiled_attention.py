@@ -1,8 +1,8 @@
 """Attention on a CPU as one compiled loop: ``attention.cpp``, forward and backward.
 
-The same as ``attention_products``, which are made of torch's ops, with its softmax in FP32 between products that put out
-FP32. Scores never leave the cache: the forward keeps nothing, and the backward makes the probabilities anew. Errors against float64 are those of torch's kernel in the output,
-and a half to three quarters of them in the gradients.
+The same as ``attention_products``, which are made of torch's ops, with its softmax in FP32 between products that put
+out FP32. Scores never leave the cache: the forward keeps nothing, and the backward makes the probabilities anew. Errors
+against float64 are those of torch's kernel in the output, and a half to nine tenths of them in the gradients.
 
 The first call compiles (``cpp``): two seconds, once a machine.
 """
