@@ -270,9 +270,10 @@ class _Packer:
             gone.add(node)
             if node.target is packed_conv_plus:
                 x, _, _, other, relu = node.args
-                readers = [user for user in other.users if not _asks_dimensions(user)]  # type: ignore[union-attr]
+                assert isinstance(other, Node)
+                readers = [user for user in other.users if not _asks_dimensions(user)]
                 read_before = all(user.target in convolutions and user in gone for user in readers)
-                if other is not x and other.target in convolutions and read_before:  # type: ignore[union-attr]
+                if other is not x and other.target in convolutions and read_before:
                     node.args = (*node.args[:4], relu, True)
 
     def _put_back(self, value: Node, origins: tuple[Node, ...]) -> Node:

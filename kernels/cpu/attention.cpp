@@ -152,7 +152,8 @@ inline float exponents(float* s, int64_t limit, float factor_, const float* mask
       const __m512 more = _mm512_maskz_loadu_ps(lanes, mask + j), most_negative = _mm512_set1_ps(-kLargest);
       t = _mm512_fmadd_ps(more, _mm512_set1_ps(kLog2E), t);
       // Models write the least finite number for -inf; in a row of nothing else all weigh the same.
-      t = _mm512_mask_max_ps(t, _mm512_cmp_ps_mask(more, most_negative, _CMP_GE_OQ), t, most_negative);
+      // (Of a NaN the maximum is the second operand.)
+      t = _mm512_mask_max_ps(t, _mm512_cmp_ps_mask(more, most_negative, _CMP_GE_OQ), most_negative, t);
       const __mmask16 nan = _mm512_cmp_ps_mask(t, t, _CMP_UNORD_Q);  // of any bits in a mask: see `upper`
       t = _mm512_mask_mov_ps(t, nan, _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()));
     }

@@ -32,7 +32,7 @@ _BY_OPS: Final = 0
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, grouped: bool) -> bool:
-    """Whether these products do what ``scaled_dot_product_attention`` does of such arguments, in its place.
+    """Whether our ways do what ``scaled_dot_product_attention`` does of such arguments, in its place.
 
     Not where torch has no fused kernel, but computes in FP32. Not where somebody looks into the ops: vmap and forward
     mode have no rule for ours, a tracer would unroll them. Not where a row attends to nothing and has no softmax:
@@ -117,6 +117,11 @@ def gradients_like(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Memory for those of query, key and value."""
     return empty_like(query), empty_like(key), empty_like(value)
+
+
+def scale_of(query: Tensor, given: float | None) -> float:
+    """1 / sqrt(E) where none is given."""
+    return 1.0 / math.sqrt(query.shape[3]) if given is None else float(given)
 
 
 def elements_side_by_side(x: Tensor) -> Tensor:

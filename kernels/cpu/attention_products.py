@@ -45,6 +45,7 @@ from fxprec.kernels.cpu.attention import (
     gradients_like,
     op_of,
     reference,
+    scale_of,
     wants_gradients,
 )
 from fxprec.kernels.cpu.processor import bfloat16_units
@@ -328,9 +329,8 @@ def attention_by_products(
     Returns:
         [N, H, T, E], bfloat16, in memory [N, T, H, E].
     """
-    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
     kept = wants_gradients(query, key, value)
-    return _op(query, key, value, additive(mask, query, key), causal, scale, kept)[0]
+    return _op(query, key, value, additive(mask, query, key), causal, scale_of(query, scale), kept)[0]
 
 
 def recomputed_attention(
@@ -338,16 +338,15 @@ def recomputed_attention(
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The same: torch's kernel forward, products backward, for which P is made again."""
-    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    return _recomputed_op(query, key, value, additive(mask, query, key), causal, scale)
+    return _recomputed_op(query, key, value, additive(mask, query, key), causal, scale_of(query, scale))
 
 
 def is_short(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
     """Whether P, if a backward may follow, takes no more memory than it may.
 
     Where it would, torch's kernel is as fast as products: of 2 x 12 heads of 512 rows, 64 wide, under a causal mask, it
-    takes 1.13 times the time of ``recomputed_attention``, and of 8 heads of 1024 rows 0.87 times (two cores of a Xeon
-    with AMX).
+    takes 1.09 times the time of ``recomputed_attention``, and of 8 heads of 1024 rows 0.77 times (two cores of a Xeon
+    with AMX, ``python -m benchmarks attention``).
     """
     if not wants_gradients(query, key, value):
         return True

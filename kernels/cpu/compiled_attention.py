@@ -10,7 +10,6 @@ The first call compiles (``cpp``): two seconds, once a machine.
 from __future__ import annotations
 
 import ctypes
-import math
 from typing import Any, Final
 
 import torch
@@ -24,6 +23,7 @@ from fxprec.kernels.cpu.attention import (
     op_of,
     plain_gradients,
     reference,
+    scale_of,
     scores,
 )
 from fxprec.kernels.cpu.cpp import compiled, pointer, why_no_compiler
@@ -76,7 +76,7 @@ def run_for(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
     batch, heads, rows, width = query.shape
     strided = query, key, value, empty_like(query)
     shape, strides = _sizes(query, key), _strides(strided, None)
-    of = ctypes.c_int64(causal), ctypes.c_double(_scale(query, scale)), torch.get_num_threads()
+    of = ctypes.c_int64(causal), ctypes.c_double(scale_of(query, scale)), torch.get_num_threads()
     function = _function("forward")
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -117,10 +117,6 @@ def _strides(strided: tuple[Tensor, ...], mask: Tensor | None) -> Any:
     return (ctypes.c_int64 * len(found))(*found)
 
 
-def _scale(query: Tensor, given: float | None) -> float:
-    return 1.0 / math.sqrt(query.shape[3]) if given is None else float(given)
-
-
 def _check(name: str, status: int) -> None:
     if status:
         raise RuntimeError(
@@ -145,4 +141,4 @@ def compiled_attention(
     Raises:
         CompilerError: nothing can be compiled here.
     """
-    return _op(query, key, value, additive(mask, query, key), causal, _scale(query, scale))
+    return _op(query, key, value, additive(mask, query, key), causal, scale_of(query, scale))

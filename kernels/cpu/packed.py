@@ -155,12 +155,6 @@ class PackedConv:
         return sum(each.numel() * each.element_size() for each in held)
 
 
-def _swapped(weight: Tensor, groups: int) -> Tensor:
-    """Output channels before input channels made the other way around, within each group of channels."""
-    apart = weight.unflatten(0, (groups, -1)).transpose(1, 2)
-    return apart.flatten(0, 1).contiguous()
-
-
 def fold_norm(
     weight: Tensor, bias: Tensor | None, mean: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None,
     eps: float, geometry: Geometry,
@@ -170,10 +164,11 @@ def fold_norm(
     scale = scale if gamma is None else scale * gamma.double()
     shift = -mean.double() if bias is None else bias.double() - mean.double()
     shift = shift * scale if beta is None else shift * scale + beta.double()
-    transposed, groups = geometry.output_padding is not None, geometry.groups
-    by_output = _swapped(weight, groups) if transposed else weight
-    scaled = by_output.double() * scale.view(-1, *[1] * (weight.dim() - 1))
-    return (_swapped(scaled, groups) if transposed else scaled).float(), shift.float()
+    ones, wide = [1] * (weight.dim() - 2), weight.double()
+    if geometry.output_padding is None:
+        return (wide * scale.view(-1, 1, *ones)).float(), shift.float()
+    apart = wide.unflatten(0, (geometry.groups, -1))  # input channels before output channels, of each group
+    return (apart * scale.view(geometry.groups, 1, -1, *ones)).flatten(0, 1).float(), shift.float()
 
 
 def packed_linear_of_many(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

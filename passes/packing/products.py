@@ -129,10 +129,10 @@ def _geometry(node: Node, names: tuple[str, ...], dimensions: int) -> Geometry |
     """Of a convolution, else why it has none."""
     given = {name: argument(node, 3 + i, name, _DEFAULTS[name]) for i, name in enumerate(names)}
     groups = given.pop("groups")
-    numbers = {name: _numbers(value, dimensions) for name, value in given.items()}
-    if None in numbers.values() or not isinstance(groups, int):
+    numbers = {name: found for name, value in given.items() if (found := _numbers(value, dimensions)) is not None}
+    if len(numbers) < len(given) or not isinstance(groups, int):
         return "its stride, padding or dilation is no number"
-    found = Geometry(groups=groups, **numbers)  # type: ignore[arg-type]
+    found = Geometry(groups=groups, **numbers)
     if any(more >= step for more, step in zip(found.output_padding or (), found.stride, strict=False)):
         return "oneDNN has none whose output padding is as large as its stride"
     return found

@@ -19,6 +19,7 @@ from fxprec.kernels.cpu.compiled_attention import compiled_attention, why_not
 from fxprec.testing import count_casts
 
 BF16 = torch.bfloat16
+LEAST = torch.finfo(torch.float32).min
 
 #: (batch, heads, heads of key and value, rows, keys, width)
 SHAPES = [
@@ -266,9 +267,19 @@ def test_what_is_not_finite_stays_so(bad: float, which: int, attend: Any) -> Non
     ours = attend(*tensors)
     exact = reference(*(each.double() for each in tensors), None, False, 8**-0.5)  # torch's kernel hides some
     if attend is recomputed_attention:
-        assert torch.equal(ours, torchs(*tensors, None, False)) or bool(ours.isnan().any())
+        torch.testing.assert_close(ours, torchs(*tensors, None, False), rtol=0, atol=0, equal_nan=True)
         return
     assert torch.equal(ours.isfinite(), exact.isfinite()) and not ours.isfinite().all()
+
+
+@pytest.mark.parametrize("way", ["products", "compiled"])
+def test_nan_stays_under_a_mask(way: str) -> None:
+    if way == "compiled" and (why := why_not()):
+        pytest.skip(why)
+    tensors = operands((1, 2, 2, 9, 40, 8))
+    tensors[0][0, 1, 3, 2] = math.nan
+    ours = WAYS[way](*tensors, mask=torch.zeros(9, 40).index_fill(1, torch.arange(4), LEAST))
+    assert ours[0, 1, 3].isnan().all() and ours.isnan().sum() == 8
 
 
 def test_nan_of_any_bits_in_a_mask_stays_nan(attend: Any) -> None:
@@ -289,9 +300,6 @@ def test_what_a_mask_pushes_far_down_has_no_part_in_it(attend: Any) -> None:
     ours = results(attend, tensors, {"mask": mask, "causal": False}, torch.ones(1, 2, 3, 4, dtype=BF16))
     assert all(each[:, :, 4:].eq(0).all() and each[:, :, :4].ne(0).any() for each in ours[2:])
     torch.testing.assert_close(ours[0], attend(tensors[0], *(each[:, :, :4] for each in tensors[1:])))
-
-
-LEAST = torch.finfo(torch.float32).min
 
 
 @pytest.mark.parametrize("least", [LEAST, torch.finfo(BF16).min, -1e30])
