@@ -23,6 +23,8 @@ from torch import Tensor
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watcher
 
 _KERNELS: Final[dict[str, KernelOp]] = {}
+#: Tensors that are nobody's: a subclass must see the op, as a tracer, a mode and a function transform must.
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 class KernelOp:
@@ -54,21 +56,28 @@ class KernelOp:
         _KERNELS[name] = self
         self.op = torch.library.custom_op(f"fxprec::{name}", forward, mutates_args=tuple(mutates_args))
         self.op.register_fake(fake)
-        self._function: Any = None
+        self._apply: Any = None
         self._transformed: Any = None
         if backward is not None:
             self.op.register_autograd(backward, setup_context=setup_context)
-            self._function = _function(name, forward, backward, setup_context)
+            function: Any = _function(name, forward, backward, setup_context)
+            # Without its look for function transforms: none are active where it is called.
+            self._apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
             self._transformed = _transformed(name, self.op, backward, setup_context)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the kernel. All inputs positionally, defaults included."""
-        if _watched(inputs):
+        wanted, seen = False, watcher(COMPILER, ANY_MODE, TRANSFORM) is not None
+        for x in inputs:
+            if isinstance(x, Tensor):
+                wanted |= x.requires_grad
+                seen |= type(x) not in _PLAIN
+        if seen:
             if self._transformed is not None and watcher(TRANSFORM):
                 return self._transformed.apply(*inputs)
             return self.op(*inputs)
-        if self._function is not None and torch.is_grad_enabled() and any(map(_wants_gradient, inputs)):
-            return self._function.apply(*inputs)
+        if wanted and self._apply is not None and torch.is_grad_enabled():
+            return self._apply(*inputs)
         return self.launch(*inputs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,17 +124,6 @@ def _by_name(name: str, module: str) -> KernelOp:
     if name not in _KERNELS:
         importlib.import_module(module)  # unpickled in a process that has not come to it yet
     return _KERNELS[name]
-
-
-def _watched(inputs: tuple[Any, ...]) -> bool:
-    """Whether somebody must see the op: a tracer, a mode, a function transform, a tensor subclass."""
-    return watcher(COMPILER, ANY_MODE, TRANSFORM) is not None or any(
-        isinstance(x, Tensor) and type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in inputs
-    )
-
-
-def _wants_gradient(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _function(name: str, forward: Any, backward: Any, setup_context: Any) -> Any:

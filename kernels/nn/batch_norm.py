@@ -18,27 +18,31 @@ Statistics, their use and all sums are FP32. Nothing depends on the order in whi
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.operands import check_operands, packed
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 from fxprec.kernels.nn.batch_norm_backward import BACKWARD
 from fxprec.kernels.nn.batch_norm_statistics import STATISTICS, channel_statistics
 from fxprec.kernels.nn.batch_norm_tiles import (
     FORWARD_BYTES,
+    OPTIONS,
     STAGES,
     aligned,
     channel_terms,
+    cut,
     dense,
     divided,
+    lie_of,
     like,
     normalized,
     program_place,
-    tiles,
 )
 
 
@@ -198,13 +202,18 @@ def launch(
         rstd = spread.float() if training else (spread.float() + eps).rsqrt()
         return y.copy_(_eager(x, mean.float(), rstd, weight, bias, residual, relu))
     x = aligned(x)
-    cut = tiles(x, FORWARD_BYTES, residual)
-    with on_device(x.device):
-        apply_kernel[cut.grid](
-            x, None if residual is None else like(residual, x), packed(mean), packed(spread), packed(weight),
-            packed(bias), y, eps=eps, RELU=relu, TRAINING=training, **cut.arguments(),
-        )  # fmt: skip
+    residual = None if residual is None else like(residual, x)
+    apply = _bound(*lie_of(x, FORWARD_BYTES, residual), eps, relu, training)
+    apply(x, residual, packed(mean), packed(spread), packed(weight), packed(bias), y)
     return y
+
+
+@lru_cache(maxsize=1024)
+def _bound(*settings: Any) -> Bound:
+    """The kernel, of what ``cut`` takes, eps, relu and training."""
+    *lie, eps, relu, training = settings
+    tiles = cut(*lie)
+    return Bound(apply_kernel, tiles.grid, *tiles.numbers, eps, relu, training, *tiles.constants, **OPTIONS)
 
 
 def fake(x: Tensor, *_: Any) -> Tensor:

@@ -17,26 +17,30 @@ writes dresidual, and kernel two reads that instead of dy and y. Bytes moved: se
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.operands import packed
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 from fxprec.kernels.nn.batch_norm_tiles import (
     BACKWARD_BYTES,
+    OPTIONS,
     STAGES,
     aligned,
     channel_terms,
+    cut,
     dense,
     divided,
+    lie_of,
     like,
     normalized,
     over_tile,
     program_place,
-    tiles,
 )
 
 _BLOCK_PARTS = 32
@@ -180,25 +184,41 @@ def launch(
                 target.copy_(gradient)
         return dx, dweight, dbias, dresidual
     x, dy, y = aligned(x), like(dy, x), None if y is None else like(y, x)
-    cut = tiles(x, BACKWARD_BYTES)
-    terms = {"mean": packed(mean), "spread": packed(spread), "weight": packed(weight), "bias": packed(bias)}
-    scalars = {"eps": eps, "TRAINING": training}
-    source, partials = {"dy": dy, "y": y, "RELU": relu}, None
-    target = dresidual if residual else None
-    with on_device(x.device):
-        if affine or (training and input):
-            partials = x.new_empty((2, cut.parts, cut.channels), dtype=torch.float32)
-            sums_kernel[cut.grid](
-                **source, x=x, **terms, **scalars, dresidual=target, partials=partials, **cut.arguments()
-            )
-            if target is not None:
-                source, target = {"dy": target, "y": None, "RELU": False}, None  # dy' is in memory now
-        inputs_kernel[cut.grid if input or target is not None else (cut.grid[0], 1)](
-            **source, x=x, **terms, **scalars, partials=partials, dx=dx if input else None, dresidual=target,
-            parts=cut.parts, dweight=dweight if affine else None, dbias=dbias if affine else None,
-            share=1.0 / cut.values, BLOCK_PARTS=_BLOCK_PARTS, **cut.arguments(),
-        )  # fmt: skip
+    terms = packed(mean), packed(spread), packed(weight), packed(bias)
+    summed = affine or (training and input)
+    parts, sums, inputs = _launches(*lie_of(x, BACKWARD_BYTES), eps, relu, training, input, summed, residual)
+    target, partials = dresidual if residual else None, None
+    if summed:
+        partials = torch.empty(parts, dtype=torch.float32, device=x.device)
+        sums(dy, x, y, *terms, target, partials)
+        if target is not None:
+            dy, y, target = target, None, None  # dy' is in memory now
+    inputs(
+        dy, x, y, *terms, partials, dx if input else None, dweight if affine else None, dbias if affine else None,
+        target,
+    )  # fmt: skip
     return dx, dweight, dbias, dresidual
+
+
+@lru_cache(maxsize=1024)
+def _launches(*settings: Any) -> tuple[tuple[int, int, int], Bound, Bound]:
+    """Shape of the partials, and both kernels.
+
+    Args:
+        settings: what ``cut`` takes, eps, relu, training; whether x's gradient is wanted, whether the first kernel
+            runs, and whether the residual's gradient is wanted.
+    """
+    *lie, eps, relu, training, input, summed, residual = settings
+    tiles = cut(*lie)
+    parts, numbers = tiles.parts, tiles.numbers
+    masked = relu and not (summed and residual)  # the first kernel's own dresidual is masked
+    grid = tiles.grid if input or (residual and not summed) else (tiles.grid[0], 1)
+    sums = Bound(sums_kernel, tiles.grid, *numbers, eps, relu, training, *tiles.constants, **OPTIONS)
+    inputs = Bound(
+        inputs_kernel, grid, parts, *numbers, eps, 1.0 / tiles.values, masked, training, *tiles.constants,
+        _BLOCK_PARTS, **OPTIONS,
+    )  # fmt: skip
+    return (2, parts, tiles.channels), sums, inputs
 
 
 def _plain(

@@ -13,24 +13,28 @@ Bytes moved: x once; 12 bytes a channel and part (a few hundred parts at most) w
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.operands import packed
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 from fxprec.kernels.nn.batch_norm_tiles import (
     FORWARD_BYTES,
+    OPTIONS,
     STAGES,
     aligned,
     channel_mean,
+    cut,
     dense,
     divided,
+    lie_of,
     over_tile,
     program_place,
-    tiles,
 )
 
 _FINISH_CHANNELS = 16
@@ -89,7 +93,7 @@ def statistics_kernel(
 
 @jit(do_not_specialize=["parts"])
 def finish_kernel(
-    partials, running_mean, running_var, mean, rstd, parts, channels, momentum, eps,
+    partials, running_mean, running_var, mean, rstd, momentum, parts, channels, eps,
     BLOCK_PARTS: constexpr, BLOCK_CHANNELS: constexpr,
 ):  # fmt: skip
     """Merge the parts, update the running statistics. Grid: a program for each BLOCK_CHANNELS of the C channels.
@@ -127,9 +131,8 @@ def launch(
     """See ``STATISTICS``. Without Triton, or on a CPU, plain torch."""
     if x.numel() == 0:
         return x.new_zeros(x.shape[1], dtype=torch.float32), x.new_zeros(x.shape[1], dtype=torch.float32)
-    for running in (running_mean, running_var):
-        if running is not None:
-            torch.autograd.graph.increment_version(running)  # an earlier evaluation's backward must not use it
+    # An earlier evaluation's backward must not use them.
+    torch.autograd.graph.increment_version([each for each in (running_mean, running_var) if each is not None])
     if not can_launch(x.device):
         mean, var = channel_statistics(x)
         count = x.numel() // x.shape[1]
@@ -139,22 +142,34 @@ def launch(
             running_var.copy_(momentum * (var * (count / (count - 1))) + (1.0 - momentum) * running_var.float())
         return mean, (var + eps).rsqrt()
     x = aligned(dense(x))
-    cut = tiles(x, FORWARD_BYTES)
-    partials = x.new_empty((3, cut.parts, cut.channels), dtype=torch.float32)
-    mean = x.new_empty(cut.channels, dtype=torch.float32)
+    parts, statistics, finish = _launches(*lie_of(x, FORWARD_BYTES), eps)
+    partials = torch.empty(parts, dtype=torch.float32, device=x.device)
+    mean = torch.empty(parts[-1:], dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
-    targets = [packed(running_mean), packed(running_var)]
-    with on_device(x.device):
-        statistics_kernel[cut.grid](x, partials, **cut.arguments())
-        finish_kernel[(-(-cut.channels // _FINISH_CHANNELS),)](
-            partials, *targets, mean, rstd, cut.parts, cut.channels, momentum, eps,
-            BLOCK_PARTS=1 << (cut.parts - 1).bit_length(), BLOCK_CHANNELS=_FINISH_CHANNELS, num_warps=_FINISH_WARPS,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    targets = packed(running_mean), packed(running_var)
+    statistics(x, partials)
+    finish(partials, *targets, mean, rstd, momentum)
     for running, target in zip((running_mean, running_var), targets, strict=True):
         if running is not None and target is not None and target is not running:  # a view with gaps
             running.copy_(target)
     return mean, rstd
+
+
+@lru_cache(maxsize=1024)
+def _launches(*settings: Any) -> tuple[tuple[int, int, int], Bound, Bound]:
+    """Shape of the partials, and both kernels, of what ``cut`` takes and eps."""
+    *lie, eps = settings
+    tiles = cut(*lie)
+    parts, channels = tiles.parts, tiles.channels
+    finish = Bound(
+        finish_kernel, (-(-channels // _FINISH_CHANNELS),), parts, channels, eps,
+        1 << (parts - 1).bit_length(), _FINISH_CHANNELS, num_warps=_FINISH_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return (
+        (3, parts, channels),
+        Bound(statistics_kernel, tiles.grid, *tiles.numbers, *tiles.constants, **OPTIONS),
+        finish,
+    )
 
 
 def channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from torch import Tensor
 from fxprec.kernels.launch.triton_support import constant, constexpr, jit, tl
 
 WARPS: Final = 16
+#: Of every launch over tiles.
+OPTIONS: Final = {"num_warps": WARPS, "enable_fp_fusion": False}
 #: Tiles on their way while one is computed: no multiprocessor hides the way to memory behind 16 warps otherwise.
 STAGES: Final = constant(3)
 #: Of a tile, of the operand whose elements are largest; times operands and stages it must fit shared memory (99 KiB on
@@ -66,20 +68,28 @@ class Tiles:
         """Elements of a channel."""
         return self.rows * self.columns if self.planar else self.rows
 
-    def arguments(self) -> dict[str, Any]:
-        """What every kernel takes of this."""
-        return {
-            "rows": self.rows, "columns": self.columns, "channels": self.channels, "pitch": self.pitch,
-            "rows_each": self.rows_each, "columns_each": self.columns_each, "PLANAR": self.planar,
-            "VECTOR": self.vector, "BLOCK_ROWS": self.block_rows, "BLOCK_COLUMNS": self.block_columns,
-            "num_warps": WARPS, "enable_fp_fusion": False,
-        }  # fmt: skip
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The integers that every kernel takes."""
+        return self.rows, self.columns, self.channels, self.pitch, self.rows_each, self.columns_each
+
+    @property
+    def constants(self) -> tuple[bool | int, ...]:
+        """PLANAR, VECTOR, BLOCK_ROWS and BLOCK_COLUMNS, which every kernel takes."""
+        return self.planar, self.vector, self.block_rows, self.block_columns
 
 
-def tiles(x: Tensor, size: int, *others: Tensor | None) -> Tiles:
-    """Of a tensor that ``dense`` returned, with at least one element; ``size``: bytes of a tile of it or of others."""
-    width = max(x.itemsize, *(0 if other is None else other.itemsize for other in others), 0)
-    return cut(tuple(x.shape), x.is_contiguous(), _programs(x.device), size // width)
+def lie_of(x: Tensor, size: int, *others: Tensor | None) -> tuple[tuple[int, ...], bool, int, int]:
+    """What ``cut`` goes by, of a tensor that ``dense`` returned, with at least one element.
+
+    Args:
+        size: bytes of a tile of it or of others.
+    """
+    width = x.itemsize
+    for other in others:
+        if other is not None:
+            width = max(width, other.itemsize)
+    return x.shape, x.is_contiguous(), _programs(x.device), size // width
 
 
 @lru_cache(maxsize=1024)
@@ -127,7 +137,9 @@ def cut(shape: tuple[int, ...], contiguous: bool, programs: int, tile: int) -> T
 
 def dense(x: Tensor) -> Tensor:
     """x [N, C, *] itself if it is contiguous or channels_last (of any rank), otherwise a copy that is."""
-    if x.is_contiguous() or x.movedim(1, -1).is_contiguous():
+    if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
+        return x
+    if x.dim() != 4 and x.movedim(1, -1).is_contiguous():
         return x
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if x.stride(1) == 1 else x.contiguous()
 

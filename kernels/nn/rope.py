@@ -15,15 +15,17 @@ forward and backward (eager, rotate-half of low cos and sin: 20 forward). On a C
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.kernel_op import KernelOp
 from fxprec.kernels.launch.operands import check_operands
-from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, on_device, tl
+from fxprec.kernels.launch.triton_support import can_launch, constexpr, jit, tl
 from fxprec.kernels.nn.compiled_rope import compiled_for, launch_compiled
 
 #: Pairs of a tile, 8 a thread.
@@ -269,33 +271,41 @@ def _launch(
     tensors: list[Tensor], outs: list[Tensor], cos: Tensor, sin: Tensor, rotary: int, interleaved: bool, inverse: bool,
     compiled: bool,
 ) -> None:  # fmt: skip
-    four = [_four(_in_rows(x)) for x in tensors]
-    to = [_four(out) for out in outs]
-    cos, sin = map(_in_rows, (cos, sin))
-    tables = _steps((cos, sin))
+    tensors, cos, sin = [*map(_in_rows, tensors)], _in_rows(cos), _in_rows(sin)
     if compiled:
-        for x, out in zip(four, to, strict=True):
-            launch_compiled(x, out, cos, sin, tables, rotary, interleaved, inverse)
+        for x, out in zip(map(_four, tensors), map(_four, outs), strict=True):
+            launch_compiled(x, out, cos, sin, _steps((cos, sin)), rotary, interleaved, inverse)
         return
+    lie = [(x.shape, x.stride()) for x in (*tensors, *outs, cos, sin)]
+    launch = _bound(rotary, interleaved, inverse, *lie)
+    k, k_out = (tensors[1], outs[1]) if len(tensors) > 1 else (None, None)
+    launch(tensors[0], outs[0], k, k_out, cos, sin)
+
+
+@lru_cache(maxsize=1024)
+def _bound(rotary: int, interleaved: bool, inverse: bool, *lie: tuple[tuple[int, ...], tuple[int, ...]]) -> Bound:
+    """The kernel for q, perhaps k, what becomes of them, cos and sin, of which each has a shape and strides."""
+    *both, cos, sin = [torch.empty_strided(*each, device="meta") for each in lie]
+    four = [*map(_four, both)]
+    pairs = [x for pair in zip(four[: len(four) // 2], four[len(four) // 2 :], strict=True) for x in pair]
     batch, _, positions, dim = four[0].shape
-    heads = [x.shape[1] for x in four] + [0] * (2 - len(four))
+    heads = [x.shape[1] for x in pairs[::2]] + [0] * (2 - len(pairs[::2]))
     shape = _shape(positions, dim, rotary)
     blocks = (positions + shape["POSITIONS"] - 1) // shape["POSITIONS"]
     chunk = max(1, min(max(heads), sum(heads) * batch * blocks // _PROGRAMS))
     chunks = [(n + chunk - 1) // chunk for n in heads]
-    q, q_out, k, k_out = four[0], to[0], *((four[1], to[1]) if len(four) > 1 else (None, None))
-    strides = [s for x in (q, q_out, k, k_out) for s in (x.stride()[:3] if x is not None else (0, 0, 0))]
-    with on_device(q.device):
-        rope_kernel[(batch * blocks, sum(chunks))](
-            q, q_out, k, k_out, cos, sin, positions, blocks, heads[0], heads[1], chunk, chunks[0], *strides, *tables,
-            HALF=rotary // 2, DIM=dim, WIDE=cos.shape[-1] == rotary, INTERLEAVED=interleaved, INVERSE=inverse,
-            num_warps=_WARPS, enable_fp_fusion=False, **shape,
-        )  # fmt: skip
+    strides = [s for x in pairs for s in x.stride()[:3]] + [0] * (12 - 3 * len(pairs))
+    return Bound(
+        rope_kernel, (batch * blocks, sum(chunks)), positions, blocks, *heads, chunk, chunks[0], *strides,
+        *_steps((cos, sin)), rotary // 2, dim, cos.shape[-1] == rotary, interleaved, inverse,
+        shape["POSITIONS"], shape["BLOCK"], shape["PASS"], num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _in_rows(x: Tensor) -> Tensor:
     """Columns next to each other, as they are."""
-    x = x.resolve_neg()
+    if x.is_neg():
+        x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

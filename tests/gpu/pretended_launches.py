@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from fxprec.kernels.launch import kept
+from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.launch.triton_support import constexpr, int64, jit, tl
 from fxprec.kernels.nn.max_pool import max_pool2d
 from fxprec.kernels.optim import adam, norm, sgd
@@ -78,6 +79,94 @@ def test_a_kept_launch_is_what_triton_would_launch() -> None:
         plain = PLAIN[grid](*arguments, num_warps=warps)
         _must(_compiled_for(own) == _compiled_for(plain), f"{_compiled_for(own)} for {arguments}, {warps} warps")
     RECORD.look = None
+
+
+@jit(do_not_specialize=["loose"])
+def given_first(x, y, scale, count, loose, BLOCK: constexpr):
+    """What changes from launch to launch, then what does not. x, y: any [BLOCK]; y may be None."""
+    places = tl.arange(0, BLOCK)
+    value = tl.load(x + places * count).to(tl.float32) * scale + loose
+    if y is not None:
+        value += tl.load(y + places).to(tl.float32)
+    tl.store(x + places, value.to(x.dtype.element_ty))
+
+
+def test_a_bound_launch_is_what_triton_would_launch() -> None:
+    plain = triton.jit(do_not_specialize=["loose"])(given_first.fn)
+    seen: list[tuple[Any, ...]] = []
+    RECORD.look = lambda launched, grid, arguments: seen.append((launched.source, tuple(grid), tuple(arguments)))
+    for count, grid, warps in itertools.product((1, 5, 16), [(3,), (3, 2)], (2, 4)):
+        bound = Bound(given_first, grid, count, 7, 64, num_warps=warps)
+        tensors = itertools.product((0, "odd", "half"), ("x", None, "half", "odd"), (0.5, 1.0))
+        for x, y, scale in [*tensors] * 2:
+            given = TENSORS[x], TENSORS[y] if y != "x" else MEMORY, scale
+            bound(*given)
+            plain[grid](*given, count, 7, 64, num_warps=warps)
+            own, theirs = seen[-2:]
+            _must(own[1:] == theirs[1:] and own[2][:2] == given[:2], f"{own} for {given}")
+            _must(
+                (own[0].signature, own[0].constants, own[0].attrs)
+                == (theirs[0].signature, theirs[0].constants, theirs[0].attrs),
+                f"another kernel for {given}, {count}",
+            )
+    RECORD.look = None
+
+
+def test_what_a_bound_launch_has_triton_look_up(through_triton: list[str]) -> None:
+    bound = Bound(given_first, (7,), 3, 4, 32)
+
+    def looked_up(*given: Any) -> bool:
+        through_triton.clear()
+        bound(*given)
+        return bool(through_triton)
+
+    half = TENSORS["half"]
+    _must(looked_up(MEMORY, MEMORY, 0.5) and not looked_up(MEMORY, MEMORY, 0.5), "once")
+    _must(not looked_up(MEMORY, MEMORY, 0.25), "not for another float")
+    _must(looked_up(MEMORY, None, 0.5) and not looked_up(MEMORY, None, 0.5), "once without a tensor")
+    _must(looked_up(half, MEMORY, 0.5) and not looked_up(half, MEMORY, 0.5), "once for another dtype")
+    _must(looked_up(MEMORY[1:], MEMORY, 0.5) and not looked_up(MEMORY, MEMORY, 0.5), "an odd address")
+
+
+@pytest.mark.parametrize("made", ["kept", "bound"])
+def test_hooks_of_triton_see_each_launch(made: str) -> None:
+    """As its profiler has them, also where they come after the first launch."""
+    bound = Bound(given_first, (7,), 3, 4, 32)
+
+    def launch() -> None:
+        if made == "bound":
+            bound(MEMORY, MEMORY, 0.5)
+        else:
+            many_kinds[(7,)](MEMORY, MEMORY, 3, 4, 5, 0.5, True, 32)
+
+    hooks = triton.knobs.runtime
+    given: list[Any] = []
+    launched: Any = kept.CompiledKernel.run.fget
+
+    def run_of(compiled: Any) -> Any:
+        own = launched(compiled)
+        return lambda *args: (given.append(args[6:9]), own(*args))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept.CompiledKernel, "run", property(run_of))
+        kept_before, many_kinds._kept = many_kinds._kept, {}
+        for _ in range(3):
+            launch()
+        _must(given[-1] == (None, None, None), f"nothing to be told: {given[-1]}")
+
+        def hook(metadata: Any) -> None: ...
+
+        hooks.launch_enter_hook.add(hook)
+        launch()
+        hooks.launch_enter_hook.remove(hook)
+        _must(given[-1][0] is not None and given[-1][1] is hooks.launch_enter_hook, f"{given[-1]}")
+        hooks.launch_exit_hook.add(hook)
+        launch()
+        hooks.launch_exit_hook.remove(hook)
+        _must(given[-1][2] is hooks.launch_exit_hook, f"{given[-1]}")
+        launch()
+        _must(given[-1] == (None, None, None), f"nothing any more: {given[-1]}")
+        many_kinds._kept = kept_before
 
 
 @pytest.fixture

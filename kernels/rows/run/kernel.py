@@ -96,7 +96,9 @@ class Launch:
         with torch.cuda.device(index):
             compiled = kernel(*arguments, **options)
         if not any(tensor.data_ptr() & 15 for tensor in pointers):
-            self._compiled[index] = compiled[self.grid]
+            from fxprec.kernels.launch.kept import launcher  # which loads Triton
+
+            self._compiled[index] = launcher(compiled, self.grid)
 
 
 @functools.cache

@@ -69,7 +69,7 @@ KERNEL = KernelOp("test_kernel_op", run, fake, backward=backward, setup_context=
 WAYS = [
     pytest.param(KERNEL, id="call"),
     pytest.param(KERNEL.op, id="op"),
-    pytest.param(KERNEL._function.apply, id="function"),
+    pytest.param(KERNEL._apply, id="function"),
     pytest.param(KERNEL._transformed.apply, id="transformed"),
 ]
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -156,7 +156,7 @@ def test_without_a_gradient_to_come_the_launcher_runs_and_nothing_else(
     op_calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w = pair()
-    monkeypatch.setattr(KERNEL, "_function", object())  # which has no apply
+    monkeypatch.setattr(KERNEL, "_apply", object())  # which cannot be called
     with torch.no_grad():
         results = [KERNEL(x, w, 3.0)]
     with torch.inference_mode():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernel_tools
 from benchmarks.workloads import kernel_bytes
+from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.nn import batch_norm as module
 from fxprec.kernels.nn import batch_norm_tiles as tiles_module
 from fxprec.kernels.nn.batch_norm import APPLY, batch_norm
@@ -278,32 +278,19 @@ def test_only_what_is_wanted_is_computed_and_alike(device: str, wanted: str, rel
             assert leaf.grad is None
 
 
-class Counted:
-    """A kernel that writes down what it is launched with."""
-
-    def __init__(self, kernel: Any, name: str, launches: list[tuple[str, set[str]]]) -> None:
-        self.kernel, self.name, self.launches = kernel, name, launches
-
-    def __getitem__(self, grid: Any) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> Any:
-            operands = {name for name in ("x", "y", "dy", "dx", "dresidual") if kwargs.get(name) is not None}
-            self.launches.append((self.name, operands))
-            return self.kernel[grid](*args, **kwargs)
-
-        return launch
-
-
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[str]]]:
     """Every kernel launched in the test, and which tensors it was handed by name."""
     found: list[tuple[str, set[str]]] = []
-    for owner, names in (
-        (sys.modules[STATISTICS.launch.__module__], ["statistics_kernel", "finish_kernel"]),
-        (module, ["apply_kernel"]),
-        (sys.modules[BACKWARD.launch.__module__], ["sums_kernel", "inputs_kernel"]),
-    ):
-        for name in names:
-            monkeypatch.setattr(owner, name, Counted(getattr(owner, name), name, found))
+    launch = Bound.__call__
+
+    def counted(bound: Any, *given: Any) -> None:
+        names = bound._kernel.arg_names
+        operands = {name for name, each in zip(names, given, strict=False) if each is not None}
+        found.append((bound._kernel.fn.__name__, operands & {"x", "y", "dy", "dx", "dresidual"}))
+        launch(bound, *given)
+
+    monkeypatch.setattr(Bound, "__call__", counted)
     return found
 
 
@@ -346,7 +333,7 @@ def test_many_partials_are_all_added_up(device: str, last: bool, monkeypatch: py
     monkeypatch.setattr(tiles_module, "_programs", lambda device: 128)
     shape = (2, 16, 90, 50) if last else (3, 1, 150, 310)
     x = laid_out(shape, last, torch.float16, device)
-    assert tiles_module.tiles(x, tiles_module.BACKWARD_BYTES).parts > 32
+    assert tiles_module.cut(*tiles_module.lie_of(x, tiles_module.BACKWARD_BYTES)).parts > 32
     case = Case(shape, last, torch.float16, device, residual=True)
     assert_as_accurate_as_eager(case, relu=True, training=True)
 
