@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ def sgd_launch(plans: Plans, part: Part, group: Mapping[str, Any], step: Step, f
 
 
 def _same(old: Sequence[Any], new: Sequence[Any]) -> bool:
-    return len(old) == len(new) and all(map(lambda a, b: a is b, old, new))
+    return len(old) == len(new) and all(map(operator.is_, old, new))
 
 
 def _some(shadows: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:

@@ -15,7 +15,8 @@ FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 def check_operands(kernel: str, **tensors: Any) -> None:
     """Refuse another dtype (TypeError), and another device than the first one's (ValueError). Others may be None."""
-    (first, x), *_ = tensors.items()
+    first, x = next(iter(tensors.items()))
+    device = getattr(x, "device", None)
     for name, tensor in tensors.items():
         if tensor is None and name != first:
             continue
@@ -25,7 +26,7 @@ def check_operands(kernel: str, **tensors: Any) -> None:
                 f"{kernel} takes {name} in float32, float16 or bfloat16, got {dtype}: it computes in float32. For "
                 "float64 use torch's own."
             )
-        if tensor.device != x.device:
+        if tensor.device != device:
             raise ValueError(
                 f"{kernel} takes tensors of one device, got {first} on '{x.device}' and {name} on '{tensor.device}': "
                 "move one of them."

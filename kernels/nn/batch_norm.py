@@ -87,8 +87,9 @@ def batch_norm(
     check_operands("batch_norm", x=x, **named, residual=residual)
     if x.dim() < 2:
         raise ValueError(f"batch_norm takes x as [N, C, *], got the shape {tuple(x.shape)}")
+    channels = x.shape[1:2]
     for name, tensor in named.items():
-        if tensor is not None and tensor.shape != (x.shape[1],):
+        if tensor is not None and tensor.shape != channels:
             raise ValueError(
                 f"batch_norm: {name} must have one value a channel, [{x.shape[1]}] for x of shape {tuple(x.shape)}, "
                 f"got {tuple(tensor.shape)}"

@@ -150,7 +150,7 @@ def launch(
     statistics(x, partials)
     finish(partials, *targets, mean, rstd, momentum)
     for running, target in zip((running_mean, running_var), targets, strict=True):
-        if running is not None and target is not None and target is not running:  # a view with gaps
+        if target is not running and running is not None and target is not None:  # a view with gaps
             running.copy_(target)
     return mean, rstd
 

@@ -106,6 +106,6 @@ def test_what_came_in_has_its_part(name: str, gradients: bool, device: str) -> N
 def test_every_backward_kernel_has_a_form_with_derivatives() -> None:
     """But the statistics of batch norm, which its forward takes for functions of its input."""
     own = [op for op in _KERNELS.values() if op.launch.__module__.startswith("fxprec.kernels.nn.")]
-    assert {op.name for op in own if op._function is None} <= {name.partition("::")[2] for name in KERNELS} | {
+    assert {op.name for op in own if op._apply is None} <= {name.partition("::")[2] for name in KERNELS} | {
         "batch_norm_statistics"
     }
