@@ -21,6 +21,7 @@ After::
     %pool: bfloat16 = max_pool2d(%relu, 2)                 # of channels_last; saves a byte a result
 
 All are calls of ``fxprec.kernels``, which decide at run time whether a kernel serves, and run torch's ops otherwise.
+Batch norms and poolings are torch's on a GPU, too, where they are small: a step of many small ones waits for its host.
 Without regions (on a CPU) only a loss whose logits were cast becomes a call: of many logits it makes no FP32 copies.
 With compiled loops losses and max poolings do, each from a size on.
 """
@@ -52,19 +53,24 @@ _LOOP_OF_LOSS: Final = f"cross_entropy by a compiled loop from {_LOOP[0]:,} logi
 #: Elements, with channels last, from which a loop's fewer bytes weigh more than its call.
 _LOOP_OF_POOL: Final = 1 << 17
 _POOLED: Final = f"max_pool2d by a compiled loop from {_LOOP_OF_POOL:,} elements on, channels last"
+#: Elements on a GPU, from which fewer bytes of a batch norm or a pooling weigh more than its calls: forward and
+#: backward of a norm take a host 0.1 ms more than torch's ops do, and of a million elements save a device some us.
+_FEWEST: Final = 1 << 20
+_FROM: Final = f", on a GPU from {_FEWEST:,} elements on"
 
 
 def batch_norm(
     x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
     momentum: float = 0.1, eps: float = 1e-5, residual: Any = None, relu: bool = False,
 ) -> Any:  # fmt: skip
-    """``relu?(F.batch_norm(...) [+ residual])``: one kernel after the statistics, where it serves."""
+    """``relu?(F.batch_norm(...) [+ residual])``: one kernel after the statistics, where it serves and gains."""
     options = {"training": training, "momentum": momentum, "eps": eps, "residual": residual, "relu": relu}
     if isinstance(x, Proxy):
         return leaf(batch_norm, x, running_mean, running_var, weight, bias, **options)
     fits = residual is None or (residual.shape == x.shape and residual.dtype in CASTABLE)
     joined = relu or residual is not None  # alone, torch's kernels of planes are as good
-    if fits and isinstance(momentum, int | float) and _is_taken(x) and (joined or _is_channels_last(x)):
+    served = fits and isinstance(momentum, int | float) and _is_taken(x)
+    if served and _is_large(x) and (joined or _is_channels_last(x)):
         from fxprec.kernels.nn.batch_norm import batch_norm as kernel  # which loads Triton
 
         return kernel(x, running_mean, running_var, weight, bias, **options)
@@ -88,11 +94,11 @@ def group_norm(
 
 
 def max_pool2d(input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, compiled: bool = False) -> Any:
-    """``F.max_pool2d``: the kernel's where channels are last; ``compiled``: on a CPU of many pixels as a C++ loop."""
+    """``F.max_pool2d``: the kernel's of large images, channels last; ``compiled``: on a CPU as a C++ loop."""
     if isinstance(input, Proxy):
         return leaf(max_pool2d, input, kernel_size, stride, padding, compiled)
     compiled = compiled and _is_wide(input)
-    if (compiled or _is_taken(input)) and _is_channels_last(input):
+    if (compiled or (_is_taken(input) and _is_large(input))) and _is_channels_last(input):
         from fxprec.kernels.nn.max_pool import max_pool2d as kernel  # which loads Triton
         from fxprec.kernels.nn.max_pool import why_not
 
@@ -134,6 +140,11 @@ def cross_entropy(
 def _is_taken(x: Any) -> bool:
     """Whether a kernel takes it; not where somebody looks into the ops: ours have no rule for vmap and forward mode."""
     return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None and is_served(x)
+
+
+def _is_large(x: Any) -> bool:
+    """Whether a GPU saves more time by a kernel than its host loses; where there is none, as for tests, any size is."""
+    return x.numel() >= _FEWEST or x.device.type != "cuda"
 
 
 def _is_channels_last(x: Any) -> bool:
@@ -234,7 +245,7 @@ def _batch_norm(node: Node, arguments: dict[str, Any], steady: Callable[[Node], 
     keywords = {"residual": residual, "relu": relu}
     _call(batch_norm, node, end, {("x" if k == "input" else k): v for k, v in arguments.items()} | keywords)
     with_what = (", add and relu" if residual is not None else " and relu") if relu else ""
-    notes(end).fused = f"the kernel of batch_norm{with_what}"
+    notes(end).fused = f"the kernel of batch_norm{with_what}{_FROM}"
     return True
 
 
@@ -296,7 +307,7 @@ def _max_pool2d(node: Node, arguments: dict[str, Any], steady: Callable[[Node], 
         if window[0] * window[-1] > LARGEST:
             return False
     _call(max_pool2d, node, node, arguments | ({"compiled": True} if compiled else {}))
-    notes(node).fused = _POOLED if compiled else "the kernel of max_pool2d"
+    notes(node).fused = _POOLED if compiled else f"the kernel of max_pool2d{_FROM}"
     return True
 
 

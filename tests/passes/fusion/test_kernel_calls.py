@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
 import kernel_tools
@@ -30,6 +32,12 @@ outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outs
 loop_too = pytest.mark.parametrize("fuse", ["auto", *([] if why_not() else [True])])
 X, WEIGHT = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
 CHANNELS = [torch.zeros(4), torch.ones(4), torch.randn(4), torch.randn(4)]
+
+
+@pytest.fixture(autouse=True)
+def _small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU kernels serve as if all were large."""
+    monkeypatch.setattr(kernel_calls, "_FEWEST", 0)
 
 
 def test_the_kernels_in_the_interpreter() -> None:
@@ -77,7 +85,7 @@ def test_the_graph_after(tools) -> None:
 return %cross_entropy""",  # noqa: E501
     )
     assert [node.meta["fused"] for node in gm.graph.nodes if "fused" in node.meta] == [
-        "the kernel of batch_norm, add and relu", "the kernel of cross_entropy",
+        "the kernel of batch_norm, add and relu, on a GPU from 1,048,576 elements on", "the kernel of cross_entropy",
     ]  # fmt: skip
     rules = [node.meta["precision"].rule for node in gm.graph.nodes if "fused" in node.meta]
     assert rules == [Rule.FULL, Rule.FULL]
@@ -217,6 +225,43 @@ def test_a_plain_batch_norm_is_the_kernels_where_channels_lie_next_to_each_other
     assert len(taken) == 2
 
 
+class Ops(TorchDispatchMode):
+    """The names of the ops that are called within."""
+
+    def __enter__(self) -> list[str]:
+        super().__enter__()
+        self.names: list[str] = []
+        return self.names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().split("::")[1].split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@outside
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_small_norms_and_poolings_are_torchs_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their sizes alone: a captured step does what an eager one does."""
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel_calls, "is_served", lambda x: True)
+    monkeypatch.setattr(F, "batch_norm", lambda x, *_: x.clone())  # whose fake form asks for a device that is there
+    monkeypatch.setattr(F, "max_pool2d", lambda x, *_: x.clone())
+    own = {"batch_norm", "batch_norm_statistics", "max_pool2d"}
+    for pixels, large in ((31, False), (32, True)):
+        with FakeTensorMode():
+            x = torch.empty(16, 64, 32, pixels, dtype=torch.bfloat16, device=device)
+            x = x.to(memory_format=torch.channels_last)
+            mean, var, weight, bias = (torch.empty(64, device=device) for _ in range(4))
+            with Ops() as normed:
+                y = kernel_calls.batch_norm(x, mean, var, weight, bias, True, residual=x, relu=True)
+            with Ops() as pooled:
+                kernel_calls.max_pool2d(x, 2)
+        assert y.dtype == torch.bfloat16 and y.shape == x.shape
+        taken = own & {*normed}, own & {*pooled}
+        kernels = large or device == "cpu"
+        assert taken == (({"batch_norm", "batch_norm_statistics"}, {"max_pool2d"}) if kernels else (set(), set()))
+
+
 @outside
 def test_the_calls_are_torchs_ops_where_no_kernel_runs() -> None:
     logits, target = torch.randn(3, 4).bfloat16(), torch.tensor([0, 1, 2])
@@ -282,8 +327,6 @@ def test_a_residual_network_trains_as_in_float64(device: str, channels_last: boo
 
 @on_devices
 def test_a_bottleneck_takes_three_kernels_forward_and_six_backward(device: str) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     class Count(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
