@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Proxy
 
+from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.passes.graph.annotations import CASTABLE
 from fxprec.passes.graph.leaves import leaf
 from fxprec.passes.torch_internals import tree_map
@@ -40,6 +41,10 @@ def cast_saturating(x: object, dtype: torch.dtype) -> object:
         return leaf(cast_saturating, x, dtype)
     if not isinstance(x, torch.Tensor) or x.dtype not in CASTABLE or x.dtype == dtype:
         return x
+    if x.device.type == "cpu" and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None:
+        low = x.to(dtype)
+        if not low.isinf().any():  # to look costs less than to choose, forward and backward
+            return low
     limits = torch.finfo(dtype)
     return torch.where(x.isinf(), x, x.clamp(limits.min, limits.max)).to(dtype)
 

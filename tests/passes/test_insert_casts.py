@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import expecttest
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float, cast_saturating
@@ -120,6 +122,35 @@ def test_additive_masks_saturate(tools):
     gm = tools.rewritten(tools.traced(f, q, mask), tools.context())
     assert [node.args[0].name for node in gm.graph.nodes if node.target is cast_saturating] == ["mask"]
     assert torch.isfinite(gm(q, mask)).all()  # as -inf a fully masked row gives NaN
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("extreme", [None, torch.finfo(torch.float32).min, 7e4, -torch.inf, torch.inf, torch.nan])
+def test_a_mask_is_cast_alike_whoever_looks_on(dtype, extreme):
+    """Numbers to the bit, and the gradient, which what saturates has none of."""
+    x = torch.randn(4, 5)
+    if extreme is not None:
+        x[1, 2] = extreme
+    limits, low = torch.finfo(dtype), x.to(dtype)
+    right = low if x.isinf().any() or x.isnan().any() else x.clamp(limits.min, limits.max).to(dtype)
+    fits = (x.abs() <= limits.max) | ~x.isfinite()
+    weights = torch.randint(-4, 5, (4, 5)).float()
+
+    def weighed(x):
+        return (cast_saturating(x, dtype).float() * weights).nan_to_num(0, 0, 0)
+
+    ways = {
+        "call": cast_saturating(x, dtype),
+        "vmap": torch.vmap(lambda x: cast_saturating(x, dtype))(x),
+        "jvp": torch.func.jvp(lambda x: cast_saturating(x, dtype), (x,), (torch.ones_like(x),))[0],
+        "make_fx": make_fx(lambda x: cast_saturating(x, dtype))(torch.randn(4, 5))(x),
+    }
+    for name, found in ways.items():
+        assert found.dtype is dtype and torch.allclose(found, right, 0, 0, equal_nan=True), name
+    leaf = x.clone().requires_grad_()
+    weighed(leaf).sum().backward()
+    if extreme is None or abs(extreme) < torch.inf:
+        assert torch.equal(leaf.grad, torch.where(fits, weights, 0.0))
 
 
 def test_outputs_get_their_original_dtype_back(tools):
