@@ -39,6 +39,7 @@ from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.fusion.aligned_rows import align_rows
 from fxprec.passes.fusion.attention_calls import call_attention
 from fxprec.passes.fusion.channels_last import lay_out
+from fxprec.passes.fusion.depthwise_calls import call_depthwise
 from fxprec.passes.fusion.effects import order_of_effects, sort
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
@@ -68,6 +69,8 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
         laid_out, reasons = lay_out(gm.graph, context.low)
         changed |= laid_out
         declined += reasons
+    if context.device == "cpu" and context.native_mixed and context.low is torch.bfloat16:
+        changed |= call_depthwise(gm.graph, context.low)
     if context.attention is not None:
         changed |= call_attention(gm.graph, context.low, *context.attention)
     if context.regions:

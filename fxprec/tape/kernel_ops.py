@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxprec.kernels.cpu import depthwise
+from fxprec.kernels.nn import max_pool
 from fxprec.kernels.nn.cross_entropy_reference import count_targets, reference
-from fxprec.kernels.nn.max_pool import backward_reference
 
 _aten = torch.ops.aten
 
@@ -162,5 +163,6 @@ KERNELS: Final[dict[str, Callable[..., Any]]] = {
     "fxprec::linear_cross_entropy": _linear_cross_entropy,
     "fxprec::linear_cross_entropy_backward": _linear_cross_entropy_backward,
     "fxprec::scaled_gradient": _scaled_gradient,
-    "fxprec::max_pool2d_backward": backward_reference,
+    "fxprec::max_pool2d_backward": max_pool.backward_reference,
+    "fxprec::depthwise_conv2d_backward": depthwise.backward_reference,
 }

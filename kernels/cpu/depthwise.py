@@ -1,0 +1,125 @@
+"""Depthwise convolutions in bfloat16 on a CPU, whose backward runs in FP32 where oneDNN has no kernel for bfloat16::
+
+    y = conv2d(x, w, b), a filter a channel        torch's, low
+    dx, dw, db                                     torch's, of FP32 copies with their channels last; rounded once
+
+oneDNN's depthwise kernels for a bfloat16 backward take filters up to 3 x 3, step by step. Of others the gradient of the
+filters is a general product for each channel, that of strided images a dense convolution. Forward and backward of
+8 x 40 x 24 x 24 and 7 x 7 took 9 ms, and take 3; of 8 x 144 x 24 x 24 and 3 x 3 at every second pixel 6.7 and 1.8 (two
+cores of a Xeon, with AMX as well as held to AVX512-BF16). Nothing more is kept for the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
+from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+
+#: Sizes of filters up to which oneDNN has a kernel, and elements of an image from which FP32 copies take less time.
+_SMALL: Final = 3
+_FEWEST: Final = 20_000
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+
+
+def pays(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> bool:
+    """Whether a backward will follow that takes less time in FP32; not where somebody looks into the ops."""
+    tensors = [each for each in (x, weight, bias) if each is not None]
+    return (
+        x.dim() == 4
+        and groups == x.shape[1] == weight.shape[0]
+        and weight.shape[1] == 1
+        and (min(weight.shape[2:]) > _SMALL or max(*stride, *dilation) > 1)
+        and x.numel() >= _FEWEST
+        and all(type(each) in _PLAIN and each.dtype is torch.bfloat16 and not each.is_neg() for each in tensors)
+        and x.device.type == "cpu"
+        and torch.is_grad_enabled()
+        and any(each.requires_grad for each in tensors)
+        and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
+    )
+
+
+def depthwise_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """``torch.nn.functional.conv2d(x, weight, bias, stride, padding, dilation, groups=x.shape[1])``, to the bit.
+
+    Args:
+        x: [N, C, H, W], bfloat16, on a CPU.
+        weight: [C, 1, R, S]; bias: [C] or None; of x's dtype.
+        stride, padding, dilation: two numbers each.
+
+    Returns:
+        as torch's. Gradients are those of FP32, rounded once.
+    """
+    return _op(x, weight, bias, [*stride], [*padding], [*dilation])
+
+
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """The same in FP32, or in float64, which autograd differentiates any number of times; the result in x's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    shift = None if bias is None else bias.to(wide)
+    return F.conv2d(x.to(wide), weight.to(wide), shift, stride, padding, dilation, x.shape[1]).to(x.dtype)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[1])
+
+
+def backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor, biased: bool, stride: list[int], padding: list[int], dilation: list[int],
+    wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """The gradients that are wanted, of x, weight and bias, in the dtype of all: with derivatives of their own."""
+    sizes, groups = [len(weight)] if biased else None, x.shape[1]
+    found = torch.ops.aten.convolution_backward(
+        grad, x, weight, sizes, stride, padding, dilation, False, [0, 0], groups, wanted
+    )
+    return [each for each, want in zip(found, wanted, strict=True) if want]
+
+
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, biased: bool, stride: list[int], padding: list[int], dilation: list[int],
+    wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    wide = torch.promote_types(x.dtype, torch.float32)
+    wide_grad, image = (each.to(wide, memory_format=torch.channels_last) for each in (grad, x))
+    found = backward_reference(wide_grad, image, weight.to(wide), biased, stride, padding, dilation, wanted)
+    made = _fake_backward(grad, x, weight, biased, wanted)
+    return [own.copy_(each) for own, each in zip(made, found, strict=True)]
+
+
+def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, biased: bool, *rest: Any) -> list[Tensor]:
+    made = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(len(weight))
+    return [each for each, wanted in zip(made, rest[-1], strict=True) if wanted]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, *ctx.settings = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias = ctx.saved_tensors
+    rest = (None,) * 3
+    if torch.is_grad_enabled():
+        return *eager_gradients(reference, (x, weight, bias, *ctx.settings), (grad,))[:3], *rest
+    wanted = [*ctx.needs_input_grad[:3]]
+    found = iter(_backward_op(grad, x, weight, bias is not None, *ctx.settings, wanted))
+    return *[next(found) if each else None for each in wanted], *rest
+
+
+_backward_op = KernelOp("depthwise_conv2d_backward", _backward, _fake_backward)
+_op = KernelOp("depthwise_conv2d", _forward, _forward, backward=_gradients, setup_context=_setup_context)

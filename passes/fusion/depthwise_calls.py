@@ -1,0 +1,73 @@
+"""Low depthwise convolutions on a CPU become calls whose backward runs in FP32, where bfloat16 has no fast kernel.
+
+Before::
+
+    %conv2d: bfloat16 = conv2d(%x, %w, %b, (1, 1), (3, 3), (1, 1), 40)
+
+After::
+
+    %conv2d: bfloat16 = depthwise_conv2d(%x, %w, %b, (1, 1), (3, 3), (1, 1), 40)
+
+The forward is torch's, to the bit. A call decides at run time, by sizes alone (``fxprec.kernels.cpu.depthwise.pays``):
+filters larger than 3 x 3 or with steps, of an image that is not tiny, where a backward follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Proxy
+
+from fxprec.passes.graph.annotations import argument, notes
+from fxprec.passes.graph.leaves import leaf
+
+_WHY: Final = "depthwise: its backward in FP32, where bfloat16 has no fast kernel"
+
+
+def depthwise_conv2d(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Any:
+    """``F.conv2d``, with a backward in FP32 where that is faster."""
+    if isinstance(input, Proxy):
+        return leaf(depthwise_conv2d, input, weight, bias, stride, padding, dilation, groups)
+    if input.dtype is torch.bfloat16 and input.device.type == "cpu":
+        from fxprec.kernels.cpu import depthwise  # whose ops are registered when it is imported
+
+        steps, around, apart = map(_two, (stride, padding, dilation))
+        if depthwise.pays(input, weight, bias, steps, apart, groups):
+            return depthwise.depthwise_conv2d(input, weight, bias, steps, around, apart)
+    return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+
+
+def call_depthwise(graph: Graph, low: torch.dtype) -> bool:
+    """Replace convolutions in groups that are computed low. Returns whether any was."""
+    changed = False
+    for node in graph.nodes:
+        decided = notes(node).precision
+        if notes(node).op.name != "conv2d" or node.op != "call_function" or decided.compute is not low:
+            continue
+        numbers = [argument(node, 3 + i, name, default) for i, (name, default) in enumerate(_DEFAULTS.items())]
+        if argument(node, 6, "groups", 1) in (0, 1) or not all(map(_are_numbers, numbers)):
+            continue
+        node.target = depthwise_conv2d
+        notes(node).precision = replace(decided, why=f"{decided.why}; {_WHY}")
+        changed = True
+    return changed
+
+
+_DEFAULTS: Final = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+def _are_numbers(size: object) -> bool:
+    """Neither a word, such as "same", nor computed."""
+    values = size if isinstance(size, tuple | list) else (size,)
+    return 0 < len(values) <= 2 and all(isinstance(each, int) for each in values)
+
+
+def _two(size: Any) -> tuple[int, int]:
+    """As torch reads a size: one number is both."""
+    values = tuple(size) if isinstance(size, tuple | list) else (size,)
+    return values[0], values[-1]

@@ -1,0 +1,211 @@
+"""Depthwise convolutions whose backward runs in FP32: exact, of torch's layouts, taken where they pay and unseen."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxprec
+from fxprec.kernels.cpu import depthwise
+from fxprec.kernels.cpu.depthwise import depthwise_conv2d, pays
+from fxprec.passes.fusion import depthwise_calls
+
+LOW = torch.bfloat16
+#: Channels, image, filter, stride, padding, dilation.
+SHAPES = [
+    (5, (9, 7), (7, 7), (1, 1), (3, 3), (1, 1)),
+    (4, (10, 9), (3, 3), (2, 2), (1, 1), (1, 1)),
+    (3, (8, 11), (5, 4), (2, 1), (0, 2), (1, 1)),
+    (6, (9, 9), (3, 2), (1, 1), (2, 1), (2, 3)),
+    (1, (6, 6), (5, 5), (1, 1), (2, 2), (1, 1)),
+]
+shapes = pytest.mark.parametrize(("channels", "image", "filters", "stride", "padding", "dilation"), SHAPES)
+
+
+def tensors(channels: int, image: tuple[int, ...], filters: tuple[int, ...], last: bool, bias: bool) -> list[Any]:
+    x = torch.randn(3, channels, *image)
+    x = x.to(LOW, memory_format=torch.channels_last if last else torch.contiguous_format)
+    found: list[Any] = [x, torch.randn(channels, 1, *filters).to(LOW), torch.randn(channels).to(LOW) if bias else None]
+    return [None if each is None else each.requires_grad_() for each in found]
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@shapes
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_forward_to_the_bit_and_gradients_more_exact_than_torchs(
+    channels: int, image: Any, filters: Any, stride: Any, padding: Any, dilation: Any, last: bool, bias: bool
+) -> None:
+    given = tensors(channels, image, filters, last, bias)
+    leaves = [each for each in given if each is not None]
+    settings = stride, padding, dilation
+    y, theirs = depthwise_conv2d(*given, *settings), F.conv2d(*given, *settings, channels)
+    assert torch.equal(y, theirs) and y.stride() == theirs.stride() and y.dtype is LOW
+    dy = torch.randn(y.shape).to(LOW)
+    found, eager = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(theirs, leaves, dy)
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    exact = torch.autograd.grad(F.conv2d(*wide, *[None] * (not bias), *settings, channels), wide, dy.double())
+    for own, other, right, leaf in zip(found, eager, exact, leaves, strict=True):
+        assert own.dtype is LOW and own.stride() == leaf.stride()
+        assert off(own, right) <= max(1.05 * off(other, right), 2.0**-9)
+        assert torch.equal(own, right.to(LOW)) or off(own, right) < 2.0**-8
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_no_other_gradient_is_made(wanted: tuple[int, ...]) -> None:
+    given = tensors(4, (9, 9), (5, 5), False, True)
+    whole = torch.autograd.grad(depthwise_conv2d(*given, (1, 1), (2, 2), (1, 1)).sum(), given)
+    for place, each in enumerate(given):
+        each.requires_grad_(place in wanted)
+    leaves = [given[place] for place in wanted]
+    found = torch.autograd.grad(depthwise_conv2d(*given, (1, 1), (2, 2), (1, 1)).sum(), leaves)
+    assert all(torch.equal(own, whole[place]) for own, place in zip(found, wanted, strict=True))
+
+
+def test_second_derivatives() -> None:
+    given = tensors(4, (8, 8), (5, 5), False, True)
+    leaves = [each.detach().double().requires_grad_() for each in given]
+
+    def penalty(x: Tensor, w: Tensor, b: Tensor, run: Any) -> tuple[Tensor, ...]:
+        y = run(x, w, b, (2, 2), (2, 2), (1, 1))
+        first = torch.autograd.grad(y.square().sum(), (x, w), create_graph=True)
+        return torch.autograd.grad(sum(each.double().square().sum() for each in first), (x, w, b))
+
+    own = penalty(*given, depthwise_conv2d)
+    exact = penalty(*leaves, lambda *all: F.conv2d(*all, 4))
+    assert all(off(each, right) < 2.0**-6 for each, right in zip(own, exact, strict=True))
+
+
+def test_the_ops_are_torchs_to_every_tracer() -> None:
+    given = tensors(4, (9, 9), (5, 5), False, True)
+    torch.library.opcheck(depthwise._op.op, (*given, [1, 1], [2, 2], [1, 1]))
+    x, w, _ = (each.detach() for each in given)
+    backward = torch.randn(3, 4, 9, 9).to(LOW), x, w, True, [1, 1], [2, 2], [1, 1]
+    for wanted in ([True, True, True], [False, True, False]):
+        torch.library.opcheck(depthwise._backward_op.op, (*backward, wanted))
+
+
+#: What is changed of a case that pays -> whether it still does.
+CASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "nothing": ({}, True),
+    "three by three": ({"filters": (3, 3)}, False),
+    "with steps": ({"filters": (3, 3), "stride": (2, 2)}, True),
+    "apart": ({"filters": (3, 3), "dilation": (1, 2)}, True),
+    "a row": ({"filters": (1, 7)}, False),
+    "tiny": ({"image": (5, 5)}, False),
+    "no gradient": ({"wants": False}, False),
+    "two filters a channel": ({"out": 32}, False),
+    "groups of two": ({"width": 2, "groups": 8}, False),
+    "FP32": ({"dtype": torch.float32}, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_where_it_pays(name: str) -> None:
+    changed, right = CASES[name]
+    case = {
+        "filters": (5, 5), "stride": (1, 1), "dilation": (1, 1), "image": (20, 20), "wants": True, "out": 16,
+        "width": 1, "groups": 16, "dtype": LOW,
+    } | changed  # fmt: skip
+    x = torch.randn(4, 16, *case["image"], dtype=case["dtype"], requires_grad=case["wants"])
+    w = torch.randn(case["out"], case["width"], *case["filters"], dtype=case["dtype"])
+    assert pays(x, w, None, case["stride"], case["dilation"], case["groups"]) is right
+    with torch.no_grad():
+        assert not pays(x, w, None, case["stride"], case["dilation"], case["groups"])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 24, 1)
+        self.deep = nn.Conv2d(24, 24, 7, padding=3, groups=24)
+        self.steps = nn.Conv2d(24, 24, 3, 2, 1, groups=24, bias=False)
+        self.small = nn.Conv2d(24, 24, 3, padding=1, groups=24)
+        self.mixed = nn.Conv2d(24, 8, 5, padding=2, groups=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixed(self.small(F.gelu(self.steps(self.deep(self.first(x))))))
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the filters that ran so."""
+    found: list[tuple[int, ...]] = []
+    whole = depthwise.depthwise_conv2d
+
+    def run(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        found.append(tuple(weight.shape))
+        return whole(x, weight, *rest)
+
+    monkeypatch.setattr(depthwise, "depthwise_conv2d", run)
+    return found
+
+
+def converted(**options: Any) -> tuple[nn.Module, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 3, 32, 32)
+    exact = copy.deepcopy(model).double()
+    return fxprec.convert(model, dtype=LOW, **options)[0], exact, x
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": True}, {"capture": "dynamo"}, {"level": "O2"}])
+def test_a_model_takes_them_and_trains(options: dict[str, Any], taken: list[Any]) -> None:
+    model, exact, x = converted(**options)
+    eager = copy.deepcopy(exact).float()
+    model(x).square().mean().backward()
+    assert taken == [(24, 1, 7, 7), (24, 1, 3, 3)]
+    exact(x.double()).square().mean().backward()
+    with torch.autocast("cpu", LOW):
+        eager(x).float().square().mean().backward()
+    for (name, own), other, right in zip(model.named_parameters(), eager.parameters(), exact.parameters(), strict=True):
+        assert off(own.grad, right.grad) <= 2 * off(other.grad, right.grad) + 2.0**-7, name
+
+
+def test_the_graph_says_so_and_runs_torchs_where_no_gradient_is_wanted(taken: list[Any]) -> None:
+    model, _, x = converted()
+    with torch.no_grad():
+        y = model(x)
+    assert not taken and y.shape == (4, 8, 16, 16)
+    nodes = [node for node in fxprec.graph_module(model).graph.nodes if node.target is depthwise_calls.depthwise_conv2d]
+    assert [node.name for node in nodes] == ["conv2d_1", "conv2d_2", "conv2d_3", "conv2d_4"]
+    assert all("its backward in FP32" in node.meta["precision"].why for node in nodes)
+    model.eval()
+    frozen = fxprec.freeze(model)
+    with torch.no_grad():
+        assert off(frozen(x), y.double()) < 2.0**-6
+
+
+def test_words_for_padding_stay_torchs() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 5, padding="same", groups=8))
+    model, _ = fxprec.convert(model, dtype=LOW)
+    y = model(torch.randn(2, 8, 9, 9))
+    assert y.shape == (2, 8, 9, 9)
+    targets = [node.target for node in fxprec.graph_module(model).graph.nodes]
+    assert depthwise_calls.depthwise_conv2d not in targets
+
+
+def test_who_looks_into_the_ops_gets_torchs(taken: list[Any]) -> None:
+    x, w, b = (each.detach() for each in tensors(4, (50, 50), (5, 5), False, True))
+    w.requires_grad_()
+
+    def f(x: Tensor) -> Tensor:
+        return depthwise_calls.depthwise_conv2d(x, w, b, 1, 2, 1, 4)
+
+    right = f(x)
+    assert len(taken) == 1
+    assert torch.equal(torch.vmap(f)(x[:, None])[:, 0], right)
+    primal = torch.func.jvp(f, (x,), (torch.ones_like(x),))[0]
+    assert torch.equal(primal, right) and len(taken) == 1
+    y = checkpoint(f, x, use_reentrant=False)
+    assert torch.equal(y, right) and len(taken) == 2
+    y.sum().backward()
+    assert len(taken) == 3 and w.grad is not None
