@@ -209,3 +209,17 @@ def test_who_looks_into_the_ops_gets_torchs(taken: list[Any]) -> None:
     assert torch.equal(y, right) and len(taken) == 2
     y.sum().backward()
     assert len(taken) == 3 and w.grad is not None
+
+
+def test_what_is_multiplied_is_fp32_with_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[torch.dtype, bool]] = []
+    whole = depthwise.backward_reference
+
+    def run(*given: Any) -> list[Tensor]:
+        seen.extend((each.dtype, each.is_contiguous(memory_format=torch.channels_last)) for each in given[:2])
+        return whole(*given)
+
+    monkeypatch.setattr(depthwise, "backward_reference", run)
+    given = tensors(4, (9, 8), (5, 5), False, True)
+    depthwise_conv2d(*given, (1, 1), (2, 2), (1, 1)).sum().backward()
+    assert seen == [(torch.float32, True)] * 2
