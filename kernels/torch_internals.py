@@ -62,6 +62,7 @@ with needed:
     from torch._C import _get_tracing_state as jit_tracing_state  # None outside of torch.jit.trace
     from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many are on
     from torch._C import _TorchDispatchModeKey as DispatchModeKey  # FAKE, PROXY, FUNCTIONAL
+    from torch._C._functorch import is_legacy_batchedtensor as is_batched  # by autograd.grad(is_grads_batched=True)
     from torch._C._functorch import maybe_current_level as function_transform_level  # None outside of torch.func's
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.autograd import forward_ad

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
-from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.torch_internals import is_batched
 
 #: Sizes of filters up to which oneDNN has a kernel, and elements of an image from which FP32 copies take less time.
 _SMALL: Final = 3
@@ -30,19 +31,23 @@ _PLAIN: Final = (Tensor, torch.nn.Parameter)
 def pays(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> bool:
-    """Whether a backward will follow that takes less time in FP32; not where somebody looks into the ops."""
+    """Whether a backward will follow that takes less time in FP32.
+
+    Not where somebody looks into the ops, who counts, traces or keeps convolutions and would not know ours; asked
+    first, since a tracer makes guards of sizes that are looked at.
+    """
+    if watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is not None or not torch.is_grad_enabled():
+        return False
     tensors = [each for each in (x, weight, bias) if each is not None]
     return (
-        x.dim() == 4
+        all(type(each) in _PLAIN and each.dtype is torch.bfloat16 and not each.is_neg() for each in tensors)
+        and x.device.type == "cpu"
+        and x.dim() == 4
         and groups == x.shape[1] == weight.shape[0]
         and weight.shape[1] == 1
         and (min(weight.shape[2:]) > _SMALL or max(*stride, *dilation) > 1)
         and x.numel() >= _FEWEST
-        and all(type(each) in _PLAIN and each.dtype is torch.bfloat16 and not each.is_neg() for each in tensors)
-        and x.device.type == "cpu"
-        and torch.is_grad_enabled()
         and any(each.requires_grad for each in tensors)
-        and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None
     )
 
 
@@ -102,22 +107,27 @@ def _backward(
 
 
 def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, biased: bool, *rest: Any) -> list[Tensor]:
-    made = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(len(weight))
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    image = torch.empty_like(x, memory_format=torch.channels_last if last else torch.contiguous_format)
+    made = image, torch.empty_like(weight), weight.new_empty(len(weight))
     return [each for each, wanted in zip(made, rest[-1], strict=True) if wanted]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, *ctx.settings = inputs
-    ctx.save_for_backward(x, weight, bias)
+    ctx.biased = bias is not None  # its values are read by no gradient, and may change
+    ctx.save_for_backward(x, weight)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, bias = ctx.saved_tensors
-    rest = (None,) * 3
+    x, weight = ctx.saved_tensors
+    wanted, rest = [*ctx.needs_input_grad[:3]], (None,) * 3
     if torch.is_grad_enabled():
-        return *eager_gradients(reference, (x, weight, bias, *ctx.settings), (grad,))[:3], *rest
-    wanted = [*ctx.needs_input_grad[:3]]
-    found = iter(_backward_op(grad, x, weight, bias is not None, *ctx.settings, wanted))
+        of_x, of_weight, *_ = eager_gradients(reference, (x, weight, None, *ctx.settings), (grad,))
+        return of_x, of_weight, grad.float().sum((0, 2, 3)).to(grad.dtype) if wanted[2] else None, *rest
+    batched = watcher(TRANSFORM) is not None or is_batched(grad)  # of whom ours knows nothing
+    run: Any = backward_reference if batched else _backward_op
+    found = iter(run(grad, x, weight, ctx.biased, *ctx.settings, wanted))
     return *[next(found) if each else None for each in wanted], *rest
 
 

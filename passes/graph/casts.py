@@ -12,6 +12,8 @@ from fxprec.passes.graph.annotations import CASTABLE
 from fxprec.passes.graph.leaves import leaf
 from fxprec.passes.torch_internals import tree_map
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` in ``dtype``; the tensor itself where it is that already. Only for values known to be castable floats."""
@@ -41,7 +43,8 @@ def cast_saturating(x: object, dtype: torch.dtype) -> object:
         return leaf(cast_saturating, x, dtype)
     if not isinstance(x, torch.Tensor) or x.dtype not in CASTABLE or x.dtype == dtype:
         return x
-    if x.device.type == "cpu" and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None:
+    plain = type(x) in _PLAIN and x.device.type == "cpu"
+    if plain and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None:
         low = x.to(dtype)
         if not low.isinf().any():  # to look costs less than to choose, forward and backward
             return low

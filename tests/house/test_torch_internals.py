@@ -170,6 +170,17 @@ def test_fake_tensors_are_known_by_their_class() -> None:
         assert isinstance(torch.ones(1), of_kernels.FakeTensor)
 
 
+@contract("kernels", "is_batched")
+def test_gradients_in_a_batch_say_so() -> None:
+    """Of ``torch.autograd.grad(is_grads_batched=True)``, whose vmap shows in no level."""
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(of_kernels.is_batched(grad)))
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
+    assert seen == [True] and not of_kernels.is_batched(x)
+
+
 @contract("kernels", "function_transform_level")
 def test_transforms_have_a_level_that_is_true() -> None:
     levels: list[object] = []

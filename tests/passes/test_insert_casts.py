@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN
@@ -151,6 +152,11 @@ def test_a_mask_is_cast_alike_whoever_looks_on(dtype, extreme):
     weighed(leaf).sum().backward()
     if extreme is None or abs(extreme) < torch.inf:
         assert torch.equal(leaf.grad, torch.where(fits, weights, 0.0))
+
+
+def test_a_fake_mask_is_cast_where_its_mode_is_over():
+    fake = FakeTensorMode().from_tensor(torch.randn(2, 3))
+    assert cast_saturating(fake, torch.bfloat16).dtype is torch.bfloat16
 
 
 def test_outputs_get_their_original_dtype_back(tools):

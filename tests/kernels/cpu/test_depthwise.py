@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxprec
 from fxprec.kernels.cpu import depthwise
@@ -39,6 +41,11 @@ def off(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
+def lies(x: Tensor) -> list[int]:
+    """Strides, but of dimensions of one element, which have none that matters."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
+
 @shapes
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
@@ -55,7 +62,8 @@ def test_forward_to_the_bit_and_gradients_more_exact_than_torchs(
     wide = [each.detach().double().requires_grad_() for each in leaves]
     exact = torch.autograd.grad(F.conv2d(*wide, *[None] * (not bias), *settings, channels), wide, dy.double())
     for own, other, right, leaf in zip(found, eager, exact, leaves, strict=True):
-        assert own.dtype is LOW and own.stride() == leaf.stride()
+        assert own.dtype is LOW and own.shape == leaf.shape
+        assert lies(own) == lies(other)
         assert off(own, right) <= max(1.05 * off(other, right), 2.0**-9)
         assert torch.equal(own, right.to(LOW)) or off(own, right) < 2.0**-8
 
@@ -223,3 +231,70 @@ def test_what_is_multiplied_is_fp32_with_channels_last(monkeypatch: pytest.Monke
     given = tensors(4, (9, 8), (5, 5), False, True)
     depthwise_conv2d(*given, (1, 1), (2, 2), (1, 1)).sum().backward()
     assert seen == [(torch.float32, True)] * 2
+
+
+def test_gradients_in_a_batch() -> None:
+    x, w, b = tensors(4, (50, 50), (5, 5), False, True)
+    y = depthwise_conv2d(x, w, b, (1, 1), (2, 2), (1, 1))
+    many = torch.randn(3, *y.shape).to(LOW)
+    found = torch.autograd.grad(y, (x, w, b), many, is_grads_batched=True, retain_graph=True)
+    for n, dy in enumerate(many):
+        each = torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+        assert all(off(own[n], right.double()) < 2.0**-7 for own, right in zip(found, each, strict=True))
+    jacobian = torch.autograd.functional.jacobian
+    runs = [
+        lambda x: depthwise_calls.depthwise_conv2d(x, w, b, 1, 2, 1, 4),
+        lambda x: F.conv2d(x, w, b, 1, 2, 1, 4),
+    ]
+    own, theirs = (jacobian(lambda x, run=run: run(x)[0, 0, 0, :3], x, vectorize=True) for run in runs)
+    assert off(own, theirs.double()) < 2.0**-7
+
+
+def test_the_bias_may_change_and_nothing_else() -> None:
+    """As with torch's: no gradient reads it."""
+    x, w, b = tensors(4, (9, 9), (5, 5), False, True)
+    y = depthwise_conv2d(x, w, b, (1, 1), (2, 2), (1, 1)).sum()
+    with torch.no_grad():
+        b.add_(1)
+    torch.autograd.grad(y, (x, w, b), retain_graph=True)
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_gradients_lie_as_torchs_do() -> None:
+    w = torch.randn(4, 1, 5, 5).to(LOW)
+    turned, exchanged = torch.randn(3, 4, 8, 9).transpose(2, 3), torch.randn(4, 3, 8, 9).transpose(0, 1)
+    for x in (turned, exchanged, torch.randn(3, 4, 1, 1)):
+        image = x.to(LOW).requires_grad_()
+        own = depthwise_conv2d(image, w, None, (1, 1), (2, 2), (1, 1))
+        theirs = F.conv2d(image, w, None, 1, 2, 1, 4)
+        dy = torch.randn_like(theirs)
+        (one,), (other,) = torch.autograd.grad(own, image, dy), torch.autograd.grad(theirs, image, dy)
+        assert lies(one) == lies(other)
+
+
+@pytest.mark.parametrize("how", ["compile", "strict", "batch", "rows", "jit", "count"])
+def test_tracers_and_counters_see_torchs_convolution(how: str) -> None:
+    """No guard on a size, no break, no warning, all FLOP."""
+    model, _, x = converted()
+    model(x)
+    gm = fxprec.graph_module(model)
+    if how == "compile":
+        assert torch.compile(gm, backend="eager", fullgraph=True)(x).shape == (4, 8, 16, 16)
+    elif how == "jit":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", torch.jit.TracerWarning)
+            torch.jit.trace(model, (x,))
+    elif how == "count":
+        with FlopCounterMode(display=False) as counted:
+            gm(x).sum().backward()
+        with FlopCounterMode(display=False) as right:
+            Net()(x).sum().backward()
+        assert counted.get_total_flops() == right.get_total_flops()
+    else:
+        size = torch.export.Dim("size", min=2, max=64)
+        shapes = {"batch": ({0: size},), "rows": ({2: 4 * size, 3: 4 * size},), "strict": None}[how]
+        program = torch.export.export(gm, (x,), dynamic_shapes=shapes, strict=how == "strict")
+        assert program.module()(x).shape == (4, 8, 16, 16)
