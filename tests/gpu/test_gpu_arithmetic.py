@@ -255,7 +255,10 @@ def floats(ptx: str) -> set[str]:
 @pytest.mark.parametrize("expression", COMPILED)
 def test_what_triton_makes_of_the_ops(expression: str) -> None:
     pointers = dict.fromkeys(("x_ptr", "y_ptr", "z_ptr", "out_ptr"), "*fp32")
-    for fuses, expected in zip((True, False), COMPILED[expression], strict=True):
+    made = COMPILED[expression]
+    if expression == "-(x * y) + z" and kernel_tools.triton_release() >= (3, 8):  # which makes a difference of it
+        made = ("fma.rn", "mul.rn sub.rn")
+    for fuses, expected in zip((True, False), made, strict=True):
         options = {"num_warps": 4, "enable_fp_fusion": fuses}
         ptx = kernel_tools._compiled(kernel(expression), 90, options, pointers, {}, {}).ptx
         assert floats(ptx) == set(expected.split()), expression

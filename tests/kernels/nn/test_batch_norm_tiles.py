@@ -242,7 +242,9 @@ def test_rows_of_a_few_elements_more_are_read_by_what_divides_them(
     monkeypatch.setitem(SHAPES, "few", (shape, contiguous))
     made, _ = built(form, "few", torch.bfloat16, aligned=False)
     copies = re.findall(r"cp\.async\.c[ga]\.shared\.global [^;]*?, (0x[0-9a-f]+|\d+)", made.ptx)
-    assert {int(copied, 0) for copied in copies} == {size} and made.spills == 0 and made.registers <= 128
+    # Triton 3.6 of torch 2.10 has the assembler of CUDA 12.8, which keeps two numbers of the first form in memory.
+    kept = 8 if kernel_tools.triton_release() < (3, 7) and form == "apply" else 0
+    assert {int(copied, 0) for copied in copies} == {size} and made.spills <= kept and made.registers <= 128
     stored = re.findall(r"st\.global\.(?:v(\d)\.)?b(\d+)", made.ptx)
     assert not written(form) or size in {int(words or 1) * int(bits) // 8 for words, bits in stored}
 
