@@ -20,12 +20,17 @@ from torch import Tensor
 
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.launch.operands import suits_loops
 from fxprec.kernels.torch_internals import is_batched
 
 #: Sizes of filters up to which oneDNN has a kernel, and elements of an image from which FP32 copies take less time.
 _SMALL: Final = 3
 _FEWEST: Final = 20_000
-_PLAIN: Final = (Tensor, torch.nn.Parameter)
+
+
+def has_no_kernel(sizes: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> bool:
+    """Whether oneDNN has none for a bfloat16 backward of depthwise filters, of a weight of these sizes."""
+    return sizes[1] == 1 and (min(sizes[2:]) > _SMALL or max(*stride, *dilation) > 1)
 
 
 def pays(
@@ -40,12 +45,10 @@ def pays(
         return False
     tensors = [each for each in (x, weight, bias) if each is not None]
     return (
-        all(type(each) in _PLAIN and each.dtype is torch.bfloat16 and not each.is_neg() for each in tensors)
-        and x.device.type == "cpu"
+        all(each.dtype is torch.bfloat16 and suits_loops(each) for each in tensors)
         and x.dim() == 4
         and groups == x.shape[1] == weight.shape[0]
-        and weight.shape[1] == 1
-        and (min(weight.shape[2:]) > _SMALL or max(*stride, *dilation) > 1)
+        and has_no_kernel(weight.shape, stride, dilation)
         and x.numel() >= _FEWEST
         and any(each.requires_grad for each in tensors)
     )

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watcher
+from fxprec.kernels.launch.operands import PLAIN
 
 _KERNELS: Final[dict[str, KernelOp]] = {}
-#: Tensors that are nobody's: a subclass must see the op, as a tracer, a mode and a function transform must.
-_PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 class KernelOp:
@@ -71,7 +70,7 @@ class KernelOp:
         for x in inputs:
             if isinstance(x, Tensor):
                 wanted |= x.requires_grad
-                seen |= type(x) not in _PLAIN
+                seen |= type(x) not in PLAIN
         if seen:
             if self._transformed is not None and watcher(TRANSFORM):
                 return self._transformed.apply(*inputs)

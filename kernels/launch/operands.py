@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from fxprec.kernels.torch_internals import FakeTensor
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
+#: Tensors that are nobody's: a subclass dispatches ops itself, and must see them.
+PLAIN: Final = (Tensor, nn.Parameter)
 
 
 def check_operands(kernel: str, **tensors: Any) -> None:
@@ -53,9 +55,6 @@ def suits_loops(x: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.bfloat16, torch.float32)
-        and (type(x) in _PLAIN or isinstance(x, FakeTensor))
+        and (type(x) in PLAIN or isinstance(x, FakeTensor))
         and not x.is_neg()
     )
-
-
-_PLAIN: Final = (Tensor, nn.Parameter)

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node, Proxy
 
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.passes.fusion.kernel_calls import cross_entropy
-from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.leaves import leaf
 
@@ -58,8 +58,8 @@ def align_rows(graph: Graph, low: torch.dtype) -> bool:
     """Replace those of weights whose number of rows is no multiple of 8. Returns whether any was."""
     changed = False
     for node in graph.find_nodes(op="call_function", target=F.linear):
-        sizes = _sizes(node)
-        if notes(node).precision.compute is low and sizes is not None and sizes[0] % _VECTOR:
+        sizes = weight_sizes(node)
+        if notes(node).precision.compute is low and sizes is not None and len(sizes) == 2 and sizes[0] % _VECTOR:
             node.target = aligned_linear
             node.kwargs = {**node.kwargs, "apart": all(_takes_pitch(user, sizes[0]) for user in node.users)}
             notes(node).fused = f"a product of {-(-sizes[0] // _VECTOR) * _VECTOR} outputs"
@@ -81,10 +81,9 @@ def _last(sizes: Any) -> Any:
     return sizes[-1] if isinstance(sizes, tuple | list) and sizes else None
 
 
-def _sizes(node: Node) -> tuple[int, ...] | None:
-    """Of the weight, below its cast."""
-    weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+def weight_sizes(node: Node) -> tuple[int, ...] | None:
+    """Of the weight of a linear or convolution, below its cast; None where nobody knows."""
+    weight = argument(node, 1, "weight")
     if isinstance(weight, Node) and weight.target in CASTS:
         weight = weight.args[0]
-    sizes = notes(weight).sizes if isinstance(weight, Node) else None
-    return sizes if sizes is not None and len(sizes) == 2 else None
+    return notes(weight).sizes if isinstance(weight, Node) else None

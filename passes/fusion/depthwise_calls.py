@@ -19,12 +19,13 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Proxy
+from torch.fx import Graph, Node, Proxy
 
+from fxprec.passes.fusion.aligned_rows import weight_sizes
 from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.leaves import leaf
 
-_WHY: Final = "depthwise: its backward in FP32, where bfloat16 has no fast kernel"
+_WHY: Final = "where it is depthwise, with filters above 3 x 3 or steps, its backward runs in FP32"
 
 
 def depthwise_conv2d(
@@ -43,19 +44,26 @@ def depthwise_conv2d(
 
 
 def call_depthwise(graph: Graph, low: torch.dtype) -> bool:
-    """Replace convolutions in groups that are computed low. Returns whether any was."""
+    """Replace what is computed low and may gain, by the weight's sizes if they are known. Returns whether any was."""
     changed = False
     for node in graph.nodes:
         decided = notes(node).precision
         if notes(node).op.name != "conv2d" or node.op != "call_function" or decided.compute is not low:
             continue
         numbers = [argument(node, 3 + i, name, default) for i, (name, default) in enumerate(_DEFAULTS.items())]
-        if argument(node, 6, "groups", 1) in (0, 1) or not all(map(_are_numbers, numbers)):
+        if not all(map(_are_numbers, numbers)) or numbers[-1] == 1 or not _may_gain(node, *numbers[:3]):
             continue
         node.target = depthwise_conv2d
         notes(node).precision = replace(decided, why=f"{decided.why}; {_WHY}")
         changed = True
     return changed
+
+
+def _may_gain(node: Node, stride: Any, _: Any, dilation: Any) -> bool:
+    from fxprec.kernels.cpu.depthwise import has_no_kernel
+
+    sizes = weight_sizes(node)
+    return sizes is None or has_no_kernel(sizes, _two(stride), _two(dilation))
 
 
 _DEFAULTS: Final = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}

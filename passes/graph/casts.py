@@ -8,11 +8,10 @@ import torch
 from torch.fx import Proxy
 
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
+from fxprec.kernels.launch.operands import PLAIN
 from fxprec.passes.graph.annotations import CASTABLE
 from fxprec.passes.graph.leaves import leaf
 from fxprec.passes.torch_internals import tree_map
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -43,7 +42,7 @@ def cast_saturating(x: object, dtype: torch.dtype) -> object:
         return leaf(cast_saturating, x, dtype)
     if not isinstance(x, torch.Tensor) or x.dtype not in CASTABLE or x.dtype == dtype:
         return x
-    plain = type(x) in _PLAIN and x.device.type == "cpu"
+    plain = type(x) in PLAIN and x.device.type == "cpu"
     if plain and watcher(COMPILER, SCRIPT, TRANSFORM, DUAL, ANY_MODE) is None:
         low = x.to(dtype)
         if not low.isinf().any():  # to look costs less than to choose, forward and backward
