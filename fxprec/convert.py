@@ -126,11 +126,12 @@ def convert(
             shipped ones; the report names those ops, and which costs. The sizes are those of example_inputs or of the
             first call, also for later calls with other sizes; forward alone counts where gradients are off then.
             Or costs of one's own, a ``fxprec.passes.costs.device_costs.DeviceCosts``.
-        fuse: "auto": regions between matmuls become Triton kernels on CUDA, elsewhere native mixed kernels serve;
-            True: Triton regions, or an error; on a CPU regions and attention as C++ that the first call compiles and,
-            with example inputs, convolutions with channels last in memory; "aten": regions that run op by op, to look
-            at; False: neither, every node stays visible; ``{"fused_*gelu*": False}``: as "auto", but not the regions
-            with such names.
+        fuse: "auto": regions between matmuls become Triton kernels on CUDA, but for those of few ops and few elements,
+            which would keep the device waiting for Python; elsewhere native mixed kernels serve;
+            True: Triton regions of any size, or an error; on a CPU regions and attention as C++ that the first call
+            compiles and, with example inputs, convolutions with channels last in memory; "aten": regions that run op
+            by op, to look at; False: neither, every node stays visible; ``{"fused_*gelu*": False}``: as "auto", but
+            not the regions with such names.
         capture: "auto", "symbolic" (torch.fx, at once, no inputs) or "dynamo" (at the first call).
         executor: "eager" runs the rewritten graph, "inductor" compiles it.
         keep_output_dtype: outputs keep the dtypes of the original program.

@@ -110,6 +110,7 @@ class Settings:
             native_mixed=self.fuse is not False,
             regions=self.regions,
             region_choices=tuple(self.fuse.items()) if isinstance(self.fuse, Mapping) else (),
+            by_size=self.regions == "triton" and self.device == "cuda" and self.fuse is not True,
             costs=costs,
             gradients=gradients,
             attention=self._attention,

@@ -29,6 +29,7 @@ class Context:
         regions: fused regions that run as kernels ("triton", on a CPU "loops"), or whose ops run one by one ("aten");
             "": none.
         region_choices: (pattern of region names, whether to fuse them); the last match wins, without one: yes.
+        by_size: a region of few elements that no pattern names is left to torch's ops (``few_elements``).
         costs: of the device: LOW ops stay FP32 where lowering them loses time. None: all are lowered.
         gradients: whether a backward pass is to be counted.
         attention: another way than torch's kernel for low attention, and from how many FLOP on it is faster: a forward
@@ -46,6 +47,7 @@ class Context:
     native_mixed: bool = True
     regions: Literal["", "aten", "triton", "loops"] = ""
     region_choices: tuple[tuple[str, bool], ...] = ()
+    by_size: bool = False
     costs: DeviceCosts | None = None
     gradients: bool = True
     attention: tuple[AttentionWay, float, float] | None = None
@@ -53,9 +55,9 @@ class Context:
     channels_last: bool = False
     casts_fuse: bool = False
 
-    def fuses(self, region: str) -> bool:
-        """Whether the region of this name is to be fused."""
-        return next((yes for pattern, yes in reversed(self.region_choices) if fnmatchcase(region, pattern)), True)
+    def choice(self, region: str) -> bool | None:
+        """Whether the region of this name is to be fused, as the user says; None: says nothing."""
+        return next((yes for pattern, yes in reversed(self.region_choices) if fnmatchcase(region, pattern)), None)
 
 
 class PassResult(NamedTuple):

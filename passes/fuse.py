@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from fxprec.passes.fusion.attention_calls import call_attention
 from fxprec.passes.fusion.channels_last import lay_out
 from fxprec.passes.fusion.depthwise_calls import call_depthwise
 from fxprec.passes.fusion.effects import order_of_effects, sort
+from fxprec.passes.fusion.few_elements import elements_of
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
 from fxprec.passes.fusion.loop_regions import gains, suits_loops
@@ -92,6 +93,11 @@ def region_names(gm: GraphModule) -> list[str]:
     return [name for graph in every_graph(gm) for name in graph.meta.get("region_names", ())]
 
 
+def largest_left(gm: GraphModule) -> int:
+    """How many the largest region has that is left to torch's ops because it has few; 0: there is none."""
+    return max((graph.meta.get("few_elements", 0) for graph in every_graph(gm)), default=0)
+
+
 def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
     graph, triton, loops = gm.graph, context.regions == "triton", context.regions == "loops"
     changed = make_functional(graph)
@@ -104,9 +110,9 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
     suits = functools.partial(suits_loops, prices=context.loops)
     found = find_regions(graph, order, suits, gains) if loops else find_regions(graph, order)
     names = _names(gm, found)
-    chosen = [region for region in found if context.fuses(names[region])]
+    chosen, reasons = _chosen(gm, names, context)
     chosen = _settle(graph, splits, found, chosen)
-    declined += [f"{name}: fuse says no" for name in names.values() if not context.fuses(name)]
+    declined += reasons
     gm.meta["region_names"] = [*names.values()]
     if not chosen:
         return changed, declined
@@ -122,6 +128,25 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
     sort(graph, order, position)
     seeds.draw(graph)
     return True, declined
+
+
+def _chosen(gm: GraphModule, names: Mapping[Region, str], context: Context) -> tuple[list[Region], list[str]]:
+    """The regions that are to be fused, and why others are not."""
+    chosen: list[Region] = []
+    declined: list[str] = []
+    most = 0
+    for region, name in names.items():
+        choice = context.choice(name)
+        few = elements_of(region) if context.by_size and choice is None else 0
+        most = max(most, few)
+        if choice is False:
+            declined.append(f"{name}: fuse says no")
+        elif few:
+            declined.append(f"{name}: {few:,} elements are few: a GPU would wait for its host; fuse=True fuses them")
+        else:
+            chosen.append(region)
+    gm.meta["few_elements"] = most
+    return chosen, declined
 
 
 def _settle(graph: Graph, splits: list[SplitBias], found: list[Region], chosen: list[Region]) -> list[Region]:

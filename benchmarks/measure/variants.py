@@ -27,7 +27,7 @@ import fxprec
 from benchmarks.measure.training_step import Setup, Step, loop, prepared, tf32
 from benchmarks.workloads.training import Workload, named
 
-__all__ = ["BASELINE", "VARIANTS", "Setup", "Step", "Variant", "variants"]
+__all__ = ["BASELINE", "VARIANTS", "Setup", "Step", "Variant", "converted", "variants"]
 
 #: What ratios are taken against.
 BASELINE: Final = "autocast"
@@ -139,7 +139,7 @@ def _low_model(workload: Workload, setup: Setup) -> Step:
 # -- fxprec -----------------------------------------------------------------------------------------------------------
 
 
-def _converted(
+def converted(
     workload: Workload,
     setup: Setup,
     *,
@@ -160,6 +160,8 @@ def _converted(
         whole: the step is captured.
         options: of ``fxprec.convert``.
     """
+    if whole and setup.device.type == "cuda":  # small regions are left to torch's ops for a host's sake: it has none
+        options.setdefault("fuse", True)
     model, batches, ready = prepared(workload, setup)
     if inside:
         model, scaler = fxprec.convert(model, batches[0], dtype=setup.dtype, loss=workload.loss, **options)
@@ -187,6 +189,10 @@ def _converted(
 _CUDA: Final[dict[str, Any]] = {"devices": ("cuda",)}
 _COMPILED: Final[dict[str, Any]] = {"counted": False, "inductor": True}
 _CAPTURED: Final[dict[str, Any]] = {"counted": False, "refuses": (fxprec.FxprecError,)}
+_LOOPS: Final[dict[str, Any]] = {
+    "devices": ("cpu",), "refuses": (fxprec.ConversionError,),
+    "why": "on a GPU regions are fused in any case, but for small ones",
+}  # fmt: skip
 _TABLE: Final = (
     Variant("fp32", "FP32, TF32 off", partial(_peer, autocast=False)),
     Variant("fp32-tf32", "FP32 with TF32", _with_tf32, **_CUDA, why="TF32 is of NVIDIA's tensor cores"),
@@ -201,50 +207,44 @@ _TABLE: Final = (
         "bfloat16", "model.bfloat16()", _low_model, dtypes=(torch.bfloat16,),
         why="weights in float16 do not train: small updates are lost, and torch's scaler refuses their gradients",
     ),
-    Variant("o1", "fxprec O1, torch's AdamW(fused=True)", _converted),
-    Variant("o1-own", "fxprec O1, its AdamW", partial(_converted, own=True)),
-    Variant("o1-low", "fxprec O1, its AdamW, low gradients", partial(_converted, own=True, low=True)),
+    Variant("o1", "fxprec O1, torch's AdamW(fused=True)", converted),
+    Variant("o1-own", "fxprec O1, its AdamW", partial(converted, own=True)),
+    Variant("o1-low", "fxprec O1, its AdamW, low gradients", partial(converted, own=True, low=True)),
     Variant(
         "o1-compiled", "fxprec O1, its AdamW(compiled=True), low gradients",
-        partial(_converted, own=True, low=True, compiled=True), devices=("cpu",),
+        partial(converted, own=True, low=True, compiled=True), devices=("cpu",),
         why="compiled=True is for CPUs; on a GPU the update is one kernel in any case",
     ),
     Variant(
-        "o1-fused", "fxprec O1, fuse=True, its AdamW", partial(_converted, own=True, fuse=True), devices=("cpu",),
-        refuses=(fxprec.ConversionError,),
-        why="on a GPU regions are fused in any case",
+        "o1-fused", "fxprec O1, fuse=True, its AdamW", partial(converted, own=True, fuse=True), **_LOOPS,
     ),
     Variant(
         "o1-fused-low", "fxprec O1, fuse=True, its AdamW(compiled=True), low gradients",
-        partial(_converted, own=True, low=True, compiled=True, fuse=True), devices=("cpu",),
-        refuses=(fxprec.ConversionError,),
-        why="on a GPU regions are fused in any case",
+        partial(converted, own=True, low=True, compiled=True, fuse=True), **_LOOPS,
     ),
     Variant(
         "o1-fused-loss", "fxprec O1, fuse=True, its AdamW(compiled=True), low gradients, the loss inside",
-        partial(_converted, own=True, low=True, compiled=True, fuse=True, inside=True), devices=("cpu",),
-        refuses=(fxprec.ConversionError,),
-        why="on a GPU regions are fused in any case",
+        partial(converted, own=True, low=True, compiled=True, fuse=True, inside=True), **_LOOPS,
     ),
-    Variant("o1-loss", "fxprec O1 with the loss inside, its AdamW", partial(_converted, own=True, inside=True)),
-    Variant("o2", "fxprec O2, torch's AdamW(fused=True)", partial(_converted, level="O2")),
-    Variant("o2-own", "fxprec O2, its AdamW", partial(_converted, level="O2", own=True)),
+    Variant("o1-loss", "fxprec O1 with the loss inside, its AdamW", partial(converted, own=True, inside=True)),
+    Variant("o2", "fxprec O2, torch's AdamW(fused=True)", partial(converted, level="O2")),
+    Variant("o2-own", "fxprec O2, its AdamW", partial(converted, level="O2", own=True)),
     Variant(
         "o1-inductor", 'fxprec O1, executor="inductor", its AdamW',
-        partial(_converted, own=True, executor="inductor"), **_COMPILED,
+        partial(converted, own=True, executor="inductor"), **_COMPILED,
     ),
-    Variant("o1-dynamo", 'fxprec O1, capture="dynamo"', partial(_converted, capture="dynamo")),
-    Variant("o1-pays", 'fxprec O1, lower="pays"', partial(_converted, lower="pays")),
+    Variant("o1-dynamo", 'fxprec O1, capture="dynamo"', partial(converted, capture="dynamo")),
+    Variant("o1-pays", 'fxprec O1, lower="pays"', partial(converted, lower="pays")),
     Variant(
-        "o1-whole", "fxprec O1, whole step captured, its AdamW", partial(_converted, own=True, whole=True),
+        "o1-whole", "fxprec O1, whole step captured, its AdamW", partial(converted, own=True, whole=True),
         **_CAPTURED,
     ),
     Variant(
         "o1-loss-whole", "fxprec O1 with the loss inside, whole step captured, its AdamW",
-        partial(_converted, own=True, inside=True, whole=True), **_CAPTURED,
+        partial(converted, own=True, inside=True, whole=True), **_CAPTURED,
     ),
     Variant(
-        "o2-whole", "fxprec O2, whole step captured, its AdamW", partial(_converted, level="O2", own=True, whole=True),
+        "o2-whole", "fxprec O2, whole step captured, its AdamW", partial(converted, level="O2", own=True, whole=True),
         **_CAPTURED,
     ),
 )  # fmt: skip

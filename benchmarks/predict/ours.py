@@ -9,22 +9,22 @@ import torch
 
 import fxprec
 from benchmarks.measure.training_step import Setup
-from benchmarks.measure.variants import VARIANTS
+from benchmarks.measure.variants import converted
 from benchmarks.predict.launches import Unread, launches_of
 from benchmarks.predict.ops import Uncomputed
 from benchmarks.predict.parts import Parts
 from benchmarks.workloads.training import Workload
 from fxprec.kernels.launch import observers
 
-__all__ = ["VARIANT", "parts_of", "unseen"]
-
-#: What is predicted: regions fused, the loss inside, fxprec's AdamW.
-VARIANT = "o1-loss"
+__all__ = ["parts_of", "unseen"]
 
 
 def parts_of(workload: Workload, device: torch.device, dtype: torch.dtype) -> Parts:
-    """Of the third step, when states and shadows are there. The process has pretended the machine."""
-    step = VARIANTS[VARIANT].build(workload, Setup(device, dtype, batches=1))
+    """Of the third step, when states and shadows are there. The process has pretended the machine.
+
+    Regions are fused, whatever their size, as for a step that will be captured; the loss is inside; fxprec's AdamW.
+    """
+    step = converted(workload, Setup(device, dtype, batches=1), own=True, inside=True, fuse=True)
     with unseen(), Uncomputed():
         step()
         step()

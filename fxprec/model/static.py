@@ -15,6 +15,8 @@ from fxprec.capture.call_key import Constants
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.symbolic.trace import StaticCapture, trace_static
 from fxprec.model.captured import Captured
+from fxprec.passes.fuse import largest_left
+from fxprec.passes.fusion.few_elements import outgrown_at
 from fxprec.programs.memory import SharedMemory, constants_of, mark_shared
 from fxprec.programs.shapes import propagate_shapes
 from fxprec.shadows import ShadowStore
@@ -48,7 +50,8 @@ class StaticEntry:
 
     Reading by (dict, key) makes functional_call, parametrizations and replaced tensors count. ``dtypes``: the input
     dtypes it was rewritten for; None: FP32 floats were assumed. ``memory``: how the inputs and the weights in
-    ``watched`` share memory; None: the graph writes to none of them.
+    ``watched`` share memory; None: the graph writes to none of them. ``most``: elements of all inputs from which a
+    region gains that was left out for inputs of few (``few_elements``); None: there is none.
     """
 
     captured: Captured
@@ -59,6 +62,7 @@ class StaticEntry:
     dtypes: tuple[torch.dtype, ...] | None
     watched: _Places
     memory: SharedMemory | None
+    most: int | None
 
     @classmethod
     def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
@@ -71,12 +75,16 @@ class StaticEntry:
         if program.writes:
             memory = SharedMemory([*map(getitem, *watched)], constants_of(program.gm), tensors)
         low_dtypes, plain_dtypes = ([tensor.dtype for tensor in map(getitem, *places)] for places in (low, plain))
-        return cls(captured, low, plain, low_dtypes, plain_dtypes, dtypes, watched, memory)
+        left = largest_left(captured.gm)
+        most = outgrown_at(_elements(tensors), left) if left and tensors is not None else None
+        return cls(captured, low, plain, low_dtypes, plain_dtypes, dtypes, watched, memory, most)
 
     def serves(self, tensors: tuple[Tensor, ...] | None) -> bool:
         """Whether these inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
-        inputs and weights share memory as those did where that matters."""
+        inputs and weights share memory as those did where that matters; not where regions were left out that gain."""
         if tensors is not None:
+            if self.most is not None and _elements(tensors) >= self.most:
+                return False
             if self.dtypes is None:
                 for tensor in tensors:
                     if tensor.dtype not in _ASSUMED or not tensor.dim():
@@ -215,6 +223,10 @@ class StaticGraphs:
             return f"another value of the argument '{changing[0]}'"
         failing = [entry.captured.guards.failing() for entry in self._entries.get(key, ())]  # type: ignore[union-attr]
         return next((why for why in failing if why), f"other dtypes of {', '.join(names)}")
+
+
+def _elements(tensors: tuple[Tensor, ...]) -> int:
+    return sum([tensor.numel() for tensor in tensors])
 
 
 def _places(owners: Mapping[str, Mapping[str, Any]], targets: tuple[str, ...]) -> _Places:

@@ -39,6 +39,7 @@ from torch.fx import Graph, Node, Proxy
 
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import suits_loops
+from fxprec.passes.fusion.few_elements import FEWEST, is_large
 from fxprec.passes.graph.annotations import CASTABLE, Precision, notes
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import is_served, leaf
@@ -53,10 +54,7 @@ _LOOP_OF_LOSS: Final = f"cross_entropy by a compiled loop from {_LOOP[0]:,} logi
 #: Elements, with channels last, from which a loop's fewer bytes weigh more than its call.
 _LOOP_OF_POOL: Final = 1 << 17
 _POOLED: Final = f"max_pool2d by a compiled loop from {_LOOP_OF_POOL:,} elements on, channels last"
-#: Elements on a GPU, from which fewer bytes of a batch norm or a pooling weigh more than its calls: forward and
-#: backward of a norm take an H100's host 0.2 ms more than torch's, and of a million elements save a device some us.
-_FEWEST: Final = 1 << 20
-_FROM: Final = f", on a GPU from {_FEWEST:,} elements on"
+_FROM: Final = f", on a GPU from {FEWEST:,} elements on"
 
 
 def batch_norm(
@@ -70,7 +68,7 @@ def batch_norm(
     fits = residual is None or (residual.shape == x.shape and residual.dtype in CASTABLE)
     joined = relu or residual is not None  # alone, torch's kernels of planes are as good
     served = fits and isinstance(momentum, int | float) and _is_taken(x)
-    if served and _is_large(x) and (joined or _is_channels_last(x)):
+    if served and is_large(x) and (joined or _is_channels_last(x)):
         from fxprec.kernels.nn.batch_norm import batch_norm as kernel  # which loads Triton
 
         return kernel(x, running_mean, running_var, weight, bias, **options)
@@ -98,7 +96,7 @@ def max_pool2d(input: Any, kernel_size: Any, stride: Any = None, padding: Any = 
     if isinstance(input, Proxy):
         return leaf(max_pool2d, input, kernel_size, stride, padding, compiled)
     compiled = compiled and _is_wide(input)
-    if (compiled or (_is_taken(input) and _is_large(input))) and _is_channels_last(input):
+    if (compiled or (_is_taken(input) and is_large(input))) and _is_channels_last(input):
         from fxprec.kernels.nn.max_pool import max_pool2d as kernel  # which loads Triton
         from fxprec.kernels.nn.max_pool import why_not
 
@@ -140,11 +138,6 @@ def cross_entropy(
 def _is_taken(x: Any) -> bool:
     """Whether a kernel takes it; not where somebody looks into the ops: ours have no rule for vmap and forward mode."""
     return watcher(COMPILER, SCRIPT, TRANSFORM, DUAL) is None and is_served(x)
-
-
-def _is_large(x: Any) -> bool:
-    """Whether a GPU saves more time by a kernel than its host loses; where there is none, as for tests, any size is."""
-    return x.numel() >= _FEWEST or x.device.type != "cuda"
 
 
 def _is_channels_last(x: Any) -> bool:
