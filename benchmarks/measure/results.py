@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 
 import fxprec
+from fxprec.costs.files import processor_name
 
 __all__ = ["RESULTS", "ResultsError", "device_name", "environment", "load", "save", "save_figure"]
 
@@ -42,7 +43,7 @@ def device_name(device: torch.device | None = None) -> str:
         name = torch.cuda.get_device_name(device)
     else:
         threads = torch.get_num_threads()
-        name = f"{_cpu_model()} {threads} thread{'s' if threads > 1 else ''}"
+        name = f"{processor_name('cpu')} {threads} thread{'s' if threads > 1 else ''}"
     return re.sub(r"[^\w.]+", "-", name).strip("-")
 
 
@@ -168,16 +169,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-def _cpu_model() -> str:
-    """As Linux names it; elsewhere the architecture."""
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
 
 
 def _commit() -> str:

@@ -15,7 +15,7 @@ import torch
 
 from fxprec.costs.shipped import shipped
 from fxprec.errors import ServiceWarning
-from fxprec.kernels.cpu.processor import bfloat16_units, cpuinfo
+from fxprec.kernels.cpu.processor import bfloat16_units, cpuinfo, instruction_limit
 from fxprec.kernels.launch.cache_folder import cache_folder
 from fxprec.passes.costs.device_costs import DeviceCosts
 
@@ -100,10 +100,12 @@ def _text(costs: DeviceCosts) -> str:
 
 @functools.cache
 def processor_name(device: str) -> str:
-    """What the GPU or CPU calls itself."""
+    """What the GPU or CPU calls itself; a CPU that is held to fewer instructions than it has is another one."""
     if device == "cuda":
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    return cpuinfo("model name") or platform.processor() or platform.machine()
+    name = cpuinfo("model name") or platform.processor() or platform.machine()
+    limit = instruction_limit()
+    return f"{name} held to {limit}" if limit else name
 
 
 def _stale(costs: DeviceCosts, device: str, dtype: torch.dtype) -> str:

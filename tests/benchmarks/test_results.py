@@ -88,7 +88,7 @@ def test_without_git(monkeypatch):
 
 
 def test_device_names(monkeypatch):
-    monkeypatch.setattr(results, "_cpu_model", lambda: "Intel(R) Xeon(R) CPU @ 2.20GHz")
+    monkeypatch.setattr(results, "processor_name", lambda device: "Intel(R) Xeon(R) CPU @ 2.20GHz")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert results.device_name(CPU) == "Intel-R-Xeon-R-CPU-2.20GHz-4-threads"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

@@ -147,6 +147,35 @@ def test_a_cpu_gets_the_costs_of_its_class(flags, kind, monkeypatch):
     assert costs.source == f"shipped for CPUs {kind}" and costs.loops is not None
 
 
+@pytest.mark.parametrize(
+    ("limit", "kind"),
+    [
+        ("AVX512_CORE_BF16", "with bfloat16 units"),
+        ("AVX2", "without bfloat16 units, an estimate"),
+        ("AVX10_1_512_AMX", "with AMX"),
+        ("DEFAULT", "with AMX"),
+        ("a typing error", "with AMX"),
+    ],
+)
+@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+def test_a_cpu_is_what_onednn_is_held_to(variable, limit, kind, monkeypatch):
+    monkeypatch.setattr(processor, "cpu_flags", lambda: frozenset({"amx_bf16", "avx512_bf16"}))
+    monkeypatch.setenv(variable, limit)
+    assert cost_files.shipped_for_here("cpu").source == f"shipped for CPUs {kind}"
+
+
+def test_costs_of_a_cpu_that_is_held_back_are_another_cpus(folder, monkeypatch):
+    whole = path_of("cpu")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    cost_files.processor_name.cache_clear()
+    try:
+        assert path_of("cpu") != whole and "held-to-avx512_core_bf16" in path_of("cpu").name
+    finally:
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+        cost_files.processor_name.cache_clear()
+    assert path_of("cpu") == whole
+
+
 def test_tiles_take_large_products_faster_and_small_ones_slower():
     amx, other = (shipped("cpu", "a CPU", 1, units) for units in ("amx", "other"))
     assert amx.seconds(Work.MATMUL, BF16, 2e9) < 0.8 * other.seconds(Work.MATMUL, BF16, 2e9)
