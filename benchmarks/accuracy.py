@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Generator
 
-from benchmarks.measure.interleaved import Ratio, Samples, keep_memory, noise, order
+import fxprec
+from benchmarks.measure.interleaved import Ratio, Samples, noise, order
 from benchmarks.measure.plots import bars
 from benchmarks.measure.results import save, save_figure
 from benchmarks.measure.training_step import Setup, Step, tf32
@@ -263,5 +264,5 @@ def _write(task: Task, found: Mapping[str, Any], runs: Sequence[Run], options: a
 
 
 if __name__ == "__main__":
-    keep_memory()
+    fxprec.keep_memory()
     sys.exit(main())

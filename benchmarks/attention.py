@@ -27,7 +27,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.measure.interleaved import fastest, keep_memory
+import fxprec
+from benchmarks.measure.interleaved import fastest
 from fxprec.kernels.cpu.attention import serves
 from fxprec.kernels.cpu.attention_products import attention_by_products, recomputed_attention
 from fxprec.kernels.cpu.compiled_attention import compiled_attention, why_not
@@ -176,5 +177,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_memory()
+    fxprec.keep_memory()
     sys.exit(main())

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure.interleaved import fastest, keep_memory
+import fxprec
+from benchmarks.measure.interleaved import fastest
 from fxprec.kernels.cpu.depthwise import depthwise_conv2d, pays
 
 __all__ = ["SIZES", "Found", "Size", "main", "measure"]
@@ -111,5 +112,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_memory()
+    fxprec.keep_memory()
     sys.exit(main())

@@ -32,7 +32,8 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure.interleaved import free_variants, keep_memory
+import fxprec
+from benchmarks.measure.interleaved import free_variants
 from benchmarks.measure.results import save
 from benchmarks.measure.training_step import Setup, Step, tf32
 from benchmarks.measure.variants import BASELINE, VARIANTS, Variant, variants
@@ -181,5 +182,5 @@ def _tell(console: Console, workload: Workload, options: argparse.Namespace, fou
 
 
 if __name__ == "__main__":
-    keep_memory()
+    fxprec.keep_memory()
     sys.exit(main())

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 import fxprec
 from benchmarks.measure import results
-from benchmarks.measure.interleaved import Schedule, free_variants, host_times, keep_memory, measure
+from benchmarks.measure.interleaved import Schedule, free_variants, host_times, measure
 from benchmarks.reports.inference import BASELINE, Batch, Found, Row, draw, found_before, twin_of
 from benchmarks.workloads.training import NAMES, Workload, workloads
 
@@ -246,5 +246,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_memory()
+    fxprec.keep_memory()
     sys.exit(main())

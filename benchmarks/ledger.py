@@ -32,7 +32,7 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 
-from benchmarks.measure.interleaved import keep_memory
+import fxprec
 from benchmarks.measure.ledgers import added_up, planted, predicted
 from benchmarks.measure.results import environment, save
 from benchmarks.measure.timing import one_core
@@ -126,5 +126,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_memory()
+    fxprec.keep_memory()
     sys.exit(main())

@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure.interleaved import fastest, keep_memory
+import fxprec
+from benchmarks.measure.interleaved import fastest
 from fxprec.costs.files import costs_of, read, shipped_for_here
 from fxprec.costs.loop_cases import as_loop, why_no_loops
 from fxprec.kernels.rows.run.gains import LoopPrices, seconds
@@ -178,5 +179,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_memory()
+    fxprec.keep_memory()
     sys.exit(main())

@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fxprec
-from benchmarks.measure.interleaved import fastest, keep_memory
+from benchmarks.measure.interleaved import fastest
 
 __all__ = ["MODELS", "main", "times"]
 
@@ -154,5 +154,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_memory()
+    fxprec.keep_memory()
     sys.exit(main())

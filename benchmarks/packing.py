@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure.interleaved import fastest, keep_memory
+import fxprec
+from benchmarks.measure.interleaved import fastest
 from fxprec.kernels.cpu.packed import can_pack, pack_linear
 from fxprec.kernels.torch_internals import linear_pointwise
 
@@ -120,5 +121,5 @@ def _cells(product: Product) -> list[str]:
 
 
 if __name__ == "__main__":
-    keep_memory()
+    fxprec.keep_memory()
     sys.exit(main())

@@ -45,6 +45,7 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
+import fxprec
 from benchmarks.measure import results
 from benchmarks.measure.interleaved import (
     Clock,
@@ -52,7 +53,6 @@ from benchmarks.measure.interleaved import (
     device_times,
     free_variants,
     host_times,
-    keep_memory,
     measure,
     order,
 )
@@ -320,5 +320,5 @@ def _write(comparison: Comparison, output: pathlib.Path | None) -> None:
 
 
 if __name__ == "__main__":
-    keep_memory()
+    fxprec.keep_memory()
     sys.exit(main())

@@ -38,7 +38,6 @@ from benchmarks.measure.interleaved import (
     Samples,
     Schedule,
     device_times,
-    keep_memory,
     measure,
     noise,
 )
@@ -188,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
         setup = Setup(device, getattr(torch, options.dtype))
     except ValueError as error:
         parser.error(str(error))
-    keep_memory()
+    fxprec.keep_memory()
     before = environment(device)  # whose folder is that of all threads
     torch.set_num_threads(1)
     with warnings.catch_warnings():

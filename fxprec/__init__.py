@@ -12,6 +12,7 @@ import torch
 from fxprec import errors
 from fxprec.convert import Converted, convert
 from fxprec.errors import *  # noqa: F403
+from fxprec.host_memory import keep_memory
 from fxprec.inspection.explanation import explain
 from fxprec.inspection.report import report
 from fxprec.kernels.torch_internals import MISSING
@@ -44,6 +45,7 @@ __all__ = [
     "freeze",
     "graph_module",
     "graphs",
+    "keep_memory",
     "numerics",
     "optim",
     "original",

@@ -7,8 +7,9 @@ what slows the machine for a while slows both. Of the same variant built twice t
 from that, and how much it scatters, is the noise. A ratio within the noise, or within its own scatter, is called
 neither faster nor slower.
 
-On a CPU what is freed stays with the process (``keep_memory``): malloc otherwise gives back to the system what lies on
-top of its heap, and which variant then pays for the page faults depends on where the others' tensors happen to lie.
+On a CPU what is freed stays with the process (``fxprec.keep_memory``): malloc otherwise gives back to the system what
+lies on top of its heap, and which variant then pays for the page faults depends on where the others' tensors happen to
+lie.
 
 On CUDA a step is timed by events, without waiting between steps, on the host by its clock. All samples are kept.
 """
@@ -30,7 +31,7 @@ import torch
 
 __all__ = [
     "Ratio", "Samples", "Schedule", "device_times", "fastest", "free_variants", "give_memory_back", "host_times",
-    "keep_memory", "measure", "noise", "order",
+    "measure", "noise", "order",
 ]  # fmt: skip
 
 Clock = Callable[[Callable[[], object], int], list[float]]
@@ -42,8 +43,6 @@ _LEAST_NOISE: Final = 0.005
 #: distribution p80 - p20 is 1.6832 * sigma.
 _TWO_ERRORS: Final = 2 * 1.2533 / 1.6832
 _LEAST_ROUNDS: Final = 5
-#: Of malloc.h: M_TRIM_THRESHOLD, and M_MMAP_MAX (blocks that lie alone, and go when they are freed).
-_KEPT: Final = ((-1, 2**31 - 1), (-4, 0))
 
 
 def host_times(step: Callable[[], object], count: int) -> list[float]:
@@ -158,21 +157,13 @@ def noise(twins: Iterable[Ratio]) -> float:
     return max(found, default=float("inf"))
 
 
-def keep_memory() -> bool:
-    """Have malloc return no memory to the system from now on, for a command; False where the C library is not glibc.
-
-    Source: mallopt(3).
-    """
-    mallopt = _of_libc("mallopt")
-    return mallopt is not None and all(mallopt(option, value) == 1 for option, value in _KEPT)
-
-
 def give_memory_back() -> None:
     """All free pages, once, between models that have nothing to do with one another.
 
     Source: malloc_trim(3).
     """
-    if malloc_trim := _of_libc("malloc_trim"):
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if malloc_trim is not None:
         malloc_trim(0)
 
 
@@ -183,10 +174,6 @@ def free_variants() -> None:
     give_memory_back()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _of_libc(name: str) -> Callable[..., int] | None:
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def order(names: Sequence[str], number: int) -> list[str]:

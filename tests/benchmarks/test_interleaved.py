@@ -154,30 +154,13 @@ def succeeds(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="page faults as Linux counts them")
-def test_memory_that_is_kept_is_not_faulted_in_again():
-    program = """if True:
-        import resource, sys, torch
-        from benchmarks.measure.interleaved import keep_memory
-        def faults(megabytes=40):
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            torch.ones(megabytes * 2**20 // 4)
-            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        assert min(faults() for _ in range(3)) > 5000
-        if not keep_memory():
-            sys.exit("not glibc")
-        faults(200)  # room for the next ones, wherever small blocks fall
-        assert max(faults() for _ in range(3)) < 100
-    """
-    succeeds(program)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory as Linux counts it")
 def test_memory_is_given_back_when_asked():
     """Also from the middle of the heap, and though it is kept otherwise."""
     program = """if True:
         import sys, torch
-        from benchmarks.measure.interleaved import give_memory_back, keep_memory
+        from benchmarks.measure.interleaved import give_memory_back
+        from fxprec import keep_memory
         def resident():
             return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
         if not keep_memory():

@@ -1,0 +1,38 @@
+"""Memory of the host between steps: what malloc gives back to the system is faulted in again by the next step."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import warnings
+from typing import Final
+
+from fxprec.errors import UnusedSettingWarning
+
+#: Of malloc.h: M_TRIM_THRESHOLD, and M_MMAP_MAX (blocks that lie alone, and go when they are freed).
+_KEPT: Final = ((-1, 2**31 - 1), (-4, 0))
+
+
+def keep_memory() -> bool:
+    """Have the C library's malloc keep what is freed, in this process and from now on, for training on a CPU.
+
+    Otherwise large blocks on top of the heap go back to the system at the end of a step, and each page of them is
+    cleared again in the next: of steps of some ten milliseconds that can be a third, whatever trains (``python -m
+    benchmarks alone``). The process then holds as much as it ever held at once. jemalloc and tcmalloc, preloaded, keep
+    memory by themselves.
+
+    Returns:
+        whether malloc was told so. Where it is not glibc's a warning says so, ``UnusedSettingWarning``.
+
+    Source: mallopt(3); PyTorch's performance tuning guide, "Switch memory allocator".
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    told = mallopt is not None and all(mallopt(option, value) == 1 for option, value in _KEPT)
+    if not told:
+        warnings.warn(
+            "keep_memory() changes nothing: malloc here is not glibc's. Preload jemalloc or tcmalloc, which keep freed "
+            "memory by themselves",
+            UnusedSettingWarning,
+            stacklevel=2,
+        )
+    return told
