@@ -11,15 +11,29 @@ from fxprec.errors import UnusedSettingWarning
 
 #: Of malloc.h: M_TRIM_THRESHOLD, and M_MMAP_MAX (blocks that lie alone, and go when they are freed).
 _KEPT: Final = ((-1, 2**31 - 1), (-4, 0))
+#: Bytes of the largest block, nearly, by which glibc moves its thresholds.
+_BLOCK: Final = 31 << 20
+
+
+def keep_some_memory() -> None:
+    """Have glibc's malloc keep up to 62 MB of what lies free on top of its heap, as after any large tensor.
+
+    It keeps twice the largest block of at most 32 MB that was freed so far, unless the user set its thresholds. Such a
+    block comes and goes here, of which nobody touches a page. ``convert`` does it on a CPU: steps of small models
+    faulted the same pages in again and again, ours some more of them than autocast's. Elsewhere nothing happens.
+
+    Source: mallopt(3), "dynamic mmap threshold".
+    """
+    bytes(_BLOCK)  # zeros, which the system gives unasked: calloc
 
 
 def keep_memory() -> bool:
     """Have the C library's malloc keep what is freed, in this process and from now on, for training on a CPU.
 
-    Otherwise large blocks on top of the heap go back to the system at the end of a step, and each page of them is
+    Otherwise what lies free on top of the heap goes back to the system at the end of a step, and each page of it is
     cleared again in the next: of steps of some ten milliseconds that can be a third, whatever trains (``python -m
-    benchmarks alone``). The process then holds as much as it ever held at once. jemalloc and tcmalloc, preloaded, keep
-    memory by themselves.
+    benchmarks alone``). ``convert`` has up to 62 MB of it kept; of larger models' steps this keeps all. The process
+    then holds as much as it ever held at once. jemalloc and tcmalloc, preloaded, keep memory by themselves.
 
     Returns:
         whether malloc was told so. Where it is not glibc's a warning says so, ``UnusedSettingWarning``.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
 import fxprec
 from fxprec import host_memory
@@ -31,6 +34,58 @@ def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
     if "not glibc" in done.stderr:
         pytest.skip("another C library")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="page faults as Linux counts them")
+def test_of_what_a_step_frees_some_is_kept() -> None:
+    """Steps of eleven blocks of 4 MB; not all of those of 32, and nothing where the user says so.
+
+    In a process without torch, where nothing else lies on the heap: whatever does keeps what lies below it.
+    """
+    program = """if True:
+        import ctypes, resource, runpy, sys, types
+        sys.modules["fxprec.errors"] = types.SimpleNamespace(UnusedSettingWarning=UserWarning)
+        keep_some_memory = runpy.run_path(sys.argv[1])["keep_some_memory"]
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        def faulted():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        def step(blocks):
+            before = faulted()
+            held = [libc.malloc(4 << 20) for _ in range(blocks)]
+            for block in held:
+                ctypes.memset(block, 1, 4 << 20)
+            for block in held:
+                libc.free(block)
+            return faulted() - before
+        given_back = [step(11) for _ in range(4)][-1]
+        before = faulted()
+        keep_some_memory()
+        itself = faulted() - before
+        step(11)
+        print(given_back, itself, step(11), [step(32) for _ in range(3)][-1])
+    """
+
+    def told(**surroundings: str) -> list[int]:
+        command = [sys.executable, "-c", program, host_memory.__file__]
+        done = subprocess.run(command, env=os.environ | surroundings, capture_output=True, text=True, check=True)
+        return [*map(int, done.stdout.split())]
+
+    given_back, itself, kept, of_more = told()
+    if given_back < 10_000:
+        pytest.skip("another C library")
+    assert itself < 100 and kept < 100 and of_more > 10_000
+    assert told(MALLOC_TRIM_THRESHOLD_=str(1 << 20))[2] > 10_000
+
+
+def test_convert_keeps_some_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    monkeypatch.setattr(sys.modules["fxprec.convert"], "keep_some_memory", lambda: kept.append(True))
+    fxprec.convert(nn.Linear(2, 2))
+    assert kept == [True]
+    with pytest.raises(fxprec.ConversionError):
+        fxprec.convert(nn.Linear(2, 2, dtype=torch.complex64))
+    assert kept == [True]
 
 
 class Library:
