@@ -79,7 +79,7 @@ def measure(model: str, variant: str, size: Size, kept: bool, count: int) -> tup
     command += ["--steps", str(count), *(["--kept"] if kept else [])]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if run.returncode:
-        raise RuntimeError(f"{model}, {variant}: {run.stderr.strip().splitlines()[-1:]}")
+        raise RuntimeError(f"{model}, {variant}: {''.join(run.stderr.strip().splitlines()[-1:])}")
     ms, faults = json.loads(run.stdout.splitlines()[-1])
     return ms, faults
 
@@ -127,11 +127,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ways = [(variant, kept) for variant in dict.fromkeys((BASELINE, *variants)) for kept in (False, True)]
     for model in models:
         found = {way: Figures() for way in ways}
-        for _ in range(options.times):
-            for (variant, kept), figures in found.items():
-                ms, faults = measure(model, variant, options.size, kept, options.steps)
-                figures.ms.append(ms)
-                figures.faults.append(faults)
+        try:
+            for _ in range(options.times):
+                for (variant, kept), figures in found.items():
+                    ms, faults = measure(model, variant, options.size, kept, options.steps)
+                    figures.ms.append(ms)
+                    figures.faults.append(faults)
+        except RuntimeError as error:  # such as that there is no compiler
+            console.print(str(error), style="red", highlight=False, markup=False)
+            return 1
         _show(model, found, console)
     return 0
 

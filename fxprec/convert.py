@@ -115,8 +115,8 @@ def convert(
 
     Args:
         model: an ``nn.Module`` is converted in place: the same object comes back. A GraphModule, an ExportedProgram or
-            a function of tensors gives a new module. On a CPU glibc's malloc keeps up to 62 MB between steps from then
-            on (``fxprec.keep_memory``: all of it).
+            a function of tensors gives a new module. On a CPU glibc's malloc keeps more of what is freed from then on,
+            as after any large tensor (``fxprec.keep_memory``: all of it).
         example_inputs: tuple of positional or dict of keyword inputs: the graph exists at once, and casts are placed
             by their size. The forward runs on copies of them; buffers and random state are as before afterwards.
         level: "O0" (nothing lowered), "O1" (default), "O2" (the residual stream too), "O3" (parameters too).

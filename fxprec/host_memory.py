@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import sys
 import warnings
 from typing import Final
@@ -15,16 +17,19 @@ _KEPT: Final = ((-1, 2**31 - 1), (-4, 0))
 _BLOCK: Final = 31 << 20
 
 
+@functools.cache
 def keep_some_memory() -> None:
-    """Have glibc's malloc keep up to 62 MB of what lies free on top of its heap, as after any large tensor.
+    """Have glibc's malloc keep more of what is freed, as after any large tensor; once a process (cached).
 
-    It keeps twice the largest block of at most 32 MB that was freed so far, unless the user set its thresholds. Such a
-    block comes and goes here, of which nobody touches a page. ``convert`` does it on a CPU: steps of small models
-    faulted the same pages in again and again, ours some more of them than autocast's. Elsewhere nothing happens.
+    On top of its heap it keeps twice the largest block of at most 32 MB that was freed so far, and smaller blocks lie
+    on the heap, unless the user set its thresholds. Such a block comes and goes here, of which nobody touches a page.
+    ``convert`` does it on a CPU: steps of small models faulted the same pages in again and again, ours some more of
+    them than autocast's. With another malloc nothing happens.
 
     Source: mallopt(3), "dynamic mmap threshold".
     """
-    bytes(_BLOCK)  # zeros, which the system gives unasked: calloc
+    with contextlib.suppress(MemoryError):
+        bytes(_BLOCK)  # zeros, which the system gives unasked: calloc
 
 
 def keep_memory() -> bool:
@@ -32,8 +37,8 @@ def keep_memory() -> bool:
 
     Otherwise what lies free on top of the heap goes back to the system at the end of a step, and each page of it is
     cleared again in the next: of steps of some ten milliseconds that can be a third, whatever trains (``python -m
-    benchmarks alone``). ``convert`` has up to 62 MB of it kept; of larger models' steps this keeps all. The process
-    then holds as much as it ever held at once. jemalloc and tcmalloc, preloaded, keep memory by themselves.
+    benchmarks alone``). ``convert`` has 62 MB on top kept; of larger models' steps this keeps all. The process then
+    holds as much as it ever held at once. jemalloc and tcmalloc, preloaded, keep memory by themselves.
 
     Returns:
         whether malloc was told so. Where it is not glibc's a warning says so, ``UnusedSettingWarning``.

@@ -13,7 +13,7 @@ import torch
 
 from fxprec.costs.files import costs_of, shipped_for_here
 from fxprec.errors import PolicyError
-from fxprec.kernels.cpu.processor import bfloat16_units, cpu_flags
+from fxprec.kernels.cpu.processor import bfloat16_units, cpu_flags, instruction_limit
 from fxprec.kernels.rows.run.gains import LoopPrices
 from fxprec.passes.context import Context
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
@@ -87,8 +87,10 @@ class Settings:
             )
         if self.pays or not cpu_flags() or bfloat16_units() != "none":
             return ""
+        limit = instruction_limit()
+        which = f"oneDNN is held to {limit} (ONEDNN_MAX_CPU_ISA), which" if limit else "this CPU"
         return (
-            "this CPU has no bfloat16 units (AVX512-BF16, AMX, Arm BF16): products in bfloat16 are slower than in "
+            f"{which} has no bfloat16 units (AVX512-BF16, AMX, Arm BF16): products in bfloat16 are slower than in "
             "FP32, with AVX2 alone 44 to 499 times (pytorch#146508). Measure with `python -m fxprec calibrate`, then "
             'convert(model, example_inputs, lower="pays") lowers only what gains'
         )
@@ -98,8 +100,13 @@ class Settings:
         """The user's own, or those of the device; they may lack the low dtype."""
         return self.lower if isinstance(self.lower, DeviceCosts) else costs_of(self.device, self.dtype)
 
-    def context(self, gradients: bool = True) -> Context:
-        """What the passes see of it. ``gradients``: whether a backward pass may follow what is captured now."""
+    def context(self, gradients: bool = True, by_size: bool = True) -> Context:
+        """What the passes see of it.
+
+        Args:
+            gradients: whether a backward pass may follow what is captured now.
+            by_size: small regions may be left to torch's ops.
+        """
         costs = self.device_costs if self.pays else None
         return Context(
             low=self.dtype,
@@ -110,7 +117,7 @@ class Settings:
             native_mixed=self.fuse is not False,
             regions=self.regions,
             region_choices=tuple(self.fuse.items()) if isinstance(self.fuse, Mapping) else (),
-            by_size=self.regions == "triton" and self.device == "cuda" and self.fuse is not True,
+            by_size=by_size and self.regions == "triton" and self.device == "cuda" and self.fuse is not True,
             costs=costs,
             gradients=gradients,
             attention=self._attention,

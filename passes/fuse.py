@@ -36,12 +36,13 @@ from fxprec.kernels.rows.run.region import FusedRegion, RegionKernels
 from fxprec.passes.canonicalize import every_graph, subgraphs
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.promotion import is_zero_dim
+from fxprec.passes.fusion import few_elements
 from fxprec.passes.fusion.aligned_rows import align_rows
 from fxprec.passes.fusion.attention_calls import call_attention
 from fxprec.passes.fusion.channels_last import lay_out
 from fxprec.passes.fusion.depthwise_calls import call_depthwise
 from fxprec.passes.fusion.effects import order_of_effects, sort
-from fxprec.passes.fusion.few_elements import elements_of
+from fxprec.passes.fusion.few_elements import elements_of, has_few_ops
 from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
 from fxprec.passes.fusion.loop_regions import gains, suits_loops
@@ -93,9 +94,14 @@ def region_names(gm: GraphModule) -> list[str]:
     return [name for graph in every_graph(gm) for name in graph.meta.get("region_names", ())]
 
 
-def largest_left(gm: GraphModule) -> int:
-    """How many the largest region has that is left to torch's ops because it has few; 0: there is none."""
-    return max((graph.meta.get("few_elements", 0) for graph in every_graph(gm)), default=0)
+def largest_left(gm: GraphModule) -> int | None:
+    """Elements of the largest region that is left to torch's ops because it has few; None: there is none."""
+    return max((graph.meta["largest_left"] for graph in every_graph(gm) if "largest_left" in graph.meta), default=None)
+
+
+def wants_sizes(gm: GraphModule) -> bool:
+    """Whether regions were fused that would be left to torch's ops if it were known that they are small."""
+    return any(graph.meta.get("wants_sizes") for graph in every_graph(gm))
 
 
 def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
@@ -134,18 +140,23 @@ def _chosen(gm: GraphModule, names: Mapping[Region, str], context: Context) -> t
     """The regions that are to be fused, and why others are not."""
     chosen: list[Region] = []
     declined: list[str] = []
-    most = 0
+    left: list[int] = []
     for region, name in names.items():
         choice = context.choice(name)
-        few = elements_of(region) if context.by_size and choice is None else 0
-        most = max(most, few)
+        elements = elements_of(region)
+        by_size = context.by_size and choice is None and has_few_ops(region)
         if choice is False:
             declined.append(f"{name}: fuse says no")
-        elif few:
-            declined.append(f"{name}: {few:,} elements are few: a GPU would wait for its host; fuse=True fuses them")
+        elif by_size and elements is not None and elements < few_elements.FEWEST:
+            left.append(elements)
+            why = f"{elements:,} elements are few, and a GPU would wait for its host"
+            declined.append(f"{name}: {why}; fuse=True fuses it, or its name with True")
         else:
             chosen.append(region)
-    gm.meta["few_elements"] = most
+            if by_size and elements is None and few_elements.FEWEST:
+                gm.meta["wants_sizes"] = True
+    if left:
+        gm.meta["largest_left"] = max(left)
     return chosen, declined
 
 

@@ -157,7 +157,7 @@ def converted(
         low: low gradients.
         compiled: update by compiled loops.
         inside: the loss is converted with the model, as one graph.
-        whole: the step is captured.
+        whole: the step is captured; on a GPU, where it has no host, with regions of any size.
         options: of ``fxprec.convert``.
     """
     if whole and setup.device.type == "cuda":  # small regions are left to torch's ops for a host's sake: it has none

@@ -60,9 +60,13 @@ class Captured:
         return True
 
 
-def rewrite(gm: GraphModule, settings: Settings, packed: PackedWeights | None = None) -> Program:
-    """Run the passes on a captured graph, in place, and make its program; on packed weights where there are some."""
-    run_passes(gm, settings.context(gradients=torch.is_grad_enabled()))
+def rewrite(gm: GraphModule, settings: Settings, packed: PackedWeights | None = None, by_size: bool = True) -> Program:
+    """Run the passes on a captured graph, in place, and make its program; on packed weights where there are some.
+
+    Args:
+        by_size: small regions may be left to torch's ops.
+    """
+    run_passes(gm, settings.context(gradients=torch.is_grad_enabled(), by_size=by_size))
     program = lift(gm, settings.dtype, settings.executor, settings.device)
     if packed is not None:
         packed.take(program, gm)

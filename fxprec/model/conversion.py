@@ -333,7 +333,7 @@ class Conversion:
                 self.declined.append(entry.declined[-1])
                 self._drop(static.give_up())
                 raise
-            program = rewrite(capture.gm, self.settings, self.packed)
+            program = rewrite(capture.gm, self.settings, self.packed, not static.outgrown(names, constants, tensors))
             captured = Captured(
                 entry.key,
                 entry.number,

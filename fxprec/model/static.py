@@ -15,8 +15,8 @@ from fxprec.capture.call_key import Constants
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.symbolic.trace import StaticCapture, trace_static
 from fxprec.model.captured import Captured
-from fxprec.passes.fuse import largest_left
-from fxprec.passes.fusion.few_elements import outgrown_at
+from fxprec.passes.fuse import largest_left, wants_sizes
+from fxprec.passes.fusion.few_elements import grows_to
 from fxprec.programs.memory import SharedMemory, constants_of, mark_shared
 from fxprec.programs.shapes import propagate_shapes
 from fxprec.shadows import ShadowStore
@@ -50,8 +50,9 @@ class StaticEntry:
 
     Reading by (dict, key) makes functional_call, parametrizations and replaced tensors count. ``dtypes``: the input
     dtypes it was rewritten for; None: FP32 floats were assumed. ``memory``: how the inputs and the weights in
-    ``watched`` share memory; None: the graph writes to none of them. ``most``: elements of all inputs from which a
-    region gains that was left out for inputs of few (``few_elements``); None: there is none.
+    ``watched`` share memory; None: the graph writes to none of them. ``most``: where regions were left out because they
+    are small, elements of each input up to which they are (``few_elements``). ``wants_sizes``: regions would have been
+    left out if sizes had been known.
     """
 
     captured: Captured
@@ -62,7 +63,8 @@ class StaticEntry:
     dtypes: tuple[torch.dtype, ...] | None
     watched: _Places
     memory: SharedMemory | None
-    most: int | None
+    most: tuple[int, ...] | None
+    wants_sizes: bool
 
     @classmethod
     def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
@@ -75,15 +77,27 @@ class StaticEntry:
         if program.writes:
             memory = SharedMemory([*map(getitem, *watched)], constants_of(program.gm), tensors)
         low_dtypes, plain_dtypes = ([tensor.dtype for tensor in map(getitem, *places)] for places in (low, plain))
-        left = largest_left(captured.gm)
-        most = outgrown_at(_elements(tensors), left) if left and tensors is not None else None
-        return cls(captured, low, plain, low_dtypes, plain_dtypes, dtypes, watched, memory, most)
+        left, most = largest_left(captured.gm), None
+        if left is not None and tensors is not None:
+            most = tuple(grows_to(tensor.numel(), left) for tensor in tensors)
+        wanted = tensors is None and wants_sizes(captured.gm)
+        return cls(captured, low, plain, low_dtypes, plain_dtypes, dtypes, watched, memory, most, wanted)
+
+    def is_outgrown(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether regions gain for inputs of these sizes that were left out."""
+        return self.most is not None and any(x.numel() > most for x, most in zip(tensors, self.most, strict=True))
+
+    def replaces(self, other: StaticEntry) -> bool:
+        """Whether no call is better served by the other, for what is known of sizes."""
+        if other.captured.training != self.captured.training:
+            return False
+        return other.wants_sizes or (other.most is not None and self.most is None and other.dtypes == self.dtypes)
 
     def serves(self, tensors: tuple[Tensor, ...] | None) -> bool:
         """Whether these inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
-        inputs and weights share memory as those did where that matters; not where regions were left out that gain."""
+        inputs and weights share memory as those did where that matters; and sizes are as its regions want them."""
         if tensors is not None:
-            if self.most is not None and _elements(tensors) >= self.most:
+            if self.wants_sizes or (self.most is not None and self.is_outgrown(tensors)):
                 return False
             if self.dtypes is None:
                 for tensor in tensors:
@@ -137,6 +151,11 @@ class StaticGraphs:
         """The graph that serves a call, if there is one."""
         return next((entry for entry in self._entries.get((names, constants), ()) if entry.serves(tensors)), None)
 
+    def outgrown(self, names: tuple[str, ...], constants: Constants, tensors: tuple[Tensor, ...] | None) -> bool:
+        """Whether a graph for such calls was for smaller inputs: the next one has all its regions, and serves all."""
+        known = self._entries.get((names, constants), ())
+        return tensors is not None and any(entry.is_outgrown(tensors) for entry in known)
+
     def turn_to(self, entry: StaticEntry) -> bool:
         """Calls like this one are served by that graph now. Returns whether another one served the last of them."""
         entries = self._entries[entry.captured.key]  # type: ignore[index]
@@ -179,9 +198,11 @@ class StaticGraphs:
         return capture
 
     def add(self, names: tuple[str, ...], constants: Constants, entry: StaticEntry) -> list[Captured]:
-        """Serve such calls by this graph from now on. Returns the graphs that made room for it."""
+        """Serve such calls by this graph from now on. Returns the graphs that made room for it, or that it replaces."""
         known = self._of_names(names)
         dropped = self.retire(known[0]) if len(known) >= _MOST else []
+        for other in [each for each in self._entries.get((names, constants), ()) if entry.replaces(each)]:
+            dropped += self.retire(other)
         self._entries.setdefault((names, constants), []).insert(0, entry)
         return dropped
 
@@ -223,10 +244,6 @@ class StaticGraphs:
             return f"another value of the argument '{changing[0]}'"
         failing = [entry.captured.guards.failing() for entry in self._entries.get(key, ())]  # type: ignore[union-attr]
         return next((why for why in failing if why), f"other dtypes of {', '.join(names)}")
-
-
-def _elements(tensors: tuple[Tensor, ...]) -> int:
-    return sum([tensor.numel() for tensor in tensors])
 
 
 def _places(owners: Mapping[str, Mapping[str, Any]], targets: tuple[str, ...]) -> _Places:

@@ -44,7 +44,7 @@ def instruction_limit() -> str:
 
     Source: oneDNN's documentation, "CPU Dispatcher Control". A name that oneDNN does not know holds nothing.
     """
-    named = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).lower()
+    named = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")).lower()
     return named if named in (*_WITHOUT_UNITS, *_WITHOUT_TILES) else ""
 
 

@@ -9,7 +9,7 @@ their regions as kernels, 0.96 without.
 
 from __future__ import annotations
 
-from math import prod
+from math import isqrt, prod
 from typing import Final
 
 from torch import Tensor
@@ -28,19 +28,22 @@ def is_large(x: Tensor) -> bool:
     return x.numel() >= FEWEST or x.device.type != "cuda"
 
 
-def elements_of(region: Region) -> int:
-    """Of a region that is better left to torch's ops, how many it has; 0: a kernel gains, or its sizes are unknown.
+def has_few_ops(region: Region) -> bool:
+    """Whether a kernel is more work for the host than torch's ops. A bias is none: it goes back into its product."""
+    return sum(notes(node).op.name != "to" and not notes(node).state("bias_of") for node in region.nodes) < _FEWEST_OPS
 
-    A bias is no op of its own: it goes back into its product.
+
+def elements_of(region: Region) -> int | None:
+    """Of its values, as they broadcast; None: its sizes are not known, or vary."""
+    sizes = [size for size in region.shape or () if isinstance(size, int)]
+    return None if region.shape is None or len(sizes) < len(region.shape) else prod(sizes)
+
+
+def grows_to(given: int, largest: int) -> int:
+    """Elements of an input, of which there were ``given``, up to which no region reaches ``FEWEST``.
+
+    Args:
+        largest: elements of the largest region, fewer than those. It may grow as the square of an input, as scores of
+            a sequence do.
     """
-    shape = region.shape
-    sizes = [size for size in shape or () if isinstance(size, int)]
-    if shape is None or len(sizes) < len(shape) or prod(sizes) >= FEWEST:
-        return 0
-    ops = sum(notes(node).op.name != "to" and not notes(node).state("bias_of") for node in region.nodes)
-    return prod(sizes) if ops < _FEWEST_OPS else 0
-
-
-def outgrown_at(given: int, region: int) -> int:
-    """Elements of all inputs from which a region gains that has so many for ``given``: both grow alike."""
-    return given * FEWEST // region
+    return given * isqrt(FEWEST // max(1, largest))

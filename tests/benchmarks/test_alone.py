@@ -41,6 +41,13 @@ def test_what_fails_says_where_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         alone.measure("gpt", "o1-fused", "cpu", False, 1)
 
 
+def test_a_way_that_fails_is_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nConversionError: no C++ compiler was found")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    assert alone.main(["--check"]) == 1
+    assert "mlp, autocast: ConversionError: no C++ compiler was found" in capsys.readouterr().out
+
+
 def test_ratios_are_over_autocast_with_malloc_as_it_comes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

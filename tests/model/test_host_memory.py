@@ -62,6 +62,7 @@ def test_of_what_a_step_frees_some_is_kept() -> None:
         before = faulted()
         keep_some_memory()
         itself = faulted() - before
+        keep_some_memory()  # once
         step(11)
         print(given_back, itself, step(11), [step(32) for _ in range(3)][-1])
     """
@@ -86,6 +87,12 @@ def test_convert_keeps_some_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(fxprec.ConversionError):
         fxprec.convert(nn.Linear(2, 2, dtype=torch.complex64))
     assert kept == [True]
+
+
+def test_without_room_for_the_block_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_memory.keep_some_memory.cache_clear()
+    monkeypatch.setattr(host_memory, "_BLOCK", sys.maxsize - 100)
+    host_memory.keep_some_memory()
 
 
 class Library:

@@ -33,8 +33,8 @@ def _by_size(monkeypatch: pytest.MonkeyPatch, _fewest: None) -> None:
     """Models are converted as on a GPU, with regions that run op by op."""
     made = settings.Settings.context
 
-    def context(self: settings.Settings, gradients: bool = True):
-        return dataclasses.replace(made(self, gradients), by_size=True)
+    def context(self: settings.Settings, gradients: bool = True, by_size: bool = True):
+        return dataclasses.replace(made(self, gradients), by_size=by_size)
 
     monkeypatch.setattr(settings.Settings, "context", context)
 
@@ -65,7 +65,8 @@ def test_a_region_of_few_elements_is_left_with_its_bias_in_the_product(tools):
     assert format_graph(gm) == format_graph(plain)
     assert "linear(%x_bf16, %w_bf16, %b_bf16)" in format_graph(gm)
     assert gm.meta["declined"] == [
-        "fuse: fused_gelu_mul: 32 elements are few: a GPU would wait for its host; fuse=True fuses them"
+        "fuse: fused_gelu_mul: 32 elements are few, and a GPU would wait for its host; fuse=True fuses it, or its name "
+        "with True"
     ]
 
 
@@ -110,6 +111,10 @@ class Block(nn.Module):
         return F.gelu(self.linear(x)) * 2
 
 
+def captures(model) -> int:
+    return fxprec.report(model).headline.captures
+
+
 def regions(model) -> list[list[str]]:
     return [[n for n, each in gm.named_modules() if isinstance(each, FusedRegion)] for gm in fxprec.graphs(model)]
 
@@ -124,18 +129,94 @@ def test_more_elements_make_a_graph_with_regions_which_serves_all_from_then_on()
     model(torch.randn(2, 8))
     assert regions(model) == [[]]
     model(torch.randn(5, 8))
-    assert regions(model) == [[], ["fused_gelu_mul"]]
+    assert regions(model) == [["fused_gelu_mul"]]
     for rows in (4, 100, 1):
         x = torch.randn(rows, 8)
         wanted = F.gelu(F.linear(x.bfloat16(), block.linear.weight.bfloat16(), block.linear.bias.bfloat16())) * 2
         assert torch.allclose(model(x), wanted.float(), atol=0.02)
-    assert len(fxprec.graphs(model)) == 2  # nothing was captured for these
+    assert captures(model) == 2  # nothing was captured for these
+
+
+@pytest.mark.usefixtures("_by_size")
+def test_without_example_inputs_the_first_call_decides():
+    model, _ = fxprec.convert(Block(), fuse="aten")
+    assert regions(model) == [["fused_gelu_mul"]]  # nobody knows of what size
+    model(X)
+    assert regions(model) == [[]]
+    model(torch.randn(100, 8))
+    assert regions(model) == [["fused_gelu_mul"]]
+    model(X)
+    assert captures(model) == 3
+    large, _ = fxprec.convert(Block(), fuse="aten")
+    large(torch.randn(100, 8))
+    large(X)
+    assert captures(large) == 2
+
+
+class Scores(nn.Module):
+    """A region of few elements that grows as the square of the input: 16 of 4 rows, of which 32 have 1,024."""
+
+    def forward(self, x):
+        return (x @ x.transpose(0, 1)).relu() * 2
+
+
+class Cached(nn.Module):
+    """One whose region does not grow with the second input."""
+
+    def forward(self, x, cache):
+        return F.gelu(x) * 2, cache.sum()
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, n=1):
+        return F.gelu(self.weight) * n
+
+
+@pytest.mark.usefixtures("_by_size")
+def test_whatever_grows_two_graphs_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = fxprec.convert(Scores(), (torch.randn(4, 8),), fuse="aten")
+    assert regions(model) == [[]]
+    for rows in range(5, 40, 3):
+        model(torch.randn(rows, 8))
+        fused = regions(model) == [["fused_relu_mul"]]
+        assert fused or rows * rows < FEWEST
+    assert captures(model) == 2
+
+    model, _ = fxprec.convert(Cached(), (X, torch.randn(10)), fuse="aten")
+    for length in range(11, 60):
+        model(X, torch.randn(length))
+    assert captures(model) <= 2
+
+    model, _ = fxprec.convert(Constant(), (1,), fuse="aten")
+    for _ in range(20):
+        model(1)
+    assert captures(model) <= 2
+
+    monkeypatch.setattr(few_elements, "FEWEST", 1000)  # that 24 columns do not divide
+    model, _ = fxprec.convert(
+        nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Hardtanh()), (torch.randn(41, 8),), fuse="aten"
+    )
+    for _ in range(20):
+        model(torch.randn(41, 8))
+    assert captures(model) == 1
+
+
+@pytest.mark.usefixtures("_by_size")
+def test_an_input_that_stays_large_hides_no_growth():
+    model, _ = fxprec.convert(Cached(), (torch.randn(1, 8), torch.randn(100_000)), fuse="aten")
+    model(torch.randn(50, 8), torch.randn(100_000))
+    assert regions(model) == [["fused_gelu_mul"]]
 
 
 @pytest.mark.usefixtures("_by_size")
 @pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
 def test_training_goes_on_where_batches_grow(capture):
-    model, scaler = fxprec.convert(Block(), fuse="aten", capture=capture)
+    model, scaler = fxprec.convert(Block(), (torch.ones(2, 8),), fuse="aten", capture=capture)
+    assert regions(model) == [[]]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for rows in (2, 3, 5, 9, 2):
