@@ -2,9 +2,9 @@
 
 Each of torch's ops is a call of C++, and an autograd node of C++; one of our kernels is as much Python as several of
 them. Where tensors are small the device waits for its host, and what it saves counts for nothing. Of a million elements
-a pass over memory takes a GPU a microsecond, a region's Python 50 to 150 on the hosts of an H100 and an H200 that were
-measured (forward and backward, 2026-11-27): eight layers of BERT of 64 x 64 elements took 1.18 of autocast's time with
-their regions as kernels, 0.96 without.
+a pass over memory takes a GPU a microsecond, a region's Python took an H100's host 50 to 150, forward and backward
+(2026-11-27): eight layers of BERT of 64 x 64 elements took 1.18 of autocast's time with their regions as kernels, 0.96
+without.
 """
 
 from __future__ import annotations

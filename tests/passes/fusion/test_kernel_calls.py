@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxprec
 import kernel_tools
 from fxprec.kernels.cpu.compiled_attention import why_not
-from fxprec.passes.fusion import few_elements, kernel_calls
+from fxprec.passes.fusion import kernel_calls
 from fxprec.passes.graph.annotations import Rule
 from fxprec.passes.graph.text import format_graph
 from fxprec.testing import count_casts
@@ -32,12 +32,6 @@ outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outs
 loop_too = pytest.mark.parametrize("fuse", ["auto", *([] if why_not() else [True])])
 X, WEIGHT = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
 CHANNELS = [torch.zeros(4), torch.ones(4), torch.randn(4), torch.randn(4)]
-
-
-@pytest.fixture(autouse=True)
-def _small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU kernels serve as if all were large."""
-    monkeypatch.setattr(few_elements, "FEWEST", 0)
 
 
 def test_the_kernels_in_the_interpreter() -> None:
