@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 import fxprec
-from benchmarks.measure.results import ROOT
+from benchmarks.measure.processes import add_choice, chosen, run_one
 from benchmarks.measure.training_step import Setup
 from benchmarks.measure.variants import BASELINE, VARIANTS
-from benchmarks.workloads.training import NAMES, Size, named, workloads
+from benchmarks.workloads.training import Size, workloads
 
 __all__ = ["VARIANTS_HERE", "Figures", "main", "measure", "steps"]
 
@@ -75,12 +74,8 @@ def measure(model: str, variant: str, size: Size, kept: bool, count: int) -> tup
     Raises:
         RuntimeError: it failed; with what it said.
     """
-    command = [sys.executable, "-m", "benchmarks.alone", "--size", size, "--only", model, "--one", variant]
-    command += ["--steps", str(count), *(["--kept"] if kept else [])]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise RuntimeError(f"{model}, {variant}: {''.join(run.stderr.strip().splitlines()[-1:])}")
-    ms, faults = json.loads(run.stdout.splitlines()[-1])
+    more = ["--steps", str(count), *(["--kept"] if kept else [])]
+    ms, faults = json.loads(run_one("benchmarks.alone", model, variant, size, more))
     return ms, faults
 
 
@@ -104,20 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks alone", description="Time steps of processes that train one model in one way"
     )
-    parser.add_argument("--size", default="cpu", choices=("cpu", "launch", "tiny"))
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="only these models")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help=f"instead of {', '.join(VARIANTS_HERE)}")
+    add_choice(parser, VARIANTS_HERE)
     parser.add_argument("--times", type=int, default=3, help="processes of each (%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="that a process times (%(default)s)")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--kept", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help="one process of each at a tiny size")
     options = parser.parse_args(arguments)
-    try:
-        models = named(options.only or _MODELS, NAMES, "model")
-        variants = named(options.variants or VARIANTS_HERE, VARIANTS, "variant")
-    except ValueError as error:
-        parser.error(str(error))
+    models, variants = chosen(parser, options, _MODELS, VARIANTS_HERE)
     if options.one:
         print(json.dumps(steps(models[0], options.one, options.size, options.kept, options.steps)))
         return 0

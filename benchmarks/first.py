@@ -11,9 +11,7 @@ raises within a second of that and says so; by default nothing is compiled.
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,10 +22,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure.results import ROOT, environment, save
+from benchmarks.measure.processes import add_choice, chosen, run_one
+from benchmarks.measure.results import environment, save
 from benchmarks.measure.training_step import Setup
 from benchmarks.measure.variants import BASELINE, VARIANTS
-from benchmarks.workloads.training import NAMES, Size, named, workloads
+from benchmarks.workloads.training import Size, workloads
 
 __all__ = ["CACHES", "COMPILES", "VARIANTS_HERE", "first_step", "main", "measure"]
 
@@ -55,12 +54,8 @@ def measure(model: str, variant: str, size: Size, caches: pathlib.Path) -> float
     Raises:
         RuntimeError: it failed; with what it said.
     """
-    command = [sys.executable, "-m", "benchmarks.first", "--size", size, "--only", model, "--one", variant]
-    surroundings = {**os.environ, **{name: str(caches / name) for name in CACHES}}
-    run = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise RuntimeError(f"{model}, {variant}: {run.stderr.strip().splitlines()[-1:]}")
-    return float(run.stdout.split()[-1])
+    surroundings = {name: str(caches / name) for name in CACHES}
+    return float(run_one("benchmarks.first", model, variant, size, surroundings=surroundings))
 
 
 def _all(models: Sequence[str], variants: Sequence[str], size: Size, console: Console) -> list[dict[str, Any]]:
@@ -91,18 +86,11 @@ def _show(rows: Sequence[dict[str, Any]], console: Console) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run what the options say; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks first", description="Time first steps")
-    parser.add_argument("--size", default="cpu", choices=("cpu", "launch", "tiny"))
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="only these models")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help=f"instead of {', '.join(VARIANTS_HERE)}")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    add_choice(parser, VARIANTS_HERE)
     parser.add_argument("--output", type=pathlib.Path, metavar="FOLDER", help="for JSON")
     parser.add_argument("--check", action="store_true", help="two variants of a tiny model; nothing is written")
     options = parser.parse_args(arguments)
-    try:
-        models = named(options.only or _MODELS, NAMES, "model")
-        variants = named(options.variants or VARIANTS_HERE, VARIANTS, "variant")
-    except ValueError as error:
-        parser.error(str(error))
+    models, variants = chosen(parser, options, _MODELS, VARIANTS_HERE)
     if options.one:
         print(first_step(models[0], options.one, options.size))
         return 0

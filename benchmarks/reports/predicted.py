@@ -26,7 +26,7 @@ MEANING_OF_PARTS: Final = (
     "if each kernel of inductor's had the form that it tries first; by bytes: kernels that are not simulated, as their "
     "loops are unrolled in part"
 )
-#: Side -> the variant of ``benchmarks.step`` and ``benchmarks.hotspots`` that it predicts.
+#: Side -> the variant of ``benchmarks.step`` and ``benchmarks.hotspots`` that it predicts, small regions apart.
 _VARIANTS: Final = {"fxprec": "o1-loss", "compile": "compile"}
 #: The GPU that a folder of results is of.
 _MEASURED: Final = {"H200": "NVIDIA-H200"}

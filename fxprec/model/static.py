@@ -97,7 +97,7 @@ class StaticEntry:
         """Whether these inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
         inputs and weights share memory as those did where that matters; and sizes are as its regions want them."""
         if tensors is not None:
-            if self.wants_sizes or (self.most is not None and self.is_outgrown(tensors)):
+            if self.wants_sizes or self.is_outgrown(tensors):
                 return False
             if self.dtypes is None:
                 for tensor in tensors:
