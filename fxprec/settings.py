@@ -13,7 +13,7 @@ import torch
 
 from fxprec.costs.files import costs_of, shipped_for_here
 from fxprec.errors import PolicyError
-from fxprec.kernels.cpu.processor import bfloat16_units, cpu_flags, instruction_limit
+from fxprec.kernels.cpu.processor import cpu_flags, has_bfloat16_units, instruction_limit
 from fxprec.kernels.rows.run.gains import LoopPrices
 from fxprec.passes.context import Context
 from fxprec.passes.costs.device_costs import AttentionWay, DeviceCosts
@@ -85,14 +85,14 @@ class Settings:
                 "float16 on a CPU without float16 units is hundreds of times slower than bfloat16 (with AVX512-FP16 "
                 "four times, gradients of convolutions fifty times): fine for tests, else leave dtype out"
             )
-        if self.pays or not cpu_flags() or bfloat16_units() != "none":
+        if self.pays or not cpu_flags() or has_bfloat16_units():
             return ""
         limit = instruction_limit()
         which = f"oneDNN is held to {limit} (ONEDNN_MAX_CPU_ISA), which" if limit else "this CPU"
         return (
             f"{which} has no bfloat16 units (AVX512-BF16, AMX, Arm BF16): products in bfloat16 are slower than in "
-            "FP32, with AVX2 alone 44 to 499 times (pytorch#146508). Measure with `python -m fxprec calibrate`, then "
-            'convert(model, example_inputs, lower="pays") lowers only what gains'
+            "FP32, often several times, at worst hundreds of times (pytorch#146508). "
+            'convert(model, example_inputs, lower="pays") lowers only what gains here'
         )
 
     @property

@@ -60,5 +60,7 @@ def decide(gm: GraphModule, context: Context) -> PassResult:
         place_as_autocast(gm, context)
         return PassResult(gm, False)
     if context.costs is not None:
-        gm.meta["costs"] = str(context.costs)
+        counted = "forward and backward" if context.gradients else "forward alone"
+        gm.meta["costs"] = f"{context.costs}, {counted}"
+        gm.meta["counts_backward"] = context.gradients
     return PassResult(gm, False, tuple(place_by_cut(gm, context, ops_kept_in_fp32(gm, context))))

@@ -27,6 +27,7 @@ from fxprec.passes.costs.device_costs import (
     ATTENTION_WAYS,
     LOOPS,
     LOOPS_ALONE,
+    STREAM_ROWS,
     AttentionWay,
     Curve,
     DeviceCosts,
@@ -185,6 +186,18 @@ def _product(m: int, k: int, n: int) -> Callable[[torch.device, torch.dtype], Ru
     return make
 
 
+def _rows(rows: int, size: int) -> Case:
+    """Return a product of few rows with square weights, of as many weights in turns as no cache holds (64 MB)."""
+    weights = max(1, min(64, 2**24 // size**2)) if rows == 1 else 1
+
+    def make(device: torch.device, dtype: torch.dtype) -> Run:
+        x = random(device, dtype, rows, size)
+        each = [random(device, dtype, size, size) for _ in range(weights)]
+        return lambda: [F.linear(x, weight) for weight in each]
+
+    return Case(size * size + 2 * rows * size, make, calls=weights)
+
+
 def _convolution(batch: int, channels: int, size: int, out: int, backward: bool) -> Case:
     def make(device: torch.device, dtype: torch.dtype) -> Run:
         x, weight = random(device, dtype, batch, channels, size, size), random(device, dtype, out, channels, 3, 3)
@@ -277,7 +290,8 @@ _ELEMENTS: Final = tuple(2**power for power in (9, 12, 15, 18, 20, 22, 24))
 _BFLOAT16_ALONE: Final = LOOPS_ALONE.union(*ATTENTION_WAYS.values())
 _CASES: Final[dict[Work, tuple[Case, ...]]] = {
     Work.MATMUL: tuple(Case(2 * n**3, _product(n, n, n)) for n in (16, 32, 64, 128, 256, 512, 1024)),
-    Work.STREAM: tuple(Case(n * n + 16 * n, _product(8, n, n)) for n in (64, 128, 256, 512, 1024, 2048)),
+    Work.STREAM: tuple(_rows(STREAM_ROWS, n) for n in (64, 128, 256, 512, 1024, 2048)),
+    Work.ROW: tuple(_rows(1, n) for n in (64, 128, 256, 512, 1024, 2048, 4096)),
     Work.CONVOLUTION: tuple(_convolution(*sizes, backward=False) for sizes in _CONVOLUTIONS),
     Work.CONVOLUTION_BACKWARD: tuple(_convolution(*sizes, backward=True) for sizes in _CONVOLUTIONS),
     Work.THIN_CONVOLUTION: tuple(_convolution(*sizes, backward=False) for sizes in _THIN),

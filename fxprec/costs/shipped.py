@@ -1,10 +1,13 @@
-"""Device costs for machines that were not calibrated: two measured CPUs, and estimates for the rest.
+"""Device costs for machines that were not calibrated: three measured CPUs, and estimates for the rest.
 
 - A CPU with AMX, whose tiles multiply bfloat16: an Intel Xeon; another one with bfloat16 units: an AMD EPYC 9005
   (Zen 5, AVX512-BF16), but what compiled loops are priced by is an EPYC 9004's (Zen 4). Both torch 2.13, measured with
   one thread and with two (``costs/*.json``, the fastest of three runs of ``python -m fxprec calibrate``). More threads
   are taken to do 0.85 times as much more work each in the same time, while a call costs the same.
-- Another CPU: an estimate. FP32 as on the EPYC; products in a low dtype are converted on the way and take longer.
+- A CPU without bfloat16 units and without AVX-512, as most laptops have: an AMD EPYC 7003 (Zen 3, AVX2 alone), on which
+  bfloat16 products take 2 to 23 times FP32's time, but for products of one row, which wait for memory: 0.4 to 0.7.
+- A CPU with AVX-512 and without bfloat16 units: an estimate. FP32 as on the EPYC 9005; oneDNN converts the operands of
+  products in a low dtype, which takes longer.
 - A100, and H100 or H200: estimates from the published rates at usual efficiencies, FP32 products without TF32, and the
   usual cost of a launch from Python. Sources: NVIDIA's data sheets; 60 to 80 % of the peak where shapes are good.
 """
@@ -24,13 +27,15 @@ import torch
 from fxprec.kernels.cpu.processor import BFloat16Units
 from fxprec.passes.costs.device_costs import ATTENTION_WAYS, LOOPS, Curve, DeviceCosts, Work
 
-_FILE: Final[Mapping[BFloat16Units, str]] = {"amx": "xeon-amx", "other": "epyc-9005", "none": "epyc-9005"}
+_FILE: Final[Mapping[BFloat16Units, str]] = {
+    "amx": "xeon-amx", "other": "epyc-9005", "converted": "epyc-9005", "none": "avx2",
+}  # fmt: skip
 #: Threads of the CPUs that were measured -> how their files end.
 _THREADS: Final = {1: "1-thread", 2: "2-threads"}
 _THREAD: Final = 0.85
 _OTHER_WAYS: Final = frozenset(chain(*ATTENTION_WAYS.values()))
-_PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.POINTWISE, Work.CAST} - _OTHER_WAYS - LOOPS
-#: Work in a low dtype that a CPU without units for it does in the time of one unit of FP32 work.
+_PRODUCTS: Final = frozenset(Work) - {Work.STREAM, Work.ROW, Work.POINTWISE, Work.CAST} - _OTHER_WAYS - LOOPS
+#: Work in a low dtype that a CPU which converts it does in the time of one unit of FP32 work.
 _EMULATED: Final = 0.6
 
 
@@ -71,14 +76,18 @@ def shipped(device: str, name: str, threads: int, units: BFloat16Units) -> Devic
 
 
 _KINDS: Final[Mapping[BFloat16Units, str]] = {
-    "amx": "with AMX", "other": "with bfloat16 units", "none": "without bfloat16 units, an estimate",
+    "amx": "with AMX", "other": "with bfloat16 units", "converted": "with AVX-512 without bfloat16 units, an estimate",
+    "none": "without bfloat16 units",
 }  # fmt: skip
 
 
 def _cpu(threads: int, units: BFloat16Units) -> dict[torch.dtype, dict[Work, Curve]]:
     base = max(measured for measured in _THREADS if measured <= max(threads, 1))
     curves = {dtype: {**of_work} for dtype, of_work in _measured(f"{_FILE[units]}-{_THREADS[base]}").curves.items()}
-    if units == "none":
+    if units == "none":  # compiled loops want AVX-512, which torch may have where oneDNN is held to less
+        for dtype, of_work in _measured(f"{_FILE['other']}-{_THREADS[base]}").curves.items():
+            curves[dtype] |= {work: curve for work, curve in of_work.items() if work in LOOPS}
+    if units == "converted":
         full = curves[torch.float32]
         curves[torch.bfloat16] |= {work: full[work].faster(_EMULATED) for work in _PRODUCTS}
         for work in _OTHER_WAYS:  # how these compare with torch's kernel there, nobody knows

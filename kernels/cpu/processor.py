@@ -9,15 +9,20 @@ from typing import Final, Literal, TypeAlias
 
 import torch
 
-#: How a CPU multiplies bfloat16: by AMX's tiles, by other units, not at all.
-BFloat16Units: TypeAlias = Literal["amx", "other", "none"]
+#: How a CPU multiplies bfloat16: "amx", by AMX's tiles; "other", by other instructions; "converted", by
+#: oneDNN's kernels for AVX-512, which convert the operands to FP32; "none", by torch's own loops, slower still
+#: (AVX2 alone, Arm without BF16).
+BFloat16Units: TypeAlias = Literal["amx", "other", "converted", "none"]
 
 #: What /proc/cpuinfo and torch call the instructions: of x86, of Arm.
 _AMX: Final = "amx_bf16"
+#: What oneDNN's converting kernels want. Source: oneDNN's documentation, "Data Types": bfloat16 from AVX-512 on.
+_AVX512: Final = frozenset({"avx512f", "avx512_f"})
 _BFLOAT16_UNITS: Final = frozenset({"avx512_bf16", "avx10_2", "bf16", "svebf16", "sve_bf16"})
 #: What oneDNN, whose kernels multiply, calls instruction sets that it can be held to: without units for bfloat16, and
 #: without tiles.
-_WITHOUT_UNITS: Final = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
+_WITHOUT_AVX512: Final = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2")
+_WITHOUT_UNITS: Final = (*_WITHOUT_AVX512, "avx512_core", "avx512_core_vnni")
 _WITHOUT_TILES: Final = ("avx512_core_bf16", "avx512_core_fp16", "avx10_1_512", "avx10_2_512")
 
 
@@ -30,13 +35,16 @@ def cpu_flags() -> frozenset[str]:
 
 
 def bfloat16_units() -> BFloat16Units:
-    """How the CPU multiplies bfloat16; where it has nothing for it torch converts, and loses."""
-    limit = instruction_limit()
-    if limit in _WITHOUT_UNITS:
-        return "none"
-    if _AMX in cpu_flags() and limit not in _WITHOUT_TILES:
-        return "amx"
-    return "none" if _BFLOAT16_UNITS.isdisjoint(cpu_flags()) else "other"
+    """Return how the CPU multiplies bfloat16, within what oneDNN is held to."""
+    flags, limit = cpu_flags(), instruction_limit()
+    if limit in _WITHOUT_UNITS or _BFLOAT16_UNITS.union({_AMX}).isdisjoint(flags):
+        return "none" if limit in _WITHOUT_AVX512 or _AVX512.isdisjoint(flags) else "converted"
+    return "amx" if _AMX in flags and limit not in _WITHOUT_TILES else "other"
+
+
+def has_bfloat16_units() -> bool:
+    """Return whether the CPU has instructions that multiply bfloat16; without them FP32 is faster."""
+    return bfloat16_units() in ("amx", "other")
 
 
 def instruction_limit() -> str:

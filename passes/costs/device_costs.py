@@ -36,6 +36,7 @@ class Work(StrEnum):
     =========================  =====================================================================================
     MATMUL                     FLOP of one matrix product (forward, or one of the two of its backward), of cubes
     STREAM                     elements of a product's operands and result, where one operand is a handful of rows
+    ROW                        the same elements, of a linear layer's forward for a single row. May be absent
     CONVOLUTION                FLOP of a forward; THIN_CONVOLUTION: of few input channels a group (a stem, a depthwise
                                one)
     CONVOLUTION_BACKWARD       FLOP of the forward, for both gradients; THIN_CONVOLUTION_BACKWARD likewise
@@ -62,6 +63,7 @@ class Work(StrEnum):
 
     MATMUL = "matmul"
     STREAM = "stream"
+    ROW = "row"
     CONVOLUTION = "convolution"
     CONVOLUTION_BACKWARD = "convolution backward"
     THIN_CONVOLUTION = "thin convolution"
@@ -116,7 +118,9 @@ STEPPED: Final[Mapping[Step, Work]] = {
 LOOPS_ALONE: Final = frozenset({Work.LOOP_TRAINED, Work.LOOP_SUMS, *STEPPED.values()})
 #: What is known where loops were compiled.
 LOOPS: Final = frozenset({*KERNELS.values(), *_TRAINED.values(), Work.LOOP, *LOOPS_ALONE})
-_MAY_BE_ABSENT: Final = LOOPS.union(*ATTENTION_WAYS.values())
+_MAY_BE_ABSENT: Final = LOOPS.union(*ATTENTION_WAYS.values(), {Work.ROW})
+#: Rows of the products that measure STREAM.
+STREAM_ROWS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +208,28 @@ class DeviceCosts:
         return self.curves[dtype][work](amount)
 
     def product(self, dtype: torch.dtype, flop: float, elements: float) -> float:
-        """Seconds of a matrix product: limited by arithmetic, or by what it reads and writes."""
+        """Return the seconds of a matrix product, which is limited by arithmetic or by what it reads and writes."""
         return max(self.seconds(Work.MATMUL, dtype, flop), self.seconds(Work.STREAM, dtype, elements))
+
+    def linear(self, dtype: torch.dtype, flop: float, elements: float) -> float:
+        """Return the seconds of a linear layer's forward, where a single row is not what the other products are.
+
+        A CPU without bfloat16 units multiplies one row with the rows of a weight at the speed of memory, so that a low
+        weight halves the time. From some rows on conversions bound it, and for the products of the backward, which read
+        the weight the other way, they always do. Between one row and ``STREAM_ROWS`` both curves are joined, in
+        proportion to the logarithm of the rows.
+
+        Args:
+            dtype: of the operands.
+            flop: 2 * rows * depth * columns.
+            elements: of both operands and the result. Where rows are few, flop / (2 * elements) is their number.
+        """
+        rows = max(1.0, flop / (2 * elements))
+        if Work.ROW not in self.curves[dtype] or rows >= STREAM_ROWS:
+            return self.product(dtype, flop, elements)
+        share = log(rows) / log(STREAM_ROWS)
+        one, several = self.seconds(Work.ROW, dtype, elements), self.seconds(Work.STREAM, dtype, elements)
+        return one ** (1 - share) * several**share
 
     def attention(self, dtype: torch.dtype, flop: float, gradients: float, way: AttentionWay | None = None) -> float:
         """Seconds of attention, by torch's kernel or by a way that was measured, whichever is faster.

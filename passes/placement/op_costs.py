@@ -173,11 +173,11 @@ class OpCosts:
         a, b, out = _shape(left), _shape(right), _shape(site.node)
         depth = _summed(site, a, b) if site.name == "einsum" else a[-1]
         flop, elements = 2 * prod(out) * depth, prod(a) + prod(b) + prod(out)
-        products = 1 + self._flows(left) + self._flows(right)
-        shown = b[::-1] if site.name == "linear" else b
+        gradients = self._flows(left) + self._flows(right)
+        shown, forward = (b[::-1], self.costs.linear) if site.name == "linear" else (b, self.costs.product)
         return self._price(
             f"{site.name} {_text(a)} @ {_text(shown)}",
-            lambda dtype: products * self.costs.product(dtype, flop, elements),
+            lambda dtype: forward(dtype, flop, elements) + gradients * self.costs.product(dtype, flop, elements),
         )
 
     def _convolution(self, site: Site) -> Price:

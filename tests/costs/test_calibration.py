@@ -139,7 +139,15 @@ def test_two_threads_stream_a_weight_little_faster_than_one_unless_it_is_low():
 
 
 @pytest.mark.parametrize(
-    ("flags", "kind"), [({"amx_bf16", "avx512_bf16"}, "with AMX"), ({"bf16"}, "with bfloat16 units")]
+    ("flags", "kind"),
+    [
+        ({"amx_bf16", "avx512_bf16", "avx512f"}, "with AMX"),
+        ({"avx512_bf16", "avx512f"}, "with bfloat16 units"),
+        ({"bf16"}, "with bfloat16 units"),
+        ({"avx2", "avx512f"}, "with AVX-512 without bfloat16 units, an estimate"),
+        ({"avx2"}, "without bfloat16 units"),
+        ({"neon"}, "without bfloat16 units"),
+    ],
 )
 def test_a_cpu_gets_the_costs_of_its_class(flags, kind, monkeypatch):
     monkeypatch.setattr(processor, "cpu_flags", lambda: frozenset(flags))
@@ -151,7 +159,8 @@ def test_a_cpu_gets_the_costs_of_its_class(flags, kind, monkeypatch):
     ("limit", "kind"),
     [
         ("AVX512_CORE_BF16", "with bfloat16 units"),
-        ("AVX2", "without bfloat16 units, an estimate"),
+        ("AVX2", "without bfloat16 units"),
+        ("AVX512_CORE", "with AVX-512 without bfloat16 units, an estimate"),
         ("AVX10_1_512_AMX", "with AMX"),
         ("DEFAULT", "with AMX"),
         ("a typing error", "with AMX"),
@@ -159,7 +168,7 @@ def test_a_cpu_gets_the_costs_of_its_class(flags, kind, monkeypatch):
 )
 @pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
 def test_a_cpu_is_what_onednn_is_held_to(variable, limit, kind, monkeypatch):
-    monkeypatch.setattr(processor, "cpu_flags", lambda: frozenset({"amx_bf16", "avx512_bf16"}))
+    monkeypatch.setattr(processor, "cpu_flags", lambda: frozenset({"amx_bf16", "avx512_bf16", "avx512f"}))
     monkeypatch.setenv(variable, limit)
     assert cost_files.shipped_for_here("cpu").source == f"shipped for CPUs {kind}"
 
@@ -189,11 +198,30 @@ def test_files_are_short_and_say_what_was_measured(folder):
     assert len((folder / "costs.json").read_text().splitlines()) < 80, "a curve a line"
 
 
-def test_a_cpu_without_them_gains_nothing_from_arithmetic():
-    costs = shipped("cpu", "a CPU", 4, "none")
+def test_a_cpu_that_converts_gains_nothing_from_arithmetic():
+    costs = shipped("cpu", "a CPU", 4, "converted")
     assert "estimate" in costs.source
     for work in (Work.MATMUL, Work.CONVOLUTION, Work.THIN_CONVOLUTION_BACKWARD, Work.ATTENTION):
         assert all(costs.seconds(work, BF16, size) >= costs.seconds(work, FP32, size) for size in (1e4, 1e7, 1e10))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_a_cpu_with_avx2_alone_gains_where_one_row_waits_for_its_weights(threads):
+    costs = shipped("cpu", "a CPU", threads, "none")
+    for size, elements in ((512, 512**2 + 2 * 512), (2048, 2048**2 + 2 * 2048)):
+        assert costs.linear(BF16, 2 * size**2, elements) < 0.9 * costs.linear(FP32, 2 * size**2, elements)
+    for rows in (16, 64, 1024):
+        flop, elements = 2 * rows * 1024**2, 1024**2 + 2 * rows * 1024
+        assert costs.linear(BF16, flop, elements) > 1.3 * costs.linear(FP32, flop, elements)
+        assert costs.linear(FP32, flop, elements) == costs.product(FP32, flop, elements)
+    # The products of the backward read the weight the other way, and lose with one row, too.
+    assert costs.product(BF16, 2 * 512**2, 512**2) > costs.product(FP32, 2 * 512**2, 512**2)
+
+
+def test_a_linear_layer_of_few_rows_is_between_one_row_and_several():
+    costs = shipped("cpu", "a CPU", 2, "none")
+    seconds = [costs.linear(BF16, 2 * rows * 1024**2, 1024**2 + 2 * rows * 1024) for rows in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds) and seconds[3] > 3 * seconds[0]
 
 
 def test_calibrate_measures_every_kind_of_work():
@@ -225,7 +253,10 @@ def test_costs_that_know_no_loops_leave_them_to_the_shipped_ones():
     own = replace(whole, curves={**whole.curves, BF16: {**whole.curves[BF16], Work.LOOP_SUMS: Curve(((1.0, 1.0),))}})
     for costs, sums in ((replace(whole, curves=without), whole.curves[BF16][Work.LOOP_SUMS](1)), (own, 1.0)):
         settings = Settings(Policy.preset("O1"), BF16, fuse=True, lower=costs)
-        assert settings.regions == "loops" and settings.context().loops.loop_sums(1) == sums
+        if why_no_loops():  # without AVX-512 or a compiler nothing is priced that cannot run
+            assert settings.regions == "" and settings.context().loops is None
+        else:
+            assert settings.regions == "loops" and settings.context().loops.loop_sums(1) == sums
     assert Settings(Policy.preset("O1"), BF16, fuse="auto").context().loops is None
 
 

@@ -19,11 +19,12 @@ def device(
     dtype: torch.dtype = torch.bfloat16,
     **kinds: tuple[float, float],
 ) -> DeviceCosts:
-    """Microseconds (or curves) of a product in FP32 and low, of a cast; all else takes no time to speak of."""
+    """Microseconds (or curves) of a product in FP32 and low, of a cast; all else takes no time to speak of,
+    and a product of one row is like any other."""
     curves: dict[torch.dtype, dict[Work, Curve]] = {}
     for position, each in enumerate((torch.float32, dtype)):
         product = (full, low)[position]
-        curves[each] = {work: always(1e-6) for work in Work}
+        curves[each] = {work: always(1e-6) for work in Work if work is not Work.ROW}
         curves[each][Work.MATMUL] = product if isinstance(product, Curve) else always(product)
         curves[each][Work.CAST] = always(cast)
         for name, both in kinds.items():

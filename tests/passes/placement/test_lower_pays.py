@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import warnings
 
 import pytest
 import torch
@@ -321,13 +322,34 @@ def test_the_report_says_why_and_by_which_costs():
         f"pays: linear 32x64 @ 64x192 takes 3 us in float32, {low:.3g} us in bfloat16 with its casts "
         "(a machine, 2 threads, made by hand)"
     )
-    assert report.headline.costs == "a machine, 2 threads, made by hand: 1 op not worth lowering"
+    assert report.headline.costs == "a machine, 2 threads, made by hand, forward and backward: 1 op not worth lowering"
     assert "not worth lowering" in str(report) and report.to_dict()["headline"]["costs"] == report.headline.costs
     assert "because   full: pays: linear 32x64" in fxprec.explain(model, "op:linear")
     assert_precision(model, "op:linear", FP32)
     with pytest.raises(AssertionError, match="pays: linear 32x64 @ 64x192"):
         assert_precision(model, "op:linear", BF16)
     assert fxprec.report(fxprec.convert(Weights(4, 4)).module).headline.costs == ""
+
+
+def test_a_model_that_only_serves_is_priced_without_a_backward_and_freeze_warns_where_it_was_not():
+    """A linear of one row: faster in the low dtype forward, slower with the product of its backward."""
+    costs = fxprec.costs.shipped.shipped("cpu", "a laptop", 2, "none")
+    x = torch.randn(1, 512)
+
+    def converted():
+        return fxprec.convert(Weights(512, 512).eval(), (x,), lower=costs)[0]
+
+    with torch.inference_mode():
+        serves = converted()
+    assert products(serves) == ["bfloat16"]
+    assert "forward alone" in fxprec.report(serves).headline.costs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxprec.ServiceWarning)
+        fxprec.freeze(serves)
+    trains = converted()
+    assert products(trains) == ["float32"]
+    with pytest.warns(fxprec.ServiceWarning, match=r"convert within torch\.inference_mode\(\)"):
+        fxprec.freeze(trains)
 
 
 def test_a_cast_that_another_op_pays_for_is_not_counted(tools):
