@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import fxprec
@@ -34,12 +35,30 @@ def _as_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_digits_cnn(capsys: pytest.CaptureFixture[str]):
-    fp32, converted = digits_cnn.main(["--epochs", "1", "--width", "4"])
+def demo(monkeypatch: pytest.MonkeyPatch, *arguments: str, units: bool) -> None:
+    """The demo on a CPU with or without bfloat16 units, whichever this one is."""
+    monkeypatch.setattr(digits_cnn, "has_no_units", lambda: not units)
+    digits_cnn.main(["--epochs", "1", "--width", "4", *arguments])
+
+
+def test_digits_cnn_where_training_gains(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    demo(monkeypatch, "--seeds", "2", units=True)
+    printed = capsys.readouterr().out
+    assert "DigitsCNN: O1, bfloat16, mincut" in printed and "no bfloat16 units: training" not in printed
+    table = next(line for line in printed.splitlines() if re.match(r" *run +loss +accuracy", line))
+    assert table.split() == ["run", "loss", "accuracy", "step", "speed", "weights", "kept"]
+    assert "mean of 2 seeds" in printed and "unknown" not in printed
+    told = printed.partition("\n3. ")[0]  # then come lines to paste
+    assert "…" not in printed and max(map(len, told.splitlines())) <= 80
+
+
+def test_digits_cnn_side_by_side(monkeypatch: pytest.MonkeyPatch):
+    console = Console(quiet=True)
+    fp32, converted = digits_cnn.side_by_side(digits_cnn.load(), 4, 1, 64, 1, {}, console)
     assert (fp32.name, converted.name) == ("FP32", "converted")
     assert fp32.loss < math.log(10)  # what guessing one of ten digits costs
     assert converted.loss == pytest.approx(fp32.loss, rel=0.05)
-    assert 0 <= converted.accuracy <= 1
+    assert 0 <= converted.accuracies[0] <= 1
     assert fp32.step_seconds > 0 and converted.step_seconds > 0
     assert converted.weight_bytes == fp32.weight_bytes
     assert fp32.shadow_bytes == 0
@@ -47,12 +66,42 @@ def test_digits_cnn(capsys: pytest.CaptureFixture[str]):
     lowered += [p for p in digits_cnn.DigitsCNN(4).features.parameters() if p.dim() == 4]
     assert converted.shadow_bytes == 2 * sum(p.numel() for p in lowered)
     assert converted.activation_bytes < 0.7 * fp32.activation_bytes
+
+
+def test_digits_cnn_where_training_would_lose(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    demo(monkeypatch, units=False)
     printed = capsys.readouterr().out
+    assert printed.startswith("This CPU has no bfloat16 units: training in bfloat16 would lose time.\n")
+    assert "speed" not in printed.partition("2. A wide classifier")[0], "nothing is timed that loses"
     assert "DigitsCNN: O1, bfloat16, mincut" in printed
-    assert "unknown" not in printed
-    table = next(line for line in printed.splitlines() if re.match(r" *run +loss", line))
-    assert table.split() == ["run", "loss", "accuracy", "step", "speed", "weights", "activations"]
-    assert "…" not in printed and max(map(len, printed.splitlines())) <= 80
+    told = printed.partition("\n3. ")[0]
+    assert "…" not in printed and max(map(len, told.splitlines())) <= 80
+
+
+def test_digits_cnn_checked_where_training_would_lose():
+    result = digits_cnn.checked(digits_cnn.load(), 4, 2, 32, {}, Console(quiet=True))
+    assert result.images == 64 and abs(result.correct[0] - result.correct[1]) <= 3
+    assert result.losses[1] == pytest.approx(result.losses[0], rel=0.05)
+    assert result.activation_bytes[1] < 0.7 * result.activation_bytes[0]
+
+
+def test_digits_cnn_serves_from_low_weights_as_well():
+    fp32, frozen = digits_cnn.serve(digits_cnn.load(), 256, 256, Console(quiet=True))
+    assert fp32.weight_bytes == 4 * (784 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10)
+    assert frozen.weight_bytes <= fp32.weight_bytes
+    assert abs(frozen.accuracy - fp32.accuracy) < 0.02 and fp32.accuracy > 0.5
+    assert fp32.seconds > 0 and frozen.seconds > 0
+
+
+def test_digits_cnn_finds_an_overflow_and_its_cure_cures(capsys: pytest.CaptureFixture[str]):
+    finding = digits_cnn.find_overflow(digits_cnn.load(), Console())
+    assert (finding.kind, finding.dtype, finding.op) == ("overflow", "float16", "matmul")
+    line = int(finding.source.rpartition(":")[2])
+    assert "self.query(rows) @ self.key(rows)" in Path(digits_cnn.__file__).read_text().splitlines()[line - 1]
+    printed = capsys.readouterr().out
+    assert f'nodes={{"{finding.node}": torch.float32}}' in printed
+    told, fp32 = re.search(r"its loss is (\S+); in FP32 (\S+)\.\n", printed).groups()
+    assert float(told) == pytest.approx(float(fp32), rel=0.01)
 
 
 def test_digits_cnn_with_the_policy_file(capsys: pytest.CaptureFixture[str]):
