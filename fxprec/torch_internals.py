@@ -294,12 +294,22 @@ def dynamo_classes() -> Any:
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.guards import GuardBuilder
         from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
+        from torch._dynamo.variables.builder import VariableBuilder
+        from torch._dynamo.variables.builtin import BuiltinVariable
+        from torch._dynamo.variables.constant import ConstantVariable
         from torch._dynamo.variables.ctx_manager import InferenceModeVariable
         from torch._dynamo.variables.dicts import ConstDictVariable
         from torch._dynamo.variables.functions import LocalGeneratorObjectVariable, WrapperUserFunctionVariable
         from torch._dynamo.variables.misc import RandomVariable
+        from torch._dynamo.variables.tensor import NumpyNdarrayVariable
+        from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
         from torch._dynamo.variables.user_defined import UserDefinedClassVariable
     return SimpleNamespace(
+        argument=VariableBuilder,  # makes a variable of a value from outside of the frame: wrap_symfloat, of a float
+        array=NumpyNdarrayVariable,  # an array or scalar of NumPy's: ndim, var_getattr
+        builtin=BuiltinVariable,  # a builtin of Python's: fn, call_function
+        constant=ConstantVariable,  # a value that is known: create
+        torch_function=TorchInGraphFunctionVariable,  # a function of torch's: value, call_function
         cached_function=WrapperUserFunctionVariable,  # a call of a functools.lru_cache: call_function, wrapper_obj
         frame=InstructionTranslator,  # what traces a frame: replace_tos_if_return_is_generator, and what ``end`` names
         end=InstructionTranslator._return.__name__,  # for the end of a frame
@@ -392,6 +402,17 @@ def value_behind(variable: Any) -> tuple[Any, list[type]]:
         return value, [variable.python_type()]
     except NotImplementedError:
         return value, []
+
+
+def unwrapped(variable: Any) -> Any:
+    """A variable of dynamo's, past the one that stands for it until somebody looks."""
+    return variable.unwrap() if hasattr(variable, "is_realized") and variable.is_realized() else variable
+
+
+def type_of_error(variable: Any) -> type[BaseException] | None:
+    """The class of the exception that a variable of dynamo's stands for; None for anything else."""
+    kind = getattr(variable, "exc_type", None)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
 
 
 def outlives_call(variable: Any, kept: Container[str]) -> bool:

@@ -16,33 +16,40 @@ from fxprec.capture.guard_values import same
 #: The hashable part of a key: (name, value) pairs of the arguments that are no tensors.
 Constants = tuple[tuple[str, Hashable], ...]
 
-_PLAIN: Final = (str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, type(...))
-_NUMBERS: Final = (bool, int, float, complex)
+#: Types of which no program can tell two equal values apart. Their subclasses are objects.
+_EXACT: Final = frozenset(
+    {type(None), str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(...)}
+)
+_NUMBERS: Final = frozenset({bool, int, float, complex})
 _VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class _Typed(tuple[str, Hashable]):
-    """A pair that tells True, 1 and 1.0 apart, and 0.0 and -0.0, which are equal and hash alike."""
+    """A (name, value) pair that equals another only where no program can tell their values apart.
+
+    ``==`` alone takes True, 1 and 1.0 for one number, 0.0 for -0.0, and a member of a ``(str, Enum)`` for its string.
+    """
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return tuple.__eq__(self, other) is True and _types(self[1]) == _types(other[1])  # type: ignore[index]
+        return type(other) is _Typed and self[0] == other[0] and same(self[1], other[1])
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((self[0], self[1], _types(self[1])))
+        return hash((self[0], _hash(self[1])))
 
 
-def _types(value: object) -> Hashable:
+def _hash(value: object) -> int:
+    """Return a hash that agrees with ``same``: a NaN is like another, and a member of an Enum is like itself alone."""
     if isinstance(value, tuple):
-        return tuple(map(_types, value))
-    if value == 0 and isinstance(value, float | complex):
-        return repr(value)
-    return type(value)
+        return hash((type(value), *map(_hash, value)))
+    if isinstance(value, enum.Enum):
+        return id(value)
+    return hash(type(value)) if value != value else hash((type(value), value))
 
 
 def call_key(
@@ -114,12 +121,13 @@ def default_key(signature: inspect.Signature, method: str = "forward") -> tuple[
 
 
 def _pair(name: str, value: object) -> tuple[str, Hashable] | None:
-    """The pair of a constant argument; None if the value is none that a key can hold."""
-    if value is None or isinstance(value, _PLAIN):
+    """Return the pair of a constant argument; None if the value is none that a key can hold."""
+    kind = type(value)
+    if kind in _EXACT:
         return (name, value)
-    if type(value) in _NUMBERS:
+    if kind in _NUMBERS or isinstance(value, enum.Enum):
         return _Typed((name, value))
-    if type(value) in (tuple, torch.Size) and all(_pair(name, element) is not None for element in value):  # type: ignore[attr-defined]
+    if kind in (tuple, torch.Size) and all(_pair(name, element) is not None for element in value):  # type: ignore[attr-defined]
         return _Typed((name, value))
     return None
 

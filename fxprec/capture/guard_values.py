@@ -88,12 +88,20 @@ def same(now: Any, then: Any) -> bool:
         return (now == then and math.copysign(1, now) == math.copysign(1, then)) or (now != now and then != then)
     if kind is complex:
         return same(now.real, then.real) and same(now.imag, then.imag)
+    if kind in (range, slice):  # range(0) == range(0, 0, 2), slice(0) == slice(0.0)
+        return all(map(same, _bounds(now), _bounds(then)))
     if kind in (set, frozenset):
         kept = {each: each for each in then}
         return len(now) == len(then) and all(each in kept and same(each, kept[each]) for each in now)
     if kind in (tuple, list, deque, torch.Size) or _is_named_tuple(now):
         return len(now) == len(then) and all(map(same, now, then))
+    if kind.__module__ == "numpy" and hasattr(kind, "tobytes") and not hasattr(kind, "__setitem__"):  # a scalar
+        return now.dtype == then.dtype and now.tobytes() == then.tobytes()
     return kind in PLAIN and kind is not object and now == then
+
+
+def _bounds(value: Any) -> tuple[Any, Any, Any]:
+    return value.start, value.stop, value.step
 
 
 def contents(container: Any) -> Iterator[Any]:

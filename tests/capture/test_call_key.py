@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, IntEnum, StrEnum
 from typing import Any
 
 import pytest
@@ -19,6 +19,26 @@ X, Y = torch.ones(2), torch.zeros(3)
 
 class Mode(Enum):
     FAST = 1
+
+
+class Text(str, Enum):  # noqa: UP042
+    A = "a"
+
+
+class Same(StrEnum):
+    A = "a"
+
+
+class One(IntEnum):
+    ONE = 1
+
+
+class Single(IntEnum):
+    ONE = 1
+
+
+class Sub(str):
+    __slots__ = ()
 
 
 def forward(x: Any, mask: Any = None, *, causal: Any = True, scale: Any = 1.0) -> Any: ...
@@ -50,6 +70,15 @@ def test_default_passed_and_left_out_are_one_call() -> None:
         ({"scale": "a"}, {"scale": "b"}),
         ({"scale": torch.float16}, {"scale": torch.bfloat16}),
         ({"scale": Mode.FAST}, {"scale": None}),
+        ({"scale": Text.A}, {"scale": "a"}),
+        ({"scale": Text.A}, {"scale": Same.A}),
+        ({"scale": (Text.A,)}, {"scale": ("a",)}),
+        ({"scale": One.ONE}, {"scale": Single.ONE}),
+        ({"scale": One.ONE}, {"scale": 1}),
+        ({"scale": torch.Size((2,))}, {"scale": (2,)}),
+        ({"scale": complex(1, 0.0)}, {"scale": complex(1, -0.0)}),
+        ({"scale": 0.0}, {"scale": -0.0}),
+        ({"scale": float("nan")}, {"scale": 1.0}),
     ],
 )
 def test_different_calls_have_different_keys(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -60,6 +89,11 @@ def test_different_calls_have_different_keys(one: dict[str, Any], other: dict[st
     assert dict(b[1]).items() >= {k: v for k, v in other.items() if not isinstance(v, Tensor)}.items()
 
 
+def test_a_nan_is_like_another() -> None:
+    one, other = (key(X, scale=(float("nan"), 1.0))[:2] for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -67,6 +101,7 @@ def test_different_calls_have_different_keys(one: dict[str, Any], other: dict[st
         ((X,), "argument 'x' is a tuple that holds tensors"),
         ({"a": X}, "argument 'x' is a dict that holds tensors"),
         (object(), "argument 'x' is an object (object)"),
+        (Sub("a"), "argument 'x' is an object (Sub)"),
         ([1, 2], "argument 'x' is an object (list)"),
     ],
 )

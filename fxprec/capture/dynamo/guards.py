@@ -14,6 +14,7 @@ once more, and may serve again later.
 
 from __future__ import annotations
 
+import enum
 import functools
 import weakref
 from collections import OrderedDict
@@ -26,6 +27,8 @@ from fxprec.torch_internals import add_guard, guarded_value
 
 _NUMBERS: Final = (bool, int, float, complex)
 _SEQUENCES: Final = (tuple, list)
+#: Beside numbers, dynamo compares the elements of a set, and a member of a ``(str, Enum)`` equals its string.
+_OF_SETS: Final = (*_NUMBERS, str, bytes)
 _SETS: Final = (set, frozenset)
 
 
@@ -78,6 +81,8 @@ def is_ambiguous(value: Any) -> bool:
         return value == 0
     if type(value) is complex:
         return 0 in (value.real, value.imag)
-    if isinstance(value, _SEQUENCES + _SETS):
+    if isinstance(value, _SEQUENCES):
         return any(type(part) in _NUMBERS or is_ambiguous(part) for part in value)
+    if isinstance(value, _SETS):
+        return any(type(part) in _OF_SETS or isinstance(part, enum.Enum) or is_ambiguous(part) for part in value)
     return False

@@ -6,19 +6,26 @@ Left to the interpreter, with a graph break whose reason the report has:
 - numbers drawn from a ``random.Random`` of the user's, whose state dynamo bakes in;
 - ``torch.inference_mode``: tensors of a graph's are cast outside of it, and are no inference tensors then;
 - calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
-- generators that a function returns, which dynamo runs to their end and gives as an iterator over the values.
+- generators that a function returns, which dynamo runs to their end and gives as an iterator over the values;
+- questions for the type or the methods of a NumPy scalar, which dynamo takes for an array;
+- ``str()`` of errors that have a text of their own, such as KeyError: dynamo gives that of their argument.
 
 And guarded: constants by type and sign (see ``guards``), a key that a dict did not have when it was asked,
-constants of classes (before torch 2.13); and values of numpy as tensors outside of inference mode, as they were when
-the guard was made.
+constants of classes (before torch 2.13); a float that is a zero, of which dynamo's symbols do not know the sign; and
+values of numpy as tensors outside of inference mode, as they were when the guard was made.
+
+``torch.compiler.is_compiling()`` is False in the user's code, as in eager mode. In installed packages it is True: they
+ask it to leave out what would break a graph and changes no result.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -32,8 +39,15 @@ from fxprec.torch_internals import (
     function_behind,
     guard_class_attribute,
     outlives_call,
+    torch_dynamo,
+    type_of_error,
+    unwrapped,
     value_behind,
 )
+
+#: Functions that say whether dynamo traces the code that asks.
+_IS_COMPILING: Final = ("is_compiling", "is_dynamo_compiling")
+_INSTALLED: Final = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
 
 
 @contextlib.contextmanager
@@ -77,6 +91,18 @@ def strict(granted: Granted) -> Iterator[None]:
         if key not in variable:
             variable.install_dict_contains_guard(frame, [key])
 
+    def asked(builtin: Any, _frame: Any, arguments: Any, *_: Any) -> None:
+        variable: Any = unwrapped(arguments[0]) if arguments else None
+        if builtin.fn in (isinstance, type) and isinstance(variable, classes.array) and variable.ndim == 0:
+            raise breaks("a question for the type of a NumPy scalar (make it a Python number where it is set)")
+        kind = type_of_error(variable) if builtin.fn is str else None
+        if kind is not None and kind.__str__ is not BaseException.__str__:
+            raise breaks(f"str() of a {kind.__name__}, which has a text of its own")
+
+    def attribute_of_scalar(variable: Any, _frame: Any, name: str, *_: Any) -> None:
+        if variable.ndim == 0 and not hasattr(sys.modules["numpy"].ndarray, name):
+            raise breaks(f"{name} of a NumPy scalar (make it a Python number where it is set)")
+
     def no_inference_mode(*_: Any, **__: Any) -> None:
         raise breaks("torch.inference_mode")
 
@@ -100,6 +126,10 @@ def strict(granted: Granted) -> Iterator[None]:
             *([] if GUARDS_CLASSES else [_guarding_attributes(classes.user_class)]),
             (classes.inference_mode, "create", staticmethod(no_inference_mode)),
             _before(classes.inliner, "build_inline_tracer", inlines),
+            _before(classes.builtin, "call_function", asked),
+            _before(classes.array, "var_getattr", attribute_of_scalar),
+            _zeros_as_constants(classes.argument),
+            _not_compiling(classes),
             (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
             (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
             (classes.frame, classes.end, end_of_frame(getattr(classes.frame, classes.end))),
@@ -118,6 +148,30 @@ def _before(owner: Any, name: str, first: Callable[..., None]) -> tuple[Any, str
         return original(*args, **kwargs)
 
     return owner, name, staticmethod(both) if isinstance(inspect.getattr_static(owner, name), staticmethod) else both
+
+
+def _zeros_as_constants(builder: Any) -> tuple[Any, str, Any]:
+    """Have a zero be a constant, which is guarded by its sign: a symbol that is 0.0 may stand for -0.0."""
+    wrap = builder.wrap_symfloat
+
+    def wrap_symfloat(maker: Any, value: float) -> Any:
+        with torch_dynamo().config.patch(specialize_float=True) if value == 0 else contextlib.nullcontext():
+            return wrap(maker, value)
+
+    return builder, "wrap_symfloat", wrap_symfloat
+
+
+def _not_compiling(classes: Any) -> tuple[Any, str, Any]:
+    """Have ``torch.compiler.is_compiling()`` and its other names be False where the user's own code asks."""
+    call = classes.torch_function.call_function
+
+    def call_function(variable: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        name, file = getattr(variable.value, "__name__", ""), frame.f_code.co_filename
+        if name in _IS_COMPILING and is_torchs(variable.value) and not file.startswith(_INSTALLED):
+            return classes.constant.create(False)
+        return call(variable, frame, *args, **kwargs)
+
+    return classes.torch_function, "call_function", call_function
 
 
 def _guarding_attributes(variables: Any) -> tuple[Any, str, Any]:

@@ -220,8 +220,10 @@ def _walked(reads: Sequence[Reads]) -> Iterator[_Check]:
 class _Values:
     """One ``itemgetter`` call a scope, one comparison of all values, identity first.
 
-    ``==`` takes 1 for True and -0.0 for 0.0. So numbers and tuples that other code than torch's own reads must also be
-    the very same objects; a new one is compared by its type and value, and is the one to be there from then on.
+    ``==`` takes 1 for True, -0.0 for 0.0, "a" for a member of a ``(str, Enum)``, and a frozen dataclass for another
+    whose fields differ where they do not compare. So what other code than torch's own reads must also be the very same
+    object; a new one is compared by its type and value, and is the one to be there from then on. Functions, methods,
+    classes and modules are equal only to themselves.
     """
 
     def __init__(self, expected: Sequence[Expected], parts: Sequence[Expected]) -> None:
@@ -237,20 +239,20 @@ class _Values:
         self._values = [
             group[0].value if len(group) == 1 else tuple([each.value for each in group]) for group in groups
         ]
-        numbers = [e for e in self._expected if e.exact and isinstance(e.value, int | float | complex | tuple)]
-        self._of_numbers = [_getter(each.scope, (each.name,)) for each in numbers]
-        self._number_scopes = [each.scope for each in numbers]
-        self._numbers = [each.value for each in numbers]
+        exact = [e for e in self._expected if e.exact and not isinstance(e.value, (*_PARTS_OF_PROGRAMS, nn.Module))]
+        self._of_exact = [_getter(each.scope, (each.name,)) for each in exact]
+        self._exact_scopes = [each.scope for each in exact]
+        self._exact = [each.value for each in exact]
 
     def holds(self) -> bool:
         if [*map(call, self._getters, self._scopes)] != self._values:  # type: ignore[arg-type]
             return False
-        if self._numbers:
-            numbers = [*map(call, self._of_numbers, self._number_scopes)]  # type: ignore[arg-type]
-            if not all(map(is_, numbers, self._numbers)):
-                if not all(map(same, numbers, self._numbers)):
+        if self._exact:
+            values = [*map(call, self._of_exact, self._exact_scopes)]  # type: ignore[arg-type]
+            if not all(map(is_, values, self._exact)):
+                if not all(map(same, values, self._exact)):
                     return False
-                self._numbers = numbers
+                self._exact = values
         held = [(each.now(), each.value) for each in self._containers]
         return all([now is then.container and same(now, then.snapshot) for now, then in held])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import random
 import subprocess
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -78,6 +80,45 @@ def test_what_dynamo_takes_liberties_with_can_be_refused() -> None:
         torch._dynamo.reset()
         with strict(Granted()), pytest.raises(_errors().TorchDynamoException):
             compiled(torch.ones(1))
+
+
+@contract("fxprec", "unwrapped", "type_of_error")
+def test_errors_scalars_and_questions_for_the_compiler_are_seen() -> None:
+    """``strict`` answers as the interpreter does; plain dynamo would not."""
+    half = numpy.float64(0.5)
+
+    def raises() -> None:
+        raise KeyError("two")
+
+    def text(x: Tensor) -> tuple[Tensor, str]:
+        y = x + 1
+        try:
+            raises()
+        except KeyError as error:
+            return y, str(error)
+        return y, ""
+
+    def kind(x: Tensor) -> tuple[Tensor, bool]:
+        return x + 1, isinstance(half, float)
+
+    def method(x: Tensor) -> tuple[Tensor, bool]:
+        return x + 1, hasattr(half, "is_integer")
+
+    def asks(x: Tensor) -> tuple[Tensor, bool]:
+        return x + 1, not torch.compiler.is_compiling()
+
+    def sign(x: Tensor, number: float = 2.0) -> tuple[Tensor, bool]:
+        return x + 1, math.copysign(1, number) < 0
+
+    x = torch.ones(1)
+    for function in (text, kind, method, asks):
+        assert torch.compile(function, backend="eager")(x)[1] != function(x)[1]
+        torch._dynamo.reset()
+        with strict(Granted()):
+            assert torch.compile(function, backend="eager")(x)[1] == function(x)[1]
+    compiled = torch.compile(sign, backend="eager")
+    with strict(Granted()):
+        assert [compiled(x, number)[1] for number in (2.0, 3.0, -0.0, 0.0)] == [False, False, True, False]
 
 
 @contract("fxprec", "function_behind", "value_behind", "outlives_call", "guarded_value", "add_guard")
