@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Container, Iterator
-from types import FunctionType, ModuleType
+from enum import Enum
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -15,6 +17,11 @@ from fxprec.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 #: What makes the default of a dataclass's field, where nothing else comes of it.
 _FRESH: Final = (dataclasses.MISSING, list, dict)
+
+#: What is no container, whatever attributes it has: a part of the program.
+_NO_CONTAINERS: Final = (type, nn.Module, FunctionType, ModuleType, Tensor, Enum)
+#: Values without parts.
+_ATOMS: Final = (str, bytes, int, float, complex, type(None), dtype)
 
 #: What an object holds: as a container, by index or key, and as attributes, by name.
 _Parts = tuple[dict[Any, Any], dict[str, Any]]
@@ -77,15 +84,36 @@ def has_more_than(value: Any, names: Container[str]) -> bool:
     return any(name not in names for name in getattr(value, "__dict__", ()))
 
 
-def leaves_of(value: Any) -> Iterator[Any]:
-    """What containers of any kind are made of: pytrees, and dataclasses that are none."""
+def leaves_of(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
+    """Yield what containers of any kind are made of: pytrees, and objects that hold values in attributes.
+
+    Args:
+        value: anything.
+        seen: by id what was looked into so far, so that objects may refer to each other.
+    """
+    seen = {} if seen is None else seen
     for leaf in tree_leaves(value):
-        parts = parts_of(leaf)
-        if parts is None:
+        items, attributes = parts_of(leaf) or ({}, attributes_of(leaf))
+        if not items and not attributes:
             yield leaf
-        else:
-            for part in (*parts[0].values(), *parts[1].values()):
-                yield from leaves_of(part)
+        elif id(leaf) not in seen:
+            seen[id(leaf)] = leaf
+            for part in (*items.values(), *attributes.values()):
+                yield from leaves_of(part, seen)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object holds by name, in slots and in its ``__dict__``; nothing where it is no container."""
+    if isinstance(value, _ATOMS + _NO_CONTAINERS):
+        return {}
+    held: dict[str, Any] = {}
+    for base in type(value).__mro__:
+        if "__slots__" in vars(base):
+            for name, slot in vars(base).items():
+                if isinstance(slot, MemberDescriptorType):
+                    with contextlib.suppress(AttributeError):  # an empty one
+                        held[name] = slot.__get__(value)
+    return {**held, **getattr(value, "__dict__", {})}
 
 
 def _widened(value: Tensor) -> Tensor:
@@ -102,8 +130,7 @@ def _restored_container(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]
         return value if same else _remade(value, *restored)
     leaves, spec = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
-        if hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | FunctionType | ModuleType):
-            _restore_attributes(value, low, done)
+        _restore_attributes(value, low, done)
         return value
     restored = [restore_dtypes(leaf, low, done) for leaf in leaves]
     if all(new is old for new, old in zip(restored, leaves, strict=True)):
@@ -112,33 +139,28 @@ def _restored_container(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]
 
 
 def _restore_attributes(value: Any, low: dtype, done: dict[int, tuple[Any, Any]]) -> None:
-    """Of an object of which one cannot know how to make another: in place, where the original has FP32 too."""
-    for name, part in [*vars(value).items()]:
-        if isinstance(part, Tensor | tuple | list | dict):
-            restored = restore_dtypes(part, low, done)
-            if restored is not part:
-                object.__setattr__(value, name, restored)
+    """Restore an object of which one cannot know how to make another: in place, where the original has FP32 too."""
+    done[id(value)] = value, value  # it may hold itself
+    for name, part in attributes_of(value).items():
+        restored = part if isinstance(part, _ATOMS) else restore_dtypes(part, low, done)
+        if restored is not part:
+            object.__setattr__(value, name, restored)  # of a frozen one, too
 
 
 def parts_of(value: Any) -> _Parts | None:
     """What containers and dataclasses hold; None for anything else."""
     if isinstance(value, Tensor):  # dynamo, of a graph module, cannot give their __dict__
         return None
-    attributes = getattr(value, "__dict__", {})
+    attributes = attributes_of(value)
     if isinstance(value, dict):
         return dict(value), attributes
     of_pytree = hasattr(type(value), "n_sequence_fields")  # torch.return_types and the like, which pytree knows
     if isinstance(value, list) or (isinstance(value, tuple) and not of_pytree):
         return dict(enumerate(value)), attributes
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        held = {name: getattr(value, name) for name in names if name in attributes or _is_slot(type(value), name)}
-        return {}, {**held, **attributes}
+        names = [field.name for field in dataclasses.fields(value) if field.name in attributes]
+        return {}, {**{name: attributes[name] for name in names}, **attributes}  # its fields first, in their order
     return None
-
-
-def _is_slot(kind: type, name: str) -> bool:
-    return any(name in getattr(base, "__slots__", ()) for base in kind.__mro__)
 
 
 def _remade(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
-from fxprec.capture.pytrees import has_low_input, restore_dtypes
+from fxprec.capture.pytrees import has_low_input, leaves_of, restore_dtypes
 
 LOW = torch.bfloat16
 Pair = collections.namedtuple("Pair", "first second")
@@ -79,6 +79,69 @@ def test_every_container(value):
     assert set(_dtypes(value)) == {LOW}  # the original is as it was
 
 
+class Slotted:
+    __slots__ = ("__hidden", "a", "never", "rest")
+
+    def __init__(self, a, **rest):
+        self.a = self.__hidden = a
+        self.rest = rest
+
+
+class Further(Slotted):
+    """With a ``__dict__`` beside the slots of its base."""
+
+
+class Listed(list):
+    __slots__ = ("extra",)
+
+
+class Holder:
+    def __init__(self, a, b=None):
+        self.a, self.b = a, b
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    a: Tensor
+    b: Any = None
+
+
+OBJECTS = [Slotted, Further, Holder, FrozenSlots]
+
+
+@pytest.mark.parametrize("kind", OBJECTS, ids=lambda kind: kind.__name__)
+def test_every_object(kind):
+    inner = [kind(_low(), b=other(_low())) if kind is not Slotted else kind(_low(), b=_low()) for other in OBJECTS]
+    for value in (kind(_low()), kind(_low(), b={"c": inner}), [kind(_low())], kind(_low(), b=Slotted(_low()))):
+        count = len([*leaves_of(value)])
+        restored = restore_dtypes(value, LOW)
+        assert type(restored) is type(value)
+        tensors = [leaf for leaf in leaves_of(restored) if isinstance(leaf, Tensor)]
+        assert {tensor.dtype for tensor in tensors} == {torch.float32} and len([*leaves_of(restored)]) == count
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"slots": False}, {"slots": False, "frozen": True}])
+def test_classes_of_attrs(options):
+    attrs = pytest.importorskip("attrs", reason="attrs comes with other packages only")
+    kind = attrs.define(**options)(type("Kind", (), {"__annotations__": {"a": Any, "b": Any}}))
+    restored = restore_dtypes([kind(_low(), {"c": kind(_low(), None)})], LOW)[0]
+    assert type(restored) is kind and restored.a.dtype == restored.b["c"].a.dtype == torch.float32
+
+
+def test_slots_of_a_list_are_kept():
+    value = Listed([_low()])
+    value.extra = _low()
+    restored = restore_dtypes(value, LOW)
+    assert restored[0].dtype == restored.extra.dtype == torch.float32 and value.extra.dtype == LOW
+
+
+def test_objects_may_hold_each_other():
+    one, other = Holder(_low()), Slotted(_low())
+    one.b, other.rest = other, one
+    assert restore_dtypes(one, LOW) is one and one.a.dtype == other.a.dtype == torch.float32
+    assert has_low_input(Holder(1, b=Slotted(_low())), LOW) and not has_low_input(one, LOW)
+
+
 def test_what_holds_nothing_low_comes_back_itself():
     for value in (
         [torch.ones(1)],
@@ -123,7 +186,9 @@ class Returning(nn.Module):
         return self.make(self.fc(x))
 
 
-@pytest.mark.parametrize("make", [Output, lambda y: Record(a=y), lambda y: Frozen(y, {"a": y})], ids=["a", "b", "c"])
+@pytest.mark.parametrize(
+    "make", [Output, lambda y: Record(a=y), lambda y: Frozen(y, {"a": y}), *OBJECTS], ids=lambda make: make.__name__
+)
 def test_of_a_model_in_the_net(make):
     class Plain(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -133,11 +198,11 @@ def test_of_a_model_in_the_net(make):
     x = torch.randn(2, 4)
     with Plain():
         output = model(x)
-        assert set(_dtypes(output)) == {torch.float32}
-        assert set(_dtypes(model(x.to(LOW)))) == {LOW}  # the caller's own dtype
+        assert {tensor.dtype for tensor in _tensors(output)} == {torch.float32}
+        assert {tensor.dtype for tensor in _tensors(model(x.to(LOW)))} == {LOW}  # the caller's own dtype
     reference = fxprec.revert(model)(x)
     torch.testing.assert_close(next(iter(_tensors(output))), next(iter(_tensors(reference))), atol=0.05, rtol=0.05)
 
 
 def _tensors(value):
-    return value.values() if isinstance(value, dict) else [value.logits]
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
