@@ -19,11 +19,11 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def refresh(model: nn.Module) -> None:
-    """Copy every weight to its shadow now: after ``param.data.mul_()`` and the like, which torch does not record.
+    """Copy every weight to its shadow now: after a write to a part of it that torch does not count.
 
-    For writes through ``.data`` before a forward under ``no_grad``; and after a step of ``fxprec.optim``, which wrote
-    the shadows, before any forward (a WGAN's ``p.data.clamp_()``). After a step of any other optimizer training
-    forwards refresh by themselves.
+    Such writes (``param.data[3] = 0``, a WGAN's ``p.data.clamp_()`` that changes few elements) want it before a forward
+    under ``no_grad``, and before any forward after a step of ``fxprec.optim``, which wrote the shadows. After a step of
+    any other optimizer training forwards refresh by themselves, and a write to all of a weight is seen anyway.
     """
     conversion = conversion_of(model)
     conversion.store.refresh()

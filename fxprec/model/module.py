@@ -127,6 +127,12 @@ class _Converted(Swapped):
         conversion.store.mark_stale()
         return super().train(mode)  # type: ignore[misc]
 
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        conversion: Conversion = self.__dict__[STATE]
+        conversion.store.forget_moved()
+        return applied
+
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         conversion: Conversion = self.__dict__[STATE]
         conversion.refuse_if_frozen("load_state_dict")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from fxprec.kernels.cpu.packed import PackedConv, fold_norm, pack_linear
+from fxprec.kernels.cpu.words import SampledWords
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, FX, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.torch_internals import version_of
 from fxprec.passes.context import Context
@@ -138,11 +139,9 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _keys(weights: Sequence[Tensor | None]) -> tuple[_Key, ...]:
-    return tuple(
-        (id(each), version_of(each), each.data_ptr(), each.dtype, each.shape, each.stride())
-        for each in weights
-        if each is not None
-    )
+    given = [each for each in weights if each is not None]
+    keys = [(id(each), version_of(each), each.data_ptr(), each.dtype, each.shape, each.stride()) for each in given]
+    return (*keys, tuple(SampledWords(given).noted.tolist()))
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -193,8 +192,7 @@ class _PackedFunction:
         self._of_shadows = bool(program.low)
         self._inputs = len(program.low) + len(program.plain)
         self._store, self._plain, self._forward = store, program.function, _direct(gm).forward
-        self._seen: _Seen | None = None
-        self._known: tuple[_Seen | None, tuple[_Copy, ...]] = None, ()
+        self.forget()
 
     def __call__(self, *given: Any) -> Any:
         if watcher(COMPILER, TRANSFORM, DUAL, SCRIPT, FX, ANY_MODE) is not None:
@@ -209,8 +207,8 @@ class _PackedFunction:
             seen = [*map(version_of, weights)], [*map(_pointer, weights)], self._refreshes()
         except RuntimeError:  # inference tensors count no versions, others have no address
             return self._plain(*given)
-        known, copies = self._known
-        if known != seen:
+        known, samples, copies = self._known
+        if known != seen or samples is None or not samples.same():
             copies = self._take(weights, seen)
         return self._plain(*given) if copies is None else self._forward(*copies, *given)
 
@@ -219,17 +217,22 @@ class _PackedFunction:
 
     def forget(self) -> None:
         """What is packed is out of date."""
-        self._seen, self._known = None, (None, ())
+        self._seen: tuple[_Seen, list[int]] | None = None
+        self._known: tuple[_Seen | None, SampledWords | None, tuple[_Copy, ...]] = None, None, ()
 
     def _take(self, weights: Sequence[Tensor], seen: _Seen) -> tuple[_Copy, ...] | None:
         """Pack weights that are others than those known. None: not yet, or not these."""
-        again, self._seen = self._seen is None or self._seen == seen, seen
-        if not again or not all(map(_stays, weights)):
+        if not all(map(_stays, weights)):
+            return None
+        samples = SampledWords(weights)
+        now = seen, samples.noted.tolist()
+        again, self._seen = self._seen is None or self._seen == now, now
+        if not again:
             return None
         by_path = dict(zip(self._paths, weights, strict=True))
         each = [self._store.packed(each, _weights(each, by_path), seen[2]) for each in self.packings]
         copies = tuple(copy for copies in each for copy in copies)
-        self._known = seen, copies
+        self._known = seen, samples, copies
         return copies
 
 

@@ -29,7 +29,7 @@ _NAMED: Final = 8
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One shadow. ``alias`` shares its storage but not its version counter; the last three: its weight when copied.
+    """One shadow. ``alias`` shares its storage but not its version counter.
 
     ``plain`` shares both, and leads to no AccumulateGrad: an optimizer keeps what it writes longer than the shadow
     lives, and an AccumulateGrad that lives on runs on the stream where it was made, which no graph captures.
@@ -40,8 +40,13 @@ class Entry:
         weight: gives the weight; None: it is gone.
         edge: where the shadow's gradient goes, the weight's AccumulateGrad; None: the weight is frozen.
         wish: for a low gradient.
-        shared: whether another process may write the weight.
+        unseen: whether it may be written to in a way that nothing here shows: by another process, or where its elements
+            cannot be compared without waiting for the device.
         stream: the CUDA stream that it was made on, where its edge is walked; None on a CPU.
+        version: the weight's version counter when it was last copied.
+        pointer: the address of the weight's memory then.
+        samples: addresses of the elements that stand for it (``samples``); (): none can be compared.
+        row: where what they were then is noted; -1: nowhere.
     """
 
     key: int
@@ -51,16 +56,23 @@ class Entry:
     plain: Tensor
     edge: Any
     wish: Wish | None
-    shared: bool
+    unseen: bool
     stream: torch.cuda.Stream | None
     device: torch.device
     requires_grad: bool
     version: int
     pointer: int
+    samples: tuple[int, ...] = ()
+    row: int = -1
 
     @classmethod
     def of(
-        cls, weight: Tensor, dtype: torch.dtype, wish: Wish | None, dies: Callable[[weakref.ref[Tensor]], None]
+        cls,
+        weight: Tensor,
+        dtype: torch.dtype,
+        wish: Wish | None,
+        dies: Callable[[weakref.ref[Tensor]], None],
+        samples: tuple[int, ...] = (),
     ) -> Entry:
         """Make the shadow of a weight, with a low gradient where there is a wish.
 
@@ -82,12 +94,14 @@ class Entry:
             shadow.detach(),
             edge,
             wish,
-            not weight.is_cuda and weight.is_shared(),  # of CUDA tensors torch says so whatever they are
+            # Of CUDA tensors torch says that they are shared whatever they are.
+            not samples or (not weight.is_cuda and weight.is_shared()),
             torch.cuda.current_stream(weight.device) if weight.is_cuda else None,
             weight.device,
             weight.requires_grad,
             weight._version,
             weight.data_ptr(),
+            samples,
         )
 
     def fits(self, weight: Tensor) -> bool:
@@ -124,8 +138,8 @@ def stale(weights: Sequence[Tensor], low: torch.dtype, model: torch.nn.Module | 
     more = f" and {len(weights) - _NAMED} more" if len(weights) > _NAMED else ""
     return StaleShadowError(
         f"the {low} shadows of these weights are stale: {', '.join(which)}{more}. They were written in "
-        "a way that nothing shows: through .data or NumPy, by a raw kernel (torch._fused_sgd_) or by a CUDA graph. "
-        "Call fxprec.refresh(model) after such a write"
+        "a way that nothing shows: to a part of them only, past their version counters (through .data, NumPy, a "
+        "collective, a view of a buffer that they lie in). Call fxprec.refresh(model) after such a write"
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fxprec.shadows.entry import Entry
+from fxprec.shadows.samples import Look, same
 from fxprec.torch_internals import foreach_copy_
 
 _version = operator.attrgetter("_version")
@@ -34,6 +35,7 @@ class Plan:
         distinct: how many different weights.
         device: of all of them; None where there are several.
         edges: of the shadows of weights that are differentiated.
+        looks: at sampled elements of the weights, which change where no version does.
     """
 
     shadows: list[Tensor]
@@ -45,9 +47,10 @@ class Plan:
     shapes: list[torch.Size]
     requires_grad: list[bool]
     edges: list[Any]
+    looks: Sequence[Look] = ()
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], entries: Sequence[Entry]) -> Plan:
+    def of(cls, weights: Sequence[Tensor], entries: Sequence[Entry], looks: Sequence[Look] = ()) -> Plan:
         devices = {weight.device for weight in weights}
         return cls(
             [entry.shadow for entry in entries],
@@ -59,11 +62,16 @@ class Plan:
             [*map(_shape, weights)],
             [*map(_requires_grad, weights)],
             [entry.edge for entry in entries if entry.edge is not None],
+            looks,
         )
 
     def holds(self, weights: Sequence[Tensor]) -> bool:
-        """Whether no weight shows a change."""
-        return [*map(_version, weights)] == self.versions and [*map(_pointer, weights)] == self.pointers
+        """Whether no weight shows a change. Addresses come first: samples are read at them."""
+        return (
+            [*map(_version, weights)] == self.versions
+            and [*map(_pointer, weights)] == self.pointers
+            and same(self.looks)
+        )
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
         """Whether the shadows still fit the weights, whatever their values are."""

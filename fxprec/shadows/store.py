@@ -7,15 +7,16 @@ A rewritten graph does not cast the weights it lowers: it reads their shadows::
 
 A shadow is made once (see ``entry``), and later its storage is overwritten under ``no_grad``.
 
-When: at the first read of every forward that records gradients, whatever the keys say (``weight.data.mul_(2)`` changes
-none of them); otherwise only when something says that weights changed: ``mark_stale``, a step of any optimizer, or a
-weight's ``_version`` or address. What no key shows under ``no_grad`` (writes through ``.data``) wants ``refresh``.
+When: at the first read of every forward that records gradients, whatever else is known; otherwise only when something
+says that weights changed: ``mark_stale``, a step of any optimizer, a weight's ``_version`` or address, or one of its
+sampled elements (``samples``), which a collective or ``weight.data.mul_(2)`` changes and no counter shows. A write past
+the counters to other elements alone wants ``refresh``.
 
 Under FSDP there are none. Its full weight exists from its block's pre-forward to its post-forward hook, at an address
 that the allocator may give again. A shadow kept until the next forward would hold the whole model on every rank, and
 its autograd edge would miss the block's reduction of gradients: weights are cast at each read.
 
-Weights that an optimizer of ``fxprec.optim`` stepped are skipped while their keys stay: it wrote their shadows.
+Weights that an optimizer of ``fxprec.optim`` stepped are skipped while all of these stay: it wrote their shadows.
 
 How: a weight that changed is copied *in place on the shadow*, so that autograd reports a step taken between a forward
 and its backward, as it does for the weight itself. A weight without a sign of change is copied through an alias with a
@@ -36,14 +37,19 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from fxprec.scaling.cuda_graphs import capturing
 from fxprec.shadows.entry import Entry, is_lasting, is_traced, stale
 from fxprec.shadows.low_gradients import refuse_ddp, widen, wish_for
 from fxprec.shadows.plan import Plan
+from fxprec.shadows.samples import Look, Samples, look_at, note, same, samples_of
 from fxprec.torch_internals import foreach_copy_, sharded_modules
 
 #: Python references to a weight that only its own shadow keeps alive, as `_living` counts them: the list, the call of
 #: `getrefcount`, and the entry's, or the one that torch holds while C++ (here: AccumulateGrad) refers to the tensor.
 _HELD_BY_SHADOW_ONLY = 3
+
+#: Lists of weights whose comparison is kept ready: those of a step, of a forward, of each piece between graph breaks.
+_MOST_LOOKS = 64
 
 
 class ShadowStore:
@@ -74,7 +80,9 @@ class ShadowStore:
         self._entered = False  # a forward began and no recording read has refreshed it yet
         self._stale = False
         self._low_gradients: set[int] = set()  # of these shadows
-        self._shared: set[int] = set()  # these weights another process may write, and nothing here would show it
+        self._unseen: set[int] = set()  # these weights may be written without a sign (``Entry.unseen``)
+        self._samples: dict[torch.device, Samples] = {}
+        self._looks: dict[tuple[int, ...], tuple[list[Entry], list[Look]]] = {}  # by the entries' ids
         self._accumulating = 0
         self._held = False  # the first micro-batch was refreshed
         self._lock = threading.RLock()
@@ -92,7 +100,7 @@ class ShadowStore:
         if self.come_and_go and not came_and_went:
             self.clear()  # made before the model was sharded: they would keep the whole weights alive
         self._entered = True
-        if self._shared and not self._held:
+        if self._unseen and not self._held:
             self._stale = True
         if self._low_gradients:
             refuse_ddp()
@@ -165,13 +173,16 @@ class ShadowStore:
 
     def note_written(self, weights: Iterable[Tensor]) -> None:
         """Their shadows were just written: the next forwards need not copy them."""
+        written: list[tuple[Tensor, Entry]] = []
         with self._lock:
             for weight in weights:
                 if (entry := self._entries.get(id(weight))) is not None:
                     entry.version = weight._version
-                    if not entry.shared:
+                    if not entry.unseen:
                         self._written.add(entry.key)
+                        written.append((weight, entry))
                     self._stepped.discard(entry.key)
+            note(self._looks_at(written) or ())
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -188,6 +199,11 @@ class ShadowStore:
         for weight in weights:
             self._drop(id(weight))
 
+    def forget_moved(self) -> None:
+        """Drop the shadows of weights that lie elsewhere by now, and with them what keeps their old memory."""
+        with self._lock:
+            self._divided(self._living(), everything=False)
+
     def clear(self) -> None:
         """Drop every shadow; the next reads make them again. Until then gradients are as wide as the weights."""
         with self._lock:
@@ -195,9 +211,11 @@ class ShadowStore:
             widen(weight for entry in narrow if (weight := entry.weight()) is not None)
             for known in (
                 self._low_gradients,
-                self._shared,
+                self._unseen,
                 self._entries,
                 self._plans,
+                self._samples,
+                self._looks,
                 self._stepped,
                 self._written,
             ):
@@ -226,13 +244,19 @@ class ShadowStore:
             entries = [*map(self._entries.get, ids)]
             if None in entries:
                 self._living()  # new weights often replace old ones: let those go before memory grows
+                before = {*self._entries}
                 entries = [*map(self._entry, weights)]
+                pairs = zip(weights, entries, strict=True)
+                made = {entry.key: (weight, entry) for weight, entry in pairs if entry and entry.key not in before}
+                note(self._looks_at([*made.values()]) or ())
             lasting = [entry for entry in entries if entry is not None]
-            if len(lasting) < len(entries):
+            distinct = {entry.key: (weight, entry) for weight, entry in zip(weights, lasting, strict=False)}
+            looks = self._looks_at([*distinct.values()]) if len(lasting) == len(entries) else None
+            if looks is None:
                 # No plan: the id of a temporary may come back as that of a weight.
                 pairs = zip(weights, entries, strict=True)
                 return [weight.to(self.dtype) if entry is None else entry.shadow for weight, entry in pairs]
-            plan = self._plans[ids] = Plan.of(weights, lasting)
+            plan = self._plans[ids] = Plan.of(weights, lasting, looks)
             return plan.shadows.copy()
 
     def _refreshed_by(self, plan: Plan, weights: Sequence[Tensor], ids: tuple[int, ...]) -> bool:
@@ -248,7 +272,10 @@ class ShadowStore:
             return False
         if changed and any(self._entries[key].version != then for key, then in zip(ids, plan.versions, strict=True)):
             return False  # copied since, by another plan: a copy that autograd sees would spoil a pending backward
+        if written and not same(plan.looks):
+            return False
         if not written:
+            note(plan.looks)
             self._copy(lambda: plan.copy(weights, changed=changed or stepped > 0))
         if changed:
             for key, version in zip(ids, plan.note_versions(weights), strict=True):
@@ -263,11 +290,15 @@ class ShadowStore:
         if key in self._entries or not is_lasting(weight):
             return self._entries.get(key)
         wish = wish_for(weight)
-        entry = Entry.of(weight, self.dtype, wish, functools.partial(_forget, weakref.ref(self), key))
+        forget = functools.partial(_forget, weakref.ref(self), key)
+        entry = Entry.of(weight, self.dtype, wish, forget, samples_of(weight))
         if wish is not None:
             self._low_gradients.add(key)
-        if entry.shared:
-            self._shared.add(key)
+        if entry.unseen:
+            self._unseen.add(key)
+        else:
+            rows = self._samples.get(entry.device) or self._samples.setdefault(entry.device, Samples(entry.device))
+            entry.row = rows.take_row()
         self._entries[key] = entry
         return entry
 
@@ -297,24 +328,63 @@ class ShadowStore:
 
     def _sync(self, pairs: list[tuple[Tensor, Entry]], everything: bool) -> None:
         """Copy the changed weights, or ``everything``, to their shadows; drop the shadows that no longer fit."""
+        moving, resting = self._divided(pairs, everything)
+        looks = self._looks_at(resting)
+        if looks is None or not same(looks):
+            # Written past the version counters, and so may others be in whose samples it does not show.
+            self._written.clear()
+            moving, _ = self._divided(self._living(), everything=True)
+        if not moving:
+            return
         copies: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for weight, entry, changed in moving:
+            entry.version = weight._version
+            self._written.discard(entry.key)
+            targets, sources = copies.get(entry.device) or copies.setdefault(entry.device, ([], []))
+            targets.append(entry.shadow if changed else entry.alias)
+            sources.append(weight)
+        # Before the copy: a write by another thread meanwhile shows at the next look.
+        note(self._looks_at([(weight, entry) for weight, entry, _ in moving]) or ())
+        self._copy(lambda: [foreach_copy_(*lists) for lists in copies.values()])
+
+    def _divided(
+        self, pairs: list[tuple[Tensor, Entry]], everything: bool
+    ) -> tuple[list[tuple[Tensor, Entry, bool]], list[tuple[Tensor, Entry]]]:
+        """Return the weights to copy (and which of them show a change), and the others; drop what no longer fits."""
+        moving: list[tuple[Tensor, Entry, bool]] = []
+        resting: list[tuple[Tensor, Entry]] = []
         stepped = self._stepped
         for weight, entry in pairs:
-            version = weight._version
-            changed = version != entry.version or entry.key in stepped
+            changed = weight._version != entry.version or entry.key in stepped
             if not entry.fits(weight) or (changed and weight.shape != entry.shadow.shape):
                 if entry.key in self._low_gradients:
                     widen([weight])  # it may have no shadow again: model.double()
                 self._drop(entry.key)
             elif changed or (everything and entry.key not in self._written):
-                entry.version = version
-                self._written.discard(entry.key)
-                targets, sources = copies.get(entry.device) or copies.setdefault(entry.device, ([], []))
-                targets.append(entry.shadow if changed else entry.alias)
-                sources.append(weight)
-        if not copies:
-            return
-        self._copy(lambda: [foreach_copy_(*lists) for lists in copies.values()])
+                moving.append((weight, entry, changed))
+            else:
+                resting.append((weight, entry))
+        return moving, resting
+
+    def _looks_at(self, pairs: list[tuple[Tensor, Entry]]) -> list[Look] | None:
+        """Return the comparisons of these weights, which lie where their entries say.
+
+        None: they are not made yet, and cannot be while a CUDA graph is captured.
+        """
+        key = tuple([id(entry) for _, entry in pairs])
+        if (known := self._looks.get(key)) is not None:
+            return known[1]
+        by_device: dict[torch.device, list[tuple[Tensor, Entry]]] = {}
+        for weight, entry in pairs:
+            if entry.row >= 0:
+                by_device.setdefault(entry.device, []).append((weight, entry))
+        if any(map(capturing, by_device)):
+            return None
+        looks = [look_at(self._samples[device], of_device) for device, of_device in by_device.items()]
+        if len(self._looks) >= _MOST_LOOKS:
+            self._looks.clear()
+        self._looks[key] = [entry for _, entry in pairs], looks
+        return looks
 
     def _copy(self, copy: Callable[[], object]) -> None:
         try:
@@ -327,8 +397,11 @@ class ShadowStore:
 
     def _drop(self, key: int) -> None:
         """Without the lock, since weakref callbacks come at any time: single dict operations only."""
-        self._entries.pop(key, None)
-        for keys in (self._written, self._low_gradients, self._shared):
+        entry = self._entries.pop(key, None)
+        if entry is not None and entry.row >= 0 and (rows := self._samples.get(entry.device)) is not None:
+            rows.give_back(entry.row)
+        self._looks.clear()
+        for keys in (self._written, self._low_gradients, self._unseen):
             keys.discard(key)
         for ids in [*self._plans]:
             if key in ids:
@@ -347,12 +420,14 @@ class ShadowStore:
 
     def _check(self, keys: Container[int], model: torch.nn.Module | None) -> None:
         with self._lock:
-            pairs = [(weight, entry) for weight, entry in self._living() if entry.key in keys]
-            found = [
+            pairs = [
                 (weight, entry)
-                for weight, entry in pairs
-                if not (self._stale and entry.key not in self._written) and entry.is_stale(weight)
+                for weight, entry in self._living()
+                if entry.key in keys and not (self._stale and entry.key not in self._written) and entry.fits(weight)
             ]
+            if not same(self._looks_at(pairs) or ()):
+                return  # the next read sees it too
+            found = [(weight, entry) for weight, entry in pairs if entry.is_stale(weight)]
         if found:
             raise stale([weight for weight, _ in found], self.dtype, model)
 

@@ -182,7 +182,7 @@ class MultiTensorPlan:
         if not self._capturing():
             if known is None:
                 # A fresh pinned block each time: torch's host allocator lends it again only after the copy has run.
-                known = _on_device(_table(addresses), self.device)
+                known = sent_to(int64_table(addresses), self.device)
                 self._last_row = (addresses, known)
             if self._spare is None:
                 self._spare = self._staging()
@@ -194,7 +194,7 @@ class MultiTensorPlan:
                     "New gradients were bound twice while CUDA graphs were captured: run one step between captures."
                 )
             staging, self._spare = self._spare, None
-            staging.copy_(_table(addresses))
+            staging.copy_(int64_table(addresses))
             known = staging.to(self.device, non_blocking=True)
             self._captured.append(staging)  # every replay copies from it again
         self._captured += [known, tables]  # and reads these
@@ -242,12 +242,12 @@ class MultiTensorPlan:
             (count, parts, index, *map(_address, tensors))
             for count, parts, index, tensors in zip(elements, chunks, self.indices, columns, strict=True)
         ]
-        count = _table(chunks)
+        count = int64_table(chunks)
         owner = torch.arange(len(chunks), device="cpu").repeat_interleave(count)
         place = torch.arange(len(owner), device="cpu") - (count.cumsum(0) - count)[owner]
         return Tables(
-            chunks=_on_device(torch.stack((owner, place), dim=1).int(), self.device),
-            entries=_on_device(_table(entries), self.device),
+            chunks=sent_to(torch.stack((owner, place), dim=1).int(), self.device),
+            entries=sent_to(int64_table(entries), self.device),
             arrivals=torch.zeros(len(chunks), dtype=torch.int32, device=self.device),
             aligned=not any(address % 16 for entry in entries for address in (*entry[3:7], entry[8])),  # not the step's
         )
@@ -273,13 +273,13 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr() or _NOWHERE
 
 
-def _table(numbers: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
-    # Whatever the default device is.
+def int64_table(numbers: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
+    """Return numbers as a tensor on the CPU, whatever the default device is."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def _on_device(table: Tensor, device: torch.device) -> Tensor:
-    # From pinned memory, so that the host does not wait for the copy.
+def sent_to(table: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on the device, from pinned memory, so that the host does not wait for the copy."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 

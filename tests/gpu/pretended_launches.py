@@ -21,6 +21,7 @@ from fxprec.kernels.launch.bound import Bound
 from fxprec.kernels.launch.triton_support import constexpr, int64, jit, tl
 from fxprec.kernels.nn.max_pool import max_pool2d
 from fxprec.kernels.optim import adam, norm, sgd
+from fxprec.kernels.optim.changed_copies import ChangedCopies
 from fxprec.kernels.optim.tables import MultiTensorPlan
 from pretended_device import RECORD, BadLaunchError
 
@@ -221,6 +222,14 @@ def _optimizers() -> None:
         sgd.launch(momentum.bind(tensors(LOW)), sgd.SgdSettings(0.9), lr=rate)
 
 
+def _changed_copies() -> None:
+    weights = [torch.zeros(size) for size in (7, 9000)]
+    copies = ChangedCopies(weights, [weight.to(LOW) for weight in weights], [[w.data_ptr()] for w in weights], [1, 0])
+    values = torch.zeros(16, dtype=torch.int32)
+    copies.note(values)
+    copies.launch(values)
+
+
 def _pool() -> None:
     x = torch.zeros(2, 64, 8, 8, dtype=LOW).contiguous(memory_format=torch.channels_last).requires_grad_()
     max_pool2d(x, (3, 3), (2, 2), (1, 1)).sum().backward()
@@ -232,6 +241,7 @@ def _named(name: str) -> None:
 
 PRODUCT: Final = {
     "optimizers": _optimizers,
+    "changed_copies": _changed_copies,
     "max_pool2d": _pool,
     **{name: lambda name=name: _named(name) for name in pretended_sizes.BY_HAND},
 }

@@ -428,7 +428,7 @@ def test_each_size_of_image_has_its_packed_weight_up_to_a_few():
 # -- weights that change -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["in place", "data", "parameter", "statistics", "refresh"])
+@pytest.mark.parametrize("how", ["in place", "data", "parameter", "statistics", "refresh", "unversioned"])
 def test_a_changed_weight_is_packed_anew(how):
     model = frozen()
     with torch.no_grad():
@@ -443,7 +443,8 @@ def test_a_changed_weight_is_packed_anew(how):
             model.stem_norm.running_mean.add_(1)
         else:
             model.up.weight.data.mul_(2)
-            fxprec.refresh(model)
+            if how == "refresh":
+                fxprec.refresh(model)
         after = copy.deepcopy(model)
         first, second, third = model(IMAGES), model(IMAGES), model(IMAGES)
         assert not torch.equal(first, before)
@@ -461,6 +462,21 @@ def test_weights_that_change_at_each_call_are_not_packed(monkeypatch):
         for weight in weights * 2:
             model[0].weight.data = weight
             assert error(model(x), F.linear(x.double(), weight.double(), model[0].bias.double())) < 0.01
+        assert packed == []
+        model(x)
+        assert len(packed) == 1 and runs_packed(model, x)
+
+
+def test_weights_that_are_overwritten_at_each_call_are_not_packed(monkeypatch):
+    """By a road that counts no version."""
+    model = frozen(nn.Sequential(nn.Linear(80, 90)), x := torch.randn(2, 80))
+    packed = []
+    monkeypatch.setattr(packed_weights, "pack_linear", lambda weight: packed.append(weight) or pack_linear(weight))
+    with torch.no_grad():
+        for _ in range(4):
+            model[0].weight.data.mul_(1.5)
+            weight, bias = model[0].weight.double(), model[0].bias.double()
+            assert error(model(x), F.linear(x.double(), weight, bias)) < 0.01
         assert packed == []
         model(x)
         assert len(packed) == 1 and runs_packed(model, x)
@@ -494,9 +510,8 @@ def test_a_weight_that_stays_fp32_is_packed_from_its_shadow():
     assert model.codes.weight.dtype is torch.float32
     with torch.no_grad():
         assert runs_packed(model, x)
-        model.codes.weight.data.mul_(0.5)  # which nothing shows but the shadow's refresh after eval
+        model.codes.weight.data.mul_(0.5)
         expected = F.linear(model.codes(x), model.codes.weight)
-        model.eval()
         for _ in range(3):
             assert error(model(x), expected.double()) < 0.01
         assert runs_packed(model, x)

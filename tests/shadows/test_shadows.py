@@ -169,6 +169,10 @@ def data_swap(net: Net) -> None:
     store_of(net).mark_stale()  # as train() and eval() do
 
 
+def data_scaled(net: Net) -> None:
+    net.first.weight.data.mul_(2)
+
+
 def new_data(net: Net) -> None:
     net.first.weight.data = torch.ones(7, 5)
 
@@ -855,10 +859,10 @@ def test_debug_finds_a_stale_shadow() -> None:
     net(x)
     with debugging(net), torch.no_grad():
         net(x)
-        for seen in (ema_swap, fused_step, new_data, data_swap):
+        for seen in (ema_swap, fused_step, new_data, data_swap, data_scaled):
             seen(net)
             net(x)
-        net.first.weight.data.mul_(3)
+        net.first.weight.data[1, 3] = 3.0  # one element, which is no sample
         with pytest.raises(StaleShadowError, match=r"first.weight of shape \(7, 5\) on cpu.*refresh\(model\)"):
             net(x)
         store_of(net).refresh()
