@@ -117,8 +117,8 @@ def _computing(place: Place, pattern: str) -> Precision | None:
 def check_shadows(model: nn.Module) -> Iterator[None]:
     """Within the block each forward of a converted module first compares the shadows that it would read as they are,
     the low copies of weights, with the weights. It finds writes that nothing shows, since they are to a part of a
-    weight only and no version counts them (``weight.data[3] = 0``): under ``no_grad`` any; in training forwards, which copy
-    weights anyway, those after a step of ``fxprec.optim``, which wrote the shadows.
+    weight only and no version counts them (``weight.data[3] = 0``): under ``no_grad`` any; in training forwards, which
+    copy weights anyway, those after a step of ``fxprec.optim``, which wrote the shadows.
 
     Costs a cast and a comparison of each weight a forward.
 

@@ -109,6 +109,10 @@ def _states_of_losses(state: Mapping[str, Any], num_losses: int) -> list[dict[st
     if not isinstance(extra, Mapping) or not isinstance(extra.get("losses"), list):
         raise RuntimeError("the scaler's state lacks the list 'losses' under 'fxprec'")
     checked_count("the saved skipped_steps", extra.get("skipped_steps", 0))
+    without = extra.get("steps_without_gradients", 0)
+    checked_count("the saved steps_without_gradients", without)
+    if without > extra.get("skipped_steps", 0):
+        raise LossScaleError(f"the state holds {without} steps without gradients, and fewer skipped steps")
     losses = extra["losses"]
     if len(losses) != num_losses:
         advice = f": make it with num_losses={len(losses)}" if losses else ""

@@ -34,6 +34,7 @@ from fxprec.scaling.refusals import floor_message, no_gradients
 from fxprec.scaling.resume import checked_blocks, saved_blocks
 from fxprec.scaling.scale_loss import add_back, gradients_aside, owners_of, refuse_loss
 from fxprec.scaling.scales import Scales
+from fxprec.scaling.skips import Skips
 from fxprec.scaling.stages import ASIDE, BY_LOSS, DELAYED, OPEN
 
 
@@ -78,6 +79,9 @@ class LossScaler(torch.amp.GradScaler):
         on_floor: "raise" or "warn" when an overflow takes the scale to ``min_scale`` (without one: to 2**-126, the
             smallest normal number), or finds it there; None: go on. On CUDA it is noticed an update or two later.
         recheck: look for inf and nan again in ``step`` after ``unscale_``: the gradients were changed in between.
+        skip_without_gradients: pass over an optimizer none of whose parameters has a gradient, as where several take
+            turns, or a batch reaches a part of the model only. ``step`` returns None then and counts as skipped; scales
+            stay where nothing else was checked. False: ``step`` raises NoGradientsError.
 
     Raises:
         LossScaleError: (a ValueError) a number out of range.
@@ -104,6 +108,7 @@ class LossScaler(torch.amp.GradScaler):
         process_group: Any = None,
         on_floor: Literal["raise", "warn"] | None = "raise",
         recheck: bool = False,
+        skip_without_gradients: bool = False,
     ) -> None:
         self._scales = Scales(
             init_scale,
@@ -121,14 +126,14 @@ class LossScaler(torch.amp.GradScaler):
             raise LossScaleError(f"on_floor must be one of 'raise', 'warn', None, not {on_floor!r}")
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
         self._enabled = torch.amp.GradScaler(self._device, enabled=enabled).is_enabled()  # it warns without CUDA
-        self._recheck = recheck
-        self._compose(fp16_gradients, process_group, 0, on_floor)
+        self._recheck, self._skip_without_gradients = recheck, bool(skip_without_gradients)
+        self._compose(fp16_gradients, process_group, Skips(), on_floor)
 
-    def _compose(self, fp16_gradients: bool, process_group: Any, skipped: int, on_floor: Any) -> None:
+    def _compose(self, fp16_gradients: bool, process_group: Any, skips: Skips, on_floor: Any) -> None:
         """What is known of other objects: nothing yet."""
         self._names = ParameterNames()
         self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
-        self._records = Records(self._scales, self._known, skipped=skipped, on_floor=on_floor)
+        self._records = Records(self._scales, self._known, skips=skips, on_floor=on_floor)
         self._checks = GradientChecks(self._scales, fp16_gradients, process_group, self._names)
         self._observers: list[Observer] = []
 
@@ -249,7 +254,8 @@ class LossScaler(torch.amp.GradScaler):
         A skip leaves parameters, optimizer state, step counts and random state as they were.
 
         Raises:
-            ClosureError: (TypeError and RuntimeError) a closure. NoGradientsError: no parameter has a gradient.
+            ClosureError: (TypeError and RuntimeError) a closure. NoGradientsError: no parameter has a gradient, and the
+                scaler was made without ``skip_without_gradients``.
             TypeError: no optimizer. RuntimeError: as ``unscale_``; or a second step since the last ``update``.
         """
         if not self._enabled:
@@ -267,6 +273,8 @@ class LossScaler(torch.amp.GradScaler):
         if DELAYED in state:
             self.unscale_(optimizer)
         if wants_scaler(optimizer):
+            if self._skip_without_gradients and all(p.grad is None for p in parameters_of(optimizer)):
+                return self._pass_over(state)
             result = super().step(optimizer, *args, **kwargs)
             if state["found_inf_per_device"]:
                 records.skips.note_on_device(optimizer, state["found_inf_per_device"])
@@ -282,6 +290,8 @@ class LossScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         found = state["found_inf_per_device"]
         if not found:
+            if self._skip_without_gradients:
+                return self._pass_over(state)
             raise no_gradients(optimizer, self._names.known_model)
         if not on_device and any(flag.item() for flag in found.values()):
             result = None
@@ -329,7 +339,7 @@ class LossScaler(torch.amp.GradScaler):
             records.floor.reset()
         else:
             updated = [*records.found()]
-            if not updated:
+            if not updated and not any(state["stage"] is OptState.STEPPED for state in records.states.values()):
                 raise NoGradientsError(
                     "No inf checks were recorded prior to update: no optimizer was stepped or unscaled through the "
                     "scaler since the last update. Call scaler.step(optimizer) before, or update(new_scale)"
@@ -338,8 +348,14 @@ class LossScaler(torch.amp.GradScaler):
             rule = self._scales.rule(records.floor.near)
             for loss, found in updated:
                 loss.update(found, rule)
-            records.floor.note(updated, self._scales.losses, rule)
+            if updated:  # else all optimizers were passed over, and no scale moves
+                records.floor.note(updated, self._scales.losses, rule)
         self._end_iteration()
+
+    def _pass_over(self, state: dict[str, Any]) -> None:
+        """Count the step of an optimizer without gradients as skipped."""
+        state["stage"] = OptState.STEPPED
+        self._records.skips.note_without_gradients()
 
     def _end_iteration(self) -> None:
         records = self._records
@@ -412,7 +428,12 @@ class LossScaler(torch.amp.GradScaler):
     @property
     def skipped_steps(self) -> int:
         """How many optimizer steps were skipped so far; saved with the state. Reads the device."""
-        return self._records.skips.count
+        return self._records.skips.count + self._records.skips.without_gradients
+
+    @property
+    def steps_without_gradients(self) -> int:
+        """How many of the skipped steps had no gradients (``skip_without_gradients``); saved with the state."""
+        return self._records.skips.without_gradients
 
     def found_inf(self, loss_id: int = 0) -> bool:
         """Whether the gradients that were checked since the last ``update`` hold inf or nan. Reads the device."""
@@ -470,7 +491,8 @@ class LossScaler(torch.amp.GradScaler):
         states = [(self._known[i], state) for i, state in records.states.items() if i in self._known]
         extra = {
             "losses": self._scales.saved(),
-            "skipped_steps": records.skips.count,
+            "skipped_steps": self.skipped_steps,
+            "steps_without_gradients": self.steps_without_gradients,
             "scaled": records.scaled,
             "blocks": saved_blocks(states) + records.blocks,
         }
@@ -499,7 +521,9 @@ class LossScaler(torch.amp.GradScaler):
         blocks = checked_blocks(extra.get("blocks", []), len(losses))
         self._scales.load(state_dict, losses)
         old = self._records
-        self._records = Records(self._scales, self._known, skipped=extra.get("skipped_steps", 0), on_floor=old.on_floor)
+        without = extra.get("steps_without_gradients", 0)
+        skips = Skips(extra.get("skipped_steps", 0) - without, without)
+        self._records = Records(self._scales, self._known, skips=skips, on_floor=old.on_floor)
         self._records.captured = old.captured
         if extra.get("scaled"):  # saved within an accumulation: its gradients come from a file, not from a backward
             self._records.scaled, self._records.blocks = True, blocks
@@ -529,7 +553,8 @@ class LossScaler(torch.amp.GradScaler):
         parts = {
             "_scales": copy.copy(self._scales),
             "fp16_gradients": self._checks.fp16_gradients,
-            "skipped": self._records.skips.count,
+            "skipped": self.skipped_steps,
+            "without_gradients": self.steps_without_gradients,
             "on_floor": self._records.on_floor,
         }
         return {name: value for name, value in self.__dict__.items() if name not in _COMPOSED} | parts
@@ -537,8 +562,9 @@ class LossScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = _of_0_1(state) if "_losses" in state else dict(state)
         fp16_gradients, skipped, on_floor = (state.pop(name) for name in ("fp16_gradients", "skipped", "on_floor"))
-        self.__dict__.update(state)
-        self._compose(fp16_gradients, None, skipped, on_floor)
+        without = state.pop("without_gradients", 0)
+        self.__dict__.update({"_skip_without_gradients": False, **state})
+        self._compose(fp16_gradients, None, Skips(skipped - without, without), on_floor)
 
     def _scaled(self, loss_id: int, outputs: Any) -> Any:
         records = self._records

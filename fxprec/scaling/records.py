@@ -27,7 +27,7 @@ class Records:
     Args:
         scales: whose device the flags come to.
         known: id -> every optimizer that the scaler has seen.
-        skipped: steps that were skipped before.
+        skips: the skipped steps, those before among them.
         on_floor: what to do when overflows take a scale to its floor: "raise", "warn", or None, nothing.
 
     Attributes:
@@ -43,11 +43,11 @@ class Records:
         scales: Scales,
         known: MutableMapping[int, Optimizer],
         *,
-        skipped: int = 0,
+        skips: Skips | None = None,
         on_floor: str | None = None,
     ) -> None:
         self.scales, self.known, self.on_floor = scales, known, on_floor
-        self.floor, self.skips, self.old = FloorWatch(scales.bounds[0]), Skips(skipped), OldGradients()
+        self.floor, self.skips, self.old = FloorWatch(scales.bounds[0]), skips or Skips(), OldGradients()
         self.captured = False
         self.states = fresh_states()
         self.claimed: dict[int, weakref.ref[Optimizer]] = {}

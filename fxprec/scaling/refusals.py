@@ -57,7 +57,8 @@ def no_gradients(optimizer: Optimizer, model: nn.Module | None) -> NoGradientsEr
         f"No inf checks were recorded for this optimizer: none of the {count} parameters of "
         f"{type(optimizer).__name__} has a gradient. Was backward() called; are they frozen (requires_grad=False); "
         "does the loss depend on them; were they replaced after the optimizer was made (model.to, fully_shard); "
-        "was zero_grad() called between backward() and step()?"
+        "was zero_grad() called between backward() and step()? If it is to be passed over where it has none: "
+        "LossScaler(skip_without_gradients=True)"
     )
 
 

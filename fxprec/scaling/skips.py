@@ -16,10 +16,17 @@ _FLAGS = 256
 
 
 class Skips:
-    """The skipped steps of one scaler; ``count`` is where it starts from."""
+    """The skipped steps of one scaler.
 
-    def __init__(self, count: int = 0) -> None:
+    Args:
+        count: overflows before.
+        without_gradients: steps before that were passed over, since their optimizers had no gradients.
+    """
+
+    def __init__(self, count: int = 0, without_gradients: int = 0) -> None:
         self._known = count
+        self.without_gradients = without_gradients
+        self._passed_over = False  # a step of the newest iteration
         self._flags: dict[torch.device, list[Tensor]] = {}
         self._last: list[bool | Tensor] = []
         self._open = False
@@ -33,10 +40,11 @@ class Skips:
     @property
     def last(self) -> bool:
         """Whether a step of the newest iteration that stepped was skipped."""
-        return any(bool(flag) for flag in self._last)
+        return self._passed_over or any(bool(flag) for flag in self._last)
 
     @property
     def count(self) -> int:
+        """How many steps were skipped for an overflow. Reads the device."""
         return self._known + sum(int(torch.stack(flags).sum().item()) for flags in self._flags.values())
 
     def begin(self) -> None:
@@ -46,6 +54,12 @@ class Skips:
     def note_step(self) -> None:
         """A step that the host knows to have run."""
         self._append(False)
+
+    def note_without_gradients(self) -> None:
+        """A step that was passed over: where the last overflow was is remembered."""
+        self._append(False)
+        self._passed_over = True
+        self.without_gradients += 1
 
     def note_skip(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         """A step that the host knows to have been skipped: remember where, before the gradients go."""
@@ -97,6 +111,7 @@ class Skips:
     def _append(self, flag: bool | Tensor) -> None:
         if not self._open:
             self._open = True
+            self._passed_over = False
             self._last.clear()
             self._unread.clear()
         self._last.append(flag)
