@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from fxprec.inspection.figures import Activations, Weights, count, size_text
 from fxprec.inspection.layers import folded
-from fxprec.inspection.rehearsal import Rehearsal
+from fxprec.inspection.rehearsal import Memory, Rehearsal, Traffic
 from fxprec.inspection.text import columns, plain, titled
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Headline:
         regions: what fused regions there are and how they run.
         shadow_casts: inserted casts of weights, in whose place shadows are read.
         folded: casts removed again.
-        rehearsal: casts and memory kept for the backward, beside eager autocast's.
+        rehearsal: casts, and the memory that a forward leaves held, beside eager autocast's.
         captures, graphs, breaks: how often a forward was captured, what came of it, and the graph breaks between.
         other_mode: graphs captured while the module was in the other mode (training or not): no figure counts them.
         other_calls: graphs of this mode that the last call did not run (other sizes, other arguments): likewise.
@@ -202,21 +202,41 @@ class Headline:
         )
         known, ours, theirs = self.rehearsal, self.rehearsal.ours, self.rehearsal.autocast
         if known.unknown:
-            yield "casts", f"{inserted}; how many run, and what is kept for the backward, is {known.unknown}"
+            yield "casts", f"{inserted}; how many run, and what memory they take, is {known.unknown}"
             return
         each = f" (one run of each of {self.graphs} graphs)" if self.graphs > 1 else ""
         yield "casts", inserted
+        apart = f"; sizes that depend on data ({known.unsized}) are left out" if known.unsized else ""
         yield (
             "a forward",
-            f"runs {count(ours.casts, 'cast')} writing {size_text(ours.cast_bytes)}; eager autocast "
-            f"{count(theirs.casts, 'cast')} writing {size_text(theirs.cast_bytes)}, and {theirs.weight_casts} of "
-            f"weights{each}",
+            f"runs {self._casts(ours)}{self._refreshed()}; eager autocast {self._casts(theirs)}{each}{apart}",
         )
         if ours.casts > theirs.casts and (why := [*self._more_casts()]):
             yield "more casts", f"than eager autocast: {'; '.join(why)}"
-        if ours.kept or theirs.kept:
-            kept, other = size_text(ours.kept), size_text(theirs.kept)
-            yield "backward", f"{kept} kept for it besides weights and inputs; eager autocast {other}{each}"
+        yield (
+            "memory",
+            f"at the end of a forward: {self._held(known.memory, names=True)}; eager autocast: "
+            f"{self._held(known.autocast_memory)}{each}{apart}",
+        )
+
+    def _casts(self, traffic: Traffic) -> str:
+        text = f"{count(traffic.casts, 'cast')} writing {size_text(traffic.cast_bytes)}"
+        of_weights = f", and {traffic.weight_casts} of weights writing {size_text(traffic.weight_bytes)}"
+        return text + (of_weights if traffic.weight_casts else "")
+
+    def _refreshed(self) -> str:
+        """Say what stands here in the place of autocast's casts of weights: a training forward writes the shadows."""
+        if not self.rehearsal.training or not self.weights.shadows:
+            return ""
+        shadows = count(self.weights.shadows, "shadow")
+        return f", and refreshes {shadows} in one call writing {size_text(self.weights.shadow_bytes)}"
+
+    def _held(self, memory: Memory, names: bool = False) -> str:
+        sizes = {"of weights": memory.weights, "of low copies of them": memory.copies}
+        if self.rehearsal.training:
+            sizes["kept for the backward"] = memory.kept
+        *first, last = (f"{size_text(size)} {name}" if names else size_text(size) for name, size in sizes.items())
+        return f"{', '.join(first)} and {last}, {size_text(memory.total)} in all"
 
     def _more_casts(self) -> Iterator[str]:
         """Why there are more than under eager autocast."""

@@ -37,11 +37,12 @@ from fxprec.inspection.nodes import (
 )
 from fxprec.inspection.reasons import in_one, without_figures
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
-from fxprec.inspection.rehearsal import Rehearsal, rehearse
+from fxprec.inspection.rehearsal import Memory, Rehearsal, rehearse
 from fxprec.inspection.subject import Subject, settings_line, told
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.inspection.times import UNKNOWN, Times
 from fxprec.inspection.unnamed import unnamed_methods
+from fxprec.model.captured import Captured
 from fxprec.model.conversion import Conversion
 from fxprec.model.module import conversion_of, is_converted
 from fxprec.page.render import framed, render
@@ -308,9 +309,9 @@ def _headline(
         folded=sum(gm.meta.get("folded", 0) for gm in graphs),
         activations=sum((section.activations for section in sections), Activations()),
         weights=held,
-        rehearsal=rehearse(captured, settings.device, settings.dtype)
-        if settings
-        else Rehearsal(unknown="not told here"),
+        rehearsal=_rehearsal(conversion, captured, held)
+        if conversion
+        else Rehearsal(unknown="unknown for a graph without its model"),
         captures=conversion.captures if conversion else 1,
         graphs=len(graphs),
         breaks=sum("graph break" in why for why in net.values()),
@@ -325,6 +326,17 @@ def _headline(
         packed=_packed(conversion, graphs) if conversion else "",
         slow=_slow(conversion, computing),
     )
+
+
+def _rehearsal(conversion: Conversion, captured: Sequence[Captured], held: Weights) -> Rehearsal:
+    """Rehearse a call, beside eager autocast on the parameters as they were: O3 and ``freeze`` made FP32 ones low."""
+    settings = conversion.settings
+    lowered = settings.policy.lowers_parameters or conversion.frozen is not None
+    weights = sum(held.parameters.values())
+    widened = held.parameters.get(dtype_name(settings.dtype), 0) if lowered else 0  # as many bytes again make it FP32
+    packed = 0 if conversion.packed is None else conversion.packed.nbytes
+    stays = Memory(weights, held.shadow_bytes + packed)
+    return rehearse(captured, settings.device, settings.dtype, stays, weights + widened, lowered)
 
 
 def _packed(conversion: Conversion, graphs: Iterable[GraphModule]) -> str:

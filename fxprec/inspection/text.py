@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +15,28 @@ if TYPE_CHECKING:
 #: Columns of the plain text: nothing is ever wrapped, so that grep finds what it looks for.
 _WIDTH: Final = 100_000
 
+#: The most letters of an exception's text that a line of a report shows.
+_CLAUSE: Final = 120
+#: Where a sentence of an exception ends: "(e.g. Tensor)" has no end in it.
+_SENTENCE_END: Final = re.compile(r"(?<!\be\.g)(?<!\bi\.e)[.!?]\s+(?=[A-Z])")
+
 _STYLES: Final = {"float16": "green", "bfloat16": "green", "float32": "yellow", "cast": "magenta"}
+
+
+def clause_of(error: BaseException) -> str:
+    """Return an exception as one clause for a line of a report: ``RuntimeError: sizes 3 and 4 do not match``.
+
+    Only the first sentence of its first line: what torch writes after it is advice for whoever wrote the failing call.
+    """
+    return f"{type(error).__name__}: {clause}" if (clause := first_sentence(str(error))) else type(error).__name__
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a text's first line, without its full stop, and not longer than a line bears."""
+    sentence = _SENTENCE_END.split(text.strip().partition("\n")[0], maxsplit=1)[0].rstrip(" .:;,")
+    if len(sentence) <= _CLAUSE:
+        return sentence
+    return f"{sentence[:_CLAUSE].rpartition(' ')[0] or sentence[:_CLAUSE]} ..."
 
 
 @contextlib.contextmanager
