@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.graph.annotations import Precision, Rule, notes, weight_path
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import leaf, tracer_of
@@ -98,6 +99,9 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
             values[node] = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
             values[node].meta.update(node.meta)  # in place: assigning to an attribute of a node moves it in tables
     run_checkpoints(graph)
+    for body in every_graph(gm):  # regions within regions, and within branches; the program shares them with the graph
+        if body is not gm and run_checkpoints(body.graph):
+            body.recompile()
     _bind_patched(graph)
     lifted = GraphModule(gm, graph, class_name="Program")
     function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")
@@ -185,10 +189,16 @@ def _bound(function: FunctionType) -> Callable[..., Any]:
     return call
 
 
-def run_checkpoints(graph: Graph) -> None:
-    """dynamo's operator for activation checkpointing only tags nodes for a later compiler: run a real checkpoint."""
-    for node in graph.find_nodes(op="call_function", target=tag_activation_checkpoint()):
+def run_checkpoints(graph: Graph) -> bool:
+    """Let a graph run real checkpoints, and return whether it has any.
+
+    dynamo's operator for activation checkpointing only tags nodes for a later compiler. Run as it stands it draws other
+    random numbers when it computes a region again, and gradients are wrong.
+    """
+    tagged = graph.find_nodes(op="call_function", target=tag_activation_checkpoint())
+    for node in tagged:
         node.target = checkpointed
+    return bool(tagged)
 
 
 def checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:

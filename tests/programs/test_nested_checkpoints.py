@@ -1,0 +1,79 @@
+"""Activation checkpointing of regions that lie within each other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxprec
+
+
+class Dropped(nn.Module):
+    """A layer whose mask a checkpoint has to draw again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.dropout(self.linear(x)))
+
+
+class Nested(nn.Module):
+    """Regions within regions, ``depth`` of them, each with a layer; with a graph break before the outermost one."""
+
+    def __init__(self, depth: int, breaks: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Dropped() for _ in range(depth))
+        self.breaks, self.options = breaks, {"use_reentrant": False, **options}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.from_block, 0, x, **self.options)
+        if self.breaks:
+            torch._dynamo.graph_break()
+            x = checkpoint(self.from_block, 0, x, **self.options)
+        return x
+
+    def from_block(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[i](x)
+        return x if i + 1 == len(self.blocks) else checkpoint(self.from_block, i + 1, x, **self.options)
+
+
+NESTED = {
+    "two": partial(Nested, 2),
+    "three": partial(Nested, 3),
+    "three, in pieces": partial(Nested, 3, breaks=True),
+    "other random numbers": partial(Nested, 2, preserve_rng_state=False),
+    "reentrant": partial(Nested, 2, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("made", NESTED.values(), ids=NESTED)
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_regions_within_regions_draw_the_same_masks_again(level: str, made: Callable[[], nn.Module]):
+    """At O0 equal to the original bit for bit, at O1 to autocast, and the random numbers move as far."""
+    original = made()
+    converted, _ = fxprec.convert(copy.deepcopy(original), level=level)
+    x = torch.randn(4, 8)
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        given = x.clone().requires_grad_()
+        torch.manual_seed(3)
+        out = model(given)
+        between = torch.get_rng_state()
+        out.square().sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return [out.detach().float(), given.grad, *gradients, between, torch.get_rng_state()]
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=level == "O1"):
+        expected = step(original)
+    for ours, theirs in zip(step(converted), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
