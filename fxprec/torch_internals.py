@@ -300,13 +300,16 @@ def dynamo_classes() -> Any:
         from torch._dynamo.variables.ctx_manager import InferenceModeVariable
         from torch._dynamo.variables.dicts import ConstDictVariable
         from torch._dynamo.variables.functions import LocalGeneratorObjectVariable, WrapperUserFunctionVariable
-        from torch._dynamo.variables.misc import RandomVariable
+        from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+        from torch._dynamo.variables.misc import AutogradFunctionVariable, RandomVariable
         from torch._dynamo.variables.tensor import NumpyNdarrayVariable
         from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
         from torch._dynamo.variables.user_defined import UserDefinedClassVariable
     return SimpleNamespace(
         argument=VariableBuilder,  # makes a variable of a value from outside of the frame: wrap_symfloat, of a float
         array=NumpyNdarrayVariable,  # an array or scalar of NumPy's: ndim, var_getattr
+        autograd_function=AutogradFunctionVariable,  # a class of autograd.Function: fn_cls, call_apply
+        applied_function=AutogradFunctionApplyVariable,  # one whose gradients are recorded: call_function
         builtin=BuiltinVariable,  # a builtin of Python's: fn, call_function
         constant=ConstantVariable,  # a value that is known: create
         torch_function=TorchInGraphFunctionVariable,  # a function of torch's: value, call_function

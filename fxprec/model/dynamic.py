@@ -20,7 +20,6 @@ from torch.fx import GraphModule
 
 from fxprec.capture.dynamo import analysis as dynamo
 from fxprec.capture.dynamo.fsdp import frames_of_shards
-from fxprec.capture.dynamo.functions import function_of_low_dtypes
 from fxprec.capture.dynamo.graph import own_copy, own_graph
 from fxprec.capture.locks import CAPTURING
 from fxprec.capture.ties import Ties, slots_of
@@ -125,10 +124,6 @@ class DynamicGraphs:
 
     def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""
-        found = function_of_low_dtypes(gm, self._entry.conversion.settings.dtype) if self._under_net else None
-        if found is not None:
-            self.in_net(*found)
-            return gm.forward
         make = functools.partial(self._argument_program, part=part)
         program = make(gm, inputs, any_memory=False)
         # Nothing of the model: dynamo keeps what it runs with the user's code, which outlives it.

@@ -114,7 +114,9 @@ def own_function_in_two_stages(t: Run):
     t.changes(net(lambda s, x: s.r(Straight.apply(torch.tanh(x), 4.0) + s.l(x)), Two), again)
 
 
-@case
+@case(
+    wide="what a graph hands to a function of one's own is FP32, as in the original, and so is the backward's product"
+)
 def own_function_with_a_product(t: Run):
     class Product(torch.autograd.Function):
         @staticmethod

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.fx import GraphModule
 
 from fxprec.capture.collection import fewer_collections
@@ -195,6 +196,10 @@ class _Backend:
         self.receiver.in_net(_place(code), why)
 
 
+#: Methods of an autograd.Function's context but ``save_for_backward``, which dynamo calls.
+_MARKS: Final = frozenset({"mark_dirty", "mark_non_differentiable", "mark_shared_storage", "set_materialize_grads"})
+
+
 class _Compiling:
     """dynamo's compile callback, with our configuration around it, and an ear for functions that it skips.
 
@@ -214,6 +219,8 @@ class _Compiling:
         self._granted = weakref.ref(granted)  # it holds the model's attributes, and dynamo this, for good
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if _marks_tensors(frame):
+            return skipped_frame("it tells autograd about its tensors, which dynamo leaves out")
         granted = self._granted()
         assert granted is not None  # it belongs to what runs this very call
         with (
@@ -267,6 +274,13 @@ class _Compiling:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def _marks_tensors(frame: Any) -> bool:
+    """Return whether a frame is the forward of an autograd.Function that marks its tensors: dynamo drops the marks."""
+    if _MARKS.isdisjoint(frame.f_code.co_names):
+        return False
+    return any(isinstance(value, FunctionCtx) for value in frame.f_locals.values())
 
 
 def _configured() -> Any:

@@ -3,6 +3,8 @@
 Left to the interpreter, with a graph break whose reason the report has:
 
 - calls of ``functools.lru_cache`` and ``cache``, through which dynamo traces as though nothing had been kept;
+- ``torch.autograd.Function`` where gradients are recorded: in a graph its backward has no gradients of its own, and
+  what it saves is seen neither by version counters nor by hooks;
 - numbers drawn from a ``random.Random`` of the user's, whose state dynamo bakes in;
 - ``torch.inference_mode``: tensors of a graph's are cast outside of it, and are no inference tensors then;
 - calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
@@ -65,6 +67,16 @@ def strict(granted: Granted) -> Iterator[None]:
         if hasattr(cached, "cache_info") and not is_torchs(cached):
             raise breaks(f"a call of {cached.__qualname__}, which keeps its results (functools.lru_cache)")
 
+    applying: Any = None
+
+    def apply(variable: Any, *_args: Any, **_kwargs: Any) -> None:
+        nonlocal applying
+        applying = variable.fn_cls
+
+    def recorded_apply(*_args: Any, **_kwargs: Any) -> None:
+        if not is_torchs(applying):
+            raise breaks(f"a call of {applying.__qualname__}, a torch.autograd.Function, which autograd runs itself")
+
     def call_of_class(variable: Any, *_args: Any, **_kwargs: Any) -> None:
         meta = type(variable.value)
         if meta.__call__ is not type.__call__ and not is_library(meta):
@@ -123,6 +135,8 @@ def strict(granted: Granted) -> Iterator[None]:
             _before(classes.dictionary, "getitem_const_raise_exception_if_absent", missing_key),
             _before(classes.cached_function, "call_function", call_of_cached),
             _before(classes.user_class, "call_function", call_of_class),
+            _before(classes.autograd_function, "call_apply", apply),
+            _before(classes.applied_function, "call_function", recorded_apply),
             *([] if GUARDS_CLASSES else [_guarding_attributes(classes.user_class)]),
             (classes.inference_mode, "create", staticmethod(no_inference_mode)),
             _before(classes.inliner, "build_inline_tracer", inlines),
