@@ -83,7 +83,7 @@ def of_a_forward(weights: int, rounds: int) -> tuple[float, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print both; the exit status is 0."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks writes", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks writes", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", default="cpu", choices=("cpu", "launch", "tiny"))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2000)

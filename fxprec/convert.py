@@ -148,9 +148,9 @@ def convert(
         TypeError: model, example inputs or scaler of a type that cannot serve.
         ValueError: an unknown level, dtype, placement, capture or executor; PolicyError for a policy that disagrees
             with the level or matches nothing; ``lower="pays"`` with placement "autocast" or level O3.
-        ConversionError: converted already; wrapped in DDP, FSDP or DataParallel; only low, quantized or complex
-            weights; an active torch.autocast; ``fuse=True`` where no kernel runs, or no C++ compiler is.
-            The model is left as it was.
+        ConversionError: converted already; wrapped in DDP, FSDP or DataParallel; only low, float64, quantized or
+            complex weights; an active torch.autocast; ``fuse=True`` where no kernel runs, or no C++ compiler is. The
+            model is left as it was.
         CaptureError: ``capture="symbolic"`` and the forward depends on data; names the line.
 
     Sources: DESIGN of torch.autocast (https://docs.pytorch.org/docs/stable/amp.html); Micikevicius et al.,

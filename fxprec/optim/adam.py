@@ -12,15 +12,11 @@ from torch.optim.optimizer import ParamsT
 
 from fxprec.optim.one_pass import OnePass
 from fxprec.optim.parts import Step, parts_of
-from fxprec.optim.rounding import Rounding
+from fxprec.optim.rounding import SEED, Rounding, checked_seed, is_low
 from fxprec.optim.triton_update import adam_launch
-from fxprec.scaling.gradients import parameters_of
 
 #: Names of the moments in the state, as torch has them.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
-#: Key of the groups of an optimizer with a ``state_dtype``: the seed of its rounding.
-_SEED = "rounding_seed"
 
 
 class Adam(OnePass, torch.optim.Adam):
@@ -34,19 +30,23 @@ class Adam(OnePass, torch.optim.Adam):
         max_norm: clip the global norm of all gradients, after unscaling, to this; in the same pass.
         state_dtype: ``torch.bfloat16`` keeps the moments in bfloat16, rounded stochastically: 4 bytes a parameter less
             to hold, 8 less to move. None: the parameters' dtype.
-        seed: of the rounding; None: drawn from torch's generator. Saved with the state.
+        seed: of the rounding; None: drawn from torch's generator. Saved with the state. Ranks that hold the same
+            parameters (DDP) want the same one.
         low_gradients: let gradients of lowered weights stay in the low dtype: no cast, half the bytes. Only this
             optimizer can read them. Not under DDP, nor with ``fxprec.accumulate`` unless "accumulate" is given.
         compiled: on CPUs update FP32 parameters by one loop in C++, which is compiled when a step first needs it, in
             a third of a second; wants Linux and a C++ compiler. No other device is concerned.
+        stochastic_rounding: round bfloat16 and float16 parameters (level O3) stochastically, and their states of that
+            dtype: an update below half a unit in the last place counts on average, where rounding to nearest drops it.
+            Torch's kernels update these parameters then, in FP32 temporaries, whatever the device and ``compiled``.
 
     Arithmetic: without ``max_norm`` in FP32 what ``torch.optim.Adam(fused=True)`` computes, on a CPU bit for bit;
     ``compiled`` differs in the last places.
 
     Raises:
         ValueError: a hyper-parameter out of range, ``foreach=True``, ``fused=False``, ``compiled`` with a
-            ``state_dtype``. RuntimeError: low gradients and a torch without ``Tensor.grad_dtype``; ``compiled``, and
-            no compiler.
+            ``state_dtype``, ``stochastic_rounding`` where no parameter is low. RuntimeError: low gradients and a torch
+            without ``Tensor.grad_dtype``; ``compiled``, and no compiler.
 
     Sources: torch.optim.Adam; Kingma and Ba, "Adam", ICLR 2015; stochastic rounding: Gupta et al., "Deep Learning with
     Limited Numerical Precision", ICML 2015.
@@ -72,8 +72,11 @@ class Adam(OnePass, torch.optim.Adam):
         seed: int | None = None,
         low_gradients: bool | str = False,
         compiled: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
-        self._rounding = Rounding.of(state_dtype, seed)
+        wanted = state_dtype is not None or stochastic_rounding
+        self._seed = checked_seed(seed, wanted, "state_dtype=torch.bfloat16 or stochastic_rounding=True: give one")
+        self._rounding = Rounding.of(state_dtype, self._seed)
         if compiled and self._rounding is not None:
             raise ValueError("compiled=True has no loop for a state_dtype: leave one of them out")
         torch.optim.Adam.__init__(
@@ -89,8 +92,8 @@ class Adam(OnePass, torch.optim.Adam):
             fused=True,
             decoupled_weight_decay=decoupled_weight_decay,
         )
+        self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled, stochastic_rounding)
         self._keep_seed()
-        self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled)
 
     def _update(
         self,
@@ -108,26 +111,22 @@ class Adam(OnePass, torch.optim.Adam):
         lists |= {"params": owners, "grads": gradients}
         rounding = self._rounding
         if rounding is not None:
-            places = {id(parameter): i for i, parameter in enumerate(parameters_of(self))}
-            rounding = replace(rounding, seed=group[_SEED], places=places)
-        for part in parts_of(lists, self.compiled):
+            rounding = replace(rounding, seed=group[SEED], places=self._places())
+        of_parameters = self._rounding_of(group)
+        for part in parts_of(lists, self.compiled, self.stochastic_rounding):
             here = step.on(part.device)
             if part.kernel == "triton":
                 adam_launch(self._plans, part, group, here, rounding)
             elif part.kernel == "compiled":
                 self._loops.adam(part, group, here)
             else:
-                self._torch.adam(part, group, here, rounding)
+                self._torch.adam(
+                    part, group, here, rounding, of_parameters if is_low(part.lists["params"][0]) else None
+                )
 
     def _keep_seed(self) -> None:
-        """In the groups, which every kind of checkpoint carries (``torch.distributed.checkpoint`` drops other keys)."""
-        if self._rounding is not None:
-            self.defaults[_SEED] = self._rounding.seed  # also of groups added later
-        for group in self.param_groups:
-            if self._rounding is None:
-                group.pop(_SEED, None)
-            else:
-                group.setdefault(_SEED, self._rounding.seed)
+        wanted = self._rounding is not None or self.stochastic_rounding
+        self._keep_rounding((self._rounding.seed if self._rounding else self._seed) if wanted else None)
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype:
         return owner.dtype if self._rounding is None else self._rounding.dtype
@@ -183,6 +182,7 @@ class AdamW(Adam, torch.optim.AdamW):
         seed: int | None = None,
         low_gradients: bool | str = False,
         compiled: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
         Adam.__init__(
             self,
@@ -203,4 +203,5 @@ class AdamW(Adam, torch.optim.AdamW):
             seed=seed,
             low_gradients=low_gradients,
             compiled=compiled,
+            stochastic_rounding=stochastic_rounding,
         )

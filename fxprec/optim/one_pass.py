@@ -28,6 +28,7 @@ from fxprec.optim.compiled_update import CompiledUpdates
 from fxprec.optim.gradient_check import GradientCheck, check
 from fxprec.optim.low_gradients import ask_for_low_gradients, checked_low_gradients, end_low_gradients
 from fxprec.optim.parts import Step, why_not
+from fxprec.optim.rounding import COUNT, SEED, ParameterRounding, is_low
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.optim.torch_update import TorchUpdates
 from fxprec.optim.triton_update import Plans
@@ -36,7 +37,7 @@ from fxprec.scaling.device_step import makes_state
 from fxprec.scaling.gradients import local, parameters_of, summed
 
 #: Arguments of a whole optimizer, which torch would keep in a group without a word.
-_OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients", "compiled")
+_OF_ALL_GROUPS = ("max_norm", "state_dtype", "seed", "low_gradients", "compiled", "stochastic_rounding")
 
 _is_sparse = attrgetter("is_sparse")
 
@@ -61,6 +62,8 @@ class OnePass(Optimizer):
     _takes_sparse: ClassVar[bool] = False
     max_norm: float | None = None
     compiled: bool = False
+    stochastic_rounding: bool = False
+    _seed: int = 0
     _low_gradients: str | None = None
 
     def _become_one_pass(
@@ -71,6 +74,7 @@ class OnePass(Optimizer):
         differentiable: bool,
         low_gradients: bool | str,
         compiled: bool,
+        stochastic_rounding: bool,
     ) -> None:
         """After the constructor of the torch optimizer, which was told ``fused=True``."""
         if foreach or fused is False or differentiable:
@@ -85,6 +89,13 @@ class OnePass(Optimizer):
         if compiled and any(parameter.device.type == "cpu" for parameter in parameters_of(self)):
             check_compiler()
         self.compiled = bool(compiled)
+        if stochastic_rounding and not any(map(is_low, parameters_of(self))):
+            dtypes = sorted({str(parameter.dtype) for parameter in parameters_of(self)})
+            raise ValueError(
+                f"stochastic_rounding=True rounds bfloat16 and float16 parameters, and all of these are "
+                f"{' or '.join(dtypes)}: convert the model at level O3 before, or leave it out"
+            )
+        self.stochastic_rounding = bool(stochastic_rounding)
         self._plans, self._torch, self._loops = Plans(), TorchUpdates(), CompiledUpdates()
         self._low_gradients = checked_low_gradients(low_gradients)
         if self._low_gradients:
@@ -99,7 +110,7 @@ class OnePass(Optimizer):
             for parameter in group["params"]:
                 held = local(parameter)
                 gradient = held if parameter.grad is None else local(parameter.grad)
-                reason = why_not(held, gradient, self._state_dtype(parameter, group))
+                reason = why_not(held, gradient, self._state_dtype(parameter, group), self.stochastic_rounding)
                 kernel = "Triton, one pass" if reason is None else f"torch ({reason})"
                 if reason is not None and self.compiled and held.device.type == "cpu":
                     reason = why_no_loop(held, gradient)
@@ -116,7 +127,17 @@ class OnePass(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's pickles leave out what is neither state nor group."""
-        kept = ("max_norm", "compiled", "_low_gradients", "_rounding", "_plans", "_torch", "_loops")
+        kept = (
+            "max_norm",
+            "compiled",
+            "stochastic_rounding",
+            "_low_gradients",
+            "_rounding",
+            "_seed",
+            "_plans",
+            "_torch",
+            "_loops",
+        )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept if name in self.__dict__}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -169,6 +190,32 @@ class OnePass(Optimizer):
                 if owners:
                     self._update(group, owners, gradients, step)
         return loss
+
+    def _rounding_of(self, group: dict[str, Any]) -> ParameterRounding | None:
+        """How this step rounds the low parameters of a group; None: to nearest."""
+        if not self.stochastic_rounding:
+            return None
+        group[COUNT] += 1
+        return ParameterRounding(group[SEED], group[COUNT], self._places())
+
+    def _places(self) -> dict[int, int]:
+        """id of each parameter -> its number in the optimizer."""
+        return {id(parameter): i for i, parameter in enumerate(parameters_of(self))}
+
+    def _keep_rounding(self, seed: int | None) -> None:
+        """Keep seed and count of a rounding in the groups; None: there is none.
+
+        Every kind of checkpoint carries groups (``torch.distributed.checkpoint`` drops other keys).
+        """
+        kept = {} if seed is None else {SEED: seed}
+        kept |= {COUNT: 0} if self.stochastic_rounding else {}
+        self.defaults |= kept  # also of groups added later
+        for group in self.param_groups:
+            for key in (SEED, COUNT):
+                if key in kept:
+                    group.setdefault(key, kept[key])
+                else:
+                    group.pop(key, None)
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
         """Of the states that a parameter of the group has beside "step"; None: it has none."""

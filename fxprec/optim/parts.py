@@ -14,6 +14,7 @@ from fxprec.kernels.launch.operands import FLOATS
 from fxprec.kernels.launch.triton_support import HAS_TRITON, can_launch, interpreting
 from fxprec.kernels.optim.lists import is_dense
 from fxprec.optim.compiled_loop import why_no_loop
+from fxprec.optim.rounding import is_low
 from fxprec.optim.shadow_copies import ShadowCopies
 from fxprec.scaling.gradients import local
 
@@ -67,14 +68,16 @@ class Step(NamedTuple):
         return self._replace(divisor=there[0], found_inf=there[1])
 
 
-def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None) -> str | None:
-    """Why torch's kernels take a parameter instead of ours; None: ours do."""
+def why_not(param: Tensor, gradient: Tensor, state: torch.dtype | None = None, stochastic: bool = False) -> str | None:
+    """Why torch's kernels take a parameter instead of ours; None: ours do. ``stochastic``: low ones are rounded so."""
     if not HAS_TRITON:
         return "Triton is not installed"
     if param.device.type != "cuda" and not interpreting():
         return f"on {param.device.type}"
     if param.dtype not in FLOATS or gradient.dtype not in FLOATS:
         return f"{param.dtype} with a gradient of {gradient.dtype}"
+    if stochastic and is_low(param):
+        return "parameters are rounded stochastically"
     if state is torch.float16:
         return "state in torch.float16"
     if gradient.layout is not torch.strided:
@@ -87,12 +90,18 @@ def scalar(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def parts_of(lists: dict[str, list[Tensor]], compiled: bool = False) -> Iterator[Part]:
-    """Split ``lists``, which hold "params" and "grads"; ``compiled``: compiled loops are asked for."""
+def parts_of(lists: dict[str, list[Tensor]], compiled: bool = False, stochastic: bool = False) -> Iterator[Part]:
+    """Split ``lists``, which hold "params" and "grads".
+
+    Args:
+        lists: in one order.
+        compiled: compiled loops are asked for.
+        stochastic: low parameters are to be rounded stochastically.
+    """
     owners = lists["params"]
     plain = _PLAIN.issuperset(map(type, owners))  # with them their gradients and states; else there are DTensors
     held = lists if plain else {name: [*map(local, tensors)] for name, tensors in lists.items()}
-    split = _split(held, compiled and not torch.compiler.is_compiling())
+    split = _split(held, compiled and not torch.compiler.is_compiling(), stochastic)
     for (*_, kernel), chosen in split.items():
         whole = len(split) == 1
         part = held if whole else _taken(held, chosen)
@@ -105,7 +114,7 @@ def _taken(lists: dict[str, list[Tensor]], chosen: Sequence[int]) -> dict[str, l
 
 
 def _split(
-    lists: dict[str, list[Tensor]], compiled: bool
+    lists: dict[str, list[Tensor]], compiled: bool, stochastic: bool
 ) -> Mapping[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], Sequence[int]]:
     """(device, dtype of the parameters, that of the gradients where our kernels run, what updates) -> positions."""
     params, grads = lists["params"], lists["grads"]
@@ -119,7 +128,7 @@ def _split(
     split: dict[tuple[torch.device, torch.dtype, torch.dtype | None, Kernel], list[int]] = {}
     for i, (device, dtype) in enumerate(places):
         kernel: Kernel = "torch"
-        if device in served and why_not(params[i], grads[i], state_dtypes[i]) is None:
+        if device in served and why_not(params[i], grads[i], state_dtypes[i], stochastic) is None:
             kernel = "triton"
         elif compiled and why_no_loop(params[i], grads[i]) is None:
             kernel = "compiled"

@@ -1,4 +1,4 @@
-"""Optimizer state in bfloat16, rounded stochastically: small updates survive on average.
+"""States, or low parameters and theirs, rounded stochastically: small updates survive on average.
 
 Rounded to nearest, exp_avg_sq with beta2 = 0.999 would stop moving: bfloat16 has 8 bits. The random bits come from the
 seed, the step and the tensor, so there is no generator that a skipped step could advance, or a resumed run lose.
@@ -8,11 +8,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fxprec.kernels.launch.rounding import rounding_offset, stochastic_round
+from fxprec.scaling.cuda_graphs import capturing
+
+#: Keys of an optimizer's groups: the seed of its rounding, and how often parameters were rounded.
+SEED: Final = "rounding_seed"
+COUNT: Final = "rounding_count"
+_LOW: Final = (torch.bfloat16, torch.float16)
+#: Number of a parameter among what is rounded of it; its states come before.
+_PARAMETER: Final = 3
+
+
+def checked_seed(seed: int | None, wanted: bool, for_what: str) -> int:
+    """Return the seed of a rounding, drawn from torch's generator where none is given and one is ``wanted``.
+
+    Raises:
+        ValueError: a seed for no rounding, or none in 0 to 2**31 - 1.
+    """
+    if seed is not None and not 0 <= seed < 2**31:
+        raise ValueError(f"seed must be in 0 to 2**31 - 1, not {seed}")
+    if seed is not None and not wanted:
+        raise ValueError(f"seed is that of the rounding of {for_what}")
+    return seed if seed is not None else int(torch.randint(2**31, ())) if wanted else 0
+
+
+def is_low(parameter: Tensor) -> bool:
+    """Return whether a parameter is one that is rounded when it is stored."""
+    return parameter.dtype in _LOW
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRounding:
+    """The rounding of low parameters, and of their states in that dtype, in one step.
+
+    Attributes:
+        seed: of the optimizer.
+        count: another number for each step.
+        places: id of each parameter -> its number in the optimizer.
+    """
+
+    seed: int
+    count: int
+    places: Mapping[int, int]
+
+    def write(
+        self, lists: Mapping[str, Sequence[Tensor]], values: Mapping[str, Sequence[Tensor]], owners: Sequence[Tensor]
+    ) -> None:
+        """Round FP32 ``values`` into "params" and the states of ``lists``, which are all low and of ``owners``.
+
+        What the low dtype holds stays, so after a skipped step nothing moves.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, whose replays would round with the same bits each.
+        """
+        if capturing(lists["params"][0].device):
+            raise RuntimeError("stochastic_rounding draws other bits at each step, which a CUDA graph cannot")
+        states = [name for name in lists if name not in ("params", "grads", "step")]
+        for number, name in [*enumerate(states), (_PARAMETER, "params")]:
+            for target, value, owner in zip(lists[name], values[name], owners, strict=True):
+                if target is not value:  # a state that is FP32 is written already
+                    offset = rounding_offset(self.count, self.places[id(owner)], number)
+                    target.copy_(stochastic_round(value, self.seed, offset, target.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +88,17 @@ class Rounding:
     places: Mapping[int, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(dtype: torch.dtype | None, seed: int | None) -> Rounding | None:
+    def of(dtype: torch.dtype | None, seed: int) -> Rounding | None:
         """From an optimizer's arguments; None: states have the parameters' dtype.
 
         Raises:
-            ValueError: another dtype than bfloat16; a seed without a low dtype, or none in 0 to 2**31 - 1.
+            ValueError: another dtype than bfloat16.
         """
-        if seed is not None and not 0 <= seed < 2**31:
-            raise ValueError(f"seed must be in 0 to 2**31 - 1, not {seed}")
         if dtype is None:
-            if seed is not None:
-                raise ValueError("seed is that of the rounding of a low state_dtype: give state_dtype=torch.bfloat16")
             return None
         if dtype is not torch.bfloat16:
             raise ValueError(f"state_dtype must be torch.bfloat16, not {dtype!r}")
-        return Rounding(dtype, int(torch.randint(2**31, ())) if seed is None else seed)
+        return Rounding(dtype, seed)
 
     def places_of(self, owners: Sequence[Tensor]) -> list[int]:
         """The numbers of some parameters."""

@@ -12,6 +12,7 @@ from torch.optim.sgd import sgd
 
 from fxprec.optim.one_pass import OnePass
 from fxprec.optim.parts import Step, parts_of
+from fxprec.optim.rounding import ParameterRounding, checked_seed, is_low
 from fxprec.optim.triton_update import sgd_launch
 
 
@@ -23,12 +24,14 @@ class SGD(OnePass, torch.optim.SGD):
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
         foreach, fused, differentiable: None or what torch's fused implementation takes; others are refused.
-        max_norm, low_gradients, compiled: as for ``fxprec.optim.Adam``.
+        max_norm, low_gradients, compiled, stochastic_rounding: as for ``fxprec.optim.Adam``.
+        seed: of the stochastic rounding; None: drawn from torch's generator.
 
     Sparse gradients are taken, as by torch's, by its implementation for one tensor.
 
     Raises:
-        ValueError: a hyper-parameter out of range, ``foreach=True``, ``fused=False``.
+        ValueError: a hyper-parameter out of range, ``foreach=True``, ``fused=False``, ``stochastic_rounding`` where no
+            parameter is low. RuntimeError: in ``step``, sparse gradients of parameters that are rounded so.
 
     Source: torch.optim.SGD.
     """
@@ -51,11 +54,15 @@ class SGD(OnePass, torch.optim.SGD):
         max_norm: float | None = None,
         low_gradients: bool | str = False,
         compiled: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int | None = None,
     ) -> None:
+        self._seed = checked_seed(seed, stochastic_rounding, "low parameters: give stochastic_rounding=True")
         torch.optim.SGD.__init__(
             self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True
         )
-        self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled)
+        self._become_one_pass(max_norm, foreach, fused, differentiable, low_gradients, compiled, stochastic_rounding)
+        self._keep_rounding(self._seed if stochastic_rounding else None)
 
     def _state_dtype(self, owner: Tensor, group: Mapping[str, Any]) -> torch.dtype | None:
         return owner.dtype if group["momentum"] else None
@@ -69,6 +76,12 @@ class SGD(OnePass, torch.optim.SGD):
     ) -> None:
         pairs = [*zip(owners, gradients, strict=True)]
         sparse = [(owner, gradient) for owner, gradient in pairs if gradient.is_sparse]
+        if self.stochastic_rounding and any(is_low(owner) for owner, _ in sparse):
+            raise RuntimeError(
+                "stochastic_rounding=True does not round updates by sparse gradients: give these parameters to an "
+                "optimizer of their own, or make the embedding with sparse=False"
+            )
+        of_parameters = self._rounding_of(group)
         if sparse:
             self._update_sparse(group, sparse, step)
             pairs = [(owner, gradient) for owner, gradient in pairs if not gradient.is_sparse]
@@ -85,9 +98,9 @@ class SGD(OnePass, torch.optim.SGD):
             made = [torch.zeros_like(owner, memory_format=torch.preserve_format) for owner, _ in fresh]
             for (owner, _), buffer in zip(fresh, made, strict=True):
                 self.state[owner]["momentum_buffer"] = buffer
-            self._update_dense(group, _lists(fresh, made), step, first=True)
+            self._update_dense(group, _lists(fresh, made), step, True, of_parameters)
         if begun:
-            self._update_dense(group, _lists(begun, buffers), step, first=False)
+            self._update_dense(group, _lists(begun, buffers), step, False, of_parameters)
 
     def _update_dense(
         self,
@@ -95,15 +108,16 @@ class SGD(OnePass, torch.optim.SGD):
         lists: dict[str, list[Tensor]],
         step: Step,
         first: bool,
+        of_parameters: ParameterRounding | None,
     ) -> None:
-        for part in parts_of(lists, self.compiled):
+        for part in parts_of(lists, self.compiled, self.stochastic_rounding):
             here = step.on(part.device)
             if part.kernel == "triton":
                 sgd_launch(self._plans, part, group, here, first)
             elif part.kernel == "compiled":
                 self._loops.sgd(part, group, here, first)
             else:
-                self._torch.sgd(part, group, here, first)
+                self._torch.sgd(part, group, here, first, of_parameters if is_low(part.lists["params"][0]) else None)
 
     def _update_sparse(
         self,
@@ -125,6 +139,7 @@ class SGD(OnePass, torch.optim.SGD):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """A state of ours or of torch's, whatever its implementation."""
         super().load_state_dict(dict(state_dict))
+        self._keep_rounding(self._seed if self.stochastic_rounding else None)
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
             for owner in group["params"]:

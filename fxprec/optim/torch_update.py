@@ -17,7 +17,7 @@ from torch import Tensor
 from fxprec.kernels.optim.lists import is_dense
 from fxprec.optim.counters import Counters
 from fxprec.optim.parts import Part, Step, scalar
-from fxprec.optim.rounding import Rounding
+from fxprec.optim.rounding import ParameterRounding, Rounding
 from fxprec.optim.slices import slices
 from fxprec.torch_internals import foreach_add_, foreach_copy_, foreach_sub_, fused_adam_, fused_adamw_, fused_sgd_
 
@@ -62,10 +62,13 @@ def in_fp32_on_a_cpu(lists: Mapping[str, list[Tensor]]) -> Iterator[Mapping[str,
 
 @contextlib.contextmanager
 def _before_rounding(
-    lists: Mapping[str, list[Tensor]], rounding: Rounding | None, owners: Sequence[Tensor]
+    lists: Mapping[str, list[Tensor]],
+    rounding: Rounding | None,
+    of_parameters: ParameterRounding | None,
+    owners: Sequence[Tensor],
 ) -> Iterator[Mapping[str, list[Tensor]]]:
-    """``lists`` in FP32 at least, from which moments are rounded afterwards; as they are without a rounding."""
-    if rounding is None:
+    """``lists`` in FP32 at least, from which moments, and parameters, are rounded; as they are without a rounding."""
+    if rounding is None and of_parameters is None:
         yield lists
         return
     at_least_fp32 = torch.promote_types(lists["params"][0].dtype, torch.float32)
@@ -74,11 +77,26 @@ def _before_rounding(
         for name, tensors in lists.items()
     }
     yield wide
-    for target, param in zip(lists["params"], wide["params"], strict=True):
-        if target is not param:
-            target.copy_(param)
+    if of_parameters is not None:
+        chosen = lists if rounding is None else {"params": lists["params"]}
+        of_parameters.write(chosen, wide, owners)
+    else:
+        for target, param in zip(lists["params"], wide["params"], strict=True):
+            if target is not param:
+                target.copy_(param)
+    if rounding is None:
+        return
     moments = {name: lists[name] for name in lists if name not in ("params", "grads", "step")}
     rounding.write(moments, wide, lists["step"], owners)
+
+
+def _sgd_lists(
+    lists: Mapping[str, list[Tensor]], of_parameters: ParameterRounding | None, owners: Sequence[Tensor]
+) -> contextlib.AbstractContextManager[Mapping[str, list[Tensor]]]:
+    """Return what torch's kernel of SGD updates: in FP32 where values are rounded afterwards."""
+    if of_parameters is None:
+        return in_fp32_on_a_cpu(lists)
+    return _before_rounding(lists, None, of_parameters, owners)
 
 
 def _rate(lr: Any) -> Any:
@@ -92,7 +110,14 @@ class TorchUpdates:
     def __init__(self) -> None:
         self._counters = Counters()
 
-    def adam(self, part: Part, group: Mapping[str, Any], step: Step, rounding: Rounding | None) -> None:
+    def adam(
+        self,
+        part: Part,
+        group: Mapping[str, Any],
+        step: Step,
+        rounding: Rounding | None,
+        of_parameters: ParameterRounding | None = None,
+    ) -> None:
         """Adam or AdamW, in place.
 
         Args:
@@ -100,9 +125,10 @@ class TorchUpdates:
             group: hyper-parameters.
             step: what is the same for all parts of a step, on this part's device.
             rounding: how moments of a lower dtype are rounded.
+            of_parameters: how low parameters are; None: to nearest.
         """
         counters = self._counters.of((id(group), *part.key), part.lists["step"])
-        shadows = partial(step.copies.for_kernel, part.owners) if rounding is None else list
+        shadows = partial(step.copies.for_kernel, part.owners) if rounding is None and of_parameters is None else list
         beta1, beta2 = map(scalar, group["betas"])
         settings: dict[str, Any] = {name: group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")}
         settings |= {"lr": _rate(group["lr"]), "beta1": beta1, "beta2": beta2}
@@ -110,20 +136,27 @@ class TorchUpdates:
         update = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
         with in_one_order(part.lists) as lists:
             foreach_add_(counters, 1)
-            with _before_rounding(lists, rounding, part.owners) as wide:
+            with _before_rounding(lists, rounding, of_parameters, part.owners) as wide:
                 for some in slices(wide, shadows):
                     moments = some["exp_avg"], some["exp_avg_sq"], some.get("max_exp_avg_sq", [])
                     update(some["params"], some["grads"], *moments, some["step"], **settings)
         if step.found_inf is not None:  # the kernel did nothing: neither did this step
             foreach_sub_(counters, [step.found_inf] * len(counters))
 
-    def sgd(self, part: Part, group: Mapping[str, Any], step: Step, first: bool) -> None:
+    def sgd(
+        self,
+        part: Part,
+        group: Mapping[str, Any],
+        step: Step,
+        first: bool,
+        of_parameters: ParameterRounding | None = None,
+    ) -> None:
         """SGD, in place; ``first``: the momentum buffers have no value yet. Otherwise as ``adam``."""
-        shadows = partial(step.copies.for_kernel, part.owners)
+        shadows = partial(step.copies.for_kernel, part.owners) if of_parameters is None else list
         settings: dict[str, Any] = {name: group[name] for name in ("momentum", "dampening", "nesterov", "maximize")}
         settings |= {"weight_decay": scalar(group["weight_decay"]), "lr": _rate(group["lr"]), "is_first_step": first}
         settings |= {"grad_scale": step.divisor, "found_inf": step.found_inf}
-        with in_one_order(part.lists) as lists, in_fp32_on_a_cpu(lists) as wide:
+        with in_one_order(part.lists) as lists, _sgd_lists(lists, of_parameters, part.owners) as wide:
             for some in slices(wide, shadows):
                 buffers = some.get("momentum_buffer", [])
                 fused_sgd_(some["params"], some["grads"], buffers, **settings)

@@ -492,10 +492,11 @@ class LossScaler(torch.amp.GradScaler):
         extra = {
             "losses": self._scales.saved(),
             "skipped_steps": self.skipped_steps,
-            "steps_without_gradients": self.steps_without_gradients,
             "scaled": records.scaled,
             "blocks": saved_blocks(states) + records.blocks,
         }
+        if self.steps_without_gradients:
+            extra["steps_without_gradients"] = self.steps_without_gradients
         return {**super().state_dict(), "fxprec": extra}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -26,13 +26,15 @@ class Batch:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> Batch:
-        """Check the arguments of a call.
+        """Check the arguments of a call. A dict that is the only one is a batch of keyword arguments.
 
         Raises:
             TypeError: no tensor; a tensor that is not plain and strided; a constant that is not hashable.
             ValueError: a tensor that wants a gradient; a first dimension that ``parts`` does not divide, or that is
                 not the same for all tensors.
         """
+        if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+            args, kwargs = (), args[0]
         names = tuple(sorted(kwargs))  # one graph, however they are ordered
         batch = cls(names, (*args, *map(kwargs.__getitem__, names)))
         if not any(isinstance(value, Tensor) for value in batch.values):

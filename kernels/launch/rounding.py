@@ -1,4 +1,4 @@
-"""FP32 -> bfloat16 by chance: up with the probability that makes the expectation the value itself.
+"""FP32 -> bfloat16, or float16, by chance: up with the probability that makes the expectation the value itself.
 
 bfloat16 is the upper half of FP32. So adding 16 random bits to the lower half and cutting it off rounds up as often as
 the lower half says, and a value that bfloat16 holds stays. State of 8 significant bits needs this: rounded to nearest,
@@ -19,6 +19,8 @@ from torch import Tensor
 from fxprec.kernels.launch.triton_support import constexpr, jit, tl
 
 _MASK = (1 << 64) - 1
+#: Of float16.
+_LARGEST = 65504.0
 
 
 @jit()
@@ -67,16 +69,35 @@ def round_with_bits(x: Tensor, bits: Tensor) -> Tensor:
     return rounded.view(torch.float32).to(torch.bfloat16)  # exact: the lower half is zero
 
 
-def stochastic_round(x: Tensor, seed: int, offset: int) -> Tensor:
-    """Round FP32 to bfloat16 by chance, without bias; the same (seed, offset) gives the same result.
+def round_to_float16(x: Tensor, bits: Tensor) -> Tensor:
+    """Round FP32 to float16 with the given random bits; arguments as for ``round_with_bits``.
+
+    float16 has 13 bits of mantissa less, and below 2**-14 multiples of 2**-24. As of bfloat16, NaN and infinities stay,
+    and what is below 2**16 stays finite.
+    """
+    word = x.view(torch.int32)
+    cut = (word & -8192).view(torch.float32)
+    up = ((word + (bits & 8191)) & -8192).view(torch.float32)
+    rounded = torch.where(up.abs() > _LARGEST, cut, up)
+    units = x * 2.0**24
+    below = units.floor()
+    small = (below + (bits * 2.0**-16 < units - below)) * 2.0**-24
+    rounded = torch.where(x.abs() < 2.0**-14, small, rounded)
+    return torch.where(x.isfinite(), rounded, x).to(torch.float16)  # exact
+
+
+def stochastic_round(x: Tensor, seed: int, offset: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Round FP32 to bfloat16 or float16 by chance, without bias; the same (seed, offset) gives the same result.
 
     Args:
         x: float32, any shape, on any device that has generators.
         seed: any int, the run's.
         offset: any int, another one for every tensor that is rounded (``rounding_offset`` makes them).
 
+        dtype: of the result, torch.bfloat16 or torch.float16.
+
     Returns:
-        bfloat16 of the same shape and strides.
+        A tensor of the same shape and strides.
 
     Raises:
         TypeError: x is not float32.
@@ -85,7 +106,7 @@ def stochastic_round(x: Tensor, seed: int, offset: int) -> Tensor:
         raise TypeError(f"stochastic_round takes float32, got {x.dtype}.")
     generator = torch.Generator(x.device).manual_seed(_mixed(_mixed(seed) ^ offset))
     bits = torch.empty_like(x, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
-    return round_with_bits(x, bits)
+    return (round_to_float16 if dtype is torch.float16 else round_with_bits)(x, bits)
 
 
 def rounding_offset(step: int, index: int, state: int) -> int:

@@ -114,13 +114,7 @@ def test_what_is_saved():
         "backoff_factor": 0.5,
         "growth_interval": 2000,
         "_growth_tracker": 0,
-        "fxprec": {
-            "losses": [loss, loss],
-            "skipped_steps": 0,
-            "steps_without_gradients": 0,
-            "scaled": False,
-            "blocks": [],
-        },
+        "fxprec": {"losses": [loss, loss], "skipped_steps": 0, "scaled": False, "blocks": []},
     }
 
 

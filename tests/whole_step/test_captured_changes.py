@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def test_keywords_of_any_order_take_one_graph(recorder: Any) -> None:
 
     model, (x, y) = Loss(), batches(1)[0]
     step = fxprec.capture_step(model, None, optim.SGD(model.parameters(), lr=0.1), None, {"y": y, "x": x})
-    assert step(x=x, y=y) > step(y=y, x=x)
+    assert step(x=x, y=y) > step(y=y, x=x) > step({"y": y, "x": x}) > step(UserDict(x=x, y=y))
     assert recorder.recordings == 1 and step.graphs == ("x=float32[4, 6], y=int64[4]",)
 
 
