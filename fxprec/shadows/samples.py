@@ -115,11 +115,18 @@ class HostLook:
         return torch.equal(words(self._places), self._read())
 
     def note(self) -> None:
-        with unwatched(), torch.no_grad():
-            now, noted = words(self._places), self._read()
+        if watcher(ANY_MODE) is not None:
+            with unwatched():
+                self._note()
+        else:
+            self._note()
+
+    def _note(self) -> None:
+        now, noted = words(self._places), self._read()
+        if self._successive:
             noted.copy_(now)
-            if not self._successive:
-                self._samples.values.index_copy_(0, self._numbers, now)
+        else:
+            self._samples.values.index_copy_(0, self._numbers, now)
 
     def _read(self) -> Tensor:
         """Return what was noted; where rows are successive, a view of it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -44,14 +45,18 @@ def sampled_addresses(tensor: Tensor) -> list[int]:
 
     A write to all of the tensor changes some of them. Of a smaller tensor elements are repeated; an empty one has none.
     """
-    if not tensor.numel():
-        return []
-    last, size, start = tensor.numel() - 1, tensor.element_size(), tensor.data_ptr()
+    start = tensor.data_ptr()
+    return [start + offset for offset in _sampled_offsets(tensor.shape, tensor.stride(), tensor.element_size())]
+
+
+@functools.lru_cache(maxsize=1024)
+def _sampled_offsets(shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return how many bytes the samples of such a tensor, of elements of this size, lie behind its first element."""
+    last = math.prod(shape) - 1
+    if last < 0:
+        return ()
     numbers = [min(int(share * last) + next_one, last) for share in _PAIRS for next_one in (0, 1)]
-    if tensor.is_contiguous():
-        return [start + number * size for number in numbers]
-    shape, strides = tensor.shape, tensor.stride()
-    return [start + _offset(number, shape, strides) * size for number in numbers]
+    return tuple([_offset(number, shape, strides) * size for number in numbers])
 
 
 def _offset(number: int, shape: Sequence[int], strides: Sequence[int]) -> int:
