@@ -43,6 +43,7 @@ from fxprec.passes.graph.annotations import (
     DTypeInfo,
     Rule,
     arg_nodes,
+    is_castable,
     leaves,
     nested,
     notes,
@@ -130,6 +131,8 @@ class _Walk:
             info = SPECIAL[row.special](self.facts, node, operands)
             if info is not None:
                 return self._number(node, operands, info)
+        if row is None and not any(map(is_castable, (info for info, _ in operands.tensors))) and _gives_no_tensor(node):
+            return self._number(node, operands, NON_TENSOR)
         if row is None or row.result == "unknown":
             return fake_result(node, self.facts.low)
         kind: str | tuple[str, ...] = row.result
@@ -191,6 +194,14 @@ class _Walk:
         if not bodies or name in _OPAQUE:
             return fake_result(node, self.facts.low)
         return results[-1] if name == "while_loop" else results[0]
+
+
+def _gives_no_tensor(node: Node) -> bool:
+    """Return whether an unknown op gives no tensor, by its schema, or else none that anybody reads: an assertion."""
+    overload = _overload(node.target)
+    if overload is None:
+        return not node.users
+    return not any("Tensor" in str(result.type) for result in schema_of(overload).returns)
 
 
 def _is_index(node: Node) -> bool:

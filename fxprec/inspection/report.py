@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -319,7 +320,7 @@ def _headline(
         not_static=tuple(dict.fromkeys(short_paths(why) for why in (conversion.declined if conversion else ()))),
         declined=tuple(dict.fromkeys(what for section in sections for what in section.declined)),
         methods=conversion.settings.methods if conversion else (),
-        not_named=tuple(map(str, unnamed_methods(model, conversion.methods))) if conversion else (),
+        not_named=tuple(_not_named(model, conversion)) if conversion else (),
         risks=tuple(_risks(conversion, computing)) if conversion else (),
         other_mode=other_mode,
         other_calls=other_calls,
@@ -337,6 +338,18 @@ def _rehearsal(conversion: Conversion, captured: Sequence[Captured], held: Weigh
     packed = 0 if conversion.packed is None else conversion.packed.nbytes
     stays = Memory(weights, held.shadow_bytes + packed)
     return rehearse(captured, settings.device, settings.dtype, stays, weights + widened, lowered)
+
+
+def _not_named(model: nn.Module, conversion: Conversion) -> Iterator[str]:
+    """Say which methods run products in FP32 that graphs lower: none at O0, and none on weights that are low."""
+    policy = conversion.settings.policy
+    if policy.level == "O0" or policy.lowers_parameters or conversion.frozen is not None:
+        return
+    modules = dict(model.named_modules())
+    in_fp32 = (torch.float32, Rule.FULL, Rule.KEEP)
+    yield from map(
+        str, unnamed_methods(model, conversion.methods, lambda path: policy.of_module(path, modules) in in_fp32)
+    )
 
 
 def _packed(conversion: Conversion, graphs: Iterable[GraphModule]) -> str:

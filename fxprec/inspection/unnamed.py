@@ -2,13 +2,15 @@
 
 Found in the bytecode by the names of submodules, without running anything::
 
-    def encode(self, x):                        encode calls down, norm
+    def encode(self, x):                        encode calls down
         return self.norm(self.down(x))
-    def features(self, x):                      features calls down, norm  (through encode)
+    def features(self, x):                      features calls down  (through encode)
         return self.encode(x).flatten(1)
 
-What a method gets at in other ways (``getattr(self, name)``, ``self.children()``) is not found; the warning of the
-first such run names it (see ``fxprec.model.reminders``).
+Listed are methods that run matrix products: what reads names in bytecode is looked at in the source, where that is at
+hand, and modules without weights that a product reads (norms, activations, embeddings) do not count. What a method gets
+at in other ways (``getattr(self, name)``, ``self.children()``) is not found; the warning of the first such run names it
+(see ``fxprec.model.reminders``).
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 
 from torch import nn
+
+from fxprec.inspection.method_source import ELEMENT, SourceUses, resolve, uses_in_source
 
 _OF_MODULES: Final = frozenset(dir(nn.Module)) - {"forward", "__call__"}
 _NOTHING: Final = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL", "NOP", "COPY_FREE_VARS", "KW_NAMES"})
@@ -47,7 +51,8 @@ class Unnamed:
     like_it: int = 0
 
     def __str__(self) -> str:
-        more = f" (so do {self.like_it} modules like it)" if self.like_it else ""
+        alike = f"do {self.like_it} modules" if self.like_it > 1 else "does 1 module"
+        more = f" (so {alike} like it)" if self.like_it else ""
         return (
             f"{self.method} calls {', '.join(self.calls)}{more}: by itself in FP32, "
             f"unless convert(model, methods=({self.method!r},))"
@@ -55,24 +60,39 @@ class Unnamed:
 
 
 class _Read(NamedTuple):
-    """``self.a.b``: the names, the instruction that takes it, and whether the method gives its caller something."""
+    """``self.a.b`` in bytecode.
+
+    Attributes:
+        names: ``("a", "b")``.
+        then: the instruction that takes it.
+        gives: whether the method gives its caller something.
+        code: of the method.
+    """
 
     names: tuple[str, ...]
     then: str
     gives: bool
+    code: CodeType
 
+
+#: Modules of torch's whose weights may have several dimensions, and are no factor of a product.
+_NO_PRODUCTS: Final = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 
 #: Method -> what it reads of its object, of the methods that the user's classes define.
 _Methods = dict[str, list[_Read]]
 
 
-def unnamed_methods(model: nn.Module, named: Collection[str]) -> list[Unnamed]:
-    """The public methods of the model, and those of its submodules that no forward calls.
+def unnamed_methods(
+    model: nn.Module, named: Collection[str], stays: Callable[[str], bool] = lambda path: False
+) -> list[Unnamed]:
+    """Return the public methods of the model that run products, and those of its submodules that no forward calls.
 
     Args:
         model: converted or not.
         named: the methods that are converted, by their names in the model.
+        stays: whether the module at a path is meant to run in FP32.
     """
+    meant = {id(module) for path, module in model.named_modules() if stays(path)}
     reads_of = functools.cache(_reads)
     methods_of = functools.cache(lambda cls: _methods(cls, reads_of))  # for this look: classes may change
     found: dict[tuple[type, str], Unnamed] = {}
@@ -84,7 +104,7 @@ def unnamed_methods(model: nn.Module, named: Collection[str]) -> list[Unnamed]:
                 continue
             if name.startswith(_CHANGES) and not any(read.gives for read in methods[name]):
                 continue
-            calls = _calls(path, module, name, named, methods_of)
+            calls = _calls(path, module, name, named, methods_of, meant)
             if calls:
                 known = found.setdefault((type(module), name), Unnamed(_full(path, name), calls, -1))
                 found[type(module), name] = replace(known, like_it=known.like_it + 1)
@@ -96,19 +116,71 @@ def _full(path: str, name: str) -> str:
 
 
 def _calls(
-    path: str, module: nn.Module, method: str, named: Collection[str], methods_of: Callable[[type], _Methods]
+    path: str,
+    module: nn.Module,
+    method: str,
+    named: Collection[str],
+    methods_of: Callable[[type], _Methods],
+    meant: Collection[int],
 ) -> tuple[str, ...]:
-    """The submodules, or methods of them, that a method calls, through other methods too. Those named do not count."""
+    """Return the submodules with products, or methods of them, that a method calls, through other methods too.
+
+    Those that are named do not count, nor those that are meant to run in FP32.
+    """
     methods = methods_of(type(module))
     reached = _reached(methods, method, stop=[name for name in methods if _full(path, name) in named])
-    called = dict.fromkeys(
+    return tuple(
         call
-        for each in reached
-        for read in methods[each]
-        if (call := _child(module, read, methods_of)) is not None
-        and not {_full(path, call), _full(path, f"{call}.forward")} & {*named}
+        for call in _products(module, reached, methods_of, meant)
+        if not {_full(path, call), _full(path, f"{call}.forward")} & {*named}
     )
-    return tuple(called)
+
+
+def _products(
+    module: nn.Module, reached: Iterable[str], methods_of: Callable[[type], _Methods], meant: Collection[int]
+) -> Iterator[str]:
+    """Return the submodules with products, or methods of them, that these methods of a module call, each once."""
+    methods = methods_of(type(module))
+    called: dict[str, None] = {}
+    for each in reached:
+        reads = [read for read in methods[each] if module._modules.get(read.names[0]) is not None]
+        uses = uses_in_source(reads[0].code) if reads else None
+        found = (
+            (_child(module, read, methods_of) for read in reads) if uses is None else _used(module, uses, methods_of)
+        )
+        called |= dict.fromkeys(call for call in found if call is not None)
+    return (call for call in called if _multiplies(module, call, meant))
+
+
+def _used(module: nn.Module, uses: SourceUses, methods_of: Callable[[type], _Methods]) -> Iterator[str]:
+    """Return the submodules, or methods of them, that a method's source calls, or multiplies a weight of."""
+    for chain in uses.called:
+        owner, path, left = resolve(module, chain)
+        if path and left in ((), ("forward",), ("__call__",)):
+            yield ".".join(path)
+        elif path and len(left) == 1 and left[0] not in _OF_MODULES and _computes(owner, left[0], methods_of):
+            yield ".".join(path if ELEMENT in chain else (*path, *left))
+    for chain in uses.multiplied:
+        owner, path, left = resolve(module, chain)
+        if path and len(left) == 1 and owner._parameters.get(left[0]) is not None:
+            yield ".".join(path)
+
+
+def _multiplies(module: nn.Module, call: str, meant: Collection[int]) -> bool:
+    """Return whether what is called holds weights that products read, by what its parameters look like.
+
+    Args:
+        module: whose method calls it.
+        call: the path of a submodule, or of its method.
+        meant: ids of modules that are meant to run in FP32.
+    """
+    owner, _, _ = resolve(module, tuple(call.split(".")))
+    return any(
+        parameter is not None and parameter.ndim > 1 and parameter.is_floating_point()
+        for each in owner.modules()
+        if id(each) not in meant and not isinstance(each, _NO_PRODUCTS)
+        for parameter in each._parameters.values()
+    )
 
 
 def _methods(cls: type, reads_of: Callable[[CodeType], list[_Read]]) -> _Methods:
@@ -154,14 +226,14 @@ def _child(module: nn.Module, read: _Read, methods_of: Callable[[type], _Methods
 
 
 def _computes(module: nn.Module, name: str, methods_of: Callable[[type], _Methods]) -> bool:
-    """Whether a method of a submodule calls submodules of its own."""
-    methods = methods_of(type(module))
-    return any(_child(module, read, methods_of) for each in _reached(methods, name) for read in methods[each])
+    """Whether a method of a submodule runs products of submodules of its own."""
+    reached = _reached(methods_of(type(module)), name)
+    return next(iter(_products(module, reached, methods_of, ())), None) is not None
 
 
 def _reads(code: CodeType) -> list[_Read]:
     gives = _gives(code)
-    return [_Read(names, then, gives) for names, then in _chains(code)]
+    return [_Read(names, then, gives, code) for names, then in _chains(code)]
 
 
 def _gives(code: CodeType) -> bool:

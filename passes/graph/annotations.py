@@ -217,7 +217,19 @@ def weight_path(node: Node) -> str:
     return notes(node).path or str(node.target)
 
 
+#: What a path of dynamo holds besides names that the user gave: where modules and weights lie in an ``nn.Module``.
+_INTERNAL: Final = frozenset({"_modules", "_parameters", "_buffers", "__dict__", ""})
+#: What ``torch.export`` names where it knows of no module.
+_NOWHERE: Final = "_empty_nn_module_stack_from_metadata_hook"
+
+
 def clean_path(name: str) -> str:
-    """dynamo writes ``L['self']._modules['fc']`` or ``L['self'].fc``: make it ``fc``."""
-    name = re.sub(r"^L\['\w+'\]|^self\b", "", name)
-    return re.sub(r"\._modules\['([^']*)'\]|\['?([^'\]]*)'?\]", r".\1\2", name).strip(".")
+    """Return a path as the user knows it, from any way in which a capture writes it.
+
+    dynamo writes ``L['self']._modules['fc']``, ``L['self'].fc`` or, where a class has a ``__getattr__`` of its own,
+    ``L['self'].__dict__['_modules']['fc']``: all are ``fc``. What a call, a closure or a bound method gave is a root as
+    ``self`` is: ``L['self']._module()._modules['fc']``. A global ``G['model'].fc`` is ``model.fc``.
+    """
+    name = re.sub(r"^.*(?:\(\)|\.cell_contents|\.__self__)|^L\[['\"]\w+['\"]\]|^G(?=\[)|^self\b", "", name)
+    dotted = re.sub(r"\[(['\"]?)(.*?)\1\]", r".\2", name)
+    return ".".join(part for part in dotted.split(".") if part not in _INTERNAL and part != _NOWHERE)

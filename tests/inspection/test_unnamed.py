@@ -200,3 +200,162 @@ def test_the_report_lists_them_and_names_the_methods_of_the_graphs():
 def test_a_model_without_such_methods_has_no_such_lines():
     report = fxprec.report(fxprec.convert(nn.Sequential(Part()), dtype=torch.bfloat16).module)
     assert "part" not in str(report) and "\nmethods " not in str(report) and "graph 1 of 1: (" in str(report.nodes)
+
+
+class TimmLike(nn.Module):
+    """Has methods of the kinds that image models have."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.act = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()
+        self.blocks = nn.Sequential(*[Part() for _ in range(3)])
+        self.table, self.head = nn.Embedding(4, 4), nn.Linear(4, 4)
+        self.mixing = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x):
+        return self.head(x)
+
+    # -- what runs products
+
+    def sliced(self, x):
+        blocks = self.blocks[:2] if x is None else self.blocks
+        for number, block in enumerate(blocks):
+            x = block(x) * number
+        return x
+
+    def by_hand(self, x):
+        stages = [self.stem, self.norm]
+        for stage in stages:
+            x = stage(x)
+        return x
+
+    def handed_on(self, x):
+        return torch.utils.checkpoint.checkpoint(self.head, x, use_reentrant=False)
+
+    def handed_on_call(self, x):
+        return torch.utils.checkpoint.checkpoint(self.head.__call__, x, use_reentrant=False)
+
+    def transposed(self, x):
+        weight = self.head.weight.t()
+        return x @ weight
+
+    def of_an_element(self, x):
+        for block in self.blocks:
+            x = block.helper(x)
+        return x
+
+    def by_einsum(self, x):
+        return torch.einsum("ij,kj->ik", x, self.head.weight)
+
+    def in_a_comprehension(self, x):
+        return [block.proj(x) for block in reversed(self.blocks)]
+
+    # -- what touches weights only, or has none that products read
+
+    def zero_init_last(self):
+        if getattr(self.norm, "weight", None) is not None:
+            nn.init.zeros_(self.norm.weight)
+        return self.norm
+
+    def prune_intermediate_layers(self, indices=1, prune_head=True):
+        taken = list(range(len(self.blocks)))[-indices:]
+        self.blocks = self.blocks[: max(taken) + 1]
+        if prune_head:
+            self.replace_head(0)
+        return taken
+
+    def replace_head(self, classes):
+        self.head = nn.Linear(self.head.in_features, classes) if classes else nn.Identity()
+
+    def as_sequential(self):
+        layers = [self.stem, self.norm]
+        layers.extend(self.blocks)
+        layers.append(self.head)
+        return nn.Sequential(*layers)
+
+    def get_head(self, number):
+        return self.head, self.blocks[number]
+
+    def group_matcher(self, coarse):
+        return [len(self.blocks), [name for name, _ in self.blocks.named_children()], coarse]
+
+    def fuse(self):
+        weight = self.norm.weight / (self.norm.running_var + self.norm.eps) ** 0.5
+        joined = nn.Conv2d(self.stem.in_channels, self.stem.out_channels, 1)
+        joined.weight.data.copy_(self.stem.weight * weight[:, None, None, None])
+        joined.bias.data.copy_(self.stem.bias @ self.mixing)
+        return joined
+
+    def normed(self, x):
+        return self.act(self.norm(x))
+
+    def looked_up(self, ids):
+        return self.table(ids)
+
+    def penalty(self, scale):
+        return scale * (self.head.weight**2).sum() + self.head.weight.abs().max()
+
+    def copied(self, model):
+        model.head.load_state_dict(self.head.state_dict())
+        return model
+
+    def counted(self, kind):
+        return sum(isinstance(block, kind) for block in self.blocks)
+
+
+@pytest.mark.parametrize(
+    ("method", "calls"),
+    [
+        ("sliced", ("blocks",)),
+        ("by_hand", ("stem",)),
+        ("handed_on", ("head",)),
+        ("handed_on_call", ("head",)),
+        ("transposed", ("head",)),
+        ("of_an_element", ("blocks",)),
+        ("by_einsum", ("head",)),
+        ("in_a_comprehension", ("blocks",)),
+    ],
+)
+def test_methods_that_run_products(method, calls):
+    found = {each.method: each.calls for each in unnamed_methods(TimmLike(), ())}
+    assert found[method] == calls
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["zero_init_last", "prune_intermediate_layers", "replace_head", "as_sequential", "get_head", "group_matcher", "fuse",
+     "normed", "looked_up", "penalty", "copied", "counted"],
+)  # fmt: skip
+def test_methods_that_touch_weights_only(method):
+    assert method not in [each.method for each in unnamed_methods(TimmLike(), ())]
+
+
+def test_without_a_source_bytecode_tells_what_it_can():
+    names = {"nn": nn, "__name__": "typed"}
+    exec(
+        "class Typed(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.head, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)\n"
+        "    def forward(self, x): return self.head(x)\n"
+        "    def features(self, x): return self.head(self.norm(x))\n"
+        "    def normed(self, x): return self.norm(x)\n",
+        names,
+    )
+    assert [(each.method, each.calls) for each in unnamed_methods(names["Typed"](), ())] == [("features", ("head",))]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"level": "O0"},
+        {"level": "O3"},
+        {"policy": fxprec.Policy.preset("O1").override(modules={"part": torch.float32, "head": "full"})},
+    ],
+)
+def test_what_is_meant_to_be_as_it_is_is_not_listed(how):
+    """At O0 everything is FP32, at O3 the weights themselves are low, and a policy may want a part in FP32."""
+    model = fxprec.convert(Model(), dtype=torch.bfloat16, **how).module
+    found = {line.split()[0] for line in fxprec.report(model).headline.not_named}
+    assert not {"features", "by_weight", "deep", "unpacked"} & found
+    assert "features" in str(fxprec.report(fxprec.convert(Model(), dtype=torch.bfloat16).module).headline.not_named)

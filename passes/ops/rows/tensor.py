@@ -16,6 +16,7 @@ _CAST: Final = "a cast that the user wrote is obeyed"
 _RANDOM: Final = "random numbers keep their dtype: another one draws other numbers"
 _TABLE: Final = "positions and tables: low precision cannot count past 256 (bfloat16) or 2048 (float16)"
 _NO_TENSOR: Final = "no tensor comes out"
+_CHECK: Final = "a check: no tensor comes out, and what it looks at has its original dtype"
 _SPARSE: Final = "sparse and foreign layouts have few low kernels"
 
 TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
@@ -102,6 +103,9 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
          "countOf indexOf result_type promote_types can_cast broadcast_shapes get_default_dtype typename "
          "dense_dim sparse_dim dim_order storage storage_type typed_storage untyped_storage is_view qscheme "
          "sym_max sym_min sym_not sym_float sym_int sym_ite sym_sqrt sym_sum nnz", ports=(), result="none"),
+    rows(Rule.KEEP, _CHECK, "assert assert_async assert_scalar assert_tensor_metadata functional_assert_async "
+         "functional_assert_scalar check check_value check_type check_index check_is_size check_not_implemented "
+         "sym_constrain_range sym_constrain_range_for_size", result="none", reads_values=True),
     facts("numpy tolist item storage typed_storage untyped_storage data_ptr", reads_values=True),
     facts("item", gradient=False),
     facts("size shape dim numel len is_floating_point", any_format=True),
