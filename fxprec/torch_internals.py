@@ -294,6 +294,7 @@ def dynamo_classes() -> Any:
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.guards import GuardBuilder
         from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
+        from torch._dynamo.variables import builder
         from torch._dynamo.variables.builder import VariableBuilder
         from torch._dynamo.variables.builtin import BuiltinVariable
         from torch._dynamo.variables.constant import ConstantVariable
@@ -307,6 +308,7 @@ def dynamo_classes() -> Any:
         from torch._dynamo.variables.user_defined import UserDefinedClassVariable
     return SimpleNamespace(
         argument=VariableBuilder,  # makes a variable of a value from outside of the frame: wrap_symfloat, of a float
+        arguments=builder,  # where it is: is_int_specialization_case, which integers are constants
         array=NumpyNdarrayVariable,  # an array or scalar of NumPy's: ndim, var_getattr
         autograd_function=AutogradFunctionVariable,  # a class of autograd.Function: fn_cls, call_apply
         applied_function=AutogradFunctionApplyVariable,  # one whose gradients are recorded: call_function
@@ -389,6 +391,12 @@ def function_behind(variable: Any) -> FunctionType | None:
     except NotImplementedError:
         return None
     return function if isinstance(function, FunctionType) else None
+
+
+def with_function(variable: Any, function: FunctionType) -> Any:
+    """The variable of another function that is called like the one of ``variable``, which may be bound to an object."""
+    bound = getattr(variable, "obj", None)
+    return type(variable)(function) if bound is None else type(variable)(function, bound)
 
 
 def value_behind(variable: Any) -> tuple[Any, list[type]]:

@@ -19,6 +19,7 @@ from fxprec.capture.call_key import Constants, call_key, default_key
 from fxprec.capture.collection import fewer_collections
 from fxprec.capture.declined import CaptureDeclined
 from fxprec.capture.dynamo import analysis as dynamo
+from fxprec.capture.dynamo.encoders import fused_path
 from fxprec.capture.locks import CAPTURING
 from fxprec.capture.pytrees import has_low_input, restore_dtypes
 from fxprec.capture.stepwise import is_stepwise, stepwise
@@ -222,6 +223,8 @@ class Conversion:
         if self._became_low(model):
             return self._run_low(entry, module, args, kwargs)
         why = dynamo.why_not_now() or entry.hooks.late
+        if why is None and self.settings.policy.level == "O0":  # equal bit for bit
+            why = fused_path(module)
         if why is None and (what := entry.out_of_date) is not None:
             if entry.restarts < MOST_RESTARTS:
                 self._renew(entry)

@@ -30,7 +30,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+from torch import nn
 
+from fxprec.capture.dynamo.encoders import encoder_forward
 from fxprec.capture.dynamo.granted import Granted
 from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_keys
 from fxprec.capture.tripwires import replaced
@@ -45,6 +47,7 @@ from fxprec.torch_internals import (
     type_of_error,
     unwrapped,
     value_behind,
+    with_function,
 )
 
 #: Functions that say whether dynamo traces the code that asks.
@@ -118,12 +121,21 @@ def strict(granted: Granted) -> Iterator[None]:
     def no_inference_mode(*_: Any, **__: Any) -> None:
         raise breaks("torch.inference_mode")
 
-    def inlines(_parent: Any, function: Any, args: Any, *_rest: Any, **_more: Any) -> None:
+    def inlines(function: Any, args: Any) -> None:
         first = getattr(function, "obj", None)
         first = next(iter(args), None) if first is None else first
         value, owners = (None, []) if first is None else value_behind(first)
         lasts = outlives_call(first, granted.kept)
         granted.inlined(function_behind(function), function.get_code(), function.get_globals(), value, owners, lasts)
+
+    trace = classes.inliner.build_inline_tracer
+
+    def build_inline_tracer(parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
+        inlines(function, args)
+        code = getattr(function_behind(function), "__code__", None)
+        if code == nn.TransformerEncoder.forward.__code__ and parent.f_code is not encoder_forward.__code__:
+            function = with_function(function, encoder_forward)
+        return trace(parent, function, args, *rest, **more)
 
     numpy = classes.guard_module
     with replaced(
@@ -139,10 +151,11 @@ def strict(granted: Granted) -> Iterator[None]:
             _before(classes.applied_function, "call_function", recorded_apply),
             *([] if GUARDS_CLASSES else [_guarding_attributes(classes.user_class)]),
             (classes.inference_mode, "create", staticmethod(no_inference_mode)),
-            _before(classes.inliner, "build_inline_tracer", inlines),
+            (classes.inliner, "build_inline_tracer", staticmethod(build_inline_tracer)),
             _before(classes.builtin, "call_function", asked),
             _before(classes.array, "var_getattr", attribute_of_scalar),
             _zeros_as_constants(classes.argument),
+            _integers_of_torchs_modules_as_constants(classes.arguments),
             _not_compiling(classes),
             (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
             (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
@@ -173,6 +186,19 @@ def _zeros_as_constants(builder: Any) -> tuple[Any, str, Any]:
             return wrap(maker, value)
 
     return builder, "wrap_symfloat", wrap_symfloat
+
+
+def _integers_of_torchs_modules_as_constants(builders: Any) -> tuple[Any, str, Any]:
+    """Have the integers of torch's own modules be constants: its ops refuse a symbol as a flag.
+
+    dynamo makes symbols of those that differ between two models of a class, such as an encoder's activation.
+    """
+    is_constant = builders.is_int_specialization_case
+
+    def is_int_specialization_case(value: Any, source: Any) -> bool:
+        return source.guard_source.is_unspecialized_builtin_nn_module() or is_constant(value, source)
+
+    return builders, "is_int_specialization_case", is_int_specialization_case
 
 
 def _not_compiling(classes: Any) -> tuple[Any, str, Any]:

@@ -121,6 +121,28 @@ def test_errors_scalars_and_questions_for_the_compiler_are_seen() -> None:
         assert [compiled(x, number)[1] for number in (2.0, 3.0, -0.0, 0.0)] == [False, False, True, False]
 
 
+@contract("fxprec", "with_function")
+def test_another_function_can_be_traced_in_a_methods_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Holder(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    def other(holder: Holder, x: Tensor) -> Tensor:
+        return x + 2
+
+    classes = of_fxprec.dynamo_classes()
+    build, forward = classes.inliner.build_inline_tracer, Holder.forward
+
+    def built(parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
+        if of_fxprec.function_behind(function) is forward:
+            function = of_fxprec.with_function(function, other)
+        return build(parent, function, args, *rest, **more)
+
+    monkeypatch.setattr(classes.inliner, "build_inline_tracer", staticmethod(built))
+    holder = Holder()
+    assert torch.compile(lambda x: holder(x) * 1, backend="eager")(torch.ones(1)).item() == 3
+
+
 @contract("fxprec", "function_behind", "value_behind", "outlives_call", "guarded_value", "add_guard")
 def test_what_a_capture_looks_at_is_told_and_can_be_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = of_fxprec.dynamo_classes()
