@@ -393,6 +393,16 @@ def function_behind(variable: Any) -> FunctionType | None:
     return function if isinstance(function, FunctionType) else None
 
 
+def guard_identity(variable: Any) -> bool:
+    """Have dynamo guard that a variable stands for the very same object. Return whether it knows where that is from."""
+    with needed:
+        from torch._dynamo.guards import GuardBuilder, install_guard
+    if variable.source is None:
+        return False
+    install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
+    return True
+
+
 def with_function(variable: Any, function: FunctionType) -> Any:
     """The variable of another function that is called like the one of ``variable``, which may be bound to an object."""
     bound = getattr(variable, "obj", None)

@@ -234,6 +234,39 @@ def cached_helper(t: Run):
 
 
 @case
+def cached_helper_of_plain_values(t: Run):
+    """Its result is a constant of the graph, until the cache is cleared and the value is another one."""
+
+    @functools.cache
+    def scale(name, *, times=1):
+        return PAIR[0] * times
+
+    def change(m):
+        t.patch(globals(), "PAIR", [0.5])
+        scale.cache_clear()
+
+    def forward(s, x):
+        return s.l(x) * scale("a") + scale("b", times=2)
+
+    t.changes(net(forward), lambda m: t.patch(globals(), "PAIR", [9.0]), change)
+
+
+@case
+def cached_tensor(t: Run):
+    """What is written into it stays: dynamo would make it anew."""
+
+    @functools.cache
+    def kept(size):
+        return t.wide(torch.ones(size))
+
+    def forward(s, x):
+        kept(8).add_(1)
+        return s.l(x) * kept(8)
+
+    t.changes(net(forward), again)
+
+
+@case
 def partial_of_an_outer_dict(t: Run):
     def scale(config, x):
         return x / config["k"]

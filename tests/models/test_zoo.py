@@ -190,3 +190,26 @@ def test_the_error_ledger_adds_up(name, gradients):
     assert found.measured != 0 and found.adds_up
     lacking = {remark.partition(" has no derivative in ")[0] for remark in found.remarks}
     assert lacking == WITHOUT_DERIVATIVE.get(name, set())
+
+
+def test_a_unet_with_text_is_one_graph_and_has_its_users_paths():
+    """Its helpers keep their results (functools.cache), and its class has a ``__getattr__`` of its own."""
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=8,
+        norm_num_groups=4,
+        attention_head_dim=4,
+    )
+    inputs = torch.randn(1, 4, 8, 8), torch.tensor([3]), torch.randn(1, 3, 8)
+    expected = model(*inputs).sample
+    fxprec.convert(model, dtype=torch.bfloat16)
+    torch.testing.assert_close(model(*inputs).sample, expected, atol=0.1, rtol=0.1)
+    report = fxprec.report(model)
+    assert len(fxprec.graphs(model)) == 1 and "__dict__" not in str(report)
+    fxprec.testing.assert_precision(model, "down_blocks.0.attentions.0.proj_in", torch.bfloat16)

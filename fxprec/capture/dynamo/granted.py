@@ -9,6 +9,7 @@
 ``vars(block)["weight"] = w``         that no attribute of an instance, or of its class, hides a parameter or child
 ``os.getenv("SCALE")``                the environment
 ``Shape.register(Square)``            what abstract classes are told of others
+``size("sm")``, cleared              what a ``functools.lru_cache`` keeps: it is called, as the code would
 ====================================  ==================================================================================
 
 Collected while dynamo compiles, from the functions that it inlines and the frames that it takes, and asked at each call
@@ -31,6 +32,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor, nn
 
 from fxprec.capture.code_reads import names_in
+from fxprec.capture.guard_values import same
 from fxprec.capture.locks import CAPTURING
 from fxprec.capture.lookups import Lookups
 from fxprec.capture.trusted import is_library, is_torchs
@@ -73,6 +75,7 @@ class Granted:
         self.kept: Set[str] = frozenset()
         self._environment: dict[Any, Any] | None = None
         self._registered: object = None
+        self._results: list[tuple[Callable[[], Any], str, Any]] = []
         self._asks: list[_Ask] | None = None
 
     def inlined(
@@ -108,6 +111,11 @@ class Granted:
             *([value] if lasts else ()),
         ]
         self._runs(code, scope, [value], lasting)
+
+    def result(self, call: Callable[[], Any], name: str, value: Any) -> None:
+        """A call of a function that keeps its results gives a plain value: the graph has it as a constant."""
+        self._asks = None
+        self._results.append((call, name, value))
 
     def frame(self, code: CodeType, scope: dict[str, Any], variables: Mapping[str, Any]) -> None:
         """dynamo takes a frame with these globals and local variables."""
@@ -201,8 +209,14 @@ class Granted:
             yield _Ask("an attribute hides a parameter, buffer or child", Lookups.holds, lookups, True)
         if self._environment is not None:
             yield _Ask("the environment changed", raw_environment, os.environ, self._environment)
+        for call, name, value in self._results:
+            yield _Ask(f"{name} gives another value", functools.partial(_gives, call), value, True)
         if self._registered is not None:
             yield _Ask("an abstract class got a class", lambda _: abc.get_cache_token(), None, self._registered)
+
+
+def _gives(call: Callable[[], Any], value: Any) -> bool:
+    return same(call(), value)
 
 
 def _lookups(owner: type, function: FunctionType | None) -> Iterator[tuple[type, str]]:

@@ -2,7 +2,8 @@
 
 Left to the interpreter, with a graph break whose reason the report has:
 
-- calls of ``functools.lru_cache`` and ``cache``, through which dynamo traces as though nothing had been kept;
+- calls of ``functools.lru_cache`` and ``cache`` that give or take other than plain values: dynamo traces through them
+  as though nothing had been kept. Those of plain values are called, and the result is a constant;
 - ``torch.autograd.Function`` where gradients are recorded: in a graph its backward has no gradients of its own, and
   what it saves is seen neither by version counters nor by hooks;
 - numbers drawn from a ``random.Random`` of the user's, whose state dynamo bakes in;
@@ -23,6 +24,7 @@ ask it to leave out what would break a graph and changes no result.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import sysconfig
@@ -35,6 +37,7 @@ from torch import nn
 from fxprec.capture.dynamo.encoders import encoder_forward
 from fxprec.capture.dynamo.granted import Granted
 from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_keys
+from fxprec.capture.guard_values import is_plain
 from fxprec.capture.tripwires import replaced
 from fxprec.capture.trusted import is_library, is_torchs
 from fxprec.torch_internals import (
@@ -42,6 +45,7 @@ from fxprec.torch_internals import (
     dynamo_classes,
     function_behind,
     guard_class_attribute,
+    guard_identity,
     outlives_call,
     torch_dynamo,
     type_of_error,
@@ -52,6 +56,8 @@ from fxprec.torch_internals import (
 
 #: Functions that say whether dynamo traces the code that asks.
 _IS_COMPILING: Final = ("is_compiling", "is_dynamo_compiling")
+#: Types of results that a graph can have as constants.
+_LITERALS: Final = frozenset({type(None), bool, int, float, complex, str})
 _INSTALLED: Final = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
 
 
@@ -65,10 +71,23 @@ def strict(granted: Granted) -> Iterator[None]:
     classes = dynamo_classes()
     breaks = classes.graph_break
 
-    def call_of_cached(variable: Any, *_args: Any, **_kwargs: Any) -> None:
+    call_cached = classes.cached_function.call_function
+
+    def call_of_cached(variable: Any, frame: Any, args: Any, kwargs: Any) -> Any:
         cached = variable.wrapper_obj
-        if hasattr(cached, "cache_info") and not is_torchs(cached):
+        if not hasattr(cached, "cache_info") or is_torchs(cached):
+            return call_cached(variable, frame, args, kwargs)
+        try:
+            arguments = [each.as_python_constant() for each in args]
+            named = {name: each.as_python_constant() for name, each in kwargs.items()}
+            plain = all(map(is_plain, (*arguments, *named.values())))
+            value = cached(*arguments, **named) if plain else object()
+        except Exception:  # no constants, or an error that the interpreter raises again
+            value = object()
+        if type(value) not in _LITERALS or not guard_identity(variable):
             raise breaks(f"a call of {cached.__qualname__}, which keeps its results (functools.lru_cache)")
+        granted.result(functools.partial(cached, *arguments, **named), cached.__qualname__, value)
+        return classes.constant.create(value)
 
     applying: Any = None
 
@@ -145,7 +164,7 @@ def strict(granted: Granted) -> Iterator[None]:
             (classes.guards, "CLOSURE_MATCH", also(classes.guards.CLOSURE_MATCH, exact_closure)),
             (numpy, "from_numpy", torch.inference_mode(False)(numpy.from_numpy)),
             _before(classes.dictionary, "getitem_const_raise_exception_if_absent", missing_key),
-            _before(classes.cached_function, "call_function", call_of_cached),
+            (classes.cached_function, "call_function", call_of_cached),
             _before(classes.user_class, "call_function", call_of_class),
             _before(classes.autograd_function, "call_apply", apply),
             _before(classes.applied_function, "call_function", recorded_apply),

@@ -80,6 +80,9 @@ _UNCHANGING: Final[tuple[Any, ...]] = (
     type(_FACTORY),
 )
 _MISSING: Final = object()
+#: How far the walk goes from function to function, and how many values it looks at: imports lead through packages.
+_DEEPEST: Final = 40
+_MOST: Final = 20_000
 _IMPURE: Final = "which looks at more than its arguments"
 
 
@@ -151,6 +154,7 @@ class Surroundings:
         self.contents = Contents()
         self.tensors: dict[int, tuple[str, Tensor]] = {}
         self.asks_types = False
+        self._depth = 0
         self._makes_names = False  # perhaps getattr(type(self), f"scale{i}")
 
     @property
@@ -171,8 +175,14 @@ class Surroundings:
             return None
         known = self._looked_at.get(id(value))
         if known is None:
+            if self._depth >= _DEEPEST or len(self._looked_at) >= _MOST:
+                return f"{label or 'an object'}, through more functions and objects than a trace is checked for"
             self._looked_at[id(value)] = value, None  # it may hold itself
-            known = self._looked_at[id(value)] = value, self._look_at(value, label)
+            self._depth += 1
+            try:
+                known = self._looked_at[id(value)] = value, self._look_at(value, label)
+            finally:
+                self._depth -= 1
         return known[1]
 
     def _look_at(self, value: Any, label: str) -> str | None:

@@ -121,7 +121,7 @@ def test_errors_scalars_and_questions_for_the_compiler_are_seen() -> None:
         assert [compiled(x, number)[1] for number in (2.0, 3.0, -0.0, 0.0)] == [False, False, True, False]
 
 
-@contract("fxprec", "with_function")
+@contract("fxprec", "with_function", "guard_identity")
 def test_another_function_can_be_traced_in_a_methods_place(monkeypatch: pytest.MonkeyPatch) -> None:
     class Holder(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -135,6 +135,7 @@ def test_another_function_can_be_traced_in_a_methods_place(monkeypatch: pytest.M
 
     def built(parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
         if of_fxprec.function_behind(function) is forward:
+            assert of_fxprec.guard_identity(function.obj)
             function = of_fxprec.with_function(function, other)
         return build(parent, function, args, *rest, **more)
 

@@ -133,3 +133,30 @@ def test_tools_are_given_back_and_declined_where_all_are_taken() -> None:
     finally:
         for tool in free:
             monitoring.free_tool_id(tool)
+
+
+def test_a_walk_through_very_many_functions_ends_with_a_reason():
+    """The trace declines where the model goes on, and no line of its is blamed for Python's recursion limit."""
+    scope: dict[str, Any] = {"torch": torch}
+    source = "".join(f"def f{i}(x): return f{i + 1}(x)\n" for i in range(400)) + "def f400(x): return torch.relu(x)\n"
+    exec(compile(source, "user.py", "exec"), scope)
+
+    class Model(nn.Module):
+        def __init__(self, first: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.fc, self.first = nn.Linear(2, 2), first
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(self.fc(x))
+
+    shallow, deep = Model(scope["f390"]), Model(scope["f0"])
+    x = torch.randn(1, 2)
+    for model in (shallow, deep):
+        expected = model.fc(x).relu()
+        fxprec.convert(model, level="O0")
+        if model is shallow:
+            torch.testing.assert_close(model(x), expected)
+            assert not model._fxprec.declined
+        else:
+            with pytest.raises(fxprec.CaptureError, match="through more functions and objects"):
+                fxprec.convert(fxprec.revert(model), level="O0", capture="symbolic")(x)

@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule
 
 from fxprec.passes.canonicalize import every_graph
-from fxprec.passes.graph.annotations import NO_OP, UNDECIDED, Annotations, Arrival, Precision, Rule, notes
+from fxprec.passes.graph.annotations import (
+    NO_OP,
+    UNDECIDED,
+    Annotations,
+    Arrival,
+    Precision,
+    Rule,
+    clean_path,
+    notes,
+)
 from fxprec.passes.runner import PIPELINE
 
 #: Field -> the pass that writes it.
@@ -105,3 +114,16 @@ def test_precisions_of_before_arrivals_were_named_load():
     old.__setstate__([None, None, torch.float32, Rule.KEEP, "a test"])
     assert old == Precision.arriving(None, torch.float32, Rule.KEEP, "a test")
     assert old.reads is Arrival.AS_IT_ARRIVES
+
+
+@pytest.mark.parametrize(
+    ("written", "path"),
+    [
+        ("L['self']._modules['fc']", "fc"),
+        ("L['self'].blocks.0.fc", "blocks.0.fc"),
+        ("L['self'].__dict__['_modules']['blocks'].0.__dict__['_modules']['fc']", "blocks.0.fc"),
+        ("L['self'].blocks._modules['0'].__dict__['_parameters']['weight']", "blocks.0._parameters.weight"),
+    ],
+)
+def test_paths_are_those_that_users_know(written, path):
+    assert clean_path(written) == path
