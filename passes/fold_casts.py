@@ -173,7 +173,13 @@ def _known(node: Node) -> torch.dtype | None:
 
 
 def _lossless(narrow: torch.dtype | None, wide: torch.dtype | None) -> bool:
-    return narrow is not None and wide is not None and torch.promote_types(narrow, wide) == wide
+    """Return whether a cast to ``wide`` keeps every value. float8, which torch does not promote, counts as no."""
+    if narrow is None or wide is None:
+        return False
+    try:
+        return torch.promote_types(narrow, wide) == wide
+    except RuntimeError:
+        return False
 
 
 def _hoist(gm: GraphModule) -> int:

@@ -144,7 +144,11 @@ class Conversion:
         if torch.compiler.is_exporting():
             self._refuse_tracer("torch.export", "torch.export.export(fxprec.graph_module(model), inputs)")
         if is_fx_tracing() and any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
-            self._refuse_tracer("torch.fx.symbolic_trace", "it is fxprec.graph_module(model)")
+            self._refuse_tracer(
+                "torch.fx.symbolic_trace",
+                "it is fxprec.graph_module(model). For torchvision's create_feature_extractor and others that take a "
+                "model apart: first those, then fxprec.convert",
+            )
         if torch.is_autocast_enabled(self.settings.device) and not inside_net():
             self.warn_autocast("called under")
         model = self.module()

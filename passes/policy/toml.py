@@ -64,6 +64,13 @@ def loads(text: str, name: str = "<toml>") -> Parts:
     rules: list[CustomRule] = []
     for table, content in document.items():
         if table not in _TABLES:
+            near = did_you_mean(table, ("level",))
+            if near:  # a key of [policy], above any table
+                near = "" if table == "level" else near
+                raise PolicyError(
+                    f"{places.of(table)}: {table!r} stands in no table{near}: the level belongs under [policy], as in "
+                    '[policy] and, on the next line, level = "O1"'
+                )
             wrong = f"unknown table or key {table!r}{did_you_mean(table, _TABLES)}"
             raise PolicyError(f"{places.of(table)}: {wrong}; there are {', '.join(f'[{each}]' for each in _TABLES)}")
         if table == "rules":

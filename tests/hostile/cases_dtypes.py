@@ -286,3 +286,22 @@ def weights_of_two_dtypes(t: Run):
     m.register_buffer("ids", torch.arange(3))
     m.register_buffer("on", torch.ones(3).bool())
     t.changes(m)
+
+
+def _through_float8(dtype: torch.dtype):
+    def run(t: Run):
+        def forward(s, x):
+            q = s.l(x).clamp(0.25, 4).to(dtype)
+            return s.r(q.to(torch.float32)).sum() + q.float().sum(), q.dtype
+
+        m, x = t.convert(net(forward, Two)), t.randn(4, 8)
+        with torch.no_grad():
+            t(m, x)
+
+    run.__name__ = f"through_{str(dtype).removeprefix('torch.')}"
+    case(run, no_twin="rounds to steps of which a float64 run takes others", no_autocast="likewise")
+
+
+for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"):
+    if hasattr(torch, name):
+        _through_float8(getattr(torch, name))

@@ -135,7 +135,7 @@ def test_another_function_can_be_traced_in_a_methods_place(monkeypatch: pytest.M
 
     def built(parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
         if of_fxprec.function_behind(function) is forward:
-            assert of_fxprec.guard_identity(function.obj)
+            assert of_fxprec.guard_identity(args[0])
             function = of_fxprec.with_function(function, other)
         return build(parent, function, args, *rest, **more)
 

@@ -104,7 +104,8 @@ def test_what_a_file_cannot_say_is_refused():
     ("text", "message"),
     [
         ("[polcy]\n", r"mine\.toml:1: unknown table or key 'polcy' \(did you mean 'policy'"),
-        ('\nlevel = "O1"\n', r"mine\.toml:2: unknown table or key 'level'.*\[policy\]"),
+        ('\nlevel = "O1"\n', r"mine\.toml:2: 'level' stands in no table: the level belongs under \[policy\]"),
+        ('levle = "O2"\n', r"mine\.toml:1: 'levle' stands in no table \(did you mean 'level'\?\): .* \[policy\]"),
         ('[policy]\n\nlevle = "O1"\n', r"mine\.toml:3: unknown key 'levle' in \[policy\] \(did you mean 'level'"),
         ('[policy]\nlevel = "01"\n', r"mine\.toml:2: unknown level '01'.*did you mean 'O1'"),
         ("[policy]\nlevel = 1\n", r"mine\.toml:2: unknown level 1.*did you mean 'O1'"),
