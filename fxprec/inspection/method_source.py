@@ -55,7 +55,8 @@ _CALL_IT: Final = frozenset({"map", "filter"})
 class SourceUses:
     """The chains that a method calls or hands on to be called, and those that it multiplies an argument with.
 
-    A method without arguments that multiplies weights with each other, such as one that joins layers, changes the model.
+    A method without arguments that multiplies weights with each other, as one that joins layers does, changes the
+    model.
     """
 
     called: tuple[Chain, ...]

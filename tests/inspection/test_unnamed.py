@@ -323,8 +323,8 @@ def test_methods_that_run_products(method, calls):
 
 @pytest.mark.parametrize(
     "method",
-    ["zero_init_last", "prune_intermediate_layers", "replace_head", "as_sequential", "get_head", "group_matcher", "fuse",
-     "normed", "looked_up", "penalty", "copied", "counted"],
+    ["zero_init_last", "prune_intermediate_layers", "replace_head", "as_sequential", "get_head", "group_matcher",
+     "fuse", "normed", "looked_up", "penalty", "copied", "counted"],
 )  # fmt: skip
 def test_methods_that_touch_weights_only(method):
     assert method not in [each.method for each in unnamed_methods(TimmLike(), ())]
