@@ -77,6 +77,8 @@ def strict(granted: Granted) -> Iterator[None]:
         cached = variable.wrapper_obj
         if not hasattr(cached, "cache_info") or is_torchs(cached):
             return call_cached(variable, frame, args, kwargs)
+        arguments: list[Any] = []
+        named: dict[str, Any] = {}
         try:
             arguments = [each.as_python_constant() for each in args]
             named = {name: each.as_python_constant() for name, each in kwargs.items()}
