@@ -78,6 +78,10 @@ class Birth:
     masked: bool = False
 
 
+#: Parts of names of ops that give nan for a row of -inf, and for no other row that has neither nan nor inf.
+_NORMALIZES: Final = ("softmax", "attention", "cross_entropy")
+
+
 class Births(Attribution):
     """While it is on: births of what is not finite, by storage.
 
@@ -184,8 +188,11 @@ class Births(Attribution):
         with_nan = [birth for value, birth in inherited if bool(value.isnan().any())]
         births = with_nan or [birth for _, birth in inherited]
         makes_nan = bool(result.isnan().any())
-        normalizes = "softmax" in call.name or "attention" in call.name
-        if makes_nan and normalizes and all(b.kind == "came in" and _is_mask(value) for value, b in inherited):
+        normalizes = any(name in call.name for name in _NORMALIZES)
+        # A softmax by hand subtracts the largest value of a row, which is -inf where the mask hides all of it.
+        normalizes |= call.name == "aten::sub" and any(birth.kind == "meant" for birth in births)
+        as_mask = all(birth.kind in ("came in", "meant") and _is_mask(value) for value, birth in inherited)
+        if makes_nan and normalizes and as_mask:
             birth = call.birth(result, self._flushed)
             return replace(birth, masked=birth.kind == "invalid" and bool(inherited or call.reads_a_mask))
         faults = [birth for birth in births if birth.kind != "meant"]

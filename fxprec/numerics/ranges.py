@@ -82,7 +82,9 @@ def ranges(
     own, wide, remarks = Counting(model), Counting(model), []
     twin, why_none = _in_bfloat16(problem) if low is torch.float16 else (None, "")
     number, own_faults, wide_faults = 0, _Faults(every), _Faults(every)
+    first: Batch | None = None
     for batch in itertools.islice(problem.batches(batches), 0, None, every):
+        first = batch if number == 0 else first
         number += 1
         own.merge(_counted(problem, batch, scale, own_faults))
         if twin is not None:
@@ -94,12 +96,20 @@ def ranges(
     seen, seen_in, faults = rows, low, own_faults
     if twin is not None:
         seen, seen_in, faults = _rows(wide), torch.bfloat16, wide_faults
-        rows, seen = _with_wide(rows, seen), _named_as(rows, seen)
+        rows, seen = _with_wide(rows, seen), _named_as(rows, _low_in_float16(seen, rows))
     elif why_none:
         remarks.append(f"what float16 flushed is not known: the model does not run in bfloat16 ({why_none})")
     if own.skipped:
         remarks.append(f"not counted, for their layout or dtype: results of {', '.join(sorted(own.skipped))}")
     advice = advise(seen, seen_in, scale, faults.told())
+    if low is torch.bfloat16 and advice.dtype is torch.bfloat16 and first is not None:
+        try:
+            narrow = Counting(model)
+            narrow.merge(_counted(Problem(under(model, dtype=torch.float16), loss), first, scale, _Faults(every)))
+            advice = advise(_low_in_float16(seen, _rows(narrow)), seen_in, scale, faults.told())
+        except (FxprecError, RuntimeError, ValueError) as error:
+            why = _first_line(error)
+            remarks.append(f"judged as if float16 kept nothing more in FP32, as the model does not run in it ({why})")
     warnings = _warnings(seen, seen_in, advice.scale) if low is torch.float16 and not scaled else ()
     return Ranges(
         rows=tightest_first(rows),
@@ -192,6 +202,24 @@ def _with_wide(rows: list[Range], seen: list[Range]) -> list[Range]:
     return [
         replace(row, wide=by_place[place]) if places[place := _place(row)] == times[place] == 1 else row for row in rows
     ]
+
+
+def _low_in_float16(seen: list[Range], narrow: list[Range]) -> list[Range]:
+    """Return the rows of a run in bfloat16 but for those that are FP32 in float16, whatever their range is.
+
+    Under one policy more is FP32 there: squares, and products with numbers that float16 cannot hold.
+
+    Args:
+        seen: of a run in bfloat16.
+        narrow: of a run in float16.
+    """
+    low = {_place(row) for row in narrow}
+    known = {_place(row)[:-1] for row in narrow}
+
+    def stays_low(row: Range) -> bool:
+        return row.dtype != "bfloat16" or _place(row) in low or (row.op != "cast" and _place(row)[:-1] not in known)
+
+    return [row for row in seen if stays_low(row)]
 
 
 def _named_as(rows: list[Range], seen: list[Range]) -> list[Range]:

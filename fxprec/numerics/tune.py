@@ -22,6 +22,7 @@ from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.study import Study
 from fxprec.numerics.trial import under
 from fxprec.numerics.tuned import Figures, Tuned
+from fxprec.passes.costs.device_costs import DeviceCosts
 from fxprec.passes.placement.budget import cheapest_within, most_exact_within
 from fxprec.settings import Settings
 
@@ -124,9 +125,44 @@ def search(
         for each, ledger, taken in zip((start, reached), ledgers, seconds, strict=True)
     )
     target = "outputs" if ledgers[0].target == "outputs" else "loss"
-    remarks = tuple(study.remarks(start, base, found, reached, error))
+    remarks = (*study.remarks(start, base, found, reached, error), *_missed(before, after, error, time, len(held_out)))
     against = "the start" if lowering is settings.policy else "O1"
-    return Tuned(policy, lines, before, after, asked, remarks, target, against)
+    return Tuned(policy, lines, before, after, asked, remarks, target, against, _call_of(settings))
+
+
+def _missed(before: Figures, after: Figures, error: float | None, time: float | None, batches: int) -> Iterator[str]:
+    """Say where what was measured on the held-out batches exceeds what was asked: the search goes by predictions."""
+    on = "on the held-out batch" if batches == 1 else f"on {batches} held-out batches"
+    if error is not None and not after.measured_error <= error:
+        yield (
+            f"the budget is missed {on}: an error of {after.measured_error:.3g} was measured, {error:g} was asked. "
+            "Give more batches, as an error of few of them is noise, or ask for less"
+        )
+    taken = after.measured_seconds / before.measured_seconds
+    if time is not None and taken > time:
+        yield (
+            f"the budget is missed {on}: a step takes {taken:.3f} of the time before, at most {time:g} was asked. "
+            "Costs of this machine (python -m fxprec calibrate) predict better than shipped ones; or ask for less"
+        )
+
+
+def _call_of(settings: Settings) -> str:
+    """Return the call of ``convert`` with these settings, as far as they decide which nodes are low, and a policy."""
+    arguments = [f"dtype={settings.dtype}"]
+    costs = ""
+    if isinstance(settings.lower, DeviceCosts):
+        arguments.append("lower=costs")
+        costs = f"; costs are those of {settings.lower}, which DeviceCosts.from_dict reads from a file"
+    elif settings.lower != "always":
+        arguments.append(f'lower="{settings.lower}"')
+        costs = f"; costs of the device were those of {settings.device_costs}"
+    if settings.fuse != "auto":
+        arguments.append(f"fuse={settings.fuse!r}")
+    if not settings.keep_output_dtype:
+        arguments.append("keep_output_dtype=False")
+    if settings.executor != "eager":
+        arguments.append(f'executor="{settings.executor}"')
+    return f"fxprec.convert(model, example_inputs, {', '.join(arguments)}, policy=policy){costs}"
 
 
 def _settings_of(model: nn.Module) -> Settings:

@@ -130,6 +130,8 @@ class Tuned:
         remarks: what else is to be known.
         target: what has the error: "loss", or "outputs" where there is none.
         against: what shares of lines are of: the start, or "O1" where that is level O0.
+        how: the call of ``convert`` under which the policy decides as it was measured: a file holds the policy alone,
+            and the dtype, costs (``lower``) and kernels (``fuse``) decide, too.
     """
 
     policy: Policy
@@ -140,6 +142,7 @@ class Tuned:
     remarks: tuple[str, ...] = ()
     target: Literal["loss", "outputs"] = "loss"
     against: str = "the start"
+    how: str = ""
 
     @property
     def predicted_time(self) -> float:
@@ -153,7 +156,8 @@ class Tuned:
 
     def to_toml(self) -> str:
         """The policy as a file, with a comment a line."""
-        text = [f"# {line}" for line in (self.headline, *self.remarks)]
+        convert = [f"Convert with: {self.how}"] if self.how else []
+        text = [f"# {line}" for line in (self.headline, *self.remarks, *convert)]
         why, table = {_written(lines): told(lines, self.against) for lines in self.overrides()}, ""
         for line in self.policy.to_toml().splitlines():
             table = line if line.startswith("[") else table
@@ -178,6 +182,7 @@ class Tuned:
             "measured_time": self.measured_time,
             "lines": [asdict(line) for line in self.lines],
             "remarks": list(self.remarks),
+            "how": self.how,
             "policy": self.policy.to_toml(),
         }
 
@@ -201,4 +206,5 @@ class Tuned:
         if len(overrides) > _SHOWN:
             parts.append(f"and {len(overrides) - _SHOWN} more lines: tuned.to_toml(); tuned.lines has every node")
         parts += [f"Note: {remark}" for remark in self.remarks]
+        parts += [f"Convert with: {self.how}"] if self.how else []
         return titled(self.headline, stacked(parts))

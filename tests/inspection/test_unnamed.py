@@ -280,10 +280,10 @@ class TimmLike(nn.Module):
         return [len(self.blocks), [name for name, _ in self.blocks.named_children()], coarse]
 
     def fuse(self):
-        weight = self.norm.weight / (self.norm.running_var + self.norm.eps) ** 0.5
+        weight = self.norm.weight.sqrt()
         joined = nn.Conv2d(self.stem.in_channels, self.stem.out_channels, 1)
         joined.weight.data.copy_(self.stem.weight * weight[:, None, None, None])
-        joined.bias.data.copy_(self.stem.bias @ self.mixing)
+        joined.bias.data.copy_(self.head.weight @ self.mixing)
         return joined
 
     def normed(self, x):

@@ -336,3 +336,54 @@ def test_batches_of_other_arguments_are_refused_with_what_the_model_takes(batch:
     for asks in (lambda: locate(model, given, loss), lambda: audit(model, [given], loss)):
         with pytest.raises(TypeError, match=words):
             asks()
+
+
+HIDDEN = torch.zeros(4, 12, dtype=torch.bool)
+HIDDEN[2], HIDDEN[1, 3] = True, True
+
+
+def by_hand(scores: Tensor) -> Tensor:
+    shifted = (scores - scores.max(-1, keepdim=True).values).exp()
+    return shifted / shifted.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda h: h.masked_fill(HIDDEN, -torch.inf).softmax(-1),
+        lambda h: h.masked_fill(HIDDEN, float("-inf")).log_softmax(-1),
+        lambda h: h.clone().masked_fill_(HIDDEN, -torch.inf).softmax(-1),
+        lambda h: torch.where(HIDDEN, -torch.inf, h).softmax(-1),
+        lambda h: (h + torch.zeros(4, 12).masked_fill(HIDDEN, -torch.inf)).softmax(-1),
+        lambda h: (h.masked_fill(HIDDEN, -torch.inf) * 0.5).view(2, 2, 12).softmax(-1),
+        lambda h: by_hand(h.masked_fill(HIDDEN, -torch.inf)),
+        lambda h: F.cross_entropy(h.masked_fill(HIDDEN, -torch.inf), torch.arange(4)),
+    ],
+)
+def test_a_row_that_the_model_itself_masks_wants_a_key_and_no_eps(mask: Callable[[Tensor], Tensor], dtype: Any) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return mask(self.first(x))
+
+    found = located(fxprec.convert(Net(), dtype=dtype)[0], (torch.randn(4, 12),), None)
+    assert found.masked and "leave a key of each row unmasked" in found.cure and "eps" not in found.cure
+    assert "gives nan for rows that are masked as a whole" in str(found)
+
+
+def test_what_is_no_mask_is_told_as_before() -> None:
+    class Poles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logs = (self.first(x) * 0).log()
+            return logs - logs.max(-1, keepdim=True).values
+
+    found = located(fxprec.convert(Poles(), dtype=BF16)[0], (torch.randn(4, 12),), None)
+    assert not found.masked and found.op == "log" and "eps" in found.cure

@@ -470,3 +470,33 @@ def test_a_copy_that_does_not_run_in_bfloat16_is_said() -> None:
     assert "does not run in bfloat16" in remark and "no kernel for bfloat16" in remark
     assert found.batches == 2 and found.dtype is F16 and found.scale is not None
     assert all(row.flushed is None for row in found.rows)
+
+
+class Large(nn.Module):
+    """Values of some hundreds in low precision, of which something is made."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.function, self.last = nn.Linear(8, 8), function, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x) * 400) / 1e6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("function", "fits"),
+    [
+        (lambda h: h.square(), torch.float16),
+        (lambda h: h * h, torch.float16),
+        (lambda h: h * 2000, torch.bfloat16),
+    ],
+)
+def test_float16_is_judged_by_what_its_policy_runs_low(function: Any, fits: torch.dtype, dtype: torch.dtype) -> None:
+    """A square is FP32 in float16, though it is low in bfloat16: how large it gets is no reason against float16."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    model = fxprec.convert(Large(function), (x,), dtype=dtype).module
+    found = ranges(model, [(x,), (x,)])
+    assert found.dtype is fits, found.reasons
+    assert fits is torch.float16 or "beyond float16's 65504" in found.reasons[0]

@@ -388,3 +388,64 @@ def test_from_level_o0_where_nothing_pays() -> None:
 def test_conversions_that_cannot_be_tuned(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(fxprec.ConversionError, match=text):
         tune(converted(Net(), **settings), batches(), F.cross_entropy, time=1.0)
+
+
+def test_a_budget_that_is_missed_where_it_is_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search goes by predictions of the batches that were audited."""
+    model = converted(Net())
+    start = tune(model, batches(), F.cross_entropy, error=1.0).start
+    module = sys.modules["fxprec.numerics.tune"]
+    own = module.Figures
+
+    def twice_as_wrong(predicted: float, measured: float, *seconds: float) -> Any:
+        return own(predicted, 100 * measured, seconds[0], seconds[1])
+
+    kept = tune(model, batches(), F.cross_entropy, error=start.predicted_error / 2)
+    assert kept.tuned.measured_error > start.predicted_error / 2 or not any("missed" in each for each in kept.remarks)
+    monkeypatch.setattr(module, "Figures", twice_as_wrong)
+    missed = tune(model, batches(), F.cross_entropy, error=start.predicted_error / 2)
+    (remark,) = [remark for remark in missed.remarks if "missed" in remark]
+    assert f"an error of {missed.tuned.measured_error:.3g} was measured" in remark and "on 2 held-out batches" in remark
+    assert remark in str(missed) and f"# {remark}" in missed.to_toml()
+
+    def three_times_as_long(predicted: float, measured: float, expected: float, taken: float) -> Any:
+        three_times_as_long.calls += 1  # type: ignore[attr-defined]
+        return own(predicted, measured, expected, [1.0, 3.0][three_times_as_long.calls - 1])  # type: ignore[attr-defined]
+
+    three_times_as_long.calls = 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "Figures", three_times_as_long)
+    missed = tune(model, batches(), F.cross_entropy, time=1.5)
+    (remark,) = [remark for remark in missed.remarks if "missed" in remark]
+    assert "a step takes 3.000 of the time before, at most 1.5 was asked" in remark
+
+
+@pytest.mark.parametrize(
+    ("settings", "call"),
+    [
+        ({}, "lower=costs, policy=policy); costs are those of"),
+        ({"fuse": "aten", "keep_output_dtype": False}, "lower=costs, fuse='aten', keep_output_dtype=False, policy=po"),
+        ({"lower": "pays"}, 'dtype=torch.bfloat16, lower="pays", policy=policy); costs of the device were those of'),
+        ({"lower": "always"}, "dtype=torch.bfloat16, policy=policy)"),
+    ],
+)
+def test_a_file_tells_with_which_settings_its_policy_decides_so(settings: Any, call: str, tmp_path: Any) -> None:
+    model = converted(Net(), **settings)
+    start = tune(model, batches(), F.cross_entropy, error=1.0).start
+    pays = settings.get("lower") == "pays"  # the costs of this device may keep all in FP32 already
+    tuned = tune(model, batches(), F.cross_entropy, error=start.predicted_error * (2 if pays else 0.5))
+    assert tuned.policy.overrides or pays
+    (line,) = [line for line in tuned.to_toml().split("\n") if line.startswith("# Convert with: ")]
+    assert "fxprec.convert(model, example_inputs, dtype=torch.bfloat16, " in line and call in line
+    assert line.removeprefix("# ") in str(tuned) and tuned.to_dict()["how"] in line
+    file = tmp_path / "policy.toml"
+    file.write_text(tuned.to_toml())
+    policy = fxprec.Policy.from_toml(file)
+    again = eval(
+        tuned.how.partition("; ")[0],
+        {"fxprec": fxprec, "torch": torch, "costs": FASTER, "policy": policy}
+        | {"model": Net(), "example_inputs": None},
+    ).module
+    meant = trial(model, policy=tuned.policy)
+    for each in (again, meant):
+        each(batches()[0][0])  # where costs decide, sizes are asked
+    assert computes(again) == computes(meant)
