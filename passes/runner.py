@@ -21,12 +21,22 @@ from fxprec.passes.decide import decide
 from fxprec.passes.fold_casts import fold_casts
 from fxprec.passes.fuse import fuse
 from fxprec.passes.insert_casts import insert_casts
+from fxprec.passes.keep_returned import keep_returned
 from fxprec.passes.propagate import propagate
 from fxprec.passes.verify import check, verify
 
 log = logging.getLogger(__name__)
 
-PIPELINE: Final[tuple[Pass, ...]] = (canonicalize, propagate, decide, insert_casts, fold_casts, fuse, verify)
+PIPELINE: Final[tuple[Pass, ...]] = (
+    canonicalize,
+    propagate,
+    decide,
+    insert_casts,
+    fold_casts,
+    keep_returned,
+    fuse,
+    verify,
+)
 
 
 def run_passes(gm: GraphModule, context: Context, passes: Sequence[Pass] = PIPELINE) -> GraphModule:

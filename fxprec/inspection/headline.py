@@ -77,6 +77,7 @@ class Headline:
         views: compute dtype -> nodes that only move data: views, copies, casts of the user's.
         stays: what computes in FP32, by reason.
         casts: inserted casts that run at every call.
+        on_path: those of them by which others read a returned value as it is returned, so that gradients go through it.
         absorbed: inserted casts within fused regions, which cost nothing.
         costs: which costs of the device ``lower="pays"`` went by, and how many ops stay FP32; "" for "always".
         regions: what fused regions there are and how they run.
@@ -104,6 +105,7 @@ class Headline:
     views: Mapping[str, int]
     stays: tuple[Stay, ...]
     casts: int
+    on_path: int
     absorbed: int
     shadow_casts: int
     folded: int
@@ -199,6 +201,7 @@ class Headline:
         inserted = (
             f"{self.casts} inserted, {self.shadow_casts} of weights read as shadows instead, {self.folded} folded"
             + (f", {self.absorbed} within regions" if self.absorbed else "")
+            + (f"; {self.on_path} of those inserted keep gradients on what is returned" if self.on_path else "")
         )
         known, ours, theirs = self.rehearsal, self.rehearsal.ours, self.rehearsal.autocast
         if known.unknown:
@@ -243,6 +246,9 @@ class Headline:
         if number := self.rehearsal.results:
             gives = "gives a result its" if number == 1 else "give results their"
             yield f"{number} {gives} original dtype back (keep_output_dtype=False leaves them low)"
+        if self.on_path:
+            keeps = "keeps" if self.on_path == 1 else "keep"
+            yield f"{self.on_path} {keeps} a returned value on the gradient's path (none in a graph made under no_grad)"
         if wider := self.rehearsal.wider:
             ops = ", ".join(f"{number} {op}" for op, number in wider.items())
             yield f"{ops} {'is' if sum(wider.values()) == 1 else 'are'} FP32 here and {self.low} there"

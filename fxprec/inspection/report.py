@@ -307,6 +307,7 @@ def _headline(
         costs=_cost_line(graphs, rows),
         regions=region_line([region for section in sections for region in section.regions]),
         shadow_casts=kinds["shadow"],
+        on_path=sum(bool(notes(node).returns) for gm in graphs for node in gm.graph.nodes),
         folded=sum(gm.meta.get("folded", 0) for gm in graphs),
         activations=sum((section.activations for section in sections), Activations()),
         weights=held,

@@ -142,6 +142,8 @@ class Annotations:
     root_dtype: Annotated[torch.dtype | None, "decide"] = None
     #: Whether the node is a cast that a pass made.
     inserted: Annotated[bool, "insert_casts"] = False
+    #: Whether the node is a cast by which others read a value as it is returned.
+    returns: Annotated[bool, "keep_returned"] = False
     #: Which kernel serves the node, in words. In a frozen model ``pack`` writes it, too.
     fused: Annotated[str, "fuse"] = ""
     #: The name of the region that the node is in.

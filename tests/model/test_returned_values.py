@@ -1,0 +1,187 @@
+"""What a model returns lies on the gradient's path: its gradient is there, as in the original."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import fxprec
+
+BF16 = torch.bfloat16
+
+
+class Net(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.norm, self.function = nn.Linear(4, 6), nn.Linear(6, 3), nn.LayerNorm(6), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+    def scores(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def product(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    return m.b(h), h
+
+
+def activation(m: Net, x: Tensor) -> Any:
+    h = F.gelu(m.a(x))
+    return m.b(h), h
+
+
+def several(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    g = torch.relu(h)
+    return m.b(g), {"h": h, "g": [g, g]}
+
+
+def widened(m: Net, x: Tensor) -> Any:
+    h = m.a(x).float()
+    return m.b(h), h
+
+
+def normalized(m: Net, x: Tensor) -> Any:
+    h = m.norm(m.a(x))
+    return m.b(h), h
+
+
+def pointwise(m: Net, x: Tensor) -> Any:
+    h = F.gelu(m.a(x))
+    y = torch.tanh(h) * 2
+    return m.b(y), h, y
+
+
+def viewed(m: Net, x: Tensor) -> Any:
+    h = m.a(x).view(-1, 2, 3)
+    return m.b(h.flatten(1)), h
+
+
+def chunked(m: Net, x: Tensor) -> Any:
+    h, g = m.a(x).chunk(2, -1)
+    return m.b(torch.cat([h, g], -1)), h, g
+
+
+def written(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    h.add_(1)
+    return m.b(h), h
+
+
+def residual(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    y = h + m.norm(h)
+    return m.b(y), h, y
+
+
+def broken(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    torch._dynamo.graph_break()
+    return m.b(h), h
+
+
+def broken_later(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    y = m.b(h)
+    torch._dynamo.graph_break()
+    return y * 2, h
+
+
+def stored(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    m.kept = h
+    return m.b(h)
+
+
+FUNCTIONS = [
+    product, activation, several, widened, normalized, pointwise, viewed, chunked, written, residual, broken,
+    broken_later, stored,
+]  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "autocast's placement": {"placement": "autocast"},
+    "O0": {"level": "O0"},
+    "O2": {"level": "O2"},
+    "nothing fused": {"fuse": False},
+    "regions": {"fuse": "aten"},
+    "dynamo": {"capture": "dynamo"},
+    "low outputs": {"keep_output_dtype": False},
+}
+
+
+def returned(model: Any, x: Tensor, call: str = "forward") -> list[Tensor]:
+    """What a call gives, and what it stores."""
+    out = model(x) if call == "forward" else getattr(model, call)(x)
+    kept = model.__dict__.get("kept")
+    return [each for each in [*tree_leaves(out), kept] if isinstance(each, Tensor)]
+
+
+def gradients(model: Any, x: Tensor, call: str = "forward") -> list[Tensor | None]:
+    first, *others = returned(model, x, call)
+    loss = first.float().square().sum()
+    return [*torch.autograd.grad(loss, others, allow_unused=True)]
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_gradients_of_what_is_returned(function: Callable[..., Any], settings: dict[str, Any]) -> None:
+    original, x = Net(function), torch.randn(5, 4)
+    converted, _ = fxprec.convert(copy.deepcopy(original), dtype=BF16, **settings)
+    expected = gradients(original, x)
+    for ours, theirs in zip(gradients(converted, x), expected, strict=True):
+        assert (ours is None) is (theirs is None)
+        if ours is not None and theirs is not None:
+            assert (ours - theirs).norm() <= 0.1 * theirs.norm()
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
+@pytest.mark.parametrize("function", [product, pointwise, several], ids=lambda function: function.__name__)
+def test_they_can_be_retained_and_hooked(function: Callable[..., Any]) -> None:
+    model, _ = fxprec.convert(Net(function), dtype=BF16)
+    first, *others = returned(model, torch.randn(5, 4))
+    seen: list[Tensor] = []
+    for each in others:
+        each.retain_grad()
+        each.register_hook(lambda gradient: seen.append(gradient))
+    first.square().sum().backward()
+    assert all(each.grad is not None and each.grad.dtype is torch.float32 for each in others)
+    assert len(seen) == len(others)
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
+def test_of_other_methods() -> None:
+    model, _ = fxprec.convert(Net(product), dtype=BF16, methods=("scores",))
+    assert all(gradient is not None for gradient in gradients(model, torch.randn(5, 4), "scores"))
+
+
+def test_of_functions_and_losses() -> None:
+    w, x = torch.randn(6, 4), torch.randn(5, 4, requires_grad=True)
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.linear(x, w)
+        return F.linear(h, w.t()), h
+
+    converted, _ = fxprec.convert(function, dtype=BF16)
+    out, h = converted(x, w)
+    assert torch.autograd.grad(out.sum(), h)[0] is not None
+
+
+def test_without_gradients_nothing_is_cast_back() -> None:
+    def casts(model: nn.Module) -> int:
+        return fxprec.report(model).headline.on_path
+
+    model, _ = fxprec.convert(Net(product), (torch.randn(5, 4),), dtype=BF16)
+    assert casts(model) == 1 and "1 of those inserted keep gradients on what is returned" in str(fxprec.report(model))
+    with torch.no_grad():
+        model, _ = fxprec.convert(Net(product), (torch.randn(5, 4),), dtype=BF16)
+    assert casts(model) == 0
