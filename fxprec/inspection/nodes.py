@@ -187,6 +187,9 @@ def source_line(node: Node) -> str:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return ""
+    frames = [frame for frame in frames if frame[1] != "0"]  # of code without lines
+    if not frames:
+        return ""
     own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
     file, line = (own or frames)[-1]
     return f"{_short(file)}:{line}"

@@ -40,7 +40,7 @@ from fxprec.inspection.reasons import in_one, without_figures
 from fxprec.inspection.regions import REGION_COLUMNS, RegionReport, region_cells, region_line, regions_of
 from fxprec.inspection.rehearsal import Memory, Rehearsal, rehearse
 from fxprec.inspection.subject import Subject, settings_line, told
-from fxprec.inspection.text import columns, plain, stacked, titled
+from fxprec.inspection.text import columns, plain, stacked, titled, without_advice
 from fxprec.inspection.times import UNKNOWN, Times
 from fxprec.inspection.unnamed import unnamed_methods
 from fxprec.model.captured import Captured
@@ -247,7 +247,12 @@ def graph_reports(model: nn.Module) -> list[GraphReport]:
 def outside_of(conversion: Conversion | None) -> dict[str, str]:
     """Where -> why of what runs outside the graphs."""
     net = conversion.net if conversion is not None else {}
-    return {short_paths(where): short_paths(why) for where, why in net.items()}
+    return {short_paths(where): _reason_line(why) for where, why in net.items()}
+
+
+def _reason_line(why: str) -> str:
+    """Return a reason as one plain line, whatever error of torch's it holds."""
+    return without_advice(short_paths(why))
 
 
 def _sections(
@@ -266,7 +271,7 @@ def _sections(
         known = captured.get(gm)
         times = Times(conversion.settings, known.training) if conversion is not None and known is not None else None
         rows = tuple(_row(place, times) for place in own if place.node.op not in ("get_attr", "output"))
-        declined = tuple(short_paths(text) for text in gm.meta.get("declined", ()))
+        declined = tuple(_reason_line(text) for text in gm.meta.get("declined", ()))
         activity = activations(place.node for place in own)
         about: dict[str, Any] = {}
         if known is not None:
@@ -318,7 +323,7 @@ def _headline(
         graphs=len(graphs),
         breaks=sum("graph break" in why for why in net.values()),
         net=net,
-        not_static=tuple(dict.fromkeys(short_paths(why) for why in (conversion.declined if conversion else ()))),
+        not_static=tuple(dict.fromkeys(_reason_line(why) for why in (conversion.declined if conversion else ()))),
         declined=tuple(dict.fromkeys(what for section in sections for what in section.declined)),
         methods=conversion.settings.methods if conversion else (),
         not_named=tuple(_not_named(model, conversion)) if conversion else (),

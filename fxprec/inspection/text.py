@@ -20,6 +20,12 @@ _CLAUSE: Final = 120
 #: Where a sentence of an exception ends: "(e.g. Tensor)" has no end in it.
 _SENTENCE_END: Final = re.compile(r"(?<!\be\.g)(?<!\bi\.e)[.!?]\s+(?=[A-Z])")
 
+#: Where a text of torch's begins to give advice: all after it is more of that.
+_ADVICE: Final = re.compile(
+    r"[.;,:]?\s+(?:If you|If this|Please|Consider|Try |You can|You may|To (?:fix|debug|get|suppress|avoid|resolve)"
+    r"|For more|See https?:|Hint:|Hints?:|Set TORCH|Explanation:|Developer debug|from user code).*$"
+)
+
 _STYLES: Final = {"float16": "green", "bfloat16": "green", "float32": "yellow", "cast": "magenta"}
 
 
@@ -37,6 +43,11 @@ def first_sentence(text: str) -> str:
     if len(sentence) <= _CLAUSE:
         return sentence
     return f"{sentence[:_CLAUSE].rpartition(' ')[0] or sentence[:_CLAUSE]} ..."
+
+
+def without_advice(text: str) -> str:
+    """Return the first line of a reason, without what torch advises whoever wrote the code that failed."""
+    return _ADVICE.sub("", text.strip().partition("\n")[0]).rstrip(" .:;,")
 
 
 @contextlib.contextmanager

@@ -180,7 +180,7 @@ class DynamicGraphs:
         if self._under_net:
             with contextlib.suppress(Exception):
                 return self._without_net(module, args, kwargs)
-        raise LeftToNet(f"dynamo: {str(error).splitlines()[0]}")
+        raise LeftToNet(f"dynamo: {(str(error).splitlines() or [type(error).__name__])[0]}")
 
     def _without_net(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What eager autocast itself cannot run (mixed dtypes in scatter_add) is captured whole, with autocast off."""

@@ -98,9 +98,15 @@ class Finding:
                 f"{self.phase}: {where}, {computes}, gives 0 for {_percent(self.share)} of its values, the largest "
                 f"{self.magnitude:.3g}; the smallest number is {self.limit:.3g}{end}"
             )
-        beyond = "within the op" if self.magnitude <= self.limit else f"{self.magnitude:.3g} against {self.limit:.3g}"
+        beyond = "within the op" if self.magnitude <= self.limit else _against(self.magnitude, self.limit)
         scale = f" at a loss scale of {self.scale:g}" if self.kind == "scale too large" else ""
         return f"{self.phase}: {where}, {computes}, overflows{scale}: {beyond}{end}"
+
+
+def _against(value: float, limit: float) -> str:
+    """Return a value beside the limit that it is beyond, with as many digits as tell them apart."""
+    digits = next((each for each in range(3, 17) if f"{value:.{each}g}" != f"{limit:.{each}g}"), 17)
+    return f"{value:.{digits}g} against {limit:.{digits}g}"
 
 
 def _percent(share: float) -> str:

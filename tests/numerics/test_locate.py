@@ -18,6 +18,7 @@ import fxprec
 from as_it_was import unchanged
 from faults import FAULTS, NARROW, PLACES, BadBackward, Function, Net, batch, blamed, made
 from fxprec.numerics import Finding, audit, locate
+from fxprec.numerics.finding import _against
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -387,3 +388,15 @@ def test_what_is_no_mask_is_told_as_before() -> None:
 
     found = located(fxprec.convert(Poles(), dtype=BF16)[0], (torch.randn(4, 12),), None)
     assert not found.masked and found.op == "log" and "eps" in found.cure
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (65520.0, "6.552e+04 against 6.55e+04"),
+        (7.94e4, "7.94e+04 against 6.55e+04"),
+        (65504.01, "65504.01 against 65504"),
+    ],
+)
+def test_a_value_near_the_limit_is_told_apart_from_it(value: float, words: str) -> None:
+    assert _against(value, 65504.0) == words

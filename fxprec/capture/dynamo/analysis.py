@@ -242,7 +242,7 @@ class _Compiling:
                 if frame.f_code is self._code or not failed_while_tracing(error) or backend_error(error) is not None:
                     self.first.failed = frame.f_code is self._code
                     raise
-                result = skipped_frame(f"dynamo fails there: {str(error).splitlines()[0]}")
+                result = skipped_frame(f"dynamo fails there: {(str(error).splitlines() or [type(error).__name__])[0]}")
             finally:
                 self._backend.forget_weights()
         code = frame.f_code
