@@ -25,6 +25,7 @@ from typing import Final
 from torch import nn
 
 from fxprec.passes.graph.annotations import Rule
+from fxprec.passes.ops.names import canonical_name
 from fxprec.passes.ops.table import facts_of
 
 Chain = tuple[str, ...]
@@ -36,11 +37,6 @@ _ELEMENTS: Final = frozenset(
 )
 _CONTENTS: Final = frozenset(
     {"values", "items", "children", "named_children", "modules", "named_modules", "parameters"}
-)
-#: Methods of a tensor that give the same numbers.
-_SAME_NUMBERS: Final = frozenset(
-    {"t", "to", "float", "half", "bfloat16", "type", "type_as", "transpose", "permute", "view", "reshape", "flatten"}
-    | {"unsqueeze", "squeeze", "contiguous", "detach", "clone", "T", "mT", "data"}
 )
 #: Methods that keep what they get, and call nothing.
 _KEEP: Final = frozenset(
@@ -143,10 +139,9 @@ class _Method:
         match value:
             case ast.Name():
                 return self._names.get(value.id, set())
-            case ast.Attribute(attr=attribute) if attribute in _SAME_NUMBERS:
-                return self._chains(value.value)
-            case ast.Attribute():
-                return {(*chain, value.attr) for chain in self._chains(value.value)}
+            case ast.Attribute(attr=attribute):
+                same = _gives_same_numbers(attribute)
+                return {chain if same and chain else (*chain, attribute) for chain in self._chains(value.value)}
             case ast.Subscript():
                 return self._elements(value.value)
             case ast.Starred() | ast.NamedExpr() | ast.Await():
@@ -163,7 +158,7 @@ class _Method:
                 return self._elements(*_arguments(value))
             case ast.Call(func=ast.Attribute(attr=name) as method) if name in _CONTENTS:
                 return self._elements(method.value)
-            case ast.Call(func=ast.Attribute(attr=name) as method) if name in _SAME_NUMBERS:
+            case ast.Call(func=ast.Attribute(attr=name) as method) if _gives_same_numbers(name):
                 return self._chains(method.value)
         return set()
 
@@ -184,6 +179,12 @@ def _name_of(function: ast.expr) -> str:
     return (
         function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
     )
+
+
+def _gives_same_numbers(name: str) -> bool:
+    """Return whether a method or attribute of a tensor of this name is a view or cast of it."""
+    op = canonical_name(name, "call_method")
+    return op is not None and (op.name == "to" or facts_of(op.name).view)
 
 
 def _multiplies(function: ast.expr) -> bool:

@@ -78,10 +78,6 @@ class Birth:
     masked: bool = False
 
 
-#: Parts of names of ops that give nan for a row of -inf, and for no other row that has neither nan nor inf.
-_NORMALIZES: Final = ("softmax", "attention", "cross_entropy")
-
-
 class Births(Attribution):
     """While it is on: births of what is not finite, by storage.
 
@@ -188,7 +184,8 @@ class Births(Attribution):
         with_nan = [birth for value, birth in inherited if bool(value.isnan().any())]
         births = with_nan or [birth for _, birth in inherited]
         makes_nan = bool(result.isnan().any())
-        normalizes = any(name in call.name for name in _NORMALIZES)
+        # These give nan for a row of -inf, and for no other row that has neither nan nor inf.
+        normalizes = "softmax" in call.name or "attention" in call.name or "cross_entropy" in call.name
         # A softmax by hand subtracts the largest value of a row, which is -inf where the mask hides all of it.
         normalizes |= call.name == "aten::sub" and any(birth.kind == "meant" for birth in births)
         as_mask = all(birth.kind in ("came in", "meant") and _is_mask(value) for value, birth in inherited)
