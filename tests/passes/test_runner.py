@@ -45,7 +45,7 @@ def never(gm, context):
 
 
 def test_the_order():
-    order = ["canonicalize", "propagate", "decide", "insert_casts", "fold_casts", "fuse", "verify"]
+    order = ["canonicalize", "propagate", "decide", "insert_casts", "fold_casts", "keep_returned", "fuse", "verify"]
     assert [step.__name__ for step in PIPELINE] == order
 
 
@@ -171,6 +171,7 @@ def test_a_line_is_logged_for_every_pass(tools):
         "decide: unchanged, 5 nodes, T",
         "insert_casts: changed, 8 nodes, T",
         "fold_casts: unchanged, 8 nodes, T",
+        "keep_returned: unchanged, 8 nodes, T",
         "fuse: unchanged, 8 nodes, T",
         "verify: unchanged, 8 nodes, T",
     ]

@@ -122,7 +122,7 @@ def test_precisions_of_before_arrivals_were_named_load():
         ("L['self']._modules['fc']", "fc"),
         ("L['self'].blocks.0.fc", "blocks.0.fc"),
         ("L['self'].__dict__['_modules']['blocks'].0.__dict__['_modules']['fc']", "blocks.0.fc"),
-        ("L['self'].blocks._modules['0'].__dict__['_parameters']['weight']", "blocks.0._parameters.weight"),
+        ("L['self'].blocks._modules['0'].__dict__['_parameters']['weight']", "blocks.0.weight"),
     ],
 )
 def test_paths_are_those_that_users_know(written, path):
