@@ -309,7 +309,8 @@ def dynamo_classes() -> Any:
     return SimpleNamespace(
         argument=VariableBuilder,  # makes a variable of a value from outside of the frame: wrap_symfloat, of a float
         arguments=builder,  # where it is: is_int_specialization_case, which integers are constants
-        array=NumpyNdarrayVariable,  # an array or scalar of NumPy's: ndim, var_getattr
+        array=NumpyNdarrayVariable,  # an array or scalar of NumPy's: ndim, and what ``attribute`` names
+        attribute="var_getattr" if hasattr(NumpyNdarrayVariable, "var_getattr") else "tp_getattro_impl",  # since 2.14
         autograd_function=AutogradFunctionVariable,  # a class of autograd.Function: fn_cls, call_apply
         applied_function=AutogradFunctionApplyVariable,  # one whose gradients are recorded: call_function
         builtin=BuiltinVariable,  # a builtin of Python's: fn, call_function

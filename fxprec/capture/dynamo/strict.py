@@ -174,7 +174,7 @@ def strict(granted: Granted) -> Iterator[None]:
             (classes.inference_mode, "create", staticmethod(no_inference_mode)),
             (classes.inliner, "build_inline_tracer", staticmethod(build_inline_tracer)),
             _before(classes.builtin, "call_function", asked),
-            _before(classes.array, "var_getattr", attribute_of_scalar),
+            _before(classes.array, classes.attribute, attribute_of_scalar),
             _zeros_as_constants(classes.argument),
             _integers_of_torchs_modules_as_constants(classes.arguments),
             _not_compiling(classes),
