@@ -29,6 +29,7 @@ import inspect
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -58,7 +59,11 @@ from fxprec.torch_internals import (
 _IS_COMPILING: Final = ("is_compiling", "is_dynamo_compiling")
 #: Types of results that a graph can have as constants.
 _LITERALS: Final = frozenset({type(None), bool, int, float, complex, str})
-_INSTALLED: Final = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
+#: Where installed code lies, and this package's own, which may lie in a checkout.
+_INSTALLED: Final = (
+    *{sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")},
+    str(Path(__file__).parents[2]),
+)
 
 
 @contextlib.contextmanager
