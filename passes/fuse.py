@@ -55,7 +55,6 @@ from fxprec.passes.fusion.wide_sums import accumulate_wide
 from fxprec.passes.graph.annotations import Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.exact_graph import LazyGraphModule
-from fxprec.passes.keep_returned import returned_values
 
 
 def fuse(gm: GraphModule, context: Context) -> PassResult:
@@ -115,8 +114,7 @@ def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
     splits = split_biases(graph) if triton else []
     order = order_of_effects(graph)
     suits = functools.partial(suits_loops, prices=context.loops)
-    apart = returned_values(graph, context)
-    found = find_regions(graph, order, suits, gains, apart) if loops else find_regions(graph, order, apart=apart)
+    found = find_regions(graph, order, suits, gains) if loops else find_regions(graph, order)
     names = _names(gm, found)
     chosen, reasons = _chosen(gm, names, context)
     chosen = _settle(graph, splits, found, chosen)

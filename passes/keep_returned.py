@@ -84,12 +84,6 @@ def _same_tensor(node: Node) -> list[Node]:
     return found
 
 
-def returned_values(graph: Graph, context: Context) -> frozenset[Node]:
-    """Return the values that the graph returns and autograd records, if readers are to find them on their path."""
-    recorded = grad_mode_at_nodes(graph, context.gradients)
-    return frozenset(node for node in graph.output_node().all_input_nodes if recorded[node])
-
-
 def _widened(node: Node) -> Node | None:
     """Return the low value that a node widens and the original program had as it was; None: it does something else."""
     source = node.args[0] if node.args else None

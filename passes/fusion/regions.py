@@ -15,7 +15,7 @@ levels only rise along it: regions are convex, so that no cycle arises when each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Final, TypeAlias
@@ -79,7 +79,6 @@ def find_regions(
     order: Mapping[Node, Sequence[Node]],
     takes: Callable[[Node], bool] = is_row_operation,
     gains: Callable[[Region], bool] | None = None,
-    apart: Container[Node] = frozenset(),
 ) -> list[Region]:
     """The regions of a graph that save memory traffic, in the order of their first nodes.
 
@@ -87,8 +86,6 @@ def find_regions(
         order: node -> nodes that must stay before it though it does not read them (``effects.order_of_effects``).
         takes: whether a node may be in a region.
         gains: whether a region is to be one; None: as ``saves`` says.
-        apart: nodes whose readers are in no region with them, as of values that are returned: gradients are to go
-            through these.
     """
     gains = gains or saves
     roots, written = memory_of(graph)
@@ -99,7 +96,7 @@ def find_regions(
         sources = [*node.all_input_nodes, *order.get(node, ())]
         joins = takes(node) and not any(roots[each] in written for each in (node, *sources))
         own = Region([node], max(0, reduced_dimensions(node)), _shape(node), stretch[node]) if joins else None
-        level[node] = max((_after(source, own, level, region, apart) for source in sources), default=0)
+        level[node] = max((_after(source, own, level, region) for source in sources), default=0)
         if own is None:
             continue
         parts = dict.fromkeys(region[s] for s in sources if s in region and level[s] == level[node])
@@ -132,14 +129,12 @@ def _sink(node: Node, region: dict[Node, Region]) -> None:
             region[member] = joined
 
 
-def _after(
-    source: Node, own: Region | None, level: dict[Node, int], region: dict[Node, Region], apart: Container[Node]
-) -> int:
+def _after(source: Node, own: Region | None, level: dict[Node, int], region: dict[Node, Region]) -> int:
     """The level of a node that comes after ``source``, for all that this edge says."""
     other = region.get(source)
     if own is None:
         return level[source] + (other is not None)
-    return level[source] + (other is None or source in apart or _together(other, own) is None)
+    return level[source] + (other is None or _together(other, own) is None)
 
 
 def _merged(parts: list[Region]) -> Region | None:

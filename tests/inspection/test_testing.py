@@ -128,14 +128,18 @@ def test_assert_graph():
 # -- stale shadows -----------------------------------------------------------------------------------------------------
 
 
+#: An element that is no sample of a weight of 16.
+UNSEEN = 3
+
+
 def by_data(weight):
-    weight.data.mul_(2)
+    weight.data.view(-1)[UNSEEN] *= 2
 
 
 def by_raw_kernel(weight):
     torch._fused_sgd_(
         [weight.detach()],
-        [torch.ones_like(weight)],
+        [torch.ones_like(weight) * (torch.arange(16).view(4, 4) == UNSEEN)],
         [],
         weight_decay=0.0,
         momentum=0.0,
@@ -148,7 +152,7 @@ def by_raw_kernel(weight):
 
 
 def by_numpy(weight):
-    weight.detach().numpy()[...] *= 2
+    weight.detach().numpy().reshape(-1)[UNSEEN] *= 2
 
 
 @pytest.mark.parametrize("dynamo", [False, True], ids=["static", "dynamo"])

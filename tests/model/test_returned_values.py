@@ -112,7 +112,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "O0": {"level": "O0"},
     "O2": {"level": "O2"},
     "nothing fused": {"fuse": False},
-    "regions": {"fuse": "aten"},
     "dynamo": {"capture": "dynamo"},
     "low outputs": {"keep_output_dtype": False},
 }
