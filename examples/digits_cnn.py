@@ -239,6 +239,7 @@ def side_by_side(
 ) -> list[Result]:
     """Train the CNN in FP32 and converted with each seed, print a table of both ways, and return its rows."""
     finished: list[list[Run]] = []
+    scaler = fxprec.LossScaler("cpu", enabled=False)
     for seed in range(seeds):
         runs, scaler = both_runs(data, width, size, seed, settings)
         with Progress(console=console, transient=True) as progress:
@@ -262,7 +263,9 @@ def side_by_side(
             )
         )
     console.print(table(results, size))
-    console.print(f"loss scale {scaler.get_scale():g}, {scaler.skipped_steps} of {len(runs[0].losses)} steps skipped")
+    console.print(
+        f"loss scale {scaler.get_scale():g}, {scaler.skipped_steps} of {len(finished[-1][0].losses)} steps skipped"
+    )
     console.print(headline)
     return results
 
