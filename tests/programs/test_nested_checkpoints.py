@@ -64,7 +64,7 @@ def test_regions_within_regions_draw_the_same_masks_again(level: str, made: Call
     converted, _ = fxprec.convert(copy.deepcopy(original), level=level)
     x = torch.randn(4, 8)
 
-    def step(model: nn.Module) -> list[torch.Tensor]:
+    def step(model: nn.Module) -> list[torch.Tensor | None]:
         given = x.clone().requires_grad_()
         torch.manual_seed(3)
         out = model(given)
