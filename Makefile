@@ -42,7 +42,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(if $(findstring frameworks,$(DEV)),$(BIN)/pyright --project pyright-frameworks.json --pythonpath $(BIN)/python)
+	$(if $(filter %-frameworks,$(DEV)),$(BIN)/pyright --project pyright-frameworks.json --pythonpath $(BIN)/python)
 	$(BIN)/lint-imports --no-cache
 
 # The pages and a reference as a site, in build/site; a link that leads nowhere is an error.
