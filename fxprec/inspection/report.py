@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from fxprec.inspection.constants import lost_constants
 from fxprec.inspection.figures import Activations, Weights, activations, bytes_of, count, size_text, weights
 from fxprec.inspection.headline import Headline, Stay
 from fxprec.inspection.measured import Measured, add_measured
@@ -327,7 +328,7 @@ def _headline(
         declined=tuple(dict.fromkeys(what for section in sections for what in section.declined)),
         methods=conversion.settings.methods if conversion else (),
         not_named=tuple(_not_named(model, conversion)) if conversion else (),
-        risks=tuple(_risks(conversion, computing)) if conversion else (),
+        risks=tuple(_risks(conversion, computing, graphs)) if conversion else (),
         other_mode=other_mode,
         other_calls=other_calls,
         packed=_packed(conversion, graphs) if conversion else "",
@@ -412,7 +413,9 @@ def _stay(rows: Sequence[Row], around: str) -> Stay:
     return Stay(in_one([*map(_stem, rows)]), ops, modules, around)
 
 
-def _risks(conversion: Conversion, computing: Iterable[Row]) -> Iterator[str]:
+def _risks(conversion: Conversion, computing: Iterable[Row], graphs: Iterable[GraphModule]) -> Iterator[str]:
+    nodes = (place for number, gm in enumerate(graphs) for place in places(number, gm))
+    yield from lost_constants(nodes, conversion.settings.dtype)
     low = dtype_name(conversion.settings.dtype)
     lowered = Counter(row.op for row in computing if row.compute == low and facts_of(row.op).rule is Rule.FULL)
     for op, number in lowered.items():

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from fxprec.passes.graph.annotations import Rule
 
 Squares: TypeAlias = Literal["always", "factors", "vectors", "dimensions", "subscripts", "power"]
-Numbers: TypeAlias = Literal["operands", "fill", "aside"]
+Numbers: TypeAlias = Literal["added", "factors", "compared", "fill", "aside"]
 Rank: TypeAlias = Literal["reduced", "kept"]
 Cost: TypeAlias = Literal["product", "convolution", "transposed convolution", "attention", "pointwise"]
 
@@ -118,9 +118,9 @@ class OpRule:
             "subscripts"    where two operands with equal subscripts are one value
             "power"         where the exponent is above 1 (FULL as it is, but its result may be written elsewhere)
             ==============  ====================================================================================
-        numbers: what Python numbers among its arguments are: "operands" of the arithmetic; "fill": they become values
-            of the result; "aside": probabilities and factors that never meet the data; None: floats are operands, and
-            integers are dimensions and the like.
+        numbers: what Python numbers among its arguments are: "added" to the data, its "factors", "compared" with it
+            (bounds, or what stands in its place), or "fill": they become values of the result; "aside": probabilities
+            and factors that never meet the data; None: floats are operands, and integers are dimensions and the like.
         singular: position of the argument at whose zero it has a pole, or an endless slope: an eps guards it.
         exponential: it raises to the power of its argument.
         sums: it sums many values.

@@ -112,7 +112,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("leaky_relu elu celu", inplace=2),
     facts("threshold hardtanh dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", inplace=3),
     facts("rrelu", inplace=4, random=True),
-    facts("threshold hardtanh", numbers="operands"),
+    facts("threshold hardtanh", numbers="compared"),
     facts("relu", epilogue=Epilogue("relu")),
     facts("gelu", epilogue=Epilogue("gelu", algorithm=(1, "approximate", "none"))),
     facts("silu", epilogue=Epilogue("swish")),

@@ -61,7 +61,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
           "gather index_select take take_along_dim masked_select index", exact=True),
     facts("gather index_select", indices=(2, "index")),
     facts("masked_fill index_fill fill fill_diagonal", numbers="fill"),
-    facts("setitem", numbers="operands"),
+    facts("setitem", numbers="compared"),
     facts("clone masked_fill", boolean=True),
     # casts
     rows(Rule.KEEP, _CAST, "to", result="unknown", view=True, same=True, arrives=True, special="cast", rank="kept"),
