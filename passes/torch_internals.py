@@ -5,6 +5,9 @@ See ``kernels/torch_internals.py``, whose names are not repeated here.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -47,6 +50,17 @@ def schema_of(op: OpOverload) -> Any:
 def autocast_key(device_type: str) -> Any:
     """The dispatch key of autocast on a device type; None where there is none."""
     return getattr(_CORE.DispatchKey, f"Autocast{device_type.upper()}", None)
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep torch from logging, with its traceback, that an op failed on fake tensors: the caller tells what failed."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled
 
 
 def custom_op_autocast(op_name: str, device_type: str) -> torch.dtype | None:

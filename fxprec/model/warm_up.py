@@ -14,6 +14,7 @@ from fxprec.capture.stand_ins import stand_ins
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.errors import FxprecError
 from fxprec.model.conversion import Conversion
+from fxprec.passes.torch_internals import unlogged
 from fxprec.torch_internals import NormBase, preserve_version_counter
 
 
@@ -38,7 +39,7 @@ def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[
         if any(is_lazy(parameter) for parameter in module.parameters()):
             _materialize(module, conversion, *stand_ins(module, args, kwargs))
         args, kwargs = stand_ins(module, args, kwargs)
-        with _untouched(module):
+        with _untouched(module), unlogged():
             module(*args, **kwargs)
     except FxprecError:
         raise

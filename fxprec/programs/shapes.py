@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from fxprec.kernels.torch_internals import disable_current_modes
 from fxprec.passes.graph.annotations import notes
-from fxprec.passes.torch_internals import FakeTensorMode
+from fxprec.passes.torch_internals import FakeTensorMode, unlogged
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -53,7 +53,7 @@ def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
     for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), tensors, strict=True):
         notes(node).dtype = tensor.dtype
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with unlogged(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             Shapes(gm, mode).propagate(*[_widened(tensor.detach()) for tensor in tensors])
     except Exception:
         for node in gm.graph.nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 
 import pytest
@@ -88,6 +89,26 @@ def test_an_error_of_the_model_puts_everything_back():
     assert model.__dict__.keys() == attributes.keys()
     assert all(model.__dict__[name] is value for name, value in attributes.items())
     assert (model.calls, model.seen) == (0, [])
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_an_error_of_the_model_is_told_once(capture: str):
+    """Without what torch logs of an op that fails on fake tensors: twenty lines before the error."""
+    logged: list[logging.LogRecord] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record)
+
+    log, listening = logging.getLogger("torch._subclasses.fake_tensor"), Listening()
+    log.addHandler(listening)
+    try:
+        with pytest.raises(ValueError, match="mat1 and mat2"):
+            fxprec.convert(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 5),), capture=capture)
+    finally:
+        log.removeHandler(listening)
+    assert not logged
+    assert not log.disabled
 
 
 def test_shapes_that_depend_on_values(tools):
