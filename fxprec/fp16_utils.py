@@ -80,7 +80,7 @@ def network_to_half(network: nn.Module, dtype: torch.dtype = torch.float16) -> n
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Floating-point parameters, their gradients, and buffers of this module alone, in place."""
+    """Convert floating-point parameters, gradients and buffers of ``module`` alone to ``dtype``, in place."""
     for parameter in module.parameters(recurse=False):
         if parameter.is_floating_point():
             gradient = parameter.grad
@@ -93,7 +93,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
-    """``convert_module`` for all of it but batch norms with parameters; returns the network."""
+    """Run ``convert_module`` with ``dtype`` on all of ``network`` but batch norms with parameters, and return it."""
     for module in network.modules():
         if not _is_kept(module):
             convert_module(module, dtype)
@@ -129,7 +129,11 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy gradients to the masters, in FP32. Arguments: as ``prep_param_lists`` gave them."""
+    """Copy gradients to the masters, in FP32.
+
+    Args:
+        model_params, master_params, flat_master: as ``prep_param_lists`` gave and got them.
+    """
     with torch.no_grad():
         if flat_master:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
@@ -142,7 +146,11 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the masters to the parameters, rounded. Arguments: as ``prep_param_lists`` gave them."""
+    """Copy the masters to the parameters, rounded.
+
+    Args:
+        model_params, master_params, flat_master: as ``prep_param_lists`` gave and got them.
+    """
     masters: Iterable[Tensor] = master_params
     if flat_master:
         masters = unflatten_dense_tensors(master_params[0].detach(), model_params)
@@ -152,7 +160,7 @@ def master_params_to_model_params(
 
 
 def to_python_float(value: Any) -> float:
-    """The number in a tensor of one element, or at the start of a sequence."""
+    """Return the number in ``value``: a tensor of one element, or a sequence that begins with it."""
     return value.item() if hasattr(value, "item") else value[0]
 
 

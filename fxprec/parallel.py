@@ -122,7 +122,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 def convert_syncbn_model(
     module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
 ) -> nn.Module:
-    """Batch norms replaced by ``torch.nn.SyncBatchNorm``. Before ``amp.initialize``, as in apex.
+    """Replace batch norms by ``torch.nn.SyncBatchNorm``, before ``amp.initialize``, as apex has it.
+
+    Args:
+        module: the model; one that is a batch norm itself is not changed.
+        process_group: whose ranks share statistics; None: all.
+        channel_last: refused if True.
+
+    Returns:
+        the module, or what stands in its place.
 
     Raises:
         ValueError: ``channel_last``.

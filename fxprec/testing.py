@@ -134,7 +134,7 @@ def check_shadows(model: nn.Module) -> Iterator[None]:
 
 
 def format_graph(model: nn.Module) -> str:
-    """The graphs of a converted module, or any GraphModule, as text: a line a node with its dtype.
+    """Return the graphs of ``model``, a converted module or any GraphModule, as text: a line a node with its dtype.
 
     >>> %linear: bfloat16 = linear(%x_low, %weight_low, %bias_low)
 
@@ -155,7 +155,11 @@ def _with_bodies(gm: GraphModule) -> str:
 
 
 def assert_graph(model: nn.Module, expected: str) -> None:
-    """Assert that ``format_graph(model)`` is this text, whatever its common indentation.
+    """Assert that ``format_graph(model)`` is the expected text.
+
+    Args:
+        model: a converted module, or any GraphModule.
+        expected: its text, whatever its common indentation.
 
     Raises:
         AssertionError: with the difference, line by line.

@@ -28,17 +28,17 @@ R = TypeVar("R")
 
 
 def half_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: arguments are cast to the low dtype, and the function computes in it, at O1 and O2."""
+    """Decorate ``fn`` so that its arguments are cast to the low dtype, and it computes in it, at O1 and O2."""
     return decorated(fn, "half")
 
 
 def float_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: arguments are cast to FP32, and the function computes in it, at O1 and O2."""
+    """Decorate ``fn`` so that its arguments are cast to FP32, and it computes in it, at O1 and O2."""
     return decorated(fn, "float")
 
 
 def promote_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: arguments of several float dtypes are cast to the widest, at O1 and O2."""
+    """Decorate ``fn`` so that arguments of several float dtypes are cast to the widest, at O1 and O2."""
     return decorated(fn, "promote")
 
 

@@ -169,7 +169,12 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
-    """``loss_scaler0``, ``loss_scaler1``, …: each loss's ``loss_scale`` and ``unskipped``; empty if amp is disabled.
+    """Return ``loss_scaler0``, ``loss_scaler1``, …: each loss's ``loss_scale`` and ``unskipped``.
+
+    It is empty if amp is disabled.
+
+    Args:
+        destination: a dict to write to, and to return; None: a new one.
 
     Raises:
         RuntimeError: before ``initialize``.

@@ -142,7 +142,9 @@ class Conversion:
         if self.bypassed:
             return entry.unbound(entry.stand_in(module), *args, **kwargs)
         if torch.compiler.is_exporting():
-            self._refuse_tracer("torch.export", "torch.export.export(fxprec.graph_module(model), inputs)")
+            self._refuse_tracer(
+                "torch.export", "torch.export.export(fxprec.graph_module(model), inputs), or torch.onnx.export likewise"
+            )
         if is_fx_tracing() and any(isinstance(a, Proxy) for a in (*args, *kwargs.values())):
             self._refuse_tracer(
                 "torch.fx.symbolic_trace",

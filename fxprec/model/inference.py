@@ -19,7 +19,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def refresh(model: nn.Module) -> None:
-    """Copy every weight to its shadow now: after a write to a part of it that torch does not count.
+    """Copy every weight of ``model`` to its shadow now: after a write to a part of it that torch does not count.
 
     Such writes (``param.data[3] = 0``, a WGAN's ``p.data.clamp_()`` that changes few elements) want it before a forward
     under ``no_grad``, and before any forward after a step of ``fxprec.optim``, which wrote the shadows. After a step of

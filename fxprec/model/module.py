@@ -108,8 +108,17 @@ def graph_module(module: torch.nn.Module, method: str = "forward") -> GraphModul
 
 
 def graphs(module: torch.nn.Module) -> tuple[GraphModule, ...]:
-    """All rewritten graphs so far: a method has one for each set of flags (train and eval), argument pattern, and piece
-    between breaks."""
+    """Return all rewritten graphs so far.
+
+    A method has one for each set of flags (train and eval), argument pattern, and piece between breaks.
+
+    Args:
+        module: a converted model.
+
+    Raises:
+        NotCapturedError: it waits for its first call.
+        ConversionError: it is not converted.
+    """
     conversion = conversion_of(module)
     found = conversion.all_graphs(module)
     return tuple(_presented(conversion, module, captured) for captured in found)

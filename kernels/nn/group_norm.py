@@ -62,6 +62,7 @@ def group_norm(
         x: float32, float16 or bfloat16 [N, C, *], contiguous or channels_last (also of 3-D); else it is copied.
         num_groups: what the channels are divided into.
         weight: float32, float16 or bfloat16 [C], or None; likewise the bias.
+        eps: added to the variance.
 
     Returns:
         of x's shape, dtype and memory format.

@@ -168,7 +168,15 @@ def rope_qk(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, rotary_dim: int | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``(rope(q, ...), rope(k, ...))`` in one launch. q and k may differ in heads, strides and dtype."""
+    """Return ``(rope(q, ...), rope(k, ...))``, computed in one launch.
+
+    Args:
+        q, k: as x of ``rope``; they may differ in heads, strides and dtype.
+        cos, sin, interleaved, rotary_dim, compiled: as for ``rope``.
+
+    Raises:
+        TypeError, ValueError: as ``rope``.
+    """
     rotary = _check("rope_qk", {"q": q, "k": k}, cos, sin, rotary_dim)
     if compiled:
         _check_compiled("rope_qk", q, k, cos, sin)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import io
 import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +48,24 @@ def test_docstrings_explain_arguments_that_there_are_in_googles_dialect(path: Pa
             taken = next((each for each in functions if node is each or each.name == "__init__"), None)
             assert taken is not None, f"{node.name} explains arguments and takes none"
             assert {*named} <= parameters(taken), f"{node.name} does not take { ({*named} - parameters(taken)) }"
+
+
+def public_functions() -> Iterator[tuple[str, Any]]:
+    """Yield the functions, not the classes, that the rooms export, each with the name of its room."""
+    rooms = ("", "amp", "fp16_utils", "kernels", "numerics", "optim", "parallel", "passes", "testing")
+    for room in rooms:
+        module = importlib.import_module(f"fxprec.{room}".rstrip("."))
+        for name in getattr(module, "__all__", ()):
+            if inspect.isfunction(function := getattr(module, name)):
+                yield f"{module.__name__}.{name}", function
+
+
+@pytest.mark.parametrize("function", [pytest.param(value, id=name) for name, value in public_functions()])
+def test_public_functions_name_every_argument(function: Any) -> None:
+    signature, docstring = inspect.signature(function), inspect.getdoc(function) or ""
+    aside = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    taken = [each.name for each in signature.parameters.values() if each.kind not in aside]
+    assert not [name for name in taken if not name.startswith("_") and not re.search(rf"\b{name}\b", docstring)]
 
 
 def test_the_names_are_found() -> None:
