@@ -21,19 +21,26 @@ After::
     return (%linear_1_f32, %linear_f32)
 
 The way there and back loses nothing. It is taken only where gradients are recorded, and only by a value that is
-returned and read as well. Of memory that is written in place only those count that read it after the last write.
+returned and read as well. Of memory that is written in place only those count that read it after the last write. A
+checkpoint's body that returns such a value gives it in the wider dtype itself, since its readers are in there.
+
+Not reached: at O3 the model's results are widened after its graphs; and ``h.contiguous()`` stands for ``h`` in the
+original where that is contiguous already, but not here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import cast, cast_if_float
+from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.insert_casts import actual_dtype
@@ -48,14 +55,14 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
     """Route the readers of each low value that is returned in a wider dtype through what is returned."""
     if context.policy.level == "O0":
         return PassResult(gm, False)
+    changed = _widen_results_of_bodies(gm, grad_mode_at_nodes(gm.graph, context.gradients))
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     roots = alias_roots(gm.graph)
     position = {node: number for number, node in enumerate(gm.graph.nodes)}
     last: dict[Node, Node] = {}  # root of memory -> the last node that writes to it
     for node in gm.graph.nodes:
         last.update((roots[target], node) for target in written_by(node))
-    changed = False
-    for returned in dict.fromkeys(gm.graph.output_node().all_input_nodes):
+    for returned in _returned(gm.graph):
         source = _widened(returned)
         if source is None or source.op == "placeholder" or not recorded[source]:
             continue
@@ -71,7 +78,70 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
         if readers:
             _read_through(gm.graph, after, returned, readers)
             changed = True
+    for body in subgraphs(gm):
+        changed |= keep_returned(body, context).changed
     return PassResult(gm, changed)
+
+
+def _returned(graph: Graph) -> list[Node]:
+    """Return what the graph returns, each once: of an object that it makes last (a named tuple), what it is made of."""
+    found = dict.fromkeys(graph.output_node().all_input_nodes)
+    for node in list(found):
+        made = node.args[0] if node.target is cast_if_float else node
+        if isinstance(made, Node) and made.op == "call_function" and isinstance(made.target, type):
+            found.update(dict.fromkeys(made.all_input_nodes))
+    return list(found)
+
+
+def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> bool:
+    """Move a cast of what a checkpoint's body returns into the body, if the body reads that value as well.
+
+    ::
+
+        %h: bfloat16 = getitem(%checkpoint, 1)          %h: float32 = getitem(%checkpoint, 1)
+        %h_f32: float32 = cast(%h, torch.float32)   ->
+        return (%y_f32, %h_f32)                         return (%y_f32, %h)
+    """
+    changed = False
+    for returned in _returned(gm.graph):
+        result = _widened(returned)
+        if result is None or not recorded[result]:
+            continue
+        inner = _result_in_body(result)
+        if inner is None or len(inner.users) == 1:
+            continue
+        body, end = inner.graph, inner.graph.output_node()
+        with body.inserting_before(end):
+            wide = new_node(body, "call_function", cast, (inner, torch.float32), {}, f"{inner.name}_f32")
+        wide.meta.update(returned.meta)
+        results = end.args[0]
+        if isinstance(results, Node):
+            end.args = (wide,)
+        else:
+            end.args = (tuple(wide if each is inner else each for each in results),)  # type: ignore[union-attr]
+        others = [user for user in result.users if user is not returned]
+        low = _cast_back(result, result) if others else result
+        notes(result).precision = notes(returned).precision
+        result.meta.update({each: returned.meta[each] for each in ("val",) if each in returned.meta})
+        returned.replace_all_uses_with(result)
+        gm.graph.erase_node(returned)
+        for reader in others:
+            reader.replace_input_with(result, low)
+        changed = True
+    return changed
+
+
+def _result_in_body(result: Node) -> Node | None:
+    """Return the value in a checkpoint's body that this result of its call stands for; None: it is no such result."""
+    call = result.args[0] if notes(result).op.name == "getitem" else result
+    bodies = [body for each in call.all_input_nodes if (body := body_of(each)) is not None]  # type: ignore[union-attr]
+    if len(bodies) != 1 or call.op != "call_function":  # type: ignore[union-attr]
+        return None
+    given = bodies[0].graph.output_node().args[0]
+    inner = given if call is result else given[result.args[1]]  # type: ignore[index]
+    if not isinstance(inner, Node) or actual_dtype(inner) != actual_dtype(result):
+        return None
+    return inner if notes(inner).dtype is torch.float32 else None
 
 
 def _same_tensor(node: Node) -> list[Node]:
@@ -97,12 +167,18 @@ def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple
     """Make the returned cast right after that node, and let the readers (with what each reads now) cast that."""
     source = returned.args[0]
     assert isinstance(source, Node)
-    dtype = actual_dtype(source)
-    assert dtype is not None
     after.append(returned)
-    unknown = notes(source).dtype is UNKNOWN
-    function = cast_if_float if unknown else cast
+    back = _cast_back(returned, source)
+    for reader, read in readers:
+        reader.replace_input_with(read, back)
+
+
+def _cast_back(returned: Node, low: Node) -> Node:
+    """Return a new cast of what is returned to the dtype in which ``low`` is now, right behind it."""
+    graph, dtype, unknown = returned.graph, actual_dtype(low), notes(low).dtype is UNKNOWN
+    assert dtype is not None
     with graph.inserting_after(returned):
+        function = cast_if_float if unknown else cast
         back = new_node(graph, "call_function", function, (returned, dtype), {}, f"{returned.name}_{_SHORT[dtype]}")
     why = f"cast inserted to have {returned.name}, which is returned, on the gradient's path"
     back.meta.update(
@@ -113,7 +189,6 @@ def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple
         inserted=True,
         returns=True,
     )
-    if "val" in source.meta:
-        back.meta["val"] = source.meta["val"]
-    for reader, read in readers:
-        reader.replace_input_with(read, back)
+    if "val" in low.meta:
+        back.meta["val"] = low.meta["val"]
+    return back

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import fxprec
 
@@ -83,6 +84,41 @@ def residual(m: Net, x: Tensor) -> Any:
     return m.b(y), h, y
 
 
+class Pair(NamedTuple):
+    """What a forward may return: a named tuple, which a graph makes by a call."""
+
+    out: Tensor
+    hidden: Tensor
+
+
+def named(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    return Pair(m.b(h), h)
+
+
+def checkpointed(m: Net, x: Tensor) -> Any:
+    def block(t: Tensor) -> Any:
+        h = m.a(t)
+        return m.b(h), h
+
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def checkpointed_twice(m: Net, x: Tensor) -> Any:
+    """The result of an inner region is read in the outer one, and behind both."""
+
+    def inner(t: Tensor) -> Any:
+        h = m.a(t)
+        return torch.relu(h), h
+
+    def block(t: Tensor) -> Any:
+        g, h = checkpoint(inner, t, use_reentrant=False)
+        return m.b(g + h), {"h": h}
+
+    out, held = checkpoint(block, x, use_reentrant=False)
+    return out + m.b(held["h"]), held["h"]
+
+
 def broken(m: Net, x: Tensor) -> Any:
     h = m.a(x)
     torch._dynamo.graph_break()
@@ -103,8 +139,8 @@ def stored(m: Net, x: Tensor) -> Any:
 
 
 FUNCTIONS = [
-    product, activation, several, widened, normalized, pointwise, viewed, chunked, written, residual, broken,
-    broken_later, stored,
+    product, activation, several, widened, normalized, pointwise, viewed, chunked, written, residual, named,
+    checkpointed, checkpointed_twice, broken, broken_later, stored,
 ]  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},

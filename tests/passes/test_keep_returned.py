@@ -50,6 +50,11 @@ def test_the_graph_after(kept):
     ]
 
 
+def test_of_an_object_that_is_made_last_its_parts_are_returned(kept):
+    text = kept(lambda x, w, v: torch.return_types.max(two(x, w, v)))
+    assert text.count("= to(%linear_f32, torch.bfloat16)") == 1
+
+
 def test_readers_share_one_cast(kept):
     def function(x, w, v):
         h = F.linear(x, w)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -157,3 +159,27 @@ def test_a_pickle_is_traced_by_the_tracer_that_the_graph_names() -> None:
 def test_trees_are_mapped() -> None:
     assert of_passes.tree_leaves({"a": [1, (2,)], "b": None}) == [1, 2, None]
     assert of_passes.tree_map(lambda x: x + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
+
+
+@contract("passes", "unlogged")
+def test_torch_logs_what_fails_on_fake_tensors_only_where_asked():
+    seen: list[logging.LogRecord] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record)
+
+    def fail() -> None:
+        with pytest.raises(RuntimeError), of_passes.FakeTensorMode():
+            torch.ones(2, 3) @ torch.ones(2, 3)
+
+    log, listening = logging.getLogger("torch._subclasses.fake_tensor"), Listening()
+    log.addHandler(listening)
+    try:
+        with of_passes.unlogged():
+            fail()
+        assert not seen
+        fail()
+        assert seen
+    finally:
+        log.removeHandler(listening)
