@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ from fxprec.passes.fusion.functional import make_functional
 from fxprec.passes.fusion.kernel_calls import call_kernels
 from fxprec.passes.fusion.loop_regions import gains, suits_loops
 from fxprec.passes.fusion.regions import Region, find_regions, saves
-from fxprec.passes.fusion.row_operations import drops
+from fxprec.passes.fusion.row_operations import drops, is_row_operation
 from fxprec.passes.fusion.seeds import draw_seeds_like
 from fxprec.passes.fusion.split_bias import SplitBias, put_back, split_biases
 from fxprec.passes.fusion.wide_parts import move_wide
@@ -55,6 +55,8 @@ from fxprec.passes.fusion.wide_sums import accumulate_wide
 from fxprec.passes.graph.annotations import Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.exact_graph import LazyGraphModule
+from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
+from fxprec.passes.graph.returned import returned_values
 
 
 def fuse(gm: GraphModule, context: Context) -> PassResult:
@@ -75,12 +77,14 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
         changed |= call_depthwise(gm.graph, context.low)
     if context.attention is not None:
         changed |= call_attention(gm.graph, context.low, *context.attention)
+    recorded = grad_mode_at_nodes(gm.graph, context.gradients)
+    returned = {node for node in returned_values(gm.graph) if recorded[node]}
     if context.regions:
-        formed, reasons = _form(gm, context)
+        formed, reasons = _form(gm, context, returned)
         changed |= formed
         declined += reasons
     elif context.native_mixed:
-        called, reasons = call_kernels(gm.graph, "aten")
+        called, reasons = call_kernels(gm.graph, "aten", returned)
         changed |= called
         declined += reasons
     if context.device == "cuda" and (context.regions or context.native_mixed):
@@ -104,17 +108,18 @@ def wants_sizes(gm: GraphModule) -> bool:
     return any(graph.meta.get("wants_sizes") for graph in every_graph(gm))
 
 
-def _form(gm: GraphModule, context: Context) -> tuple[bool, list[str]]:
+def _form(gm: GraphModule, context: Context, returned: Collection[Node]) -> tuple[bool, list[str]]:
     graph, triton, loops = gm.graph, context.regions == "triton", context.regions == "loops"
     changed = make_functional(graph)
     declined: list[str] = []
     if triton or loops:
-        called, declined = call_kernels(graph, "triton" if triton else "loops")
+        called, declined = call_kernels(graph, "triton" if triton else "loops", returned)
         changed |= called
     splits = split_biases(graph) if triton else []
     order = order_of_effects(graph)
     suits = functools.partial(suits_loops, prices=context.loops)
-    found = find_regions(graph, order, suits, gains) if loops else find_regions(graph, order)
+    takes, judge = (suits, gains) if loops else (is_row_operation, None)
+    found = find_regions(graph, order, takes, judge, returned if triton or loops else ())
     names = _names(gm, found)
     chosen, reasons = _chosen(gm, names, context)
     chosen = _settle(graph, splits, found, chosen)

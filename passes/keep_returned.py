@@ -43,6 +43,7 @@ from fxprec.passes.graph.casts import cast, cast_if_float
 from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node
+from fxprec.passes.graph.returned import returned_values
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.names import cast_target
@@ -62,7 +63,7 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
     last: dict[Node, Node] = {}  # root of memory -> the last node that writes to it
     for node in gm.graph.nodes:
         last.update((roots[target], node) for target in written_by(node))
-    for returned in _returned(gm.graph):
+    for returned in returned_values(gm.graph):
         source = _widened(returned)
         if source is None or source.op == "placeholder" or not recorded[source]:
             continue
@@ -83,16 +84,6 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
     return PassResult(gm, changed)
 
 
-def _returned(graph: Graph) -> list[Node]:
-    """Return what the graph returns, each once: of an object that it makes last (a named tuple), what it is made of."""
-    found = dict.fromkeys(graph.output_node().all_input_nodes)
-    for node in list(found):
-        made = node.args[0] if node.target is cast_if_float else node
-        if isinstance(made, Node) and made.op == "call_function" and isinstance(made.target, type):
-            found.update(dict.fromkeys(made.all_input_nodes))
-    return list(found)
-
-
 def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> bool:
     """Move a cast of what a checkpoint's body returns into the body, if the body reads that value as well.
 
@@ -103,7 +94,7 @@ def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> 
         return (%y_f32, %h_f32)                         return (%y_f32, %h)
     """
     changed = False
-    for returned in _returned(gm.graph):
+    for returned in returned_values(gm.graph):
         result = _widened(returned)
         if result is None or not recorded[result]:
             continue

@@ -29,7 +29,7 @@ With compiled loops losses and max poolings do, each from a size on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -164,11 +164,14 @@ def _is_long(logits: Any, many: int, classes: int) -> bool:
     )
 
 
-def call_kernels(graph: Graph, by: Literal["triton", "loops", "aten"] = "triton") -> tuple[bool, list[str]]:
+def call_kernels(
+    graph: Graph, by: Literal["triton", "loops", "aten"] = "triton", returned: Collection[Node] = ()
+) -> tuple[bool, list[str]]:
     """Replace batch norms (with a residual sum and relu), group norms (with silu), cross entropies, max poolings.
 
     Args:
         by: what runs: Triton's kernels; C++ loops; or torch's ops, where only losses gain, of logits that were cast.
+        returned: what the graph returns while gradients are recorded: a call reads such a value, never what it casts.
 
     Returns:
         whether any was replaced; and "node: reason" for those that the kernels do not take.
@@ -182,14 +185,17 @@ def call_kernels(graph: Graph, by: Literal["triton", "loops", "aten"] = "triton"
         if op.in_place or roots[node] in written:
             continue
         arguments = _arguments(node)
-        if by == "aten" and not (arguments and _is_inserted_cast(arguments["input"])):
+        wide = source = (arguments or {}).get("input")
+        if _is_inserted_cast(wide) and wide not in returned:
+            source = wide.args[0]  # type: ignore[union-attr]
+        elif by == "aten":
             continue
         if arguments is None:
             declined.append(f"{node.name}: {op.name} with arguments that the kernel does not have")
         elif any(roots.get(each) in written for each in _read(arguments)):
             declined.append(f"{node.name}: {op.name} of what the graph writes to in place")
         else:
-            changed |= kernels[op.name](node, arguments, lambda each: roots.get(each) not in written)
+            changed |= kernels[op.name](node, arguments, source, lambda each: roots.get(each) not in written)
     return changed, declined
 
 
@@ -222,7 +228,7 @@ _FORMS: Final[dict[Any, Callable[..., Any]]] = {
 }
 
 
-def _batch_norm(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool]) -> bool:
+def _batch_norm(node: Node, arguments: dict[str, Any], source: Any, steady: Callable[[Node], bool]) -> bool:
     """With the sum and relu behind it, where there are any."""
     output = notes(node).precision.output
     end, residual, relu = node, None, False
@@ -242,14 +248,15 @@ def _batch_norm(node: Node, arguments: dict[str, Any], steady: Callable[[Node], 
     return True
 
 
-def _group_norm(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool]) -> bool:
-    """Between two casts, with SiLU before the second: elsewhere its result is wanted in FP32."""
-    wide = arguments["input"]
-    if not isinstance(wide, Node) or not _is_inserted_cast(wide):
+def _group_norm(node: Node, arguments: dict[str, Any], source: Any, steady: Callable[[Node], bool]) -> bool:
+    """Between two casts, with SiLU before the second: elsewhere its result is wanted in FP32.
+
+    ``source``: what its input casts, or that input itself.
+    """
+    wide, silu = arguments["input"], _only_user(node, "silu")
+    if source is wide:
         return False
-    source, silu = wide.args[0], _only_user(node, "silu")
     end = node if silu is None else silu
-    assert isinstance(source, Node)
     low = notes(source).precision.output
     casts = [*end.users]
     if low not in _LOW or not casts or not all(_is_inserted_cast(each) and each.args[1] is low for each in casts):
@@ -269,13 +276,12 @@ def _group_norm(node: Node, arguments: dict[str, Any], steady: Callable[[Node], 
 
 
 def _cross_entropy(
-    node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool], compiled: bool = False
+    node: Node, arguments: dict[str, Any], source: Any, steady: Callable[[Node], bool], compiled: bool = False
 ) -> bool:
+    """Of the logits themselves, or of the ``source`` that they cast."""
     logits = arguments["input"]
     if not isinstance(logits, Node) or notes(node).precision.output not in (None, torch.float32):
         return False  # float64 probabilities, or a policy's own dtype: the kernel's loss is FP32
-    source = logits.args[0] if _is_inserted_cast(logits) else logits
-    assert isinstance(source, Node)
     own = {"compiled": True} if compiled else {}
     _call(cross_entropy, node, node, arguments | {"input": source} | own)
     if source is not logits:
@@ -288,7 +294,9 @@ def _cross_entropy(
     return True
 
 
-def _max_pool2d(node: Node, arguments: dict[str, Any], steady: Callable[[Node], bool], compiled: bool = False) -> bool:
+def _max_pool2d(
+    node: Node, arguments: dict[str, Any], source: Any, steady: Callable[[Node], bool], compiled: bool = False
+) -> bool:
     """Of whole windows without dilation: of others torch's."""
     dilation, ceil, indices = (arguments.pop(name, None) for name in ("dilation", "ceil_mode", "return_indices"))
     if ceil or indices or dilation not in (None, 1, (1, 1), [1, 1]):

@@ -4,6 +4,9 @@ Every node gets a level: the highest level of its inputs, plus one where it cann
 operations that are connected and have one level form a region. A path that leaves a region never comes back, since
 levels only rise along it: regions are convex, so that no cycle arises when each becomes one node. It takes one walk.
 
+Nor does a node join a value that it reads if that is returned and gradients are recorded: autograd knows no path from
+one result of a kernel to another, and a user may ask for the gradient of what was returned.
+
     %linear = linear(...)             level 0
     %dropout = dropout(%linear)       level 1  |
     %add = add(%x, %dropout)          level 1  |  one region: fused_dropout_add_layer_norm
@@ -15,7 +18,7 @@ levels only rise along it: regions are convex, so that no cycle arises when each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Final, TypeAlias
@@ -79,6 +82,7 @@ def find_regions(
     order: Mapping[Node, Sequence[Node]],
     takes: Callable[[Node], bool] = is_row_operation,
     gains: Callable[[Region], bool] | None = None,
+    returned: Collection[Node] = (),
 ) -> list[Region]:
     """The regions of a graph that save memory traffic, in the order of their first nodes.
 
@@ -86,6 +90,8 @@ def find_regions(
         order: node -> nodes that must stay before it though it does not read them (``effects.order_of_effects``).
         takes: whether a node may be in a region.
         gains: whether a region is to be one; None: as ``saves`` says.
+        returned: what the graph returns while gradients are recorded: who reads such a value is not in its region,
+            since the results of one kernel are not on each other's path of gradients.
     """
     gains = gains or saves
     roots, written = memory_of(graph)
@@ -96,7 +102,10 @@ def find_regions(
         sources = [*node.all_input_nodes, *order.get(node, ())]
         joins = takes(node) and not any(roots[each] in written for each in (node, *sources))
         own = Region([node], max(0, reduced_dimensions(node)), _shape(node), stretch[node]) if joins else None
-        level[node] = max((_after(source, own, level, region) for source in sources), default=0)
+        level[node] = max(
+            (level[source] + 1 if source in returned else _after(source, own, level, region) for source in sources),
+            default=0,
+        )
         if own is None:
             continue
         parts = dict.fromkeys(region[s] for s in sources if s in region and level[s] == level[node])

@@ -60,7 +60,7 @@ return (%add, %linear_1_f32)""",
 
 
 def test_the_graph_after_with_kernels(tools):
-    gm = fused(tools, block, X, W, B, regions="triton")
+    gm = fused(tools, block, X, W, B, regions="triton", gradients=False)
     expecttest.assert_expected_inline(
         format_graph(gm),
         """\
@@ -92,6 +92,47 @@ return (%add, %linear_1_f32)""",
 %layer_norm_bf16: bfloat16 = to(%layer_norm, torch.bfloat16)
 return (%add, %layer_norm_bf16)""",
     )
+
+
+def test_a_returned_value_is_read_by_another_kernel(tools):
+    """Where gradients are recorded: the results of one kernel are not on each other's path."""
+    lines = format_graph(fused(tools, block, X, W, B, regions="triton")).splitlines()
+    assert [line for line in lines if "fused" in line] == [
+        "%fused_bias_dropout_add: float32 = fused_region(%b, %linear, %x, %draw_seeds_like)",
+        "%fused_layer_norm: bfloat16 = fused_region(%fused_bias_dropout_add)",
+        "%linear_1: bfloat16 = linear(%fused_layer_norm, %w_bf16)",
+        "return (%fused_bias_dropout_add, %linear_1_f32)",
+    ]
+
+
+def test_a_chain_of_returned_values_is_a_kernel_each(tools):
+    def function(x, w, b):
+        h = F.gelu(F.linear(x, w, b))
+        y = torch.tanh(h) * 2
+        return F.linear(y, w), h, y
+
+    gm = fused(tools, function, X, W, B, regions="triton")
+    regions = [node for node in gm.graph.nodes if node.op == "call_module"]
+    assert len(regions) == 2
+    assert regions[0] in regions[1].all_input_nodes
+    assert len(calls(fused(tools, function, X, W, B, regions="triton", gradients=False))) == 1
+
+
+@pytest.mark.parametrize("regions", ["triton", "loops", ""])
+def test_a_kernel_reads_what_is_returned(tools, regions):
+    """A loss and a norm that could read the low value read its cast where that is returned."""
+
+    def function(x, w, b):
+        logits = F.linear(x, w, b)
+        norm = F.silu(F.group_norm(logits, 2))
+        return F.cross_entropy(logits, torch.zeros(4, dtype=torch.long)), F.linear(norm, w), logits
+
+    gm = fused(tools, function, X, W, B, regions=regions)
+    returned = gm.graph.output_node().args[0][2]
+    for name in ("cross_entropy", "group_norm"):
+        reader = next(node for node in gm.graph.nodes if name in node.name)
+        (read,) = [node for node in reader.all_input_nodes if "linear" in node.name]
+        assert read is returned or read.all_input_nodes == [returned]
 
 
 def test_a_second_time_changes_nothing(tools):
