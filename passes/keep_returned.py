@@ -39,7 +39,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, notes
-from fxprec.passes.graph.casts import cast, cast_if_float
+from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node
@@ -65,7 +65,7 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
         last.update((roots[target], node) for target in written_by(node))
     for returned in returned_values(gm.graph):
         source = _widened(returned)
-        if source is None or source.op == "placeholder" or not recorded[source]:
+        if source is None or source.op == "placeholder" or not recorded.get(source):  # or it was made here
             continue
         after = last.get(roots[source], source)
         if position[after] < position[source]:
@@ -76,7 +76,7 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
             for user in same.users
             if user is not returned and user.op != "output" and position[user] > position[after]
         ]
-        if readers:
+        if readers and all(position.get(user, 0) > position[after] for user in returned.users):
             _read_through(gm.graph, after, returned, readers)
             changed = True
     for body in subgraphs(gm):
@@ -161,7 +161,11 @@ def _read_through(graph: Graph, after: Node, returned: Node, readers: list[tuple
     after.append(returned)
     back = _cast_back(returned, source)
     for reader, read in readers:
-        reader.replace_input_with(read, back)
+        if reader.target in CASTS and notes(reader).inserted and reader.args[1] == back.args[1]:
+            reader.replace_all_uses_with(back)  # it looked whether the value is low
+            graph.erase_node(reader)
+        else:
+            reader.replace_input_with(read, back)
 
 
 def _cast_back(returned: Node, low: Node) -> Node:
