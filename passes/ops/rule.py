@@ -12,6 +12,7 @@ from fxprec.passes.graph.annotations import Rule
 Squares: TypeAlias = Literal["always", "factors", "vectors", "dimensions", "subscripts", "power"]
 Numbers: TypeAlias = Literal["operands", "fill", "aside"]
 Rank: TypeAlias = Literal["reduced", "kept"]
+Depth: TypeAlias = Literal["last", "subscripts", "chain"]
 Cost: TypeAlias = Literal["product", "convolution", "transposed convolution", "attention", "pointwise"]
 
 
@@ -47,6 +48,8 @@ class OpRule:
         why: one clause, shown in the report and in docs/precision.md.
         autocast: what torch.autocast's CUDA lists say where ``rule`` says something better, and of FULL ops: None where
             the lists are silent. For placement="autocast".
+        form_of: the op of which its arguments make this one (an einsum that sums nothing); an override of that op holds
+            for this one as well.
 
     What its kernels take:
 
@@ -129,6 +132,8 @@ class OpRule:
 
         cost: how its time is told from its shapes; None: by the bytes it moves, or nobody knows.
         factors: positions of the two operands of a product.
+        depth: where a product has the size that it sums over: "last", the last dimension of its left operand;
+            "subscripts", in its equation; "chain", the last dimension of each operand but the last one.
         bias: how many dimensions of the result lie behind that of its bias, where it takes one.
 
     What a product that it follows can do for it, and where its values lie:
@@ -148,6 +153,7 @@ class OpRule:
     view: bool = False
     low_kernel: bool = True
     autocast: Rule | None = None
+    form_of: str | None = None
     writes: Writes | None = None
     wide: bool = False
     same: bool = False
@@ -172,6 +178,7 @@ class OpRule:
     sums: bool = False
     cost: Cost | None = None
     factors: tuple[int, int] = (0, 1)
+    depth: Depth | None = None
     bias: int | None = None
     epilogue: Epilogue | None = None
     any_format: bool = False

@@ -23,6 +23,7 @@ from fxprec.passes.graph.annotations import NON_TENSOR, Rule, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.names import dtype_argument
+from fxprec.passes.placement.contractions import ELEMENTWISE, is_elementwise
 from fxprec.passes.placement.op_costs import Verdict
 from fxprec.passes.placement.pins import (
     commutes_with_rounding,
@@ -138,6 +139,8 @@ class CutWalk(GraphWalk):
             if square is not None:
                 self.squares.add(site.node)
                 site = replace(site, rule=Rule.FULL, why=square)
+            elif site.rule is Rule.LOW and site.why == site.facts.why and is_elementwise(site.node):
+                site = replace(site, rule=Rule.PROMOTE, why=ELEMENTWISE)
             {Rule.KEEP: self.keep, Rule.LOW: self.low, Rule.FULL: self.full}.get(site.rule, self.follow)(site, floats)
 
     def write(self, site: Site, floats: bool) -> None:
