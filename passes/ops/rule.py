@@ -58,6 +58,7 @@ class OpRule:
         fp32_ports: those others want FP32, even where parameters are low: the dtype of the running statistics.
         masks: ports of additive masks: their numbers saturate where the low dtype cannot hold them.
         indices: ports that take integers only.
+        places: ports that say where values are read or written, not which.
         arrives: it takes whatever arrives, whatever the rule: a part, a cast of the user's, a copy that converts.
         native_promotion: the eager kernel takes mixed low/FP32 inputs and promotes inside: no cast is needed to
             compute in FP32.
@@ -126,6 +127,8 @@ class OpRule:
             integers are dimensions and the like.
         singular: position of the argument at whose zero it has a pole, or an endless slope: an eps guards it.
         exponential: it raises to the power of its argument.
+        counts: of constants it makes values that count: positions, running totals.
+        periodic: its argument is an angle: bounded, and other where the argument is rounded.
         sums: it sums many values.
 
     What it costs:
@@ -161,6 +164,7 @@ class OpRule:
     fp32_ports: bool = False
     masks: tuple[int | str, ...] = ()
     indices: tuple[int | str, ...] = ()
+    places: tuple[int | str, ...] = ()
     arrives: bool = False
     boolean: bool = False
     special: str | None = None
@@ -175,6 +179,8 @@ class OpRule:
     numbers: Numbers | None = None
     singular: int | None = None
     exponential: bool = False
+    counts: bool = False
+    periodic: bool = False
     sums: bool = False
     cost: Cost | None = None
     factors: tuple[int, int] = (0, 1)
