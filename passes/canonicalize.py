@@ -57,9 +57,11 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
             continue
         notes(node).op = op = op._replace(in_place=is_in_place(node, op))
         changed |= _first_by_position(node, op)
-        if op.name == "to":
+        if op.name == "to" or facts_of(op.name).counts:
             _mark_derived(node, context)
-        elif op.in_place and op.name not in ("copy", "setitem") and has_dtype_of_its_own(node, op, context):
+        if op.name == "to":
+            continue
+        if op.in_place and op.name not in ("copy", "setitem") and has_dtype_of_its_own(node, op, context):
             write_by_copy(gm, node, op)
             changed = True
         elif node.kwargs.get("out") is not None:
@@ -115,9 +117,10 @@ def _drop_autocast_regions(gm: GraphModule) -> bool:
 
 
 def _mark_derived(node: Node, context: Context) -> None:
-    """``x.to(y.dtype)``, traced where y was low already, reads as a cast to a literal low dtype: tell the two apart.
+    """Tell ``x.to(y.dtype)``, traced where y was low already, from a cast to a literal low dtype, as which it reads.
 
-    Only dynamo traces under autocast and bakes dtypes; a literal stands in the source line, or is the method's name.
+    So does ``arange(n, dtype=y.dtype)``. Only dynamo traces under autocast and bakes dtypes; a literal stands in the
+    source line, or is the method's name.
     """
     if "example_value" not in node.meta or cast_target(node) is not context.low or node.target in ("half", "bfloat16"):
         return

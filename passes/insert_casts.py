@@ -25,6 +25,10 @@ tensor that shares its memory; the next reader then gets a new one. So does the 
 is cast by ``cast_if_float``, which looks at run time, a list or tuple of tensors by ``cast_each``. Additive attention
 masks are cast by ``cast_saturating``.
 
+A count (``placement.origins``) that takes its dtype from a low tensor is written as FP32::
+
+    %t: float32 = to(%ids, torch.float32)              # was %ids.to(%y.dtype)
+
 A cast of the user's that made a copy in the original program must not become an alias because its source is low now::
 
     %y: bfloat16 = linear(%x_bf16, %w_bf16)            # FP32 in the original
@@ -38,13 +42,14 @@ from typing import Final
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import Argument, map_aggregate, map_arg
 
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.promotion import is_zero_dim
 from fxprec.passes.graph.annotations import (
     CASTABLE,
+    NON_TENSOR,
     UNKNOWN,
     Arrival,
     DTypeInfo,
@@ -59,10 +64,13 @@ from fxprec.passes.graph.casts import cast, cast_each, cast_if_float, cast_satur
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
-from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import facts_at, facts_of
+from fxprec.passes.placement.origins import COUNTS
+from fxprec.passes.placement.sites import dtype_reference
 
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_TENSORS: Final[dict[object, str]] = {torch.float16: "torch.HalfTensor", torch.bfloat16: "torch.BFloat16Tensor"}
 #: Of a node's meta, what its casts take over.
 _HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
 
@@ -76,7 +84,12 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
         changed |= insert_casts(sub, context).changed
     epochs = _Epochs(gm, context)
     for node in list(gm.graph.nodes):
-        changed |= epochs.cast_arguments(node) or epochs.keep_recorded(node) or epochs.keep_apart(node)
+        changed |= (
+            epochs.keep_digits(node)
+            or epochs.cast_arguments(node)
+            or epochs.keep_recorded(node)
+            or epochs.keep_apart(node)
+        )
         epochs.written(node)
         annotations = notes(node)
         dtype = annotations.root_dtype
@@ -191,6 +204,32 @@ class _Epochs:
     def written(self, node: Node) -> None:
         for target in written_by(node):
             self.made.pop(self.roots[target], None)
+
+    def keep_digits(self, node: Node) -> bool:
+        """Write FP32 where a count (``placement.origins``) takes its dtype from a tensor that is low now."""
+        annotations = notes(node)
+        if annotations.precision.output is not torch.float32 or annotations.precision.why != COUNTS:
+            return False
+        reference = dtype_reference(node)
+        dtypes: list[object] = [each for each in node.all_input_nodes if each.args == (reference, "dtype")]
+        if annotations.derived_cast:  # dynamo baked the dtype, or its name
+            low = dtype_argument(node)
+            dtypes = [low, *filter(None, [_TENSORS.get(low)])]
+        if dtypes:
+            node.args, node.kwargs = map_aggregate(  # type: ignore[assignment]
+                (node.args, node.kwargs), lambda each: torch.float32 if each in dtypes else each
+            )
+        elif reference is None:
+            return False
+        else:  # type_as(h), to(h): which move as well
+            with self.graph.inserting_before(node):
+                device = new_node(self.graph, "call_function", getattr, (reference, "device"), {})
+            device.meta.update(
+                op=Op("getattr"), dtype=NON_TENSOR, precision=Precision.arriving(None, None, Rule.FOLLOW, "where to")
+            )
+            node.op, node.target, node.args = "call_method", "to", (node.args[0], device, torch.float32)
+            node.kwargs = {name: each for name, each in node.kwargs.items() if each is not reference}
+        return True
 
     def keep_recorded(self, node: Node) -> bool:
         """A user's cast that did nothing in the original program, and converts now, must not end a gradient."""

@@ -123,7 +123,8 @@ class Annotations:
     written: Annotated[bool, "canonicalize"] = False
     #: False within ``autocast(enabled=False)``: the node keeps its original dtype.
     autocast: Annotated[bool, "canonicalize"] = True
-    #: A cast to the low dtype that reads ``x.to(y.dtype)`` in the source: it follows ``y``.
+    #: A cast to the low dtype that reads ``x.to(y.dtype)`` in the source, or an ``arange(n, dtype=y.dtype)``: it
+    #: follows ``y``.
     derived_cast: Annotated[bool, "canonicalize"] = False
     #: dtype of the value in the *original* FP32 program: a ``torch.dtype``, ``UNKNOWN`` (nobody can tell without
     #: inputs), ``NON_TENSOR``, or a tuple of these. Capture states those of inputs that it knows.

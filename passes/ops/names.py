@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from fxprec.passes.graph.annotations import Op, argument
 from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.ops.equations import Form, equation_of
 from fxprec.passes.ops.spellings import ALIASES, FIXED_CASTS
 from fxprec.passes.torch_internals import (
     HigherOrderOperator,
@@ -110,6 +111,9 @@ def canonical_op(node: Node) -> Op | None:
         return None
     if op.name == "interpolate":
         return Op(_INTERPOLATION.get(str(argument(node, 3, "mode", "nearest")), op.name))
+    if op.name == "einsum":
+        equation = equation_of(node)
+        return op if equation is None else Op(_EINSUMS.get(equation.form, op.name))
     if op.name == "div" and node.target is operator.truediv and not isinstance(node.args[0], Node):
         return Op("rdiv")
     return op
@@ -118,6 +122,8 @@ def canonical_op(node: Node) -> Op | None:
 _INTERPOLATION: Final = MappingProxyType(
     {"nearest": "interpolate_nearest", "nearest-exact": "interpolate_nearest", "area": "interpolate_area"}
 )
+
+_EINSUMS: Final = MappingProxyType({Form.PRODUCT: "einsum_product", Form.SUM: "einsum_sum", Form.VIEW: "einsum_view"})
 
 
 def _as_dtype(argument: object) -> torch.dtype | None:

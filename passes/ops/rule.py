@@ -12,6 +12,7 @@ from fxprec.passes.graph.annotations import Rule
 Squares: TypeAlias = Literal["always", "factors", "vectors", "dimensions", "subscripts", "power"]
 Numbers: TypeAlias = Literal["added", "factors", "compared", "fill", "aside"]
 Rank: TypeAlias = Literal["reduced", "kept"]
+Depth: TypeAlias = Literal["last", "subscripts", "chain"]
 Cost: TypeAlias = Literal["product", "convolution", "transposed convolution", "attention", "pointwise"]
 
 
@@ -47,6 +48,8 @@ class OpRule:
         why: one clause, shown in the report and in docs/precision.md.
         autocast: what torch.autocast's CUDA lists say where ``rule`` says something better, and of FULL ops: None where
             the lists are silent. For placement="autocast".
+        form_of: the op of which its arguments make this one (an einsum that sums nothing); an override of that op holds
+            for this one as well.
 
     What its kernels take:
 
@@ -55,6 +58,7 @@ class OpRule:
         fp32_ports: those others want FP32, even where parameters are low: the dtype of the running statistics.
         masks: ports of additive masks: their numbers saturate where the low dtype cannot hold them.
         indices: ports that take integers only.
+        places: ports that say where values are read or written, not which.
         arrives: it takes whatever arrives, whatever the rule: a part, a cast of the user's, a copy that converts.
         native_promotion: the eager kernel takes mixed low/FP32 inputs and promotes inside: no cast is needed to
             compute in FP32.
@@ -123,12 +127,16 @@ class OpRule:
             and factors that never meet the data; None: floats are operands, and integers are dimensions and the like.
         singular: position of the argument at whose zero it has a pole, or an endless slope: an eps guards it.
         exponential: it raises to the power of its argument.
+        counts: of constants it makes values that count: positions, running totals.
+        periodic: its argument is an angle: bounded, and other where the argument is rounded.
         sums: it sums many values.
 
     What it costs:
 
         cost: how its time is told from its shapes; None: by the bytes it moves, or nobody knows.
         factors: positions of the two operands of a product.
+        depth: where a product has the size that it sums over: "last", the last dimension of its left operand;
+            "subscripts", in its equation; "chain", the last dimension of each operand but the last one.
         bias: how many dimensions of the result lie behind that of its bias, where it takes one.
 
     What a product that it follows can do for it, and where its values lie:
@@ -148,6 +156,7 @@ class OpRule:
     view: bool = False
     low_kernel: bool = True
     autocast: Rule | None = None
+    form_of: str | None = None
     writes: Writes | None = None
     wide: bool = False
     same: bool = False
@@ -155,6 +164,7 @@ class OpRule:
     fp32_ports: bool = False
     masks: tuple[int | str, ...] = ()
     indices: tuple[int | str, ...] = ()
+    places: tuple[int | str, ...] = ()
     arrives: bool = False
     boolean: bool = False
     special: str | None = None
@@ -169,9 +179,12 @@ class OpRule:
     numbers: Numbers | None = None
     singular: int | None = None
     exponential: bool = False
+    counts: bool = False
+    periodic: bool = False
     sums: bool = False
     cost: Cost | None = None
     factors: tuple[int, int] = (0, 1)
+    depth: Depth | None = None
     bias: int | None = None
     epilogue: Epilogue | None = None
     any_format: bool = False

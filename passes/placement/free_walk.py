@@ -67,6 +67,7 @@ class FreeWalk(PricedWalk):
         node, asked = site.node, dtype_argument(site.node)
         own = site.has_mixed_kernel(self.context) or site.accumulates_wide(self.context, asked)
         safe = self.context.low is torch.bfloat16 and site.facts.low_kernel and node not in self.squares
+        safe = safe and not any(map(self.origins.counts, (node, *site.data)))
         return safe and not own and asked is None and dtype_reference(node) is None and node not in self.classes
 
     def follow(self, site: Site, floats: bool) -> None:

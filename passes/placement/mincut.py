@@ -23,7 +23,9 @@ from fxprec.passes.graph.annotations import NON_TENSOR, Rule, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.aliases import written_by
 from fxprec.passes.ops.names import dtype_argument
+from fxprec.passes.placement.contractions import ELEMENTWISE, is_elementwise
 from fxprec.passes.placement.op_costs import Verdict
+from fxprec.passes.placement.origins import COUNTS, Origins
 from fxprec.passes.placement.pins import (
     commutes_with_rounding,
     exp_chains,
@@ -31,7 +33,14 @@ from fxprec.passes.placement.pins import (
     unsafe_number,
     written_classes,
 )
-from fxprec.passes.placement.sites import Site, assumed_original, base_of, names_dtype, precision_of
+from fxprec.passes.placement.sites import (
+    Site,
+    assumed_original,
+    base_of,
+    dtype_reference,
+    names_dtype,
+    precision_of,
+)
 from fxprec.passes.placement.solver import solve
 from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import GraphWalk
@@ -75,12 +84,14 @@ class CutWalk(GraphWalk):
         self.classes: dict[Node, Node] = {}
         self.chains: set[Node] = set()
         self.squares: set[Node] = set()  # what low memory cannot hold
+        self.origins = Origins()
 
     def enter(self, graph: Graph) -> None:
         if self.verdict.costs is not None:
             self.verdict.costs.enter(graph)
         self.classes |= written_classes(graph)
         self.chains |= exp_chains(graph)
+        self.origins.enter(graph, self.operands)
 
     def has(self, node: Node) -> bool:
         return node in self.variables.value
@@ -138,6 +149,11 @@ class CutWalk(GraphWalk):
             if square is not None:
                 self.squares.add(site.node)
                 site = replace(site, rule=Rule.FULL, why=square)
+            elif site.rule is Rule.LOW and site.why == site.facts.why:
+                if self.origins.counts(site.node):
+                    site = replace(site, rule=Rule.FULL, why=COUNTS)
+                elif is_elementwise(site.node):
+                    site = replace(site, rule=Rule.PROMOTE, why=ELEMENTWISE)
             {Rule.KEEP: self.keep, Rule.LOW: self.low, Rule.FULL: self.full}.get(site.rule, self.follow)(site, floats)
 
     def write(self, site: Site, floats: bool) -> None:
@@ -177,8 +193,32 @@ class CutWalk(GraphWalk):
         variables.read_original(site.kept)
         self.decide(node, Rule.FOLLOW, site.why, variable)
 
+    def _user_cast(self, site: Site, floats: bool) -> None:
+        if not floats or not self.keeps_digits(site.node):
+            return super()._user_cast(site, floats)
+        self.assign_digits(site.node)
+        if self.has(site.base):
+            self.read_by_user_cast(site.node, site.base)
+        return self.decide(site.node, Rule.KEEP, COUNTS)
+
+    def keeps_digits(self, node: Node) -> bool:
+        """Return whether a node makes a count in the dtype of another tensor, and somebody needs its digits."""
+        named = notes(node).derived_cast or dtype_reference(node) is not None
+        return named and notes(node).dtype is torch.float32 and self.origins.is_exact(node)
+
+    def assign_digits(self, node: Node) -> None:
+        """Make a count FP32 that the program has in another tensor's dtype: it widens nobody whom that would not."""
+        reference = dtype_reference(node)
+        self.assign_dtype(node, torch.float32)
+        if reference is None or not self.has(reference) or self.variables.arriving(reference) != FP32:
+            self.variables.unpromoting.add(node)
+
     def keep(self, site: Site, floats: bool) -> None:
         node, variables = site.node, self.variables
+        if floats and self.keeps_digits(node):
+            variables.read_original((*site.data, *site.kept))
+            self.assign_digits(node)
+            return self.decide(node, Rule.KEEP, COUNTS)
         sources = (*site.data, *site.kept)
         variables.read_original(sources)
         written = [target for target in written_by(node) if self.has(target)]
@@ -249,6 +289,8 @@ class CutWalk(GraphWalk):
         self.promote(site, variable)
         if floats:
             variables.value[node] = variable
+            if unsafe is COUNTS and variables.unpromoting.issuperset(site.data):
+                variables.unpromoting.add(node)
         self.decide(node, site.rule, unsafe or site.why, variable, site=site)
 
     def promote(self, site: Site, variable: int) -> None:
@@ -261,7 +303,10 @@ class CutWalk(GraphWalk):
     def unsafe(self, site: Site) -> str | None:
         if site.node in self.chains:
             return "between an exponential and a reduction of it"
-        return unsafe_number(site, self.context.low)
+        number = unsafe_number(site, self.context.low)
+        if number is None and self.origins.counts(site.node) and not commutes_with_rounding(site):
+            return COUNTS
+        return number
 
     def decide(
         self,

@@ -26,6 +26,7 @@ from fxprec.passes.fusion.row_operations import is_row_operation
 from fxprec.passes.graph.annotations import argument, notes
 from fxprec.passes.graph.fetched import attribute_of
 from fxprec.passes.graph.text import dtype_name
+from fxprec.passes.ops.equations import equation_of
 from fxprec.passes.ops.rule import Cost
 from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.sites import Site
@@ -252,14 +253,13 @@ def _shape(node: Node) -> Shape:
 
 
 def _summed(site: Site, a: Shape, b: Shape) -> int:
-    """Sizes of an einsum's summed dimensions, multiplied; of two operands, without an ellipsis."""
-    equation = site.node.args[0]
-    if not isinstance(equation, str) or "->" not in equation or "." in equation or equation.count(",") != 1:
+    """Return the sizes of an einsum's summed dimensions, multiplied; of two operands, without an ellipsis."""
+    equation = equation_of(site.node)
+    if equation is None or len(equation.operands) != 2 or any("..." in operand for operand in equation.operands):
         raise _UnknownSizes
-    terms, result = equation.replace(" ", "").split("->")
-    first, second = terms.split(",")
+    first, second = equation.operands
     sizes = dict(zip(first + second, a + b, strict=False))
-    return prod(size for letter, size in sizes.items() if letter not in result)
+    return prod(sizes[index] for index in equation.summed)
 
 
 def _value(node: Node) -> Any:

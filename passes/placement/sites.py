@@ -104,8 +104,10 @@ def _takes_wide(node: Node) -> bool:
 
 
 def base_of(node: Node) -> Node:
-    """The first argument of a call, the node itself where that is no node."""
+    """Return the first argument of a call (of an einsum what follows its equation), or the node if that is no node."""
     first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+    if isinstance(first, str):
+        first = next((source for _, source in arg_nodes(node)), None)
     return first if isinstance(first, Node) else node
 
 

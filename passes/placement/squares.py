@@ -12,12 +12,14 @@ is products of different values, for which the matrix units are there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch.fx import Node
 
 from fxprec.passes.graph.annotations import NO_OP, Rule, arg_nodes, argument, notes
+from fxprec.passes.ops.equations import equation_of
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at, rule_of
 
@@ -37,7 +39,8 @@ def is_square(node: Node) -> bool:
         return not isinstance(exponent, int | float) or exponent > 1
     factors = [source for _, source in arg_nodes(node)]  # one of x * 2
     if row.squares == "subscripts":
-        return _has_square(_subscripts(node), factors)
+        equation = equation_of(node)
+        return equation is not None and _has_square(equation.operands, factors)
     if len(factors) < 2 or not same_value(factors[-2], factors[-1]):
         return False
     return row.squares == "factors" or _contracts_all(node, factors[-1], row)
@@ -123,14 +126,7 @@ def _rank(node: Node) -> int | None:
     return None
 
 
-def _subscripts(node: Node) -> list[object]:
-    """Of each operand of an einsum, however they are given: ``"ij,ij->i", x, x`` or ``x, [0, 1], x, [0, 1], [0]``."""
-    if node.args and isinstance(node.args[0], str):
-        return [*node.args[0].replace(" ", "").partition("->")[0].split(",")]
-    return [list(each) for each in node.args[1::2] if isinstance(each, tuple | list)]
-
-
-def _has_square(subscripts: list[object], operands: list[Node]) -> bool:
+def _has_square(subscripts: Sequence[object], operands: list[Node]) -> bool:
     pairs = [*zip(subscripts, operands, strict=False)]
     return any(
         own == other and same_value(operand, earlier)

@@ -52,6 +52,7 @@ class GraphWalk:
         self.context = context
         self._calls: Counter[int] = Counter()
         self._visited: set[int] = set()
+        self.operands: dict[Node, Node] = {}  # placeholder of a called body -> what it is given
         self._results: dict[Node, tuple[object, ...]] = {}  # call of a body -> what the body returns
 
     def run(self, gm: GraphModule) -> None:
@@ -118,10 +119,11 @@ class GraphWalk:
         if reference is not None and self.has(reference):
             self.assign_dtype_of(site.node, reference)
         else:
-            self.assign_dtype(site.node, dtype, source)
+            self.assign_dtype(site.node, self.context.low if notes(site.node).derived_cast else dtype, source)
 
     def _graph(self, gm: GraphModule, bound: Mapping[Node, Node] | None, returns: Rule) -> None:
         """``bound``: in a called body, placeholder -> the caller's operand, where that is ours to decide."""
+        self.operands |= bound or {}
         self.enter(gm.graph)
         self._calls += _body_calls(gm)
         for node in gm.graph.nodes:

@@ -16,7 +16,7 @@ from torch.fx import Node
 from fxprec.errors import PolicyError
 from fxprec.passes.graph.annotations import CASTABLE, Rule, clean_path
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.ops.table import OP_TABLE
+from fxprec.passes.ops.table import OP_TABLE, facts_of
 
 Level = Literal["O0", "O1", "O2", "O3"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
@@ -104,8 +104,10 @@ class Override:
             hit = self._matches_path(module_path) or any(
                 self._matches_class(kind) or self._matches_path(path) for path, kind in _stack(node)
             )
+        elif self.kind == "ops":
+            hit = any(fnmatchcase(name, self.name) for name in _names_of(op_name))
         else:
-            hit = fnmatchcase(op_name if self.kind == "ops" else node.name, self.name)
+            hit = fnmatchcase(node.name, self.name)
         return self.precision if hit else None
 
     def matches_module(self, path: str, modules: Mapping[str, object]) -> bool:
@@ -121,7 +123,7 @@ class Override:
         if self.kind == "where":
             return None
         if self.kind != "modules":
-            names = ops if self.kind == "ops" else nodes
+            names = {name for op in ops for name in _names_of(op)} if self.kind == "ops" else nodes
             if any(fnmatchcase(each, self.name) for each in names):
                 return None
             return f"override {self}: the graph has no such {self.kind[:-1]}{did_you_mean(self.name, names)}"
@@ -180,6 +182,12 @@ def _fits(kind: Kind, pattern: object) -> bool:
     if kind == "where":
         return callable(pattern)
     return (isinstance(pattern, str) and pattern != "") or (kind == "modules" and isinstance(pattern, type))
+
+
+def _names_of(op_name: str) -> tuple[str, ...]:
+    """Return an op's name, and that of the op of which it is a form."""
+    form_of = facts_of(op_name).form_of
+    return (op_name,) if form_of is None else (op_name, form_of)
 
 
 def _stack(node: Node) -> Iterator[tuple[str, object]]:

@@ -283,6 +283,8 @@ LITERAL, DERIVED = "y = x.to(torch.bfloat16)\n    ~~~~^^^^^", "y = x.to(other.dt
         (("to", "x", BF16), DERIVED, False, False),  # only dynamo bakes dtypes
         (("to", "x", torch.float16), DERIVED, True, False),  # not the low dtype
         (("bfloat16", "x"), DERIVED, True, False),  # the method's name says it
+        ((torch.linspace, 0, 4, 5, BF16), "y = torch.linspace(0, 4, 5, dtype=x.dtype)", True, True),
+        ((torch.linspace, 0, 4, 5, BF16), "y = torch.linspace(0, 4, 5, dtype=torch.bfloat16)", True, False),
     ],
     ids=spelled,
 )

@@ -60,6 +60,8 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("clone flip fliplr flipud roll rot90 repeat tile repeat_interleave tril triu diag diag_embed narrow_copy "
           "gather index_select take take_along_dim masked_select index", exact=True),
     facts("gather index_select", indices=(2, "index")),
+    facts("scatter scatter_add scatter_reduce index_add index_copy index_reduce", places=(2, "index")),
+    facts("index_put setitem put", places=(1, "indices", "index")),
     facts("masked_fill index_fill fill fill_diagonal", numbers="fill"),
     facts("setitem", numbers="compared"),
     facts("clone masked_fill", boolean=True),
@@ -80,6 +82,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.KEEP, _TABLE, "vander", result="first"),
     facts("full_like new_full", numbers="fill"),
     facts("arange", special="sequence"),
+    facts("arange range linspace logspace", counts=True),
     facts("range linspace logspace", special="float_sequence"),
     facts("full", special="full"),
     facts("tensor as_tensor asarray", special="constant"),

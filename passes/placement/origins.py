@@ -1,0 +1,142 @@
+"""Which values count: floats made of integers and constants alone, such as positions, timesteps and their multiples.
+
+Low precision counts to 256 (bfloat16) or 2048 (float16), and a rounded position gives another angle. So such values
+stay FP32, whatever dtype the program takes for them from a low tensor, until a periodic function, a weight or another
+learned value takes them::
+
+    %h: bfloat16 = linear(%x, %w)
+    %t: float32 = to(%ids, torch.float32)          # was %ids.type_as(%h), or .to(%h.dtype)
+    %angles: float32 = matmul(%inv_freq, %t)       # a product with a constant: FULL
+    %sin: float32 = sin(%angles)                   # bounded: free from here on
+    %y: bfloat16 = linear(%t_bf16, %v)             # a weight takes them as it takes everything
+
+Kinds of values are told apart in one walk forwards (``Origin``). An integer is a count, a bool is none: its 0 and 1 are
+exact. Of float constants those count that hold integers alone. An input of which nobody knows
+whether it is an integer counts where the program casts it.
+
+A cast to the dtype of a low tensor is FP32 only where its digits matter: where somebody computes with the counts alone,
+computes in FP32, or returns them. A mask that a learned value is multiplied with stays as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+from typing import Final
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
+from fxprec.kernels.launch.operands import PLAIN
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, Rule, arg_nodes, is_castable, notes
+from fxprec.passes.graph.fetched import attribute_of
+from fxprec.passes.ops.rule import OpRule
+from fxprec.passes.ops.table import facts_at, rule_of
+from fxprec.passes.torch_internals import HigherOrderOperator
+
+#: Why a value that counts is FP32.
+COUNTS: Final = "counts in integers beyond those of low precision: FP32 until a weight or a periodic function takes it"
+
+
+class Origin(IntEnum):
+    """What a value is made of; of several operands the highest decides."""
+
+    #: Buffers, created tensors, bools as numbers, results of periodic functions: they leave a count what it is.
+    CONSTANT = 0
+    #: An input of unknown dtype, and what is made of it with constants.
+    INPUT = 1
+    #: Integers, and what is made of them with constants.
+    COUNT = 2
+    #: Weights, float inputs, and what is made of them: they end a count.
+    OTHER = 3
+
+
+class Origins:
+    """The origins of the values of a graph and of the bodies that it calls."""
+
+    def __init__(self) -> None:
+        self._known: dict[Node, Origin] = {}
+        self._exact: set[Node] = set()
+
+    def enter(self, graph: Graph, operands: Mapping[Node, Node]) -> None:
+        """Look at a graph. ``operands``: placeholder of a body that runs as part of its caller -> what it is given."""
+        for node in graph.nodes:
+            self._known[node] = self._origin(node, operands)
+        for node in reversed(graph.nodes):
+            origin = self._known[node]
+            if origin is Origin.COUNT or (origin is Origin.CONSTANT and is_castable(notes(node).dtype)):
+                if any(self._wants_digits(user, origin) for user in node.users):
+                    self._exact.add(node)
+
+    def counts(self, node: Node) -> bool:
+        """Return whether what a node computes is a count, or a constant that goes into one."""
+        return self._known.get(node) is Origin.COUNT or node in self._exact
+
+    def is_exact(self, node: Node) -> bool:
+        """Return whether a value is (part of) a count, and somebody needs its digits."""
+        return node in self._exact
+
+    def _origin(self, node: Node, operands: Mapping[Node, Node]) -> Origin:
+        info = notes(node).dtype
+        if isinstance(info, torch.dtype) and not (info.is_floating_point or info.is_complex):
+            return Origin.CONSTANT if info is torch.bool else Origin.COUNT
+        if info is NON_TENSOR:
+            return Origin.CONSTANT
+        if node in operands:
+            return self._known.get(operands[node], Origin.OTHER)
+        if node.op in ("placeholder", "get_attr"):
+            return self._from_outside(node)
+        row = rule_of(notes(node).op.name)
+        if row is None or row.random or isinstance(node.target, HigherOrderOperator):
+            return Origin.OTHER
+        origin = max((self._known.get(source, Origin.OTHER) for source in _values(node, row)), default=Origin.CONSTANT)
+        if origin is not Origin.OTHER and (row.counts or (origin is Origin.INPUT and notes(node).op.name == "to")):
+            return Origin.COUNT
+        periodic = row.periodic or (isinstance(info, torch.dtype) and info.is_complex)
+        return Origin.CONSTANT if periodic and origin is not Origin.OTHER else origin
+
+    def _from_outside(self, node: Node) -> Origin:
+        annotations = notes(node)
+        if annotations.kind not in ("buffer", "constant"):
+            return Origin.INPUT if annotations.dtype is UNKNOWN and not annotations.kind else Origin.OTHER
+        is_read = any(node in _values(user, facts_at(user)) for user in node.users)  # no running statistic
+        constant = attribute_of(node) if node.op == "get_attr" and is_read else None
+        return Origin.COUNT if _holds_counts(constant) else Origin.CONSTANT
+
+    def _wants_digits(self, user: Node, of: Origin) -> bool:
+        """Return whether what a user of a count, or of a constant, gives depends on digits that low precision has not.
+
+        Constants alone are not looked after: only where they go into a count.
+        """
+        row = facts_at(user)
+        if self._known.get(user) is Origin.COUNT:
+            moves = row.view or row.exact or row.same
+            return user in self._exact if moves else True
+        if of is Origin.CONSTANT:
+            return user in self._exact
+        if user.op == "output" or isinstance(user.target, HigherOrderOperator):
+            return True
+        return notes(user).dtype is not NON_TENSOR and (row.periodic or row.rule in (Rule.FULL, Rule.KEEP))
+
+
+def _values(node: Node, row: OpRule) -> Iterator[Node]:
+    """Yield the tensors whose values go into the result: no index, no shape, no bool, no example of a dtype."""
+    for port, source in arg_nodes(node):
+        info = notes(source).dtype
+        reads = port == 0 if row.arrives else row.ports is None or port in row.ports
+        if reads and port not in row.places and info is not NON_TENSOR and info is not torch.bool:
+            yield source
+
+
+def _holds_counts(value: object) -> bool:
+    """Return whether a float constant holds integers alone, and larger ones than a mask or a stencil does."""
+    if type(value) not in PLAIN or watcher(TRANSFORM) is not None:
+        return False
+    assert isinstance(value, torch.Tensor)
+    if not value.is_floating_point() or value.is_meta or not value.numel() or value.layout is not torch.strided:
+        return False
+    with unwatched():
+        value = value.detach()
+        return 2 < value.abs().max().item() < math.inf and bool((value == value.round()).all())
