@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,9 +17,11 @@ from fxprec.inspection.nodes import op_name, places, short_paths, source_line
 from fxprec.inspection.subject import subject_of
 from fxprec.model.module import conversion_of
 from fxprec.numerics.alternatives import Alternatives, sized
+from fxprec.numerics.births import Swallow
 from fxprec.numerics.kept import kept
 from fxprec.numerics.ledger import GradientError, Ledger, Part, Row, Sample, ordered
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
+from fxprec.numerics.swallowed import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.tape.adjoint import Term, measured, terms
@@ -136,6 +139,9 @@ def ledger_of(
         while not done:
             with kept(problem.model):
                 done = _audit_batch(problem, batch, gradients, reference, books, opened, reads, signs)
+        if books.overflown:
+            run = functools.partial(problem.step, batch, 1.0) if gradients else functools.partial(problem.run, batch)
+            books.note_swallowed(compared(problem.model, run)[0].first_swallowed)
     graphs = [captured.gm for captured in conversion.captured]
     return books.ledger("gradients" if gradients else books.target, graphs)
 
@@ -182,22 +188,34 @@ def _audit_batch(
         places = [memory.place(gradient.detach()) for gradient in found.values()]
         books.note_gradients([*found], recorder, places)
         targets = _along_error(recorder, places)
+    _check_finite(recorder, [place for place, _ in targets])
     error = measured(recorder, targets)
-    if not math.isfinite(error):
-        raise NotFiniteError(
-            f"the error is {error}: a value is inf or nan, in the run or in the reference. "
-            "fxprec.numerics.locate(model, batch, loss) says where that begins"
-        )
     del value
     passing = terms(recorder, targets)
     books.add(recorder, passing if reads is None else reads.noted(passing), low, exact, error)
     return True
 
 
+def _check_finite(recorder: Recorder, places: Iterable[Place]) -> None:
+    """Check that values may be compared; the same inf in both may stand, as in a mask.
+
+    Raises:
+        NotFiniteError: there is another inf, or a nan.
+    """
+    for place in places:
+        low, exact = recorder.memory.low(place), recorder.memory.exact(place)
+        error = (low.to(exact.dtype) - exact)[low != exact].abs().sum()
+        if not bool(error.isfinite()):
+            raise NotFiniteError(
+                f"the error is {float(error)}: a value is inf or nan, in the run or in the reference. "
+                "fxprec.numerics.locate(model, batch, loss) says where that begins"
+            )
+
+
 def _along_error(recorder: Recorder, places: list[Place]) -> list[tuple[Place, Tensor]]:
     """Weights for the values' errors: their direction, in which the error is its length."""
     memory = recorder.memory
-    errors = [memory.low(place).to(memory.reference) - memory.exact(place) for place in places]
+    errors = [memory.error(place) for place in places]
     length = math.sqrt(sum(float(error.square().sum()) for error in errors))
     return [(place, error / length if length else error) for place, error in zip(places, errors, strict=True)]
 
@@ -234,8 +252,10 @@ class _Books:
         self._samples: list[Sample] = []
         self._errors: dict[str, list[float]] = {}
         self._remarks: dict[str, None] = {}
+        self._swallowed: dict[str, None] = {}
         self._lacking: dict[str, list[float]] = {}
         self._sizes: dict[tuple[int, str], Any] = {}
+        self.overflown = False  # in the latest batch the run has inf or nan where the reference has none
 
     @property
     def count(self) -> int:
@@ -247,6 +267,7 @@ class _Books:
     ) -> None:
         """One batch."""
         self._sizes |= recorder.sizes
+        self.overflown = bool(recorder.overflown)
         own: dict[Origin, float] = {}
         explained = 0.0
         for term in terms:
@@ -275,12 +296,21 @@ class _Books:
             self._remarks[f"{name} would give another shape in the reference: it takes the run's"] = None
         self._samples.append(Sample(low, exact, error, explained))
 
+    def note_swallowed(self, found: Swallow | None) -> None:
+        """Remark on an overflow that is no mask and that an op made finite again; None: there is none."""
+        if found is not None:
+            self._swallowed[found.birth.origin.name] = None
+            self._remarks[
+                f"{found.birth.origin.name} overflows, and {found.name} makes that finite again: what comes of it is "
+                f"the bend of {found.name}; fxprec.numerics.locate tells more"
+            ] = None
+
     def note_gradients(self, names: list[str], recorder: Recorder, places: list[Place]) -> None:
         """The error of each parameter's gradient."""
         memory = recorder.memory
         for name, place in zip(names, places, strict=True):
             exact = memory.exact(place)
-            error = float((memory.low(place).to(memory.reference) - exact).square().sum())
+            error = float(memory.error(place).square().sum())
             sums = self._errors.setdefault(name, [0.0, 0.0])
             sums[0] += error
             sums[1] += float(exact.square().sum())
@@ -302,7 +332,8 @@ class _Books:
             name: GradientError(*(math.sqrt(total / len(samples)) for total in sums))
             for name, sums in self._errors.items()
         }
-        return Ledger(target, ordered(rows, len(samples)), samples, parameters, (*self._remarks, *lacking))
+        remarks = (*self._remarks, *lacking)
+        return Ledger(target, ordered(rows, len(samples)), samples, parameters, remarks, tuple(self._swallowed))
 
 
 def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping[tuple[int, str], Node]) -> Row:

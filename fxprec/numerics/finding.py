@@ -31,6 +31,8 @@ class Finding:
         index: of the first of them in the value: mostly it begins with the sample's number in the batch.
         example: the op on the first of them: ``div(0, 0) = nan``.
         reached: what it spoiled: "loss", "outputs", or "the gradient of" a parameter; "" where it reached nothing.
+        swallowed: name of the node, or op, that read inf or nan and gave finite values, which are wrong; "" where none
+            did.
         fails_in_fp32: the same run of the original model in FP32 is not finite either.
         scale: the loss scale of the run; 1.0 without a scaler.
         cure: what to change, as code that can be pasted where there is such.
@@ -58,6 +60,7 @@ class Finding:
     index: tuple[int, ...] = ()
     masked: bool = False
     step: int | None = None
+    swallowed: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: a magnitude that is not known, or not finite, is None."""
@@ -88,7 +91,7 @@ class Finding:
                 f"optimizer: {self.op} in step {self.step} {did} in {_percent(self.share)} of {where}, of finite "
                 f"weights and gradients; {self.reached + ' got it' if self.reached else 'nothing has read it yet'}"
             )
-        end = f"; {self.reached} got it"
+        end = f"; {self.swallowed} made it finite again" if self.swallowed else f"; {self.reached} got it"
         if self.masked:
             return f"{self.phase}: {where}, {computes}, gives nan for rows that are masked as a whole{end}"
         if self.kind == "invalid":

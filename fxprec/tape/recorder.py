@@ -65,6 +65,7 @@ class Recorder(Attribution):
         operations: all that made or changed memory.
         skipped: names of ops on what is no plain memory (sparse tensors), or that give memory another size: what they
             give is taken for exact.
+        overflown: names of ops that gave inf or nan where the reference has a number, as for a mask of -1e9 in float16.
         outgrown: names of ops whose shapes depend on values, and would be others in the reference: it keeps the run's.
         sizes: (position of the graph, name of a node) -> the size of what it gave.
     """
@@ -79,6 +80,7 @@ class Recorder(Attribution):
         self.operations: list[Operation] = []
         self.skipped: set[str] = set()
         self.outgrown: set[str] = set()
+        self.overflown: set[str] = set()
         self.sizes: dict[tuple[int, str], Any] = {}
         self._masters = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
         shadows = [] if model is None else conversion_of(model).store.shadows_of([*self._masters.values()])
@@ -182,6 +184,14 @@ class Recorder(Attribution):
         return found
 
     def _add(self, operation: Operation, aside: Mapping[Place, Tensor]) -> None:
+        """Run it in the reference as well, note it, and look whether the run alone gave inf or nan."""
+        self._run_exact(operation, aside)
+        for place in operation.outputs:
+            bad = ~self.memory.low(place).isfinite() if place.is_float else None
+            if bad is not None and bool(bad.any()) and bool(self.memory.exact(place)[bad].isfinite().any()):
+                self.overflown.add(operation.name)
+
+    def _run_exact(self, operation: Operation, aside: Mapping[Place, Tensor]) -> None:
         """Run it in the reference as well; ``aside``: what stood in memory that the run has written meanwhile."""
         memory = self.memory
 
