@@ -70,6 +70,7 @@ def audit(
     *,
     gradients: bool = False,
     reference: torch.dtype | None = None,
+    method: str = "forward",
 ) -> Ledger:
     """Run batches as the model runs them and, op by op beside that, in the reference's dtype; explain the difference.
 
@@ -91,16 +92,18 @@ def audit(
             made under ``no_grad`` as well.
         reference: ``torch.float64`` or ``torch.float32``, whose products are then of full precision whatever is set for
             others (TF32). None: float64 on a CPU; elsewhere FP32, as accelerators are slow in float64, or have none.
+        method: runs in place of forward: one that ``convert(methods=...)`` was given, ``"vae.decode"``.
 
     Raises:
         ConversionError: the model is not converted, or frozen.
         TypeError: arguments of other types.
-        ValueError: no batch, a loss that is no scalar, another reference, no parameter that wants a gradient, or an
-            error that is inf or nan: ``fxprec.numerics.locate`` says where that begins.
+        ValueError: no batch, a loss that is no scalar, another reference, no parameter that wants a gradient, a method
+            that does not exist or was not converted, or an error that is inf or nan: ``fxprec.numerics.locate`` says
+            where that begins.
 
     Sources: Becker and Rannacher, Acta Numerica 2001 (dual-weighted residuals); the signed form at midpoints is ours.
     """
-    problem = Problem.of(model, loss, "audit")
+    problem = Problem.of(model, loss, "audit", method)
     if reference not in (None, torch.float64, torch.float32):
         raise ValueError(f"reference must be torch.float64 or torch.float32, not {reference}")
     if gradients and not any(parameter.requires_grad for parameter in model.parameters()):

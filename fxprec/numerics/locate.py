@@ -37,7 +37,12 @@ _HEADROOM: Final = 2
 
 @not_in_inference_mode
 def locate(
-    model: nn.Module, batch: Batch, loss: Loss | None = None, scaler: LossScaler | None = None
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None = None,
+    scaler: LossScaler | None = None,
+    *,
+    method: str = "forward",
 ) -> Finding | None:
     """Run a training step op by op and find where the first value came to be that is not finite, or became 0.
 
@@ -53,6 +58,7 @@ def locate(
         batch: ``(*inputs, target)``, without a loss ``inputs``; or a dict of named inputs.
         loss: ``loss(output, target)``, a scalar; as ``fxprec.numerics.audit`` takes it.
         scaler: the loss is scaled by its scale, which stays. None: it is not scaled.
+        method: runs in place of forward: one that ``convert(methods=...)`` was given, ``"vae.decode"``.
 
     Returns:
         What was found; None where every value that counts is finite and no gradient is lost.
@@ -60,9 +66,10 @@ def locate(
     Raises:
         ConversionError: the model is not converted, or frozen.
         TypeError: arguments of other types.
-        ValueError: a batch without a target, a loss that is no scalar.
+        ValueError: a batch without a target, a loss that is no scalar; a method that does not exist, or that was not
+            converted.
     """
-    problem = Problem.of(model, loss, "locate")
+    problem = Problem.of(model, loss, "locate", method)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a LossScaler or None, not {type(scaler).__name__}")
     [batch] = problem.batches([batch])
@@ -96,7 +103,7 @@ class _BatchStep(Step):
         return replace(self, scale=scale)
 
     def on(self, model: nn.Module) -> Step:
-        return replace(self, model=model, problem=Problem(model, self.problem.loss))
+        return replace(self, model=model, problem=replace(self.problem, model=model))
 
     def run(self) -> Results:
         values, gradients = self.problem.step(self.batch, self.scale)
