@@ -118,6 +118,7 @@ class Births(Attribution):
 
     Attributes:
         swallowed: births that an op made finite values of, in the order of running.
+        reads_numbers: Python read a number of a tensor (``item()``, ``bool()``).
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Births(Attribution):
         self._flushed: dict[int, Birth] | None = {} if flushed else None
         self._count = 0
         self.swallowed: list[Swallow] = []
+        self.reads_numbers = False
 
     @property
     def first_swallowed(self) -> Swallow | None:
@@ -171,6 +173,7 @@ class Births(Attribution):
         inherited = self._inherited(leaves, written, given)
         output = self.run(function, args, kwargs, origin)
         self._count += 1
+        self.reads_numbers |= isinstance(output, bool | int | float)
         results = [
             *(result for result in tree_leaves(output) if _is_float(result)),
             *(leaf for leaf in leaves if _is_float(leaf) and id(leaf) in written),

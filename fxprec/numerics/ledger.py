@@ -11,6 +11,7 @@ from fxprec.inspection.layers import fold
 from fxprec.inspection.subject import Subject
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.numerics.alternatives import Alternative
+from fxprec.tape.recorder import Decision
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -141,6 +142,8 @@ class Ledger:
         parameters: of gradients: path -> the error of its gradient.
         remarks: what is not as it should be: ops without a float64 kernel, and the like.
         swallowed: names of nodes, or ops, that overflow, which another op makes finite again: no mask's.
+        decisions: numbers that Python read, and that the reference has otherwise, where something comes of that: the
+            row "read by Python" has what; all others are of the ops that ran.
         subject: what it is of, so that a page takes no other model's; None where rows are folded.
     """
 
@@ -150,6 +153,7 @@ class Ledger:
     parameters: Mapping[str, GradientError] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     swallowed: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     subject: Subject | None = field(default=None, repr=False)
 
     @property
@@ -193,6 +197,7 @@ class Ledger:
             "parameters": {name: each._asdict() for name, each in self.parameters.items()},
             "remarks": list(self.remarks),
             "swallowed": list(self.swallowed),
+            "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
     def __str__(self) -> str:

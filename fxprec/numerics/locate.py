@@ -76,7 +76,10 @@ def locate(
     scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
     step = _BatchStep(model, scale, problem, batch)
     found = step.watched(flushed=False)
-    return fault_of(step, found) if found.fault is not None else _bad_weight(step) or _lost_gradient(step, found)
+    finding = fault_of(step, found) if found.fault is not None else _bad_weight(step) or _lost_gradient(step, found)
+    if finding is None or found.births is None or not found.births.reads_numbers:
+        return finding
+    return replace(finding, decisions=step.decisions())
 
 
 def fault_of(step: Step, found: Run) -> Finding | None:

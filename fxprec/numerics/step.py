@@ -14,6 +14,7 @@ from fxprec.model.module import original
 from fxprec.numerics.births import Birth, Births, Source, Swallow, observed
 from fxprec.numerics.kept import kept
 from fxprec.numerics.swallowed import compared
+from fxprec.tape.recorder import Decision
 
 
 class Results(NamedTuple):
@@ -100,6 +101,10 @@ class Step(ABC):
             later, reached = found.fault
             remarks += (f"later {later.origin.name} is not finite, and {reached} got that",)
         return replace(found, fault=(replace(first.birth, remarks=remarks), ""), swallowed=first)
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """Numbers that Python reads, and that a reference beside the run has otherwise."""
+        return tuple(compared(self.model, self.run, self._sources)[0].recorder.decisions)
 
     def as_it_is(self) -> Run:
         """As the model runs it, with nobody looking at its ops."""
