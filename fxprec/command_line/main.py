@@ -119,11 +119,17 @@ def parser() -> argparse.ArgumentParser:
         metavar="WHAT,...",
         help="exit with 1 where it is so: " + "; ".join(f"{name}: {about}" for name, (_, about) in FAILURES.items()),
     )
+    method: dict[str, Any] = {
+        "default": "forward",
+        "metavar": "NAME",
+        "help": "run this one, such as vae.decode, and not forward; default: forward",
+    }
     own = command(
         "audit", _audit, "which op costs how much of the loss's error", 8, "The parts add up to the error.",
         "--batches 16 --html page.html",
     )  # fmt: skip
     own.add_argument("--gradients", action="store_true", help="explain the error of the gradients, too")
+    own.add_argument("--method", **method)
     own.add_argument("--html", **page)
     own = command(
         "locate", _locate, "the first op that gives a NaN, an inf or a lost gradient", 1,
@@ -132,6 +138,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     scale = {"type": float, "metavar": "S", "help": "the loss scale that steps are run with; default: 1"}
     own.add_argument("--scale", **scale)
+    own.add_argument("--method", **method)
     own = command(
         "ranges", _ranges, "how large all values are", 8, "Exponents, flushed and saturated, headroom.",
         "--dtype float16",
@@ -180,7 +187,7 @@ def _target(options: argparse.Namespace, waiting: Waiting, wants_batches: bool =
 def _capture(options: argparse.Namespace, target: Target) -> None:
     """Run the first batch."""
     with torch.random.fork_rng(devices=[]):
-        run = Problem.of(target.model, target.loss, options.command).run
+        run = Problem.of(target.model, target.loss, options.command, _method(options)).run
         told(f"{options.target}: the model failed on the first batch", run, target.batches[0])
 
 
@@ -192,8 +199,15 @@ def _converted(options: argparse.Namespace, target: Target) -> nn.Module:
         return target.model
     policy = None if options.policy is None else Policy.from_toml(options.policy)
     dtype = None if options.dtype is None else _DTYPES[options.dtype]
+    if (method := _method(options)) != "forward":  # the batches are its arguments, and not those of forward
+        return convert(target.model, level=options.level, policy=policy, dtype=dtype, methods=(method,)).module
     example = _inputs(target.batches[0], target.loss is not None) if target.batches else None
     return convert(target.model, example, level=options.level, policy=policy, dtype=dtype).module
+
+
+def _method(options: argparse.Namespace) -> str:
+    """The method that a command runs: of most there is no choice."""
+    return getattr(options, "method", "forward")
 
 
 def _inputs(batch: Batch, with_target: bool) -> tuple[Any, ...] | None:
@@ -223,7 +237,7 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
 def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     batches = waiting.count("batches", target.batches)
-    found = numerics.audit(target.model, batches, target.loss, gradients=options.gradients)
+    found = numerics.audit(target.model, batches, target.loss, gradients=options.gradients, method=options.method)
     tell(options, found)
     if options.html is not None:
         _write_page(options.html, report(target.model), ledger=found)
@@ -235,7 +249,7 @@ def _locate(options: argparse.Namespace, waiting: Waiting) -> int:
     scaler = _scaler(options)
     count = len(target.batches)
     for number, batch in enumerate(waiting.count("batches", target.batches), 1):
-        if (found := numerics.locate(target.model, batch, target.loss, scaler)) is not None:
+        if (found := numerics.locate(target.model, batch, target.loss, scaler, method=options.method)) is not None:
             tell(options, {"batch": number, **found.to_dict()}, f"batch {number} of {count}: {found}")
             return 1
     looked = "the 1 batch" if count == 1 else f"the {count} batches"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,19 +17,27 @@ from fxprec.inspection.nodes import op_name, places, short_paths, source_line
 from fxprec.inspection.subject import subject_of
 from fxprec.model.module import conversion_of
 from fxprec.numerics.alternatives import Alternatives, sized
+from fxprec.numerics.births import Swallow
 from fxprec.numerics.kept import kept
 from fxprec.numerics.ledger import GradientError, Ledger, Part, Row, Sample, ordered
+from fxprec.numerics.own_way import OwnWay, own_way
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
+from fxprec.numerics.swallowed import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.tape.adjoint import Term, measured, terms
-from fxprec.tape.memory import Place
+from fxprec.tape.memory import Place, difference
 from fxprec.tape.opened import opened
 from fxprec.tape.origin import Origin
-from fxprec.tape.recorder import Recorder, record
+from fxprec.tape.recorder import Decision, Recorder, record
+from fxprec.tape.vjp import inner
 
 #: Of the error: what stands in a bend for want of a derivative and is less is not remarked on.
 _NOTABLE: Final = 0.01
+#: The row of what comes of numbers that Python read of the run.
+_PYTHON: Final = "read by Python"
+#: Of a batch so many of them are remarked on.
+_SHOWN_DECISIONS: Final = 3
 
 
 class NotFiniteError(ValueError):
@@ -67,6 +76,7 @@ def audit(
     *,
     gradients: bool = False,
     reference: torch.dtype | None = None,
+    method: str = "forward",
 ) -> Ledger:
     """Run batches as the model runs them and, op by op beside that, in the reference's dtype; explain the difference.
 
@@ -88,16 +98,18 @@ def audit(
             made under ``no_grad`` as well.
         reference: ``torch.float64`` or ``torch.float32``, whose products are then of full precision whatever is set for
             others (TF32). None: float64 on a CPU; elsewhere FP32, as accelerators are slow in float64, or have none.
+        method: runs in place of forward: one that ``convert(methods=...)`` was given, ``"vae.decode"``.
 
     Raises:
         ConversionError: the model is not converted, or frozen.
         TypeError: arguments of other types.
-        ValueError: no batch, a loss that is no scalar, another reference, no parameter that wants a gradient, or an
-            error that is inf or nan: ``fxprec.numerics.locate`` says where that begins.
+        ValueError: no batch, a loss that is no scalar, another reference, no parameter that wants a gradient, a method
+            that does not exist or was not converted, or an error that is inf or nan: ``fxprec.numerics.locate`` says
+            where that begins.
 
     Sources: Becker and Rannacher, Acta Numerica 2001 (dual-weighted residuals); the signed form at midpoints is ours.
     """
-    problem = Problem.of(model, loss, "audit")
+    problem = Problem.of(model, loss, "audit", method)
     if reference not in (None, torch.float64, torch.float32):
         raise ValueError(f"reference must be torch.float64 or torch.float32, not {reference}")
     if gradients and not any(parameter.requires_grad for parameter in model.parameters()):
@@ -132,74 +144,137 @@ def ledger_of(
     wants = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in problem.model.parameters())
     books = _Books(Alternatives(settings, wants))
     for batch in batches:
-        done = False
+        run = functools.partial(_run, problem, batch, gradients)
+        own: OwnWay | None = None
+        done = asked = False
         while not done:
             with kept(problem.model):
-                done = _audit_batch(problem, batch, gradients, reference, books, opened, reads, signs)
+                recorded = record(problem.model, run, reference, opened, None if reads is None else reads.dtype)
+                if recorded is None:  # it captured graphs
+                    continue
+                done = asked or not recorded[0].decisions
+                if done:
+                    _audit_run(problem.model, *recorded, own, gradients, books, reads, signs)
+            if not done:
+                own, asked = own_way(problem.model, run, reference), True
+            del recorded
+        if books.overflown:
+            books.note_swallowed(compared(problem.model, run)[0].first_swallowed)
     graphs = [captured.gm for captured in conversion.captured]
     return books.ledger("gradients" if gradients else books.target, graphs)
 
 
-def _audit_batch(
-    problem: Problem,
-    batch: Batch,
+def _run(problem: Problem, batch: Batch, gradients: bool) -> Tensor | list[Tensor]:
+    """Run a batch, and its backward where gradients are asked about."""
+    value = problem.run(batch)
+    if gradients:
+        total = value if isinstance(value, Tensor) else sum((each.sum() for each in value), torch.zeros(()))
+        if not total.requires_grad:
+            raise ValueError("gradients=True, and what the model gives depends on no parameter that wants a gradient")
+        total.sum().backward()
+    return value
+
+
+def _audit_run(
+    model: nn.Module,
+    recorder: Recorder,
+    value: Tensor | list[Tensor],
+    own: OwnWay | None,
     gradients: bool,
-    reference: torch.dtype,
     books: _Books,
-    opened: bool,
     reads: Reads | None,
     signs: bool,
-) -> bool:
-    """False: the batch is to be run once more, since its run captured graphs."""
-    model = problem.model
-
-    def run() -> Tensor | list[Tensor]:
-        value = problem.run(batch)
-        if gradients:
-            total = value if isinstance(value, Tensor) else sum((each.sum() for each in value), torch.zeros(()))
-            if not total.requires_grad:
-                raise ValueError(
-                    "gradients=True, and what the model gives depends on no parameter that wants a gradient"
-                )
-            total.sum().backward()
-        return value
-
-    recorded = record(model, run, reference, opened, None if reads is None else reads.dtype)
-    if recorded is None:
-        return False
-    recorder, value = recorded
+) -> None:
+    """Explain the error of a run that was recorded; ``own``: what the reference gives by its own numbers, if others."""
     memory = recorder.memory
+    places = [memory.place(each.detach()) for each in (value if isinstance(value, list) else [value])]
+    fits = own is not None and [tuple(each.shape) for each in own.values] == [place.size for place in places]
+    if own is not None and not fits:
+        books.remark(f"not comparable with the reference, which gives other shapes: {recorder.decisions[0]}")
+    apart = _Apart(recorder, places, own.values if own is not None and fits else ())
     low = exact = None
-    values = [memory.place(each.detach()) for each in (value if isinstance(value, list) else [value])]
     if isinstance(value, Tensor):
-        low, exact = float(memory.low(values[0])), float(memory.exact(values[0]))
-        targets = [(values[0], torch.ones_like(memory.exact(values[0])))]
+        low, exact = float(memory.low(places[0])), float(apart.exact(0))
+        targets = [(places[0], torch.ones_like(memory.exact(places[0])))]
     else:
         books.target = "outputs"
-        targets = _along_signs(recorder, values, books.count) if signs else _along_error(recorder, values)
+        targets = _along_signs(recorder, places, books.count) if signs else apart.along_error()
     if gradients:
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         places = [memory.place(gradient.detach()) for gradient in found.values()]
-        books.note_gradients([*found], recorder, places)
-        targets = _along_error(recorder, places)
-    error = measured(recorder, targets)
-    if not math.isfinite(error):
-        raise NotFiniteError(
-            f"the error is {error}: a value is inf or nan, in the run or in the reference. "
-            "fxprec.numerics.locate(model, batch, loss) says where that begins"
-        )
+        others = dict(own.gradients) if own is not None and fits else {}
+        paired = [others.pop(name, torch.zeros_like(memory.exact(p))) for name, p in zip(found, places, strict=True)]
+        apart = _Apart(recorder, places, paired if own is not None and fits else (), [*others.values()])
+        books.note_gradients([*found], apart)
+        targets = apart.along_error()
+    _check_finite(recorder, places)
+    by_python = apart.part_in(targets)
+    error = measured(recorder, targets) + by_python
+    books.note_decisions(recorder, own, by_python)
     del value
     passing = terms(recorder, targets)
-    books.add(recorder, passing if reads is None else reads.noted(passing), low, exact, error)
-    return True
+    books.add(recorder, passing if reads is None else reads.noted(passing), low, exact, error, by_python)
 
 
-def _along_error(recorder: Recorder, places: list[Place]) -> list[tuple[Place, Tensor]]:
-    """Weights for the values' errors: their direction, in which the error is its length."""
-    memory = recorder.memory
-    errors = [memory.low(place).to(memory.reference) - memory.exact(place) for place in places]
-    length = math.sqrt(sum(float(error.square().sum()) for error in errors))
-    return [(place, error / length if length else error) for place, error in zip(places, errors, strict=True)]
+class _Apart:
+    """Values of a run beside those of the reference's own way, which may be others than those beside the run.
+
+    Args:
+        recorder: of the run.
+        places: of the values.
+        own: what the reference gives for them by its own numbers; empty: the same as beside the run.
+        more: what it gives besides, and the run does not: gradients of parameters that the run did not reach.
+    """
+
+    def __init__(
+        self, recorder: Recorder, places: Sequence[Place], own: Sequence[Tensor], more: Sequence[Tensor] = ()
+    ) -> None:
+        self._memory, self.places, self._own = recorder.memory, places, own
+        self._more = sum(float(each.square().sum()) for each in more)
+
+    def exact(self, number: int) -> Tensor:
+        """The reference's value."""
+        return self._own[number] if self._own else self._memory.exact(self.places[number])
+
+    def errors(self) -> list[Tensor]:
+        """The run's values less the reference's."""
+        if not self._own:
+            return [self._memory.error(place) for place in self.places]
+        lows = [self._memory.low(place) for place in self.places]
+        return [difference(low.to(own.dtype), own) for low, own in zip(lows, self._own, strict=True)]
+
+    def along_error(self) -> list[tuple[Place, Tensor]]:
+        """Weights for the values' errors: their direction, in which the error is its length."""
+        errors = self.errors()
+        length = self._length(errors)
+        return [(place, error / length if length else error) for place, error in zip(self.places, errors, strict=True)]
+
+    def part_in(self, targets: Sequence[tuple[Place, Tensor]]) -> float:
+        """What of a target's error comes of the numbers that Python read; 0 where it read the reference's."""
+        if not self._own:
+            return 0.0
+        pairs = zip(targets, self._own, strict=True)
+        found = sum(inner(weight, difference(self._memory.exact(place), own)) for (place, weight), own in pairs)
+        return found + (self._more / self._length(self.errors()) if self._more else 0.0)
+
+    def _length(self, errors: Sequence[Tensor]) -> float:
+        return math.sqrt(sum(float(error.square().sum()) for error in errors) + self._more)
+
+
+def _check_finite(recorder: Recorder, places: Iterable[Place]) -> None:
+    """Check that values may be compared; the same inf in both may stand, as in a mask.
+
+    Raises:
+        NotFiniteError: there is another inf, or a nan.
+    """
+    for place in places:
+        low, exact = recorder.memory.low(place), recorder.memory.exact(place)
+        error = (low.to(exact.dtype) - exact)[low != exact].abs().sum()
+        if not bool(error.isfinite()):
+            raise NotFiniteError(
+                f"the error is {float(error)}: a value is inf or nan, in the run or in the reference. "
+                "fxprec.numerics.locate(model, batch, loss) says where that begins"
+            )
 
 
 def _along_signs(recorder: Recorder, places: list[Place], seed: int) -> list[tuple[Place, Tensor]]:
@@ -234,8 +309,11 @@ class _Books:
         self._samples: list[Sample] = []
         self._errors: dict[str, list[float]] = {}
         self._remarks: dict[str, None] = {}
+        self._swallowed: dict[str, None] = {}
+        self._decisions: list[Decision] = []
         self._lacking: dict[str, list[float]] = {}
         self._sizes: dict[tuple[int, str], Any] = {}
+        self.overflown = False  # in the latest batch the run has inf or nan where the reference has none
 
     @property
     def count(self) -> int:
@@ -243,12 +321,19 @@ class _Books:
         return len(self._samples)
 
     def add(
-        self, recorder: Recorder, terms: Iterable[Term], low: float | None, exact: float | None, error: float
+        self,
+        recorder: Recorder,
+        terms: Iterable[Term],
+        low: float | None,
+        exact: float | None,
+        error: float,
+        by_python: float = 0.0,
     ) -> None:
-        """One batch."""
+        """One batch; ``by_python``: the part of the error that comes of numbers that Python read."""
         self._sizes |= recorder.sizes
+        self.overflown = bool(recorder.overflown)
         own: dict[Origin, float] = {}
-        explained = 0.0
+        explained = by_python
         for term in terms:
             operation = term.operation
             entry = self._entries.setdefault(operation.origin, _Entry(operation.origin))
@@ -275,15 +360,46 @@ class _Books:
             self._remarks[f"{name} would give another shape in the reference: it takes the run's"] = None
         self._samples.append(Sample(low, exact, error, explained))
 
-    def note_gradients(self, names: list[str], recorder: Recorder, places: list[Place]) -> None:
+    def note_swallowed(self, found: Swallow | None) -> None:
+        """Remark on an overflow that is no mask and that an op made finite again; None: there is none."""
+        if found is not None:
+            self._swallowed[found.birth.origin.name] = None
+            self._remarks[
+                f"{found.birth.origin.name} overflows, and {found.name} makes that finite again: what comes of it is "
+                f"the bend of {found.name}; fxprec.numerics.locate tells more"
+            ] = None
+
+    def note_gradients(self, names: Sequence[str], apart: _Apart) -> None:
         """The error of each parameter's gradient."""
-        memory = recorder.memory
-        for name, place in zip(names, places, strict=True):
-            exact = memory.exact(place)
-            error = float((memory.low(place).to(memory.reference) - exact).square().sum())
+        for number, (name, error) in enumerate(zip(names, apart.errors(), strict=True)):
             sums = self._errors.setdefault(name, [0.0, 0.0])
-            sums[0] += error
-            sums[1] += float(exact.square().sum())
+            sums[0] += float(error.square().sum())
+            sums[1] += float(apart.exact(number).square().sum())
+
+    def remark(self, text: str) -> None:
+        """Say something once."""
+        self._remarks[text] = None
+
+    def note_decisions(self, recorder: Recorder, own: OwnWay | None, by_python: float) -> None:
+        """Tell what Python read otherwise than the reference would have, where anything comes of that."""
+        if not recorder.decisions:
+            return
+        way = None if own is None else own.parts_at(recorder)
+        if own is not None and way is None and by_python == 0:
+            return  # a loss that is printed, say
+        self._decisions += recorder.decisions
+        for decision in recorder.decisions[:_SHOWN_DECISIONS]:
+            self.remark(str(decision))
+        if own is None:
+            self.remark(
+                "the reference took the numbers that Python read from the run: its own way captures anew each time"
+            )
+            return
+        if way is not None:
+            self.remark(f"the reference goes another way than the run from {way} on")
+        lines = ", ".join(dict.fromkeys(decision.source for decision in recorder.decisions))
+        origin = Origin("outside", _PYTHON, source=lines)
+        self._entries.setdefault(origin, _Entry(origin)).bend += by_python
 
     def ledger(self, target: Literal["loss", "outputs", "gradients"], graphs: Sequence[GraphModule]) -> Ledger:
         """All of it; ``graphs``: those that users see, of which another rule would make others."""
@@ -302,13 +418,20 @@ class _Books:
             name: GradientError(*(math.sqrt(total / len(samples)) for total in sums))
             for name, sums in self._errors.items()
         }
-        return Ledger(target, ordered(rows, len(samples)), samples, parameters, (*self._remarks, *lacking))
+        remarks = (*self._remarks, *lacking)
+        return Ledger(
+            target, ordered(rows, len(samples)), samples, parameters, remarks, tuple(self._swallowed),
+            tuple(self._decisions),
+        )  # fmt: skip
 
 
 def _row(entry: _Entry, total: float, alternatives: Alternatives, nodes: Mapping[tuple[int, str], Node]) -> Row:
     origin, node = entry.origin, entry.origin.node
     module, op, compute, why = "", origin.name, "", "outside of the graphs: in the loss, or under torch.autocast"
     source = short_paths(origin.source)
+    if origin.name == _PYTHON:
+        source = origin.source
+        why = "the run's numbers, and the way that Python took by them, where the reference has its own"
     if origin.kind == "weight":
         module, op, why = origin.name.rpartition(".")[0], "shadow", "the low copy of a weight"
     elif node is not None:

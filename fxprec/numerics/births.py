@@ -2,20 +2,22 @@
 
 Each storage with such a value has a birth: the op that made it of finite values, or what brought it along. An op that
 reads one hands its birth on to what it writes. So a result tells where its own fault began, and masks of -inf, of which
-nothing bad came, are nobody's fault.
+nothing bad came, are nobody's fault. An op that makes finite values of them (``x / inf``) has swallowed them: that is
+noted, and ``numerics.swallowed`` tells whether it is a fault.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fxprec.tape.attribution import Attribution, written_by
+from fxprec.numerics.kept import kept
+from fxprec.tape.attribution import Attribution, observe, written_by
 from fxprec.tape.exact_ops import draws
 from fxprec.tape.memory import Memory, Place
 from fxprec.tape.nodes import NodeOf
@@ -23,6 +25,8 @@ from fxprec.tape.operation import Operation
 from fxprec.tape.origin import Origin
 from fxprec.torch_internals import storage_key, tree_flatten, tree_leaves, tree_unflatten
 
+R = TypeVar("R")
+B = TypeVar("B", bound="Births")
 Kind = Literal["overflow", "invalid", "underflow", "came in", "meant"]
 
 
@@ -42,6 +46,30 @@ class Source:
 
 
 _ELSEWHERE: Final = Source("input", "a tensor from elsewhere")
+#: Ops that choose among elements: what a model leaves out by one of them does not count.
+_SELECTS: Final = frozenset({
+    "aten::where", "aten::masked_fill", "aten::masked_fill_", "aten::masked_select", "aten::index", "aten::index_put_",
+    "aten::index_select", "aten::gather",
+})  # fmt: skip
+#: Ops that do not read what stood where they write.
+_OVERWRITES: Final = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
+
+
+@dataclass(frozen=True, slots=True)
+class Swallow:
+    """An op that read inf or nan and gave finite values.
+
+    Attributes:
+        birth: of what it read.
+        origin: whom the op belongs to.
+        name: of its node; outside of the graphs its own, ``div``.
+        example: what it gave beside what the reference gives; "" where nobody compared.
+    """
+
+    birth: Birth
+    origin: Origin
+    name: str
+    example: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +90,7 @@ class Birth:
         flushed: where an input lost its values to 0 before.
         index: of the first of those elements.
         masked: it is a row that a mask hides as a whole: -inf, all of it, before a softmax.
+        remarks: what else is known, in sentences.
     """
 
     number: int
@@ -76,6 +105,7 @@ class Birth:
     flushed: Birth | None = None
     index: tuple[int, ...] = ()
     masked: bool = False
+    remarks: tuple[str, ...] = ()
 
 
 class Births(Attribution):
@@ -85,6 +115,10 @@ class Births(Attribution):
         sources: what is there before the run.
         weights: path in the model -> weight.
         flushed: follow what became 0 as well; each op runs in float64, too.
+
+    Attributes:
+        swallowed: births that an op made finite values of, in the order of running.
+        reads_numbers: Python read a number of a tensor (``item()``, ``bool()``).
     """
 
     def __init__(
@@ -97,6 +131,13 @@ class Births(Attribution):
         self._blank: set[int] = set()  # storages of new memory: what stands there is nobody's value
         self._flushed: dict[int, Birth] | None = {} if flushed else None
         self._count = 0
+        self.swallowed: list[Swallow] = []
+        self.reads_numbers = False
+
+    @property
+    def first_swallowed(self) -> Swallow | None:
+        """That of the first birth; None: nothing was swallowed."""
+        return min(self.swallowed, key=lambda each: each.birth.number, default=None)
 
     def birth(self, tensor: Tensor) -> Birth | None:
         """Of what is not finite in a tensor; None: all is, or it is meant to be inf."""
@@ -130,14 +171,16 @@ class Births(Attribution):
         given = [leaf.clone() if id(leaf) in written and _is_float(leaf) else leaf for leaf in leaves]
         before = {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided}
         inherited = self._inherited(leaves, written, given)
-        output = function(*args, **kwargs)
+        output = self.run(function, args, kwargs, origin)
         self._count += 1
+        self.reads_numbers |= isinstance(output, bool | int | float)
         results = [
             *(result for result in tree_leaves(output) if _is_float(result)),
             *(leaf for leaf in leaves if _is_float(leaf) and id(leaf) in written),
         ]
-        call = _Call(function, leaves, given, spec, origin, self._count, written, output)
+        call = Call(function, leaves, given, spec, origin, self._count, written, output)
         made = [result for result in results if storage_key(result) not in before or id(result) in written]
+        self.wrote(call, made)
         for result in made:
             key = storage_key(result)
             if key not in before:
@@ -145,12 +188,46 @@ class Births(Attribution):
             if key in self._blank and key not in before:
                 self._births.pop(key, None)
             elif not _is_finite(result):
-                self._births[key] = self._born(call, result, inherited)
+                self._births[key] = self.born(call, result, inherited)
             elif key not in before or result.numel() * result.element_size() == result.untyped_storage().nbytes():
                 self._births.pop(key, None)
+        if inherited and call.ends(inherited, made, results):
+            self._swallow(call, inherited, made)
         if self._flushed is not None:
             self._follow_zeros(call, made, self._flushed)
         return output
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+        """Run an op and give what it gives."""
+        return function(*args, **kwargs)
+
+    def wrote(self, call: Call, made: Sequence[Tensor]) -> None:
+        """Look at what an op wrote, before anything is said of it."""
+
+    def counts(self, birth: Birth) -> bool:
+        """Tell whether a birth may be a fault where an op swallowed what came of it."""
+        return birth.kind in ("overflow", "invalid") and not birth.masked
+
+    def differs(self, made: Sequence[Tensor]) -> bool:
+        """Tell whether an op that chooses among elements may have chosen others than it should."""
+        return True
+
+    def example(self, call: Call, made: Sequence[Tensor]) -> str:
+        """Show what an op gave that swallowed something; "" where there is nothing to compare with."""
+        return ""
+
+    def _swallow(self, call: Call, inherited: Sequence[tuple[Tensor, Birth]], made: Sequence[Tensor]) -> None:
+        """Note the first birth among those that the op made finite values of."""
+        if "_like" in call.name or "::new_" in call.name:  # which read a shape alone
+            return
+        read = [birth for value, birth in inherited if not call.overwrites(value)]
+        births = [birth for birth in read if self.counts(birth)]
+        if call.name in _SELECTS:
+            births = [birth for birth in births if birth.kind == "overflow"] if self.differs(made) else []
+        if births:
+            first = min(births, key=lambda birth: birth.number)
+            name = call.origin.name if call.origin.node is not None else call.name.partition("::")[2]
+            self.swallowed.append(Swallow(first, call.origin, name, self.example(call, made)))
 
     def _inherited(self, leaves: Sequence[Any], written: set[int], given: Sequence[Any]) -> list[tuple[Tensor, Birth]]:
         """The inputs that are not finite, and their births; only of those with one, or that nobody has seen."""
@@ -165,10 +242,10 @@ class Births(Attribution):
     def _birth_in(self, tensor: Tensor) -> Birth:
         key = storage_key(tensor)
         if key not in self._births:
-            self._births[key] = self._came_in(tensor, self._sources.get(key, _ELSEWHERE))
+            self._births[key] = self.came_in(tensor, self._sources.get(key, _ELSEWHERE))
         return self._births[key]
 
-    def _came_in(self, tensor: Tensor, source: Source) -> Birth:
+    def came_in(self, tensor: Tensor, source: Source) -> Birth:
         bad = ~tensor.isfinite()
         origin = Origin("weight" if source.phase == "weight" else "outside", source.name)
         birth = Birth(
@@ -179,7 +256,7 @@ class Births(Attribution):
             return replace(birth, kind="overflow", op="aten::_to_copy", magnitude=float(master.detach().abs().max()))
         return birth
 
-    def _born(self, call: _Call, result: Tensor, inherited: Sequence[tuple[Tensor, Birth]]) -> Birth:
+    def born(self, call: Call, result: Tensor, inherited: Sequence[tuple[Tensor, Birth]]) -> Birth:
         """The birth of what is not finite in a result."""
         with_nan = [birth for value, birth in inherited if bool(value.isnan().any())]
         births = with_nan or [birth for _, birth in inherited]
@@ -201,7 +278,7 @@ class Births(Attribution):
             return replace(call.birth(result, None), kind="meant")
         return call.birth(result, self._flushed)
 
-    def _follow_zeros(self, call: _Call, made: Sequence[Tensor], flushed: dict[int, Birth]) -> None:
+    def _follow_zeros(self, call: Call, made: Sequence[Tensor], flushed: dict[int, Birth]) -> None:
         known = [flushed[key] for key in call.storages if key in flushed]
         for result in made:
             key = storage_key(result)
@@ -214,7 +291,7 @@ class Births(Attribution):
                 flushed.pop(key, None)
 
 
-class _Call:
+class Call:
     """One op that ran.
 
     Args:
@@ -233,13 +310,37 @@ class _Call:
         self.storages = {storage_key(leaf) for leaf in leaves if _is_float(leaf)}
         self._results = [result for result in tree_leaves(output) if isinstance(result, Tensor)]
         self._written = tuple(number for number, leaf in enumerate(leaves) if id(leaf) in written)
-        self._leaves = leaves
+        self.leaves = leaves
         self._found: list[Any] | None = None
 
-    def birth(self, result: Tensor, flushed: Mapping[int, Birth] | None) -> Birth:
-        """Of what is not finite in the result."""
-        bad = ~result.isfinite()
-        wide = self._wide(result)
+    def ends(
+        self, inherited: Sequence[tuple[Tensor, Birth]], made: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> bool:
+        """Tell whether something finite came of what is not: all of it, the indices of it, or some elements.
+
+        Args:
+            inherited: what it read that is not finite.
+            made: of its float ``results`` those that are no views.
+        """
+        if not made and results:
+            return False
+        if any(not _is_float(result) for result in self._results) or all(map(_is_finite, results)):
+            return True
+        elements = [(value, result) for value, _ in inherited for result in made if value.shape == result.shape]
+        if torch.Tag.pointwise not in self.function.tags:
+            return False
+        return any(bool((~value.isfinite() & result.isfinite()).any()) for value, result in elements)
+
+    def overwrites(self, value: Tensor) -> bool:
+        """Tell whether one of ``given`` stood where the op wrote without reading it."""
+        written = (self.given[number] for number in self._written)
+        unread = self.name in _OVERWRITES or self.function.name().endswith("out")
+        return unread and any(value is each for each in written)
+
+    def birth(self, result: Tensor, flushed: Mapping[int, Birth] | None, bad: Tensor | None = None) -> Birth:
+        """Of what is not finite in the result; ``bad``: of these elements alone."""
+        bad = ~result.isfinite() if bad is None else bad
+        wide = self.wide(result)
         grows = self.name.startswith(("aten::exp", "aten::sinh", "aten::cosh"))  # beyond float64, and has no pole
         beyond = None if wide is None else bad & (wide.isfinite() | (wide.isinf() & grows))
         overflows = wide is not None and beyond is not None and bool(beyond.any())
@@ -252,7 +353,7 @@ class _Call:
 
     def flush(self, result: Tensor) -> Birth | None:
         """Where the op itself gives 0 for what is none in float64; None: nowhere."""
-        wide = self._wide(result)
+        wide = self.wide(result)
         if wide is None:
             return None
         lost = (result == 0) & (wide != 0) & wide.isfinite()
@@ -264,11 +365,11 @@ class _Call:
             _share(lost), index=first_of(lost),
         )  # fmt: skip
 
-    def _wide(self, result: Tensor) -> Tensor | None:
+    def wide(self, result: Tensor) -> Tensor | None:
         """The result in float64, of the same inputs; None: there is none."""
         if self._found is None:
             self._found = self._run()
-        for own, wide in zip([*self._results, *(self._leaves[n] for n in self._written)], self._found, strict=False):
+        for own, wide in zip([*self._results, *(self.leaves[n] for n in self._written)], self._found, strict=False):
             if own is result and isinstance(wide, Tensor) and wide.shape == result.shape:
                 return wide
         return None
@@ -311,6 +412,16 @@ class _Call:
             else:
                 shown.append(f"{leaf:.4g}")
         return f"{self.name.partition('::')[2].rstrip('_')}({', '.join(shown)}) = {result[index].item():.4g}"
+
+
+def observed(model: nn.Module, run: Callable[[], R], make: Callable[[dict[str, nn.Parameter]], B]) -> tuple[B, R]:
+    """Run something on a converted model under births, until it captured nothing; they are made of the weights."""
+    while True:
+        births = make(dict(model.named_parameters(remove_duplicate=False)))
+        with kept(model):
+            result = observe(model, births, run, opened=True)
+            if result is not None:
+                return births, result[0]
 
 
 def _is_plain(value: object) -> bool:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+from fxprec.tape.recorder import Decision
+
+#: Numbers that Python read, of which so many are printed.
+_SHOWN: Final = 3
 Phase = Literal["forward", "backward", "input", "weight", "buffer", "loss", "optimizer"]
 
 
@@ -31,6 +35,9 @@ class Finding:
         index: of the first of them in the value: mostly it begins with the sample's number in the batch.
         example: the op on the first of them: ``div(0, 0) = nan``.
         reached: what it spoiled: "loss", "outputs", or "the gradient of" a parameter; "" where it reached nothing.
+        swallowed: name of the node, or op, that read inf or nan and gave finite values, which are wrong; "" where none
+            did.
+        decisions: numbers that Python read between graphs, and that a reference has otherwise: FP32 may go another way.
         fails_in_fp32: the same run of the original model in FP32 is not finite either.
         scale: the loss scale of the run; 1.0 without a scaler.
         cure: what to change, as code that can be pasted where there is such.
@@ -58,17 +65,20 @@ class Finding:
     index: tuple[int, ...] = ()
     masked: bool = False
     step: int | None = None
+    swallowed: str = ""
+    decisions: tuple[Decision, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: a magnitude that is not known, or not finite, is None."""
-        return asdict(self) | {"magnitude": self.magnitude if math.isfinite(self.magnitude) else None}
+        magnitude = self.magnitude if math.isfinite(self.magnitude) else None
+        return asdict(self) | {"magnitude": magnitude, "decisions": [each.to_dict() for each in self.decisions]}
 
     def __str__(self) -> str:
         lines = [self.headline]
         place = f"at [{', '.join(map(str, self.index))}]" if self.index else ""
         if self.example or place:
             lines.append(f"  {self.example or 'first'}{' ' if place else ''}{place}")
-        lines += [f"  {remark}" for remark in self.remarks]
+        lines += [f"  {remark}" for remark in (*self.remarks, *self.decisions[:_SHOWN])]
         if self.fails_in_fp32:
             lines.append("  the original model in FP32 fails here as well: no precision cures that")
         return "\n".join([*lines, f"  cure: {self.cure}"])
@@ -88,7 +98,7 @@ class Finding:
                 f"optimizer: {self.op} in step {self.step} {did} in {_percent(self.share)} of {where}, of finite "
                 f"weights and gradients; {self.reached + ' got it' if self.reached else 'nothing has read it yet'}"
             )
-        end = f"; {self.reached} got it"
+        end = f"; {self.swallowed} made it finite again" if self.swallowed else f"; {self.reached} got it"
         if self.masked:
             return f"{self.phase}: {where}, {computes}, gives nan for rows that are masked as a whole{end}"
         if self.kind == "invalid":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from fxprec.inspection.layers import fold
 from fxprec.inspection.subject import Subject
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.numerics.alternatives import Alternative
+from fxprec.tape.recorder import Decision
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -140,6 +141,9 @@ class Ledger:
         samples: the batches.
         parameters: of gradients: path -> the error of its gradient.
         remarks: what is not as it should be: ops without a float64 kernel, and the like.
+        swallowed: names of nodes, or ops, that overflow, which another op makes finite again: no mask's.
+        decisions: numbers that Python read, and that the reference has otherwise, where something comes of that: the
+            row "read by Python" has what; all others are of the ops that ran.
         subject: what it is of, so that a page takes no other model's; None where rows are folded.
     """
 
@@ -148,6 +152,8 @@ class Ledger:
     samples: tuple[Sample, ...]
     parameters: Mapping[str, GradientError] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    swallowed: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     subject: Subject | None = field(default=None, repr=False)
 
     @property
@@ -177,7 +183,7 @@ class Ledger:
             name = fold(row.node) if row.kind == "weight" else row.op if row.kind == "node" else row.node
             groups.setdefault((name, row.kind, row.backward, fold(row.module), row.op, row.compute), []).append(row)
         rows = [_together(key[0], key[3], group) for key, group in groups.items()]
-        return Ledger(self.target, ordered(rows, len(self.samples)), self.samples, self.parameters, self.remarks)
+        return replace(self, rows=ordered(rows, len(self.samples)), subject=None)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -190,6 +196,8 @@ class Ledger:
             "samples": samples,
             "parameters": {name: each._asdict() for name, each in self.parameters.items()},
             "remarks": list(self.remarks),
+            "swallowed": list(self.swallowed),
+            "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from fxprec.capture.pytrees import leaves_of
 from fxprec.errors import PolicyError
 from fxprec.inspection.nodes import op_name, short_paths, source_line
 from fxprec.model.module import conversion_of
-from fxprec.numerics.births import Birth, Source, first_of
+from fxprec.numerics.births import Birth, Source, Swallow, first_of
 from fxprec.numerics.finding import Finding
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.step import Results, Run, Step, dense, is_finite
@@ -37,13 +37,20 @@ _HEADROOM: Final = 2
 
 @not_in_inference_mode
 def locate(
-    model: nn.Module, batch: Batch, loss: Loss | None = None, scaler: LossScaler | None = None
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None = None,
+    scaler: LossScaler | None = None,
+    *,
+    method: str = "forward",
 ) -> Finding | None:
     """Run a training step op by op and find where the first value came to be that is not finite, or became 0.
 
     Forward, loss and backward run as they do in training, and every op's result is looked at. From a loss, an output or
     a gradient that is not finite the way leads back to the op that made it of finite values: masks of -inf on that way
-    are no fault. Where all is finite, gradients are compared with those of the original model in FP32, and lost ones
+    are no fault. An inf that an op makes finite again (``x / inf``) is found as well, where a run of the same ops in
+    float64 (FP32 on accelerators) has finite values; what the model itself makes as large, as a mask, is no fault.
+    Where all is finite, gradients are compared with those of the original model in FP32, and lost ones
     are followed back to the op that gave 0. Fused regions run op by op. The model is left as it was.
 
     Args:
@@ -51,6 +58,7 @@ def locate(
         batch: ``(*inputs, target)``, without a loss ``inputs``; or a dict of named inputs.
         loss: ``loss(output, target)``, a scalar; as ``fxprec.numerics.audit`` takes it.
         scaler: the loss is scaled by its scale, which stays. None: it is not scaled.
+        method: runs in place of forward: one that ``convert(methods=...)`` was given, ``"vae.decode"``.
 
     Returns:
         What was found; None where every value that counts is finite and no gradient is lost.
@@ -58,16 +66,20 @@ def locate(
     Raises:
         ConversionError: the model is not converted, or frozen.
         TypeError: arguments of other types.
-        ValueError: a batch without a target, a loss that is no scalar.
+        ValueError: a batch without a target, a loss that is no scalar; a method that does not exist, or that was not
+            converted.
     """
-    problem = Problem.of(model, loss, "locate")
+    problem = Problem.of(model, loss, "locate", method)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a LossScaler or None, not {type(scaler).__name__}")
     [batch] = problem.batches([batch])
     scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
     step = _BatchStep(model, scale, problem, batch)
     found = step.watched(flushed=False)
-    return fault_of(step, found) if found.fault is not None else _bad_weight(step) or _lost_gradient(step, found)
+    finding = fault_of(step, found) if found.fault is not None else _bad_weight(step) or _lost_gradient(step, found)
+    if finding is None or found.births is None or not found.births.reads_numbers:
+        return finding
+    return replace(finding, decisions=step.decisions())
 
 
 def fault_of(step: Step, found: Run) -> Finding | None:
@@ -77,9 +89,10 @@ def fault_of(step: Step, found: Run) -> Finding | None:
     birth, reached = found.fault
     wide = step.in_fp32()
     if birth.kind == "invalid" and wide is not None and wide.is_finite:  # FP32 is not handed what became 0 before
-        again = step.watched(flushed=True)
-        birth, reached = again.fault or (birth, reached)
-    return _finding(step, birth, reached, wide is not None and not wide.is_finite)
+        found = step.watched(flushed=True)
+        birth, reached = found.fault or (birth, reached)
+    fails = wide is not None and not wide.is_finite and found.swallowed is None
+    return _finding(step, birth, reached, fails, found.swallowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +106,7 @@ class _BatchStep(Step):
         return replace(self, scale=scale)
 
     def on(self, model: nn.Module) -> Step:
-        return replace(self, model=model, problem=Problem(model, self.problem.loss))
+        return replace(self, model=model, problem=replace(self.problem, model=model))
 
     def run(self) -> Results:
         values, gradients = self.problem.step(self.batch, self.scale)
@@ -148,12 +161,14 @@ def _lost_gradient(step: Step, found: Run) -> Finding | None:
     return _finding(step, birth, reached, fails_in_fp32=False)
 
 
-def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool) -> Finding:
+def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool, swallowed: Swallow | None = None) -> Finding:
     origin, source = birth.origin, birth.source
     node = origin.node
     module, op = ("", "") if node is None else (module_path(node), op_name(node))
     info = torch.finfo(birth.dtype)
-    remarks = []
+    remarks = [*birth.remarks]
+    if swallowed is not None and swallowed.example:
+        remarks.insert(0, f"{_place(swallowed)} gives {swallowed.example}")
     if birth.flushed is not None:
         earlier = birth.flushed
         remarks.append(
@@ -185,7 +200,15 @@ def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool) -> Fin
         remarks=tuple(remarks),
         index=birth.index,
         masked=birth.masked,
+        swallowed="" if swallowed is None else swallowed.name,
     )
+
+
+def _place(swallowed: Swallow) -> str:
+    """``truediv (net.py:9)``."""
+    origin = swallowed.origin
+    source = short_paths(origin.source) if origin.node is None else source_line(origin.node)
+    return swallowed.name + (f" ({source})" if source else "")
 
 
 def _smaller_scale(step: Step, birth: Birth) -> float | None:
@@ -195,7 +218,7 @@ def _smaller_scale(step: Step, birth: Birth) -> float | None:
         return None
     limit = torch.finfo(birth.dtype).max
     scale = 2.0 ** math.floor(math.log2(step.scale * limit / max(birth.magnitude, limit)) - _HEADROOM)
-    while not step.at(scale := max(scale, 1.0)).watched(flushed=False).is_finite:
+    while step.at(scale := max(scale, 1.0)).watched(flushed=False).is_scaled_too_far:
         if scale == 1.0:
             return None
         scale /= 16

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fxprec.capture.pytrees import leaves_of
 from fxprec.errors import ConversionError
+from fxprec.model.method_names import named_methods
 from fxprec.model.module import conversion_of
 from fxprec.numerics.step import gradients_of
 from fxprec.torch_internals import tree_map_only
@@ -44,18 +45,21 @@ class Problem:
     Attributes:
         model: converted.
         loss: ``loss(output, target)``, a scalar; None: the output is a scalar, or has a ``loss``, or speaks for itself.
+        method: which one is called, as named in ``convert(methods=...)``: ``"vae.decode"``.
     """
 
     model: nn.Module
     loss: Loss | None
+    method: str = "forward"
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Loss | None, asks: str) -> Problem:
+    def of(cls, model: nn.Module, loss: Loss | None, asks: str, method: str = "forward") -> Problem:
         """Check the arguments of the function ``asks``.
 
         Raises:
             ConversionError: the model is not converted, or frozen.
-            TypeError: the loss is no function.
+            TypeError: the loss is no function, the method no name.
+            ValueError: there is no such method, or it was not converted.
         """
         if conversion_of(model).frozen is not None:
             raise ConversionError(
@@ -64,7 +68,14 @@ class Problem:
             )
         if loss is not None and not callable(loss):
             raise TypeError(f"loss must be a function (output, target) -> scalar, or None, not {type(loss).__name__}")
-        return cls(model, loss)
+        if not isinstance(method, str):
+            raise TypeError(f"method must be a name, such as 'vae.decode', not {type(method).__name__}")
+        try:
+            conversion_of(model).method(method)
+        except ValueError:
+            named_methods(model, (method,))  # raises where the model has none of that name, and says which it has
+            raise
+        return cls(model, loss, method)
 
     def run(self, batch: Batch) -> Tensor | list[Tensor]:
         """Run the model: its loss, or else its float outputs.
@@ -78,7 +89,9 @@ class Problem:
         if self.loss is not None and inputs:
             target = inputs.pop()
         self._check_arguments(inputs, named)
-        output = self.model(*inputs, **named)
+        name = conversion_of(self.model).method(self.method).name
+        owner = self.model.get_submodule(name.path)
+        output = (owner if name.name == "forward" else getattr(owner, name.name))(*inputs, **named)
         if self.loss is not None:
             value = self.loss(output, target)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
@@ -91,19 +104,21 @@ class Problem:
             return own
         values = [each for each in leaves_of(output) if isinstance(each, Tensor) and each.is_floating_point()]
         if not values:
-            raise ValueError(f"{type(self.model).__name__} gives no tensor of floats: give a loss(output, target)")
+            what = type(self.model).__name__ + (f".{self.method}" if self.method != "forward" else "")
+            raise ValueError(f"{what} gives no tensor of floats: give a loss(output, target)")
         return values[0] if len(values) == 1 and values[0].numel() == 1 else values
 
     def _check_arguments(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
         conversion = conversion_of(self.model)
-        signature = conversion.method("forward").signature
+        entry = conversion.method(self.method)
+        signature = entry.signature
         try:
             signature.bind(*inputs, **named)
         except TypeError as error:
             of_batch = "a batch is the inputs alone where no loss is given: leave the target out, or give loss="
             if named or self.loss is not None:
                 of_batch = "a batch is (*inputs, target), or a dict of arguments"
-            raise TypeError(f"{error}: {conversion.name}.forward{signature}; {of_batch}") from None
+            raise TypeError(f"{error}: {conversion.name}.{entry.name}{signature}; {of_batch}") from None
 
     def step(self, batch: Batch, scale: float) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Forward and backward, at a loss scale: the loss or else the outputs, and path -> gradient of the parameter.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fxprec.model.module import original
-from fxprec.numerics.births import Birth, Births, Source
+from fxprec.numerics.births import Birth, Births, Source, Swallow, observed
 from fxprec.numerics.kept import kept
-from fxprec.tape.attribution import observe
+from fxprec.numerics.swallowed import compared
+from fxprec.tape.recorder import Decision
 
 
 class Results(NamedTuple):
@@ -43,12 +44,19 @@ class Run:
         gradients: path -> gradient of the parameter.
         births: what watched.
         is_finite: neither loss, outputs nor gradients have other values.
+        swallowed: what made finite values of the fault; None: nothing did, and it reached what it is said to reach.
     """
 
     fault: tuple[Birth, str] | None
     gradients: Mapping[str, Tensor]
     births: Births | None
     is_finite: bool
+    swallowed: Swallow | None = None
+
+    @property
+    def is_scaled_too_far(self) -> bool:
+        """Whether gradients are not finite, or were not on the way."""
+        return self.fault is not None and (self.swallowed is None or self.fault[0].origin.backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +83,28 @@ class Step(ABC):
         """What is there before, beside weights and buffers."""
 
     def watched(self, flushed: bool) -> Run:
-        """As the model runs it, op by op; ``flushed``: what became 0 is followed as well."""
-        while True:
-            weights = dict(self.model.named_parameters(remove_duplicate=False))
-            births = Births(self._sources(), weights, flushed)
-            with kept(self.model):
-                observed = observe(self.model, births, self.run, opened=True)
-                if observed is not None:
-                    return _judged(births, *observed)
+        """As the model runs it, op by op; ``flushed``: what became 0 is followed as well.
+
+        Where an op swallowed inf or nan before anything else was at fault, the step runs once more beside a reference,
+        which tells whether that is one.
+        """
+        births, results = observed(self.model, self.run, lambda weights: Births(self._sources(), weights, flushed))
+        found = _judged(births, results)
+        if _first(births, found) is None:
+            return found
+        beside, results = compared(self.model, self.run, self._sources, flushed)
+        first = _first(beside, found)
+        if first is None:
+            return found
+        remarks = beside.remarks(results.what, results.values[0] if results.what == "loss" else None)
+        if found.fault is not None:
+            later, reached = found.fault
+            remarks += (f"later {later.origin.name} is not finite, and {reached} got that",)
+        return replace(found, fault=(replace(first.birth, remarks=remarks), ""), swallowed=first)
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """Numbers that Python reads, and that a reference beside the run has otherwise."""
+        return tuple(compared(self.model, self.run, self._sources)[0].recorder.decisions)
 
     def as_it_is(self) -> Run:
         """As the model runs it, with nobody looking at its ops."""
@@ -104,6 +126,13 @@ class Step(ABC):
         for path, buffer in self.model.named_buffers(remove_duplicate=False):
             yield buffer, Source("buffer", path)
         yield from self.brought()
+
+
+def _first(births: Births, found: Run) -> Swallow | None:
+    """The first fault that was swallowed, if none that reached something was before it."""
+    first = births.first_swallowed
+    late = first is not None and found.fault is not None and found.fault[0].number <= first.birth.number
+    return None if late else first
 
 
 def _judged(births: Births, results: Results) -> Run:

@@ -74,14 +74,19 @@ class Study:
             low = {node.name: settings.dtype for node in trade.choices if not _is_served(node, context)}
             trial = under(problem.model, policy=policy.override(nodes=low), lower="always")
             reads = Reads(settings.dtype)
+            ledger, fault = None, None
             try:
                 ledger = ledger_of(Problem(trial, problem.loss), batches, opened=True, reads=reads, signs=True)
-            except NotFiniteError:
+            except NotFiniteError as error:
+                fault = error
+            if ledger is None or ledger.swallowed:
                 more = [name for name in keep_finite(trial, problem.loss, batches) if name not in kept]
-                if not more:
-                    raise
                 kept += more
-                continue
+                if more:
+                    continue
+            if ledger is None:
+                assert fault is not None
+                raise fault
             low_graphs = [captured.gm for captured in conversion_of(trial).captured]
             squares, constant = _squares(ledger, low_graphs, graphs, trade)
             trade = TradeOff(

@@ -115,7 +115,7 @@ class Memory:
         return place.of(twin)
 
     def error(self, place: Place) -> Tensor:
-        """The run's floats less the reference's, in its dtype; 0 where both are the same inf, as of a mask."""
+        """The run's floats less the reference's, in its dtype; 0 where that is no number (``difference``)."""
         if place.storage in self._errors and place.storage not in self._casts:
             return place.of(self._errors[place.storage]).to(self.reference)
         exact = self.exact(place)
@@ -222,7 +222,9 @@ class Memory:
 
 
 def difference(low: Tensor, exact: Tensor) -> Tensor:
-    """low - exact; 0 where both are the same inf: that of a mask."""
+    """low - exact; 0 where that is no finite number.
+
+    Both are -inf in a mask. Where the run alone is inf, what reads it makes the error: its bend has all of it.
+    """
     found = low - exact
-    total = found.sum()
-    return torch.where(low == exact, 0.0, found) if bool(total != total) else found
+    return found if bool(found.sum().isfinite()) else torch.where(found.isfinite(), found, 0.0)

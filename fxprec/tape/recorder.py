@@ -6,6 +6,7 @@ Views are no ops here, nor are views in place (``transpose_``): they move nothin
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -13,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fxprec.inspection.nodes import short_paths, source_line
 from fxprec.model.module import conversion_of
 from fxprec.passes.graph.annotations import nested
 from fxprec.tape.attribution import Attribution, observe, written_by
@@ -27,6 +29,7 @@ from fxprec.torch_internals import (
     storage_key,
     tree_flatten,
     tree_leaves,
+    tree_map_only,
 )
 
 _copy_: Final = torch.ops.aten.copy_.default
@@ -51,6 +54,32 @@ class Size:
         return cls(tuple(value.shape), value.requires_grad) if isinstance(value, Tensor) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A number that Python read of a tensor (``item()``, ``bool()``, ``torch.equal``), and the reference has another.
+
+    Attributes:
+        source: the line that read it, ``model.py:12``.
+        low: what the run has.
+        reference: what the reference has, of the same ops.
+    """
+
+    source: str
+    low: bool | float
+    reference: bool | float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: a number that is not finite is None."""
+        low, reference = (each if math.isfinite(each) else None for each in (self.low, self.reference))
+        return {"source": self.source, "low": low, "reference": reference}
+
+    def __str__(self) -> str:
+        low, reference = self.low, self.reference
+        digits = next((n for n in range(4, 17) if f"{low:.{n}g}" != f"{reference:.{n}g}"), 17)
+        texts = (str(each) if isinstance(each, bool) else f"{each:.{digits}g}" for each in (low, reference))
+        return f"Python read {next(texts)} at {self.source}, and {next(texts)} in the reference"
+
+
 class Recorder(Attribution):
     """While it is on: what runs in this thread, as operations in the order of running.
 
@@ -59,26 +88,36 @@ class Recorder(Attribution):
         model: converted, whose shadows may be written again before they are read; None: no model runs.
         rounded: a low dtype: the walk backwards shall tell what each input of a node would add to the error if the
             node alone read it rounded to that. None: nobody asks.
+        decides: Python reads the reference's numbers, and goes its way: the reference is then the model in its dtype,
+            and the run is another one.
 
     Attributes:
         memory: what they read and wrote, in both.
         operations: all that made or changed memory.
         skipped: names of ops on what is no plain memory (sparse tensors), or that give memory another size: what they
             give is taken for exact.
+        overflown: names of ops that gave inf or nan where the reference has a number, as for a mask of -1e9 in float16.
+        decisions: numbers that Python read, and that the reference has otherwise.
         outgrown: names of ops whose shapes depend on values, and would be others in the reference: it keeps the run's.
         sizes: (position of the graph, name of a node) -> the size of what it gave.
     """
 
     def __init__(
-        self, reference: torch.dtype, model: nn.Module | None = None, rounded: torch.dtype | None = None
+        self,
+        reference: torch.dtype,
+        model: nn.Module | None = None,
+        rounded: torch.dtype | None = None,
+        decides: bool = False,
     ) -> None:
         super().__init__()
         self.memory = Memory(reference)
-        self.rounded = rounded
+        self.rounded, self.decides = rounded, decides
+        self.decisions: list[Decision] = []
         self._handed: list[dict[int, dict[Place, int]]] = []  # of each node that runs: storage -> its inputs there
         self.operations: list[Operation] = []
         self.skipped: set[str] = set()
         self.outgrown: set[str] = set()
+        self.overflown: set[str] = set()
         self.sizes: dict[tuple[int, str], Any] = {}
         self._masters = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
         shadows = [] if model is None else conversion_of(model).store.shadows_of([*self._masters.values()])
@@ -169,7 +208,20 @@ class Recorder(Attribution):
                 function, tuple(places), spec, tuple(fresh), tuple(written), outputs, before, origin, inputs=inputs
             )
             self._add(made, aside)
+        elif isinstance(output, bool | int | float):
+            return self._read_by_python(function, args, kwargs, output, origin)
         return output
+
+    def _read_by_python(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], low: bool | float, origin: Origin
+    ) -> bool | float:
+        """A number that Python gets of tensors; where the reference has another one, that is noted."""
+        exact = tree_map_only(Tensor, lambda x: self.memory.exact(self.memory.place(x)), (args, kwargs))
+        reference = function(*exact[0], **exact[1])
+        if reference != low and not (reference != reference and low != low):
+            source = origin.source if origin.node is None else source_line(origin.node)
+            self.decisions.append(Decision(short_paths(source), low, reference))
+        return reference if self.decides else low
 
     def _inputs(self, read: Sequence[Any]) -> dict[Place, int]:
         """As of ``Operation``: the op may read an input through a view, which begins at or behind its beginning."""
@@ -182,6 +234,14 @@ class Recorder(Attribution):
         return found
 
     def _add(self, operation: Operation, aside: Mapping[Place, Tensor]) -> None:
+        """Run it in the reference as well, note it, and look whether the run alone gave inf or nan."""
+        self._run_exact(operation, aside)
+        for place in operation.outputs:
+            bad = ~self.memory.low(place).isfinite() if place.is_float else None
+            if bad is not None and bool(bad.any()) and bool(self.memory.exact(place)[bad].isfinite().any()):
+                self.overflown.add(operation.name)
+
+    def _run_exact(self, operation: Operation, aside: Mapping[Place, Tensor]) -> None:
         """Run it in the reference as well; ``aside``: what stood in memory that the run has written meanwhile."""
         memory = self.memory
 
@@ -229,6 +289,7 @@ def record(
     reference: torch.dtype,
     opened: bool = False,
     rounded: torch.dtype | None = None,
+    decides: bool = False,
 ) -> tuple[Recorder, Any] | None:
     """Run something on a converted model and write it down; and what it gives. None: it is to be run once more.
 
@@ -237,8 +298,8 @@ def record(
         run: calls the model.
         reference: the dtype of the reference.
         opened: fused regions run op by op, and not as kernels.
-        rounded: as of ``Recorder``.
+        rounded, decides: as of ``Recorder``.
     """
-    recorder = Recorder(reference, model, rounded)
+    recorder = Recorder(reference, model, rounded, decides)
     result = observe(model, recorder, run, opened)
     return None if result is None else (recorder, *result)

@@ -55,9 +55,12 @@ class Inputs:
         return self._errors[place]
 
     def midpoint(self, place: Place, dtype: torch.dtype) -> Tensor:
-        """Of both, in memory of its own."""
+        """Of both, in memory of its own; where the run has inf or nan that of the reference."""
         low = self.low(place) if dtype is self.dtype else self._memory.low(place)
-        return torch.sub(_in(dtype, low), _in(dtype, self.error(place)), alpha=0.5)
+        found = torch.sub(_in(dtype, low), _in(dtype, self.error(place)), alpha=0.5)
+        if bool(found.sum().isfinite()):
+            return found
+        return torch.where(found.isfinite(), found, _in(dtype, self._memory.exact(place)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,8 +143,22 @@ def _told(
         own = difference(low, local[number])
         rounding += inner(weight, own)
         lost += inner(own, own)
-        size += inner(local[number], local[number])
+        size += _size(local[number])
     return Pulled(rounding, _added(inputs, results, gradients) - rounding, lost, size, gradients)
+
+
+def _size(values: Tensor) -> float:
+    """The sum of squares of what is finite."""
+    found = inner(values, values)
+    return found if math.isfinite(found) else inner(_finite(values), _finite(values))
+
+
+def _finite(values: Tensor) -> Tensor:
+    """The same, with 0 for inf and nan.
+
+    Derivatives may be so: they are not finite where a row is masked as a whole, and the columns add up for any.
+    """
+    return values if bool(values.sum().isfinite()) else torch.where(values.isfinite(), values, 0.0)
 
 
 def _added(inputs: Inputs, results: Mapping[int, Result], gradients: list[tuple[Place, Tensor]]) -> float:
@@ -246,7 +263,9 @@ def _of_product(operation: Operation, inputs: Inputs, result: Result, reads: Con
     values = [inputs.midpoint(value, dtype) if isinstance(value, Place) else value for value in args]
     found = _PRODUCTS[operation.name](_in(dtype, result.weight), *values, **kwargs)
     pairs = zip(args, found, strict=False)
-    gradients = [(place, _in(inputs.dtype, g)) for place, g in pairs if isinstance(place, Place) and place in reads]
+    gradients = [
+        (place, _finite(_in(inputs.dtype, g))) for place, g in pairs if isinstance(place, Place) and place in reads
+    ]
     rounding = _added(inputs, {0: result}, gradients)
     lost, size = _sampled(operation, [inputs.low(x) if isinstance(x, Place) else x for x in args], kwargs, result.low)
     return Pulled(rounding, 0.0, lost, size, gradients)
@@ -275,9 +294,9 @@ def _sampled(operation: Operation, args: list[Any], kwargs: dict[str, Any], low:
         args[0] = args[0].index_select(dimension, index)
     function: Any = EXACT.get(operation.name, operation.function)
     local = function(*args, **kwargs)
-    own = low.index_select(dimension, index) - local
+    own = difference(low.index_select(dimension, index), local)
     scale = rows / max(1, len(chosen))
-    return inner(own, own) * scale, inner(local, local) * scale
+    return inner(own, own) * scale, _size(local) * scale
 
 
 # -- all others -------------------------------------------------------------------------------------------------------
@@ -318,7 +337,7 @@ class _Leaves:
         given = [results[n].weight.to(found[n].dtype) for n in through]
         gradients = torch.autograd.grad([found[n] for n in through], self._leaves, given, allow_unused=True)
         pairs = zip(self._places, self._leaves, gradients, strict=True)
-        return [(place, gradient.to(leaf.dtype)) for place, leaf, gradient in pairs if gradient is not None]
+        return [(place, _finite(gradient.to(leaf.dtype))) for place, leaf, gradient in pairs if gradient is not None]
 
 
 def _at_midpoint(

@@ -42,6 +42,32 @@ class Nan(Net):
         return (super().forward(x) - 50).log()
 
 
+class Vae(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def decode(self, x):
+        return (self.layer(x) - 50).log()
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vae = Vae()
+
+    def forward(self, x, y):
+        return self.vae.layer(x + y)
+
+
+def decoding():
+    return Both(), batches(), F.cross_entropy
+
+
+def features():
+    return Breaking(), [(x,) for x, _ in batches()]
+
+
 class Breaking(Net):
     def forward(self, x):
         x = self.first(x)
@@ -227,6 +253,16 @@ def test_locate(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1 and out.startswith("batch 3 of 9: batch[0] has values")
     status, out, _ = ran(capsys, "locate", "nets:whole", "--json", "-", "--scale", "8")
     assert status == 0 and json.loads(out) is None
+
+
+def test_another_method_is_run_where_one_is_named(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = ran(capsys, "locate", "nets:decoding", "--method", "vae.decode")
+    assert (status, err) == (1, "") and out.startswith("batch 1 of 1: forward: log of module vae (nets.py:")
+    status, out, err = ran(capsys, "audit", "nets:features", "--method", "features", "--json", "-")
+    assert (status, err) == (0, "")
+    assert {row["node"] for row in json.loads(out)["rows"]} >= {"linear", "first.weight"}
+    status, _, err = ran(capsys, "locate", "nets:decoding", "--method", "vae.encode")
+    assert status == 2 and "Both.vae has no method 'encode'" in err
 
 
 def test_ranges(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -400,3 +400,77 @@ def test_what_is_no_mask_is_told_as_before() -> None:
 )
 def test_a_value_near_the_limit_is_told_apart_from_it(value: float, words: str) -> None:
     assert _against(value, 65504.0) == words
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def decode(self, x: Tensor, *, shift: float = 0.0) -> Tensor:
+        return F.linear((self.layer(x).abs() + 1 + shift) * 3e4, torch.ones(8, 8)).log()
+
+    def describe(self) -> str:
+        return "no tensor"
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.vae = nn.Linear(6, 6), Decoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+METHODS = ("vae.decode", "vae", "vae.describe")
+
+
+@pytest.fixture
+def autoencoder() -> nn.Module:
+    torch.manual_seed(0)
+    return fxprec.convert(Autoencoder(), dtype=F16, methods=METHODS)[0]
+
+
+def test_another_method_runs_in_place_of_forward(autoencoder: nn.Module) -> None:
+    x = torch.randn(4, 6)
+    assert locate(autoencoder, (x,)) is None and locate(autoencoder, (x,), method="vae") is None
+    found = located(autoencoder, (x,), method="vae.decode")
+    assert (found.kind, found.phase, found.reached) == ("overflow", "forward", "outputs")
+    assert found.node == "mul" and not found.fails_in_fp32
+    assert located(autoencoder, {"x": x, "shift": 1.0}, method="vae.decode").node == "mul"
+    rows = {row.node: row for row in audit(autoencoder, [(x,)], method="vae").rows}
+    assert "vae.layer.weight" in rows and "encoder.weight" not in rows
+    with pytest.raises(ValueError, match="the error is"):
+        audit(autoencoder, [(x,)], method="vae.decode")
+
+
+def test_the_cure_of_another_method_is_tried_on_it(autoencoder: nn.Module) -> None:
+    found = located(autoencoder, (torch.randn(4, 6),), method="vae.decode")
+    assert "there is more behind it" not in found.cure
+    model = fxprec.revert(autoencoder)
+    code = found.cure.replace("convert(model,", f"convert(model, methods={METHODS},")
+    eval(code, {"fxprec": fxprec, "torch": torch, "model": model})
+    assert locate(model, (torch.randn(4, 6),), method="vae.decode") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "words"),
+    [
+        ("vae.decod", ValueError, r"Autoencoder.vae has no method 'decod' .did you mean 'decode'"),
+        ("va.decode", ValueError, r"Autoencoder has no submodule 'va' .did you mean 'vae'"),
+        ("encoder", ValueError, r"was converted with forward, vae.decode.*convert\(model, methods=\('encoder',\)\)"),
+        (None, TypeError, "method must be a name, such as 'vae.decode', not NoneType"),
+        ("vae.describe", TypeError, r"Autoencoder.vae.describe\(\)"),
+    ],
+)
+def test_a_method_that_cannot_be_run_is_refused(
+    autoencoder: nn.Module, method: Any, error: type[Exception], words: str
+) -> None:
+    given = batch()[:1]
+    for asks in (lambda: locate(autoencoder, given, method=method), lambda: audit(autoencoder, [given], method=method)):
+        with pytest.raises(error, match=words):
+            asks()

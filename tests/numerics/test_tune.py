@@ -249,6 +249,23 @@ def test_what_overflows_stays_in_fp32() -> None:
     assert {computes(again)[name] for name in ("mul", "mul_1")} == {"float32"}
 
 
+def test_what_overflows_and_is_made_finite_again_stays_in_fp32() -> None:
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x) * 300
+            return self.last(h / (h @ h.T).diagonal().sqrt()[:, None])
+
+    torch.manual_seed(0)
+    model = converted(Divided(), F16, lower=device(30, 10, cast=1, dtype=F16, pointwise=(2, 1)))
+    tuned = tune(model, batches(4), F.cross_entropy, time=1.0)
+    assert any("overflow" in remark and "matmul" in remark for remark in tuned.remarks)
+    assert tuned.tuned.measured_error is not None and tuned.tuned.measured_error < 1e-3
+
+
 def test_what_has_no_cost_stays_low_and_is_told_once() -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:
