@@ -33,7 +33,8 @@ class Finding:
         reached: what it spoiled: "loss", "outputs", or "the gradient of" a parameter; "" where it reached nothing.
         fails_in_fp32: the same run of the original model in FP32 is not finite either.
         scale: the loss scale of the run; 1.0 without a scaler.
-        cure: what to change, as code that can be pasted where there is such.
+        cure: what to change, as code that can be pasted where there is such; a change of the conversion was tried.
+        instead: other cures, each by itself: a clamp to float16's range where that keeps the step finite.
         remarks: what else is known.
         masked: the op is a softmax, or attention, and a mask hides a whole row: -inf, all of it.
         step: number of the step whose optimizer wrote it (``watch``).
@@ -58,6 +59,7 @@ class Finding:
     index: tuple[int, ...] = ()
     masked: bool = False
     step: int | None = None
+    instead: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: a magnitude that is not known, or not finite, is None."""
@@ -71,7 +73,7 @@ class Finding:
         lines += [f"  {remark}" for remark in self.remarks]
         if self.fails_in_fp32:
             lines.append("  the original model in FP32 fails here as well: no precision cures that")
-        return "\n".join([*lines, f"  cure: {self.cure}"])
+        return "\n".join([*lines, f"  cure: {self.cure}", *(f"  or: {each}" for each in self.instead)])
 
     @property
     def headline(self) -> str:

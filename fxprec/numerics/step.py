@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,11 +74,11 @@ class Step(ABC):
     def brought(self) -> Iterator[tuple[Tensor, Source]]:
         """What is there before, beside weights and buffers."""
 
-    def watched(self, flushed: bool) -> Run:
-        """As the model runs it, op by op; ``flushed``: what became 0 is followed as well."""
+    def watched(self, flushed: bool, watching: Callable[..., Births] = Births) -> Run:
+        """As the model runs it, op by op; ``flushed``: what became 0 is followed as well; ``watching``: by whom."""
         while True:
             weights = dict(self.model.named_parameters(remove_duplicate=False))
-            births = Births(self._sources(), weights, flushed)
+            births = watching(self._sources(), weights, flushed)
             with kept(self.model):
                 observed = observe(self.model, births, self.run, opened=True)
                 if observed is not None:

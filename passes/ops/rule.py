@@ -124,6 +124,8 @@ class OpRule:
         singular: position of the argument at whose zero it has a pole, or an endless slope: an eps guards it.
         exponential: it raises to the power of its argument.
         sums: it sums many values.
+        guard: the call as one would write it where its arguments x (and y) are at a pole or out of range, in Python,
+            and why in a comment. ``fxprec.numerics.locate`` gives it where no precision cures.
 
     What it costs:
 
@@ -170,6 +172,7 @@ class OpRule:
     singular: int | None = None
     exponential: bool = False
     sums: bool = False
+    guard: str = ""
     cost: Cost | None = None
     factors: tuple[int, int] = (0, 1)
     bias: int | None = None
