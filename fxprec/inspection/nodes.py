@@ -184,15 +184,22 @@ def reason(node: Node) -> tuple[str, str]:
 
 def source_line(node: Node) -> str:
     """``model.py:12``: the innermost line of the user's own source that made the node; "" where nobody recorded it."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    if not frames:
-        return ""
-    frames = [frame for frame in frames if frame[1] != "0"]  # of code without lines
-    if not frames:
-        return ""
+    frames = _frames(node)
     own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
+    if not frames:
+        return ""
     file, line = (own or frames)[-1]
     return f"{_short(file)}:{line}"
+
+
+def is_own_code(node: Node) -> bool:
+    """Return whether a line of the user's own source made the node, and not one of torch's alone."""
+    return any(not file.startswith(_LIBRARIES) for file, _ in _frames(node))
+
+
+def _frames(node: Node) -> list[tuple[str, str]]:
+    """Return file and line of what made the node, without code that has no lines."""
+    return [frame for frame in _FRAME.findall(node.meta.get("stack_trace") or "") if frame[1] != "0"]
 
 
 def short_paths(text: Any) -> str:

@@ -40,7 +40,8 @@ class Finding:
         decisions: numbers that Python read between graphs, and that a reference has otherwise: FP32 may go another way.
         fails_in_fp32: the same run of the original model in FP32 is not finite either.
         scale: the loss scale of the run; 1.0 without a scaler.
-        cure: what to change, as code that can be pasted where there is such.
+        cure: what to change, as code that can be pasted where there is such; a change of the conversion was tried.
+        instead: other cures, each by itself: a clamp to float16's range where that keeps the step finite.
         remarks: what else is known.
         masked: the op is a softmax, or attention, and a mask hides a whole row: -inf, all of it.
         step: number of the step whose optimizer wrote it (``watch``).
@@ -67,6 +68,7 @@ class Finding:
     step: int | None = None
     swallowed: str = ""
     decisions: tuple[Decision, ...] = ()
+    instead: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: a magnitude that is not known, or not finite, is None."""
@@ -81,7 +83,7 @@ class Finding:
         lines += [f"  {remark}" for remark in (*self.remarks, *self.decisions[:_SHOWN])]
         if self.fails_in_fp32:
             lines.append("  the original model in FP32 fails here as well: no precision cures that")
-        return "\n".join([*lines, f"  cure: {self.cure}"])
+        return "\n".join([*lines, f"  cure: {self.cure}", *(f"  or: {each}" for each in self.instead)])
 
     @property
     def headline(self) -> str:

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 
 from fxprec.capture.pytrees import leaves_of
-from fxprec.errors import PolicyError
 from fxprec.inspection.nodes import op_name, short_paths, source_line
 from fxprec.model.module import conversion_of
 from fxprec.numerics.births import Birth, Source, Swallow, first_of
+from fxprec.numerics.cures import Cure, Search, code_cure, in_bfloat16, policy_cure, smaller_scale
 from fxprec.numerics.finding import Finding
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.step import Results, Run, Step, dense, is_finite
-from fxprec.numerics.trial import under
-from fxprec.passes.graph.annotations import module_path, notes
-from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.annotations import module_path
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.policy.policy import Policy
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.tape.origin import Origin
 
 #: A parameter's gradient is lost where this share of its elements is 0, of those that are none in FP32.
 _LOST: Final = 0.5
-#: Nodes that are tried one after another until the step is finite.
-_MOST_NODES: Final = 8
-#: Bits that the advised loss scale leaves to the largest gradient.
-_HEADROOM: Final = 2
 
 
 @not_in_inference_mode
@@ -177,9 +169,10 @@ def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool, swallo
     backward = origin.backward
     kind: Any = "overflow" if birth.kind == "meant" else birth.kind
     phase: Any = "backward" if backward else "forward" if source is None else source.phase
-    smaller = _smaller_scale(step, birth)
+    smaller = smaller_scale(step, birth)
     if smaller is not None:
         kind = "scale too large"
+    cure = _cure(step, birth, kind, smaller, fails_in_fp32)
     return Finding(
         phase=phase,
         kind=kind,
@@ -196,7 +189,8 @@ def _finding(step: Step, birth: Birth, reached: str, fails_in_fp32: bool, swallo
         reached=reached,
         fails_in_fp32=fails_in_fp32,
         scale=step.scale,
-        cure=_cure(step, birth, kind, smaller, fails_in_fp32),
+        cure=cure.text,
+        instead=cure.instead,
         remarks=tuple(remarks),
         index=birth.index,
         masked=birth.masked,
@@ -211,66 +205,37 @@ def _place(swallowed: Swallow) -> str:
     return swallowed.name + (f" ({source})" if source else "")
 
 
-def _smaller_scale(step: Step, birth: Birth) -> float | None:
-    """A loss scale at which gradients that overflow are finite; None: that is not it, or there is none that helps."""
-    overflows = birth.origin.backward and birth.kind in ("overflow", "meant")
-    if not overflows or step.scale <= 1.0 or not math.isfinite(birth.magnitude):
-        return None
-    limit = torch.finfo(birth.dtype).max
-    scale = 2.0 ** math.floor(math.log2(step.scale * limit / max(birth.magnitude, limit)) - _HEADROOM)
-    while step.at(scale := max(scale, 1.0)).watched(flushed=False).is_scaled_too_far:
-        if scale == 1.0:
-            return None
-        scale /= 16
-    return scale
-
-
-def _cure(step: Step, birth: Birth, kind: str, smaller: float | None, fails_in_fp32: bool) -> str:
+def _cure(step: Step, birth: Birth, kind: str, smaller: float | None, fails_in_fp32: bool) -> Cure:
     origin = birth.origin
     if kind == "came in":
         assert birth.source is not None
-        return {
-            "input": "leave such samples out, or mend what makes them: torch.nan_to_num, or a check in the data loader",
-            "weight": "load a checkpoint from before; fxprec.numerics.watch finds the step that wrote it",
-            "buffer": "reset the buffer, or load a checkpoint from before",
-            "loss": "the outputs are finite, and what is computed of them is not: "
-            "fxprec.numerics.locate(model, (*inputs, target), loss) looks into the loss",
-        }[birth.source.phase]
+        return Cure(
+            {
+                "input": "leave such samples out, or mend what makes them: torch.nan_to_num, or a check in the data "
+                "loader",
+                "weight": "load a checkpoint from before; fxprec.numerics.watch finds the step that wrote it",
+                "buffer": "reset the buffer, or load a checkpoint from before",
+                "loss": "the outputs are finite, and what is computed of them is not: "
+                "fxprec.numerics.locate(model, (*inputs, target), loss) looks into the loss",
+            }[birth.source.phase]
+        )
     if smaller is not None:
-        return f"scaler.update(new_scale={smaller:g}), or fxprec.LossScaler(init_scale={smaller:g}) from the start"
+        return Cure(
+            f"scaler.update(new_scale={smaller:g}), or fxprec.LossScaler(init_scale={smaller:g}) from the start"
+        )
     if birth.masked:
-        return "leave a key of each row unmasked, or a large negative number in the mask in place of -inf"
-    if fails_in_fp32:
-        return "mend the model: an eps in the divisor, a clamp before the logarithm or the exponent, a smaller step"
+        return Cure(
+            "leave a key of each row unmasked, or a large negative number such as -1e4 in the mask in place of -inf"
+        )
     if kind == "underflow" and origin.backward:
-        return (
-            f"a loss scale: scaler = fxprec.LossScaler(init_scale={_larger_scale(step, birth):g}), and "
+        scale = _larger_scale(step, birth)
+        if not step.at(scale).as_it_is().is_finite:
+            return Cure(in_bfloat16(step))
+        return Cure(
+            f"a loss scale: scaler = fxprec.LossScaler(init_scale={scale:g}), and "
             "scaler.scale(loss).backward(); or dtype=torch.bfloat16, whose range is that of FP32"
         )
-    if origin.kind == "weight":
-        return "dtype=torch.bfloat16, whose range is that of FP32; or a smaller weight"
-    if origin.node is None:
-        return f"outside of the graphs {origin.name} runs under torch.autocast: call .float() on what it reads"
-    compute = notes(origin.node).precision.compute
-    if kind == "overflow" and compute is torch.float32 and birth.dtype is torch.float32:
-        return "mend the model: this op computes in FP32 already"
-    settings = conversion_of(step.model).settings
-    names, scale = _kept_finite(step, birth)
-    cure = f"fxprec.convert(model, dtype={settings.dtype}, policy={_shown(settings.policy, names)})"
-    if scale is None:
-        return f"to begin with {cure}; there is more behind it"
-    return (
-        cure
-        if scale == step.scale
-        else f"{cure}  # and a loss scale of {scale:g}: at {step.scale:g} gradients overflow"
-    )
-
-
-def _shown(own: Policy, names: Iterable[str]) -> str:
-    """In Python: a policy, with nodes in FP32."""
-    shown = f'fxprec.Policy.preset("{own.level}")' if own == Policy.preset(own.level) else "policy"
-    chosen = ", ".join(f'"{name}": torch.float32' for name in names)
-    return f"{shown}.override(nodes={{{chosen}}})"
+    return policy_cure(step, birth, fails_in_fp32) or Cure(code_cure(step, birth))
 
 
 def keep_finite(model: nn.Module, loss: Loss | None, batches: Iterable[Batch]) -> list[str]:
@@ -279,65 +244,9 @@ def keep_finite(model: nn.Module, loss: Loss | None, batches: Iterable[Batch]) -
     for batch in batches:
         step = _BatchStep(model, 1.0, Problem(model, loss), batch)
         fault = step.watched(flushed=False).fault
-        names, scale = ([], None) if fault is None else _kept_finite(step, fault[0])
-        found |= dict.fromkeys(names if scale is not None else ())
+        tried = None if fault is None else Search(step).nodes(fault[0])
+        found |= dict.fromkeys(name for _, name in (tried.chosen or {})) if tried is not None else {}
     return [*found]
-
-
-def _kept_finite(step: Step, birth: Birth) -> tuple[list[str], float | None]:
-    """Nodes to keep in FP32, one fault after another; and the loss scale at which a copy of the model is finite then.
-
-    What a smaller scale cures needs no node, and a node that none of the others leaves anything to do is no cure. None:
-    there is no such scale.
-    """
-    names: list[str] = []
-    left: Birth | None = birth
-    scale: float | None = None
-    while left is not None and scale is None and len(names) < _MOST_NODES:
-        more = dict.fromkeys([*names, *_computing(left.flushed), *_computing(left)])
-        if len(more) == len(names):
-            break
-        try:
-            left, scale = _left(step, more)
-        except PolicyError:  # of a node that writes in place: it has another name where it has a dtype of its own
-            break
-        names = [*more]
-    for name in names if scale is not None and len(names) > 1 else ():
-        fewer = [other for other in names if other != name]
-        if _left(step, fewer)[1] == scale:
-            names = fewer
-    return names, scale
-
-
-def _left(step: Step, names: Iterable[str]) -> tuple[Birth | None, float | None]:
-    """The fault that a copy of the model has with these nodes in FP32; and a loss scale at which it has none."""
-    policy = conversion_of(step.model).settings.policy.override(nodes=dict.fromkeys(names, torch.float32))
-    trial = step.on(under(step.model, policy=policy))
-    fault = trial.watched(flushed=False).fault
-    return (None, step.scale) if fault is None else (fault[0], _smaller_scale(trial, fault[0]))
-
-
-def _computing(birth: Birth | None) -> list[str]:
-    """Names of the nodes whose dtype decides over a birth.
-
-    Of a cast those that read it; of a gradient that is cast, by a cast or by an op that promotes, those that it is of.
-    """
-    node = None if birth is None else birth.origin.node
-    if birth is None or node is None:
-        return []
-    if birth.origin.backward and birth.op == "aten::_to_copy":
-        return _named(node, lambda each: each.all_input_nodes)
-    return _named(node, lambda each: each.users) if node.target in CASTS else [node.name]
-
-
-def _named(node: Node, near: Callable[[Node], Iterable[Node]]) -> list[str]:
-    found = []
-    for each in near(node):
-        if each.target in CASTS:
-            found += _named(each, near)
-        elif each.op not in ("placeholder", "output"):
-            found.append(each.name)
-    return found
 
 
 def _larger_scale(step: Step, birth: Birth) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -82,13 +82,13 @@ class Step(ABC):
     def brought(self) -> Iterator[tuple[Tensor, Source]]:
         """What is there before, beside weights and buffers."""
 
-    def watched(self, flushed: bool) -> Run:
-        """As the model runs it, op by op; ``flushed``: what became 0 is followed as well.
+    def watched(self, flushed: bool, watching: Callable[..., Births] = Births) -> Run:
+        """As the model runs it, op by op; ``flushed``: what became 0 is followed as well; ``watching``: by whom.
 
         Where an op swallowed inf or nan before anything else was at fault, the step runs once more beside a reference,
         which tells whether that is one.
         """
-        births, results = observed(self.model, self.run, lambda weights: Births(self._sources(), weights, flushed))
+        births, results = observed(self.model, self.run, lambda weights: watching(self._sources(), weights, flushed))
         found = _judged(births, results)
         if _first(births, found) is None:
             return found

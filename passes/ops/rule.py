@@ -130,6 +130,8 @@ class OpRule:
         counts: of constants it makes values that count: positions, running totals.
         periodic: its argument is an angle: bounded, and other where the argument is rounded.
         sums: it sums many values.
+        guard: the call as one would write it where its arguments x (and y) are at a pole or out of range, in Python,
+            and why in a comment. ``fxprec.numerics.locate`` gives it where no precision cures.
 
     What it costs:
 
@@ -182,6 +184,7 @@ class OpRule:
     counts: bool = False
     periodic: bool = False
     sums: bool = False
+    guard: str = ""
     cost: Cost | None = None
     factors: tuple[int, int] = (0, 1)
     depth: Depth | None = None

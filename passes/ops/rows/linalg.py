@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Final
 
 from fxprec.passes.graph.annotations import Rule
-from fxprec.passes.ops.rule import OpRule, rows, table
+from fxprec.passes.ops.rule import OpRule, facts, rows, table
 
 _SOLVER: Final = "a solver or decomposition: no low kernel, and errors grow with the condition number"
 _FFT: Final = "Fourier transforms have no bfloat16 kernel and complex results"
+#: Part of a guard: numbers on the diagonal that make values differ.
+_APART: Final = "x + torch.arange(1, x.shape[-1] + 1, dtype=x.dtype).mul(1e-3).diag()"
 _COMPLEX: Final = "complex numbers are never touched"
 
 LINALG_ROWS: Final[Mapping[str, OpRule]] = table(
@@ -34,6 +36,8 @@ LINALG_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.KEEP, _SOLVER, "lu_unpack linalg_lu", result=("first", "first", "first")),
     rows(Rule.KEEP, _SOLVER, "linalg_lstsq", result=("first", "real", "int64", "real")),
     rows(Rule.KEEP, _SOLVER, "lu lobpcg", result="unknown"),
+    facts("linalg_eigh", guard=f"torch.linalg.eigh({_APART})  # equal eigenvalues have no gradient"),
+    facts("linalg_svd svd", guard=f"torch.linalg.svd({_APART})  # equal singular values have no gradient"),
     # Fourier transforms
     rows(Rule.KEEP, _FFT, "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_rfft2 fft_rfftn "
          "fft_ihfft fft_ihfft2 fft_ihfftn", result="complex"),

@@ -17,6 +17,10 @@ _PICKS: Final = "picks one of its values: exact in any dtype"
 _SIGN: Final = "looks at sign or class of each value: exact in any dtype"
 _SPECIAL: Final = "a series or recurrence: FP32 as torch computes it inside, and often no low kernel"
 _INTEGERS: Final = "integers and bool only"
+#: Parts of guards: what is common to several ops.
+_LOG: Final = "  # an eps under the logarithm; of a softmax F.log_softmax, of a sigmoid F.logsigmoid"
+_INSIDE: Final = "x.float().clamp(-1 + 1e-6, 1 - 1e-6)"
+_ENDS: Final = "  # an eps away from -1 and 1, where its slope has no end"
 
 MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     # of two tensors
@@ -53,6 +57,16 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("eq ne lt le gt ge where mul maximum minimum", boolean=True),
     facts("div rdiv", float_number=True),
     facts("rdiv", autocast=Rule.FULL),
+    facts("div", guard="x / y.clamp(min=1e-3)  # an eps in the divisor; of a divisor with both signs "
+          "y.masked_fill(y == 0, 1e-3)"),
+    facts("rdiv", guard="1 / x.clamp(min=1e-3)  # an eps in the divisor; of a divisor with both signs "
+          "x.masked_fill(x == 0, 1e-3)"),
+    facts("remainder fmod floor_divide", guard="x % y.masked_fill(y == 0, 1)  # the rest by 0 is no number"),
+    facts("hypot", guard="(x.square() + y.square() + 1e-6).sqrt()  # an eps inside the root, of endless slope at 0"),
+    facts("mul", guard="torch.zeros_like(x).masked_fill(x != 0, -torch.inf)  # a mask by masked_fill, not by a product "
+          "with inf: 0 * inf is no number"),
+    facts("add", guard="x.clamp(-1e30, 1e30) + y.clamp(-1e30, 1e30)  # inf - inf is no number"),
+    facts("sub rsub", guard="x.clamp(-1e30, 1e30) - y.clamp(-1e30, 1e30)  # inf - inf is no number"),
     facts("add", epilogue=Epilogue("add", binary=True)),
     facts("add sub mul div clamp maximum minimum cat", any_format=True),
     # of one
@@ -75,6 +89,26 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("neg abs", exact=True),
     facts("sqrt rsqrt log log2 log10 reciprocal pow", singular=0),
     facts("exp exp2 expm1", exponential=True),
+    facts("sqrt", guard="x.clamp(min=1e-6).sqrt()  # an eps inside the root: its slope has no end at 0"),
+    facts("rsqrt", guard="x.clamp(min=1e-6).rsqrt()  # an eps inside the root"),
+    facts("reciprocal", guard="x.clamp(min=1e-3).reciprocal()  # an eps in the divisor; of a divisor with both signs "
+          "x.masked_fill(x == 0, 1e-3)"),
+    facts("log", guard=f"x.clamp(min=1e-6).log(){_LOG}"),
+    facts("log2", guard=f"x.clamp(min=1e-6).log2(){_LOG}"),
+    facts("log10", guard=f"x.clamp(min=1e-6).log10(){_LOG}"),
+    facts("log1p", guard="x.float().clamp(min=-1 + 1e-6).log1p()  # an eps away from the pole at -1"),
+    facts("logit", guard="x.float().logit(eps=1e-6)  # an eps away from the poles at 0 and 1"),
+    facts("pow", guard="x.clamp(min=1e-3).pow(y)  # an eps under the power: below 0, and for its slope at 0, there is "
+          "no number"),
+    facts("exp", guard="x.clamp(max=10).exp()  # or with the largest value subtracted before; a softmax by hand is "
+          "x.softmax(-1)"),
+    facts("exp2", guard="x.clamp(max=15).exp2()  # or with the largest value subtracted before"),
+    facts("expm1", guard="x.clamp(max=10).expm1()  # the exponent is clamped"),
+    facts("sinh", guard="x.clamp(-10, 10).sinh()  # the exponent is clamped"),
+    facts("cosh", guard="x.clamp(-10, 10).cosh()  # the exponent is clamped"),
+    facts("acos", guard=f"{_INSIDE}.acos(){_ENDS}"), facts("asin", guard=f"{_INSIDE}.asin(){_ENDS}"),
+    facts("atanh", guard=f"{_INSIDE}.atanh(){_ENDS}"), facts("erfinv", guard=f"{_INSIDE}.erfinv(){_ENDS}"),
+    facts("acosh", guard="x.float().clamp(min=1 + 1e-6).acosh()  # an eps away from 1, where its slope has no end"),
     facts("isnan positive", boolean=True),
     facts("sqrt exp log", float_number=True),
     facts("acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow", autocast=Rule.FULL),
@@ -106,6 +140,11 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("sum mean amax amin", any_format=True),
     facts("sum mean nansum nanmean prod cumsum cumprod var std norm linalg_norm linalg_vector_norm", sums=True),
     facts("cumsum", counts=True),
+    facts("std std_mean", guard="x.std(-1, keepdim=True, correction=0)  # of one value torch's std is 0 / 0"),
+    facts("var var_mean", guard="x.var(-1, keepdim=True, correction=0)  # of one value torch's var is 0 / 0"),
+    facts("mean nanmean", guard="x.sum() / max(x.numel(), 1)  # the mean of no value is 0 / 0"),
+    facts("norm linalg_norm linalg_vector_norm frobenius_norm", guard="(x.square().sum(-1, keepdim=True) + 1e-6).sqrt()"
+          "  # an eps inside the root: its slope has no end at 0"),
     facts("max min median nanmedian", special="extreme"),
     facts("amax amin", exact=True),
     facts("nonzero", special="nonzero"),
@@ -135,4 +174,7 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
          "laguerre_polynomial_l legendre_polynomial_p", result="float", low_kernel=False),
     rows(Rule.FULL, _RANGE, "entr ndtr xlogy xlog1py logaddexp logaddexp2", result="float"),
     rows(Rule.FULL, _RANGE, "erfcx log_ndtr ndtri", result="float", low_kernel=False),
+    facts("lgamma", guard="x.clamp(min=1e-3).lgamma()  # an eps away from the pole at 0"),
+    facts("digamma", guard="x.clamp(min=1e-3).digamma()  # an eps away from the pole at 0"),
+    facts("xlogy", guard="torch.xlogy(x, y.clamp(min=1e-6))  # an eps under the logarithm"),
 )  # fmt: skip

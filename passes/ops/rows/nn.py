@@ -75,6 +75,11 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("batch_norm group_norm", any_format=True),
     facts("layer_norm group_norm batch_norm", special="native_norm"),
     facts("layer_norm rms_norm group_norm local_response_norm normalize weight_norm", autocast=Rule.FULL),
+    facts("layer_norm", guard="F.layer_norm(x, x.shape[-1:], eps=1e-5)  # an eps above 0"),
+    facts("rms_norm", guard="F.rms_norm(x, x.shape[-1:], eps=1e-5)  # an eps above 0"),
+    facts("group_norm", guard="F.group_norm(x, 1, eps=1e-5)  # an eps above 0"),
+    facts("instance_norm", guard="F.instance_norm(x, eps=1e-5)  # an eps above 0"),
+    facts("normalize", guard="F.normalize(x, dim=-1, eps=1e-3)  # an eps above 0"),
     # softmax and its kin
     rows(Rule.FULL, _SOFTMAX, "softmax softmin log_softmax gumbel_softmax", result="first"),
     rows(Rule.FULL, _SOFTMAX, "logsumexp", result="float"),
@@ -83,6 +88,10 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("gumbel_softmax", random=True),
     facts("logsumexp", sums=True),
     facts("softplus softmax softmin log_softmax gumbel_softmax logsumexp", autocast=Rule.FULL),
+    facts("softmax", guard="x.clamp(-1e4, 1e4).softmax(-1)  # inf - inf is no number"),
+    facts("softmin", guard="F.softmin(x.clamp(-1e4, 1e4), -1)  # inf - inf is no number"),
+    facts("log_softmax", guard="x.clamp(-1e4, 1e4).log_softmax(-1)  # inf - inf is no number"),
+    facts("logsumexp", guard="x.clamp(min=-1e4).logsumexp(-1)  # a row of -inf alone has no gradient"),
     # losses
     rows(Rule.FULL, _LOSS, "cross_entropy nll_loss gaussian_nll_loss kl_div"),
     rows(Rule.FULL, _LOSS, "ctc_loss", low_kernel=False),
@@ -106,6 +115,10 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
           "gaussian_nll_loss cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss "
           "multi_margin_loss multilabel_margin_loss triplet_margin_loss triplet_margin_with_distance_loss "
           "binary_cross_entropy binary_cross_entropy_with_logits", autocast=Rule.FULL),
+    facts("cross_entropy nll_loss", guard='F.cross_entropy(x, y, reduction="sum") / (y != -100).sum().clamp(min=1)  # '
+          "the mean over targets that are all ignored is 0 / 0; of nll_loss likewise"),
+    facts("poisson_nll_loss", guard="F.poisson_nll_loss(x.clamp(max=10), y)  # it takes exp of its input"),
+    facts("binary_cross_entropy", guard="F.binary_cross_entropy_with_logits(x, y)  # of what the sigmoid reads"),
     # activations
     rows(Rule.FOLLOW, _SMOOTH, "relu relu6 leaky_relu elu celu selu gelu silu mish glu", result="first"),
     rows(Rule.FOLLOW, _SMOOTH, "tanh sigmoid softsign tanhshrink", result="float"),
@@ -191,6 +204,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.FULL, _DIFFERENCE, "cdist pdist", result="float_real", low_kernel=False),
     rows(Rule.FULL, "sums squares and divides by norms", "cosine_similarity", result="float"),
     facts("cosine_similarity dist pdist cdist pairwise_distance", autocast=Rule.FULL),
+    facts("cosine_similarity", guard="F.cosine_similarity(x, y, dim=-1, eps=1e-6)  # an eps above 0"),
     # quantized formats
     rows(Rule.KEEP, "scales and bits of a quantized format", "scaled_mm scaled_grouped_mm", result="unknown"),
     rows(Rule.KEEP, "simulates a quantized format in the original dtype",

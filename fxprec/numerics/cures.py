@@ -1,0 +1,406 @@
+"""Find what cures a fault: a change of the conversion that was tried on a copy of the model, or one of the code.
+
+Changes of the conversion are tried from the narrowest to the widest::
+
+    the nodes of the faults, one fault after another     nodes={"matmul": torch.float32}
+    their ops, where these follow what they read         ops={"add": torch.float32}
+    their modules, equal layers together, then parents   modules={"blocks.*.attn": torch.float32}
+    level O1, whose residual stream is FP32              policy=fxprec.Policy.preset("O1")
+    another dtype, then none                             dtype=torch.bfloat16, fxprec.Policy.preset("O0")
+
+Each is tried by converting a copy with it and running the step again. The first with which the step is finite is the
+cure. A fault that FP32 has as well is cured by the code alone: the op's row in the op table has how to write it
+(``OpRule.guard``).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fxprec.errors import FxprecError
+from fxprec.inspection.layers import fold
+from fxprec.inspection.nodes import is_own_code, op_name, short_paths, source_line
+from fxprec.model.module import conversion_of
+from fxprec.numerics.births import Birth, Births, Source
+from fxprec.numerics.step import Step
+from fxprec.numerics.trial import converted_anew
+from fxprec.passes.graph.annotations import Rule, module_path, notes
+from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.ops.table import facts_of
+from fxprec.passes.policy.policy import Policy
+from fxprec.settings import Settings
+from fxprec.tape.nodes import NodeOf
+from fxprec.torch_internals import tree_map_only
+
+#: Copies of a model that are converted and run in search of a cure.
+_MOST_TRIES: Final = 24
+#: Faults of equal layers that are cured one by one, before their layers are taken together.
+_MOST_ALIKE: Final = 4
+#: How often a module's parent is taken in its place.
+_MOST_UP: Final = 3
+#: Lines of the user's code whose results are clamped.
+_MOST_LINES: Final = 4
+#: Bits that an advised loss scale leaves to the largest gradient.
+_HEADROOM: Final = 2
+#: Arguments of ``fxprec.convert`` besides dtype and policy that a cure repeats where they are not the default.
+_REPEATED: Final = ("placement", "lower", "fuse", "capture", "executor", "keep_output_dtype", "methods")
+_LIMIT: Final = torch.finfo(torch.float16).max
+
+#: Kind and pattern of overrides: what is to be in FP32.
+Chosen = dict[tuple[str, str], None]
+#: What a fault wants in FP32.
+Width = Callable[[Birth], list[tuple[str, str]]]
+
+
+class Cure(NamedTuple):
+    """What cures a fault.
+
+    Attributes:
+        text: code that can be pasted, where there is such.
+        instead: further cures, each by itself.
+    """
+
+    text: str
+    instead: tuple[str, ...] = ()
+
+
+class Tried(NamedTuple):
+    """A change of the conversion with which the step is finite.
+
+    Attributes:
+        changed: of the settings.
+        chosen: the overrides that it adds; None: it is no such change.
+        scale: the loss scale at which the step is finite.
+    """
+
+    changed: Mapping[str, Any]
+    chosen: Chosen | None
+    scale: float
+
+
+def policy_cure(step: Step, birth: Birth, fails_in_fp32: bool) -> Cure | None:
+    """Return the narrowest change of the conversion that cures a fault of low precision; None: no precision does.
+
+    Where the model fails in FP32 as well, at another op, the change leaves that fault alone, and the cure names both.
+    """
+    wide = fault_in_fp32(step) if fails_in_fp32 else None
+    if fails_in_fp32 and (wide is None or wide.origin.name == birth.origin.name or birth.dtype not in _LOW):
+        return None
+    tried = Search(step, wide).cure(birth)
+    if tried is None:
+        return None
+    settings = conversion_of(step.model).settings
+    comments = []
+    if tried.scale != step.scale:
+        comments.append(f"and a loss scale of {tried.scale:g}: at {step.scale:g} gradients overflow")
+    if settings.policy.lowers_parameters:
+        comments.append("of the model with its FP32 weights, which O3 replaced")
+    if wide is not None:
+        comments.append(f"and, as FP32 fails too: {code_cure(step, wide)}")
+    text = shown(settings, tried) + ("  # " + "; ".join(comments) if comments else "")
+    clamps = clamped_lines(step.at(tried.scale), birth) if wide is None and birth.dtype is torch.float16 else ""
+    return Cure(text, (clamps,) if clamps else ())
+
+
+def code_cure(step: Step, birth: Birth) -> str:
+    """Return how to write the op at which a value came to be that FP32 has not either: code, and why in a comment."""
+    node, op = birth.origin.node, _canonical(birth)
+    row = facts_of(op)
+    source = source_line(node) if node is not None else short_paths(birth.origin.source)
+    at = f"in place of {op}" + (f" ({source})" if source else "")
+    if birth.kind == "overflow" and not (row.guard and (row.exponential or row.same)):
+        clamps = clamped_lines(step, birth)
+        if clamps:
+            return clamps
+        if not row.guard:
+            return f"smaller values, {at}: its result leaves the range of FP32; a norm before it, say, or a clamp"
+    if row.guard:
+        code, _, why = row.guard.partition("  # ")
+        return f"{code}  # {at} of x: {why}"
+    return "mend the model: an eps in the divisor, a clamp before the logarithm or the exponent, a smaller step"
+
+
+def fault_in_fp32(step: Step) -> Birth | None:
+    """Return where the model fails with all of it in FP32, unscaled; None: it does not, or cannot be run so."""
+    rules = conversion_of(step.model).settings.policy.rules
+    try:
+        wide = step.at(1.0).on(converted_anew(step.model, policy=Policy("O0", (), rules), lower="always"))
+        fault = wide.watched(flushed=False).fault
+    except (FxprecError, RuntimeError):  # dtypes that the original mixes
+        return None
+    return None if fault is None else fault[0]
+
+
+@dataclass
+class Search:
+    """Tries changes of a conversion until a step is finite.
+
+    Attributes:
+        step: that has a fault.
+        beyond: a fault that is none of the precision's, and may stay.
+        most: changes that are tried.
+    """
+
+    step: Step
+    beyond: Birth | None = None
+    most: int = _MOST_TRIES
+    _tried: int = field(default=0, init=False)
+    _repeated: bool = field(default=False, init=False)
+
+    def cure(self, birth: Birth) -> Tried | None:
+        """Return the first change that cures; None: none does, or there are too many to try."""
+        for one_by_one, width in _widths():
+            found = None if one_by_one and self._repeated else self._grown(birth, width)
+            if found is not None:
+                return self._narrowed(found)
+        for changed in _whole(conversion_of(self.step.model).settings):
+            scale = self._left(changed)[1]
+            if scale is not None:
+                return Tried(changed, None, scale)
+        return None
+
+    def nodes(self, birth: Birth) -> Tried | None:
+        """Return the nodes that are to be in FP32 for the step to be finite; None: that cures nothing."""
+        found = self._grown(birth, _by_node)
+        return None if found is None else self._narrowed(found)
+
+    def _grown(self, birth: Birth, width: Width) -> Tried | None:
+        """Choose what one fault after another wants in FP32; by nodes where a fault has nothing of this width."""
+        chosen: Chosen = {}
+        alike: dict[tuple[str, str], int] = {}
+        left: Birth | None = birth
+        while left is not None and self._tried < self.most:
+            births = [each for each in (left.flushed, left) if each is not None]
+            more = chosen | {key: None for each in births for key in (width(each) or _by_node(each))}
+            kind = _canonical(left), fold(_module_of(left))
+            alike[kind] = alike.get(kind, 0) + 1
+            self._repeated |= alike[kind] > _MOST_ALIKE
+            if len(more) == len(chosen) or alike[kind] > _MOST_ALIKE:
+                return None
+            chosen = more
+            changed = {"policy": overridden(conversion_of(self.step.model).settings.policy, chosen)}
+            left, scale = self._left(changed)
+            if scale is not None:
+                return Tried(changed, chosen, scale)
+        return None
+
+    def _narrowed(self, found: Tried) -> Tried:
+        """Leave out what none of the others leaves anything to do."""
+        for key in found.chosen if found.chosen is not None and len(found.chosen) > 1 else ():
+            assert found.chosen is not None
+            fewer = {other: None for other in found.chosen if other != key}
+            changed = {"policy": overridden(conversion_of(self.step.model).settings.policy, fewer)}
+            if fewer and self._tried < self.most and self._left(changed)[1] == found.scale:
+                found = Tried(changed, fewer, found.scale)
+        return found
+
+    def _left(self, changed: Mapping[str, Any]) -> tuple[Birth | None, float | None]:
+        """Return the fault that a changed copy has; and a loss scale at which it has none, or none but ``beyond``."""
+        self._tried += 1
+        try:
+            trial = self.step.on(converted_anew(self.step.model, **changed))
+            fault = trial.watched(flushed=False).fault
+        except FxprecError:  # a name that matches nothing there: a node that writes in place, say
+            return None, None
+        if fault is None or (self.beyond is not None and fault[0].origin.name == self.beyond.origin.name):
+            return None, self.step.scale
+        return fault[0], smaller_scale(trial, fault[0])
+
+
+def _widths() -> Iterator[tuple[bool, Width]]:
+    """Yield what to choose for a fault, wider and wider, and whether it takes equal layers one by one."""
+    yield True, _by_node
+    yield False, _by_op
+    for up in range(_MOST_UP):
+        yield True, functools.partial(_by_module, up=up, folded=False)
+        yield False, functools.partial(_by_module, up=up, folded=True)
+
+
+def _by_node(birth: Birth) -> list[tuple[str, str]]:
+    return [("nodes", node.name) for node in computing(birth)]
+
+
+def _by_op(birth: Birth) -> list[tuple[str, str]]:
+    names = (notes(node).op.name for node in computing(birth))
+    return [("ops", name) for name in names if facts_of(name).rule in (Rule.FOLLOW, Rule.PROMOTE)]
+
+
+def _by_module(birth: Birth, up: int, folded: bool) -> list[tuple[str, str]]:
+    paths = dict.fromkeys([*map(module_path, computing(birth)), _module_of(birth)])
+    parents = (".".join(path.split(".")[: path.count(".") + 1 - up]) for path in paths)
+    return [("modules", fold(path) if folded else path) for path in parents if path]
+
+
+def _module_of(birth: Birth) -> str:
+    origin = birth.origin
+    if origin.node is not None:
+        return module_path(origin.node)
+    return origin.name.rpartition(".")[0] if origin.kind == "weight" else ""
+
+
+def _whole(settings: Settings) -> Iterator[Mapping[str, Any]]:
+    """Yield changes of all that there is."""
+    policy = settings.policy
+    if policy.lowers_sources:
+        yield {"policy": replace(policy, level="O1")}
+    if settings.dtype is torch.float16:
+        yield {"dtype": torch.bfloat16}
+    yield {"policy": Policy("O0", (), policy.rules)}
+
+
+def overridden(policy: Policy, chosen: Iterable[tuple[str, str]]) -> Policy:
+    """Return a policy in which what is chosen is in FP32."""
+    return policy.override(**_by_kind(chosen))
+
+
+def _by_kind(chosen: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, name in chosen:
+        found.setdefault(kind, {})[name] = torch.float32
+    return found
+
+
+def shown(settings: Settings, tried: Tried) -> str:
+    """Return the call of ``fxprec.convert`` that makes the change, in Python."""
+    own = settings.policy
+    policy = f'fxprec.Policy.preset("{own.level}")' if own == Policy.preset(own.level) else "policy"
+    if tried.chosen is not None:
+        groups = {
+            kind: ", ".join(f'"{name}": torch.float32' for name in names)
+            for kind, names in _by_kind(tried.chosen).items()
+        }
+        policy += f".override({', '.join(f'{kind}={{{names}}}' for kind, names in groups.items())})"
+    elif "policy" in tried.changed:
+        level = tried.changed["policy"].level
+        policy = f'fxprec.Policy.preset("{level}")'
+        if level != "O0" and (own.overrides or own.rules):
+            policy = f'fxprec.Policy("{level}", policy.overrides, policy.rules)'
+    defaults = {each.name: each.default for each in fields(settings)}
+    others = {name: getattr(settings, name) for name in _REPEATED if getattr(settings, name) != defaults[name]}
+    further = "".join(
+        f", {name}={value!r}" if isinstance(value, bool | str | tuple) else f", {name}={name}"
+        for name, value in others.items()
+    )
+    return f"fxprec.convert(model, dtype={tried.changed.get('dtype', settings.dtype)}, policy={policy}{further})"
+
+
+def in_bfloat16(step: Step) -> str:
+    """Return the call of ``fxprec.convert`` with bfloat16, where no loss scale keeps gradients in range."""
+    return shown(conversion_of(step.model).settings, Tried({"dtype": torch.bfloat16}, None, 1.0))
+
+
+def smaller_scale(step: Step, birth: Birth) -> float | None:
+    """A loss scale at which gradients that overflow are finite; None: that is not it, or there is none that helps."""
+    overflows = birth.origin.backward and birth.kind in ("overflow", "meant")
+    if not overflows or step.scale <= 1.0 or not math.isfinite(birth.magnitude):
+        return None
+    limit = torch.finfo(birth.dtype).max
+    scale = 2.0 ** math.floor(math.log2(step.scale * limit / max(birth.magnitude, limit)) - _HEADROOM)
+    while step.at(scale := max(scale, 1.0)).watched(flushed=False).is_scaled_too_far:
+        if scale == 1.0:
+            return None
+        scale /= 16
+    return scale
+
+
+def computing(birth: Birth | None) -> list[Node]:
+    """Return the nodes whose dtype decides over a birth.
+
+    Of a cast those that read it; of a gradient that is cast, by a cast or by an op that promotes, those that it is of.
+    Views have no say: in their place stand those that read, or make, what they show.
+    """
+    node = None if birth is None else birth.origin.node
+    if birth is None or node is None:
+        return []
+    if birth.origin.backward and birth.op == "aten::_to_copy":
+        return _near(node, lambda each: each.all_input_nodes)
+    return _near(node, lambda each: each.users) if node.target in CASTS else [node]
+
+
+def _near(node: Node, near: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    found: list[Node] = []
+    for each in near(node):
+        row = facts_of(notes(each).op.name)
+        if each.target in CASTS or (row.view and row.rule is Rule.FOLLOW and [*near(each)]):
+            found += _near(each, near)
+        elif each.op not in ("placeholder", "output"):
+            found.append(each)
+    return found
+
+
+def _canonical(birth: Birth) -> str:
+    """Return the canonical op of a birth; outside of the graphs it is told by torch's own name for it."""
+    node = birth.origin.node
+    if node is not None:
+        return op_name(node).rstrip("_")
+    if birth.origin.backward:
+        camel = re.sub(r"(Backward)?\d*$", "", birth.origin.name)
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", camel).lower()
+    return birth.op.partition("::")[2].strip("_").removesuffix("_forward")
+
+
+def clamped_lines(step: Step, birth: Birth) -> str:
+    """Return where to clamp values to float16's range for the step to be finite, as code; "": that does not help."""
+    lines: dict[_Line, None] = {}
+    left: Birth | None = birth
+    while left is not None and len(lines) < _MOST_LINES:
+        line = _line_of(left)
+        if line is None or line in lines:
+            return ""
+        lines[line] = None
+        fault = step.watched(flushed=False, watching=functools.partial(_Clamping, lines=frozenset(lines))).fault
+        left = None if fault is None else fault[0]
+    if left is not None:
+        return ""
+    places = " and of ".join(f"{line.op} ({line.source})" for line in lines)
+    return f"x.clamp(-{_LIMIT:g}, {_LIMIT:g})  # in place of x, the result of {places}: what is larger saturates"
+
+
+class _Line(NamedTuple):
+    """A line of the user's code, and the op there."""
+
+    source: str
+    op: str
+
+
+def _line_of(birth: Birth) -> _Line | None:
+    """Return the line of the user's that computes a value which is too large; of a cast the one that is cast."""
+    node = birth.origin.node
+    while node is not None and node.target in CASTS:
+        node = next(iter(node.all_input_nodes), None)
+    if node is None or birth.origin.backward or not is_own_code(node):
+        return None
+    return _Line(source_line(node), op_name(node))
+
+
+class _Clamping(Births):
+    """As of births: and what some lines give is clamped to float16's range, as if the code did so."""
+
+    def __init__(
+        self, sources: Iterable[tuple[Tensor, Source]], weights: Mapping[str, Tensor], flushed: bool = False,
+        lines: frozenset[_Line] = frozenset(),
+    ) -> None:  # fmt: skip
+        super().__init__(sources, weights, flushed)
+        self._lines = lines
+        self._clamps: dict[Node, bool] = {}
+
+    def look(self, node: NodeOf, run: Any) -> Any:
+        """As of births, and clamp."""
+        result = super().look(node, run)
+        if node.node not in self._clamps:
+            self._clamps[node.node] = _Line(source_line(node.node), op_name(node.node)) in self._lines
+        if not self._clamps[node.node]:
+            return result
+        return tree_map_only(Tensor, lambda x: x.clamp(-_LIMIT, _LIMIT) if x.is_floating_point() else x, result)
+
+
+_LOW: Final = (torch.float16, torch.bfloat16)
