@@ -132,6 +132,7 @@ class Births(Attribution):
         self._flushed: dict[int, Birth] | None = {} if flushed else None
         self._count = 0
         self.swallowed: list[Swallow] = []
+        self._clamped: set[int] = set()  # ids of births that the model clamps to the range of the dtype
         self.reads_numbers = False
 
     @property
@@ -222,6 +223,10 @@ class Births(Attribution):
             return
         read = [birth for value, birth in inherited if not call.overwrites(value)]
         births = [birth for birth in read if self.counts(birth)]
+        if "clamp" in call.name and any(map(_saturates, made)):  # to the range of the dtype: that is meant
+            self._clamped.update(map(id, births))
+        if "clamp" in call.name or call.origin.backward:
+            births = [birth for birth in births if id(birth) not in self._clamped]
         if call.name in _SELECTS:
             births = [birth for birth in births if birth.kind == "overflow"] if self.differs(made) else []
         if births:
@@ -436,6 +441,12 @@ def _is_float(value: object) -> bool:
         and value.numel() > 0
         and value.device.type != "meta"
     )
+
+
+def _saturates(clamped: Tensor) -> bool:
+    """Whether the largest values that a clamp left are as large as a dtype has them."""
+    limit = torch.finfo(torch.float16).max
+    return _is_finite(clamped) and clamped.numel() > 0 and float(clamped.abs().max()) >= limit
 
 
 def _is_finite(tensor: Tensor) -> bool:

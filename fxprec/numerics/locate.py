@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fxprec.capture.pytrees import leaves_of
 from fxprec.inspection.nodes import op_name, short_paths, source_line
-from fxprec.model.module import conversion_of
 from fxprec.numerics.births import Birth, Source, Swallow, first_of
 from fxprec.numerics.cures import Cure, Search, code_cure, in_bfloat16, policy_cure, smaller_scale
 from fxprec.numerics.finding import Finding

@@ -86,11 +86,11 @@ class Step(ABC):
         """As the model runs it, op by op; ``flushed``: what became 0 is followed as well; ``watching``: by whom.
 
         Where an op swallowed inf or nan before anything else was at fault, the step runs once more beside a reference,
-        which tells whether that is one.
+        which tells whether that is one: but for a watch that changes values, beside which there is no reference.
         """
         births, results = observed(self.model, self.run, lambda weights: watching(self._sources(), weights, flushed))
         found = _judged(births, results)
-        if _first(births, found) is None:
+        if watching is not Births or _first(births, found) is None:
             return found
         beside, results = compared(self.model, self.run, self._sources, flushed)
         first = _first(beside, found)
