@@ -130,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     own.add_argument("--gradients", action="store_true", help="explain the error of the gradients, too")
     own.add_argument("--method", **method)
+    own.add_argument("--routes", action="store_true", help="tell which rounding flipped which top-k or comparison, too")
     own.add_argument("--html", **page)
     own = command(
         "locate", _locate, "the first op that gives a NaN, an inf or a lost gradient", 1,
@@ -237,7 +238,8 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
 def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     batches = waiting.count("batches", target.batches)
-    found = numerics.audit(target.model, batches, target.loss, gradients=options.gradients, method=options.method)
+    how = {name: getattr(options, name) for name in ("gradients", "method", "routes")}
+    found = numerics.audit(target.model, batches, target.loss, **how)
     tell(options, found)
     if options.html is not None:
         _write_page(options.html, report(target.model), ledger=found)

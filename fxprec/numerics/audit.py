@@ -22,6 +22,7 @@ from fxprec.numerics.kept import kept
 from fxprec.numerics.ledger import GradientError, Ledger, Part, Row, Sample, ordered
 from fxprec.numerics.own_way import OwnWay, own_way
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
+from fxprec.numerics.routes import Routes
 from fxprec.numerics.swallowed import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
@@ -77,6 +78,7 @@ def audit(
     gradients: bool = False,
     reference: torch.dtype | None = None,
     method: str = "forward",
+    routes: bool = False,
 ) -> Ledger:
     """Run batches as the model runs them and, op by op beside that, in the reference's dtype; explain the difference.
 
@@ -99,6 +101,9 @@ def audit(
         reference: ``torch.float64`` or ``torch.float32``, whose products are then of full precision whatever is set for
             others (TF32). None: float64 on a CPU; elsewhere FP32, as accelerators are slow in float64, or have none.
         method: runs in place of forward: one that ``convert(methods=...)`` was given, ``"vae.decode"``.
+        routes: tell as well which decisions (top-k, argmax, sort, comparison) are others than in the reference, and
+            which roundings flip each alone: ``ledger.routes``. Where some flip, that takes a forward in the reference's
+            dtype for each row.
 
     Raises:
         ConversionError: the model is not converted, or frozen.
@@ -115,7 +120,7 @@ def audit(
     if gradients and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("gradients=True, and no parameter of the model wants a gradient")
     with torch.set_grad_enabled(gradients or torch.is_grad_enabled()):
-        ledger = ledger_of(problem, problem.batches(batches), gradients, reference)
+        ledger = ledger_of(problem, problem.batches(batches), gradients, reference, routes=routes)
     return replace(ledger, subject=subject_of(model, "audit"))
 
 
@@ -127,6 +132,7 @@ def ledger_of(
     opened: bool = False,
     reads: Reads | None = None,
     signs: bool = False,
+    routes: bool = False,
 ) -> Ledger:
     """As ``audit``, of batches that were checked.
 
@@ -136,6 +142,7 @@ def ledger_of(
         signs: of outputs that are no loss, explain <u, error> with random signs u. The mean square of that is the mean
             square of the error's length, and so it is of each part of it (Hutchinson, 1990); along the error itself all
             parts would point one way, and their squares would not add up.
+        routes: as of ``audit``.
     """
     conversion = conversion_of(problem.model)
     settings = conversion.settings
@@ -158,6 +165,8 @@ def ledger_of(
             if not done:
                 own, asked = own_way(problem.model, run, reference), True
             del recorded
+        if routes:
+            books.routes.add(problem.model, functools.partial(problem.run, batch), reference)
         if books.overflown:
             books.note_swallowed(compared(problem.model, run)[0].first_swallowed)
     graphs = [captured.gm for captured in conversion.captured]
@@ -311,6 +320,7 @@ class _Books:
         self._remarks: dict[str, None] = {}
         self._swallowed: dict[str, None] = {}
         self._decisions: list[Decision] = []
+        self.routes = Routes()
         self._lacking: dict[str, list[float]] = {}
         self._sizes: dict[tuple[int, str], Any] = {}
         self.overflown = False  # in the latest batch the run has inf or nan where the reference has none
@@ -418,10 +428,10 @@ class _Books:
             name: GradientError(*(math.sqrt(total / len(samples)) for total in sums))
             for name, sums in self._errors.items()
         }
-        remarks = (*self._remarks, *lacking)
+        remarks = (*self._remarks, *lacking, *self.routes.remarks)
         return Ledger(
             target, ordered(rows, len(samples)), samples, parameters, remarks, tuple(self._swallowed),
-            tuple(self._decisions),
+            tuple(self._decisions), self.routes.found(),
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from fxprec.inspection.layers import fold
 from fxprec.inspection.subject import Subject
 from fxprec.inspection.text import columns, plain, stacked, titled
 from fxprec.numerics.alternatives import Alternative
+from fxprec.numerics.routes import Route
 from fxprec.tape.recorder import Decision
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class Ledger:
         swallowed: names of nodes, or ops, that overflow, which another op makes finite again: no mask's.
         decisions: numbers that Python read, and that the reference has otherwise, where something comes of that: the
             row "read by Python" has what; all others are of the ops that ran.
+        routes: of ``audit(..., routes=True)``: decisions that the reference takes otherwise, and what flips them.
         subject: what it is of, so that a page takes no other model's; None where rows are folded.
     """
 
@@ -154,6 +156,7 @@ class Ledger:
     remarks: tuple[str, ...] = ()
     swallowed: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    routes: tuple[Route, ...] = ()
     subject: Subject | None = field(default=None, repr=False)
 
     @property
@@ -197,6 +200,7 @@ class Ledger:
             "parameters": {name: each._asdict() for name, each in self.parameters.items()},
             "remarks": list(self.remarks),
             "swallowed": list(self.swallowed),
+            "routes": [route.to_dict() for route in self.routes],
             "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
@@ -240,6 +244,7 @@ class Ledger:
         parts: list[RenderableType] = [table]
         if len(self.rows) > len(rows):
             parts.append(f"and {len(self.rows) - len(rows)} more rows: ledger.rows, ledger.folded()")
+        parts += [f"Route: {route}" for route in self.routes[:_SHOWN]]
         parts += [f"Note: {remark}" for remark in self.remarks]
         return titled(self.headline, stacked(parts))
 

@@ -181,6 +181,12 @@ class Memory:
         flat = self._flat(place)
         return torch.empty(len(flat), dtype=self.reference, device=flat.device)
 
+    def elements(self, place: Place) -> Tensor:
+        """A copy of all elements of the run's storage: of floats in the reference's dtype, complex ones as pairs."""
+        flat = self._flat(place)
+        flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+        return flat.to(self.reference if place.is_float else flat.dtype, copy=True)
+
     def _keep_error(self, place: Place, value: Tensor) -> bool:
         """Keep how far the run is from a value, where that is less than the value and tells it: finite, in FP32."""
         flat = self._flat(place)
@@ -209,9 +215,7 @@ class Memory:
     def _twin(self, place: Place) -> Tensor:
         twin = self._twins.get(place.storage)
         if twin is None or not twin.is_floating_point():
-            flat = self._flat(place)
-            flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
-            twin = self._twins[place.storage] = flat.to(self.reference, copy=True)
+            twin = self._twins[place.storage] = self.elements(place)
             if (error := self._errors.pop(place.storage, None)) is not None:
                 twin -= error
         return twin

@@ -240,6 +240,10 @@ class Recorder(Attribution):
             bad = ~self.memory.low(place).isfinite() if place.is_float else None
             if bad is not None and bool(bad.any()) and bool(self.memory.exact(place)[bad].isfinite().any()):
                 self.overflown.add(operation.name)
+        self.noted(operation)
+
+    def noted(self, operation: Operation) -> None:
+        """Look at an operation that was noted, while memory is as it left it."""
 
     def _run_exact(self, operation: Operation, aside: Mapping[Place, Tensor]) -> None:
         """Run it in the reference as well; ``aside``: what stood in memory that the run has written meanwhile."""

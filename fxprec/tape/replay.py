@@ -1,0 +1,154 @@
+"""Run the ops of a recorded forward again in the reference's dtype, with the roundings of some places put in.
+
+::
+
+    low     = topk(gate(h_low))                  the run: every op rounds
+    exact   = topk(gate(h))                      no op rounds
+    of h    = topk(gate(h + rounding of h))      what that rounding does alone
+
+The rounding of an op is what it lost at the inputs that it had in the run: its result, less that in the reference's
+dtype on the same inputs. Integers and masks are computed anew as well. So a replay tells which route each value takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fxprec.tape.full_fp32 import full_fp32
+from fxprec.tape.memory import Place, difference
+from fxprec.tape.operation import Operation
+from fxprec.tape.origin import Origin
+from fxprec.tape.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """An operation of the forward.
+
+    Attributes:
+        operation: the op.
+        roundings: of each of its outputs, what it lost; None where that is nothing.
+        drawn: of an op that draws random numbers what it gave, else as ``Operation.drawn``.
+        decided: number of an output -> what it decided in the run: floats came in, and indices, or a mask, came out.
+    """
+
+    operation: Operation
+    roundings: tuple[Tensor | None, ...]
+    drawn: tuple[Tensor, ...]
+    decided: Mapping[int, Tensor]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it lost anything."""
+        return any(each is not None for each in self.roundings)
+
+
+class Steps(Recorder):
+    """While it is on: as of ``Recorder``; and what a replay of the forward needs.
+
+    Attributes:
+        steps: of the forward.
+    """
+
+    def __init__(self, reference: torch.dtype, model: nn.Module) -> None:
+        super().__init__(reference, model)
+        self.steps: list[Step] = []
+
+    def noted(self, operation: Operation) -> None:
+        """Keep what the op lost and decided, as memory changes."""
+        if operation.origin.backward:
+            return
+        low = [self.memory.low(place) for place in operation.outputs]
+        if operation.draws:
+            self.steps.append(Step(operation, (None,) * len(low), tuple(each.clone() for each in low), {}))
+            return
+        before = dict(zip(operation.outputs[len(operation.fresh) :], operation.before, strict=True))
+
+        def read(place: Place, written: bool) -> Tensor:
+            value = before[place][0] if place in before else self.memory.low(place)
+            return value.to(self.memory.dtype_of(place), copy=written)
+
+        drawn = operation.drawn(self.memory.low)
+        with torch.no_grad(), full_fp32():
+            found = operation.run(read, self.memory.reference, drawn)
+        roundings = tuple(
+            _rounding(own, value) if place.is_float else None
+            for place, own, value in zip(operation.outputs, low, found, strict=True)
+        )
+        reads_floats = any(isinstance(leaf, Place) and leaf.is_float for leaf in operation.leaves)
+        decided = {n: own.clone() for n, own in enumerate(low) if reads_floats and not operation.outputs[n].is_float}
+        self.steps.append(Step(operation, roundings, drawn, decided))
+
+
+def _rounding(low: Tensor, exact: object) -> Tensor | None:
+    if not isinstance(exact, Tensor) or exact.shape != low.shape:
+        return None
+    found = difference(low.to(exact.dtype), exact)
+    return found if bool(found.any()) else None
+
+
+class Replay:
+    """A recorded forward that can be run again; its recorder's memory must be as the run left it."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._memory, self._steps = steps.memory, steps.steps
+        self._first: dict[int, Tensor] = {}
+        written = [
+            (place, before)
+            for operation in steps.operations
+            for place, (before, _) in zip(operation.outputs[len(operation.fresh) :], operation.before, strict=True)
+        ]
+        for place, before in reversed(written):
+            place.of(self._before(place)).copy_(before)
+
+    def decided(self, rounds: Container[Origin], last: int) -> tuple[dict[tuple[int, int], Tensor], Origin | None]:
+        """What the steps up to ``last`` decide, by step and output, where these places round and no others.
+
+        And the place where it ended before: an op whose results have another shape than in the run, as of the elements
+        that a mask chooses, or that does not run on such.
+        """
+        values: dict[int, Tensor] = {}
+        found: dict[tuple[int, int], Tensor] = {}
+        for number, step in enumerate(self._steps[: last + 1]):
+            operation = step.operation
+            try:
+                results = self._run(step, values)
+            except Exception:  # of shapes that do not fit
+                return found, operation.origin
+            if any(tuple(each.shape) != place.size for each, place in zip(results, operation.outputs, strict=True)):
+                return found, operation.origin
+            for output, (place, result) in enumerate(zip(operation.outputs, results, strict=True)):
+                rounding = step.roundings[output] if operation.origin in rounds else None
+                value = result if rounding is None else result + rounding
+                place.of(self._at(values, place, fresh=output < len(operation.fresh))).copy_(value)
+                if output in step.decided:
+                    found[number, output] = result.clone()
+        return found, None
+
+    def _run(self, step: Step, values: dict[int, Tensor]) -> list[Tensor]:
+        if step.operation.draws:
+            return [*step.drawn]
+
+        def read(place: Place, written: bool) -> Tensor:
+            value = place.of(self._at(values, place))
+            return value.clone() if written else value
+
+        with torch.no_grad(), full_fp32():
+            return step.operation.run(read, self._memory.reference, step.drawn)
+
+    def _at(self, values: dict[int, Tensor], place: Place, fresh: bool = False) -> Tensor:
+        """The elements of a storage in this replay."""
+        if place.storage not in values:
+            flat = self._before(place)
+            values[place.storage] = torch.zeros_like(flat) if fresh else flat.clone()
+        return values[place.storage]
+
+    def _before(self, place: Place) -> Tensor:
+        """The elements of a storage as they were before the run, in the reference's dtype; of complex ones pairs."""
+        if place.storage not in self._first:
+            self._first[place.storage] = self._memory.elements(place)
+        return self._first[place.storage]
