@@ -124,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
         "--batches 16 --html page.html",
     )  # fmt: skip
     own.add_argument("--gradients", action="store_true", help="explain the error of the gradients, too")
+    own.add_argument("--savings", action="store_true", help="measure what an override of the largest rows saves")
     own.add_argument("--html", **page)
     own = command(
         "locate", _locate, "the first op that gives a NaN, an inf or a lost gradient", 1,
@@ -223,7 +224,7 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
 def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     batches = waiting.count("batches", target.batches)
-    found = numerics.audit(target.model, batches, target.loss, gradients=options.gradients)
+    found = numerics.audit(target.model, batches, target.loss, gradients=options.gradients, savings=options.savings)
     tell(options, found)
     if options.html is not None:
         _write_page(options.html, report(target.model), ledger=found)
