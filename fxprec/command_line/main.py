@@ -131,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--gradients", action="store_true", help="explain the error of the gradients, too")
     own.add_argument("--method", **method)
     own.add_argument("--routes", action="store_true", help="tell which rounding flipped which top-k or comparison, too")
+    own.add_argument("--savings", action="store_true", help="measure what an override of the largest rows saves")
     own.add_argument("--html", **page)
     own = command(
         "locate", _locate, "the first op that gives a NaN, an inf or a lost gradient", 1,
@@ -238,7 +239,7 @@ def _report(options: argparse.Namespace, waiting: Waiting) -> int:
 def _audit(options: argparse.Namespace, waiting: Waiting) -> int:
     target = _target(options, waiting)
     batches = waiting.count("batches", target.batches)
-    how = {name: getattr(options, name) for name in ("gradients", "method", "routes")}
+    how = {name: getattr(options, name) for name in ("gradients", "method", "routes", "savings")}
     found = numerics.audit(target.model, batches, target.loss, **how)
     tell(options, found)
     if options.html is not None:

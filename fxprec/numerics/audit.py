@@ -23,6 +23,7 @@ from fxprec.numerics.ledger import GradientError, Ledger, Part, Row, Sample, ord
 from fxprec.numerics.own_way import OwnWay, own_way
 from fxprec.numerics.problem import Batch, Loss, Problem, not_in_inference_mode
 from fxprec.numerics.routes import Routes
+from fxprec.numerics.savings import MEASURED, with_savings
 from fxprec.numerics.swallowed import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
@@ -79,6 +80,7 @@ def audit(
     reference: torch.dtype | None = None,
     method: str = "forward",
     routes: bool = False,
+    savings: bool | int = False,
 ) -> Ledger:
     """Run batches as the model runs them and, op by op beside that, in the reference's dtype; explain the difference.
 
@@ -104,13 +106,16 @@ def audit(
         routes: tell as well which decisions (top-k, argmax, sort, comparison) are others than in the reference, and
             which roundings flip each alone: ``ledger.routes``. Where some flip, that takes a forward in the reference's
             dtype for each row.
+        savings: measure what an override of a row saves, which ``share`` does not say: one copy of the model after the
+            other is converted with the nodes of an override in FP32, and audited on the same batches. True: for the ten
+            overrides whose rows have the largest shares together; a number: for so many.
 
     Raises:
         ConversionError: the model is not converted, or frozen.
         TypeError: arguments of other types.
-        ValueError: no batch, a loss that is no scalar, another reference, no parameter that wants a gradient, a method
-            that does not exist or was not converted, or an error that is inf or nan: ``fxprec.numerics.locate`` says
-            where that begins.
+        ValueError: no batch, a number of overrides below 0, a loss that is no scalar, another reference, no parameter
+            that wants a gradient, a method that does not exist or was not converted, or an error that is inf or nan:
+            ``fxprec.numerics.locate`` says where that begins.
 
     Sources: Becker and Rannacher, Acta Numerica 2001 (dual-weighted residuals); the signed form at midpoints is ours.
     """
@@ -119,8 +124,19 @@ def audit(
         raise ValueError(f"reference must be torch.float64 or torch.float32, not {reference}")
     if gradients and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("gradients=True, and no parameter of the model wants a gradient")
+    if not isinstance(savings, int):
+        raise TypeError(f"savings must be True, False or a number of overrides, not {type(savings).__name__}")
+    if savings < 0:
+        raise ValueError(f"savings is a number of overrides, not {savings}")
     with torch.set_grad_enabled(gradients or torch.is_grad_enabled()):
-        ledger = ledger_of(problem, problem.batches(batches), gradients, reference, routes=routes)
+        given = problem.batches(batches)
+        if savings:
+            given = [*given]
+        ledger = ledger_of(problem, given, gradients, reference, routes=routes)
+        if savings and isinstance(given, list):
+            most = MEASURED if savings is True else savings
+            audited = lambda problem, batch: ledger_of(problem, [batch], gradients, reference)  # noqa: E731
+            ledger = with_savings(problem, ledger, given, audited, most)
     return replace(ledger, subject=subject_of(model, "audit"))
 
 

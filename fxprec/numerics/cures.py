@@ -53,6 +53,7 @@ _MOST_LINES: Final = 4
 _HEADROOM: Final = 2
 #: Arguments of ``fxprec.convert`` besides dtype and policy that a cure repeats where they are not the default.
 _REPEATED: Final = ("placement", "lower", "fuse", "capture", "executor", "keep_output_dtype", "methods")
+LOW: Final = (torch.float16, torch.bfloat16)
 _LIMIT: Final = torch.finfo(torch.float16).max
 
 #: Kind and pattern of overrides: what is to be in FP32.
@@ -93,7 +94,7 @@ def policy_cure(step: Step, birth: Birth, fails_in_fp32: bool) -> Cure | None:
     Where the model fails in FP32 as well, at another op, the change leaves that fault alone, and the cure names both.
     """
     wide = fault_in_fp32(step) if fails_in_fp32 else None
-    if fails_in_fp32 and (wide is None or wide.origin.name == birth.origin.name or birth.dtype not in _LOW):
+    if fails_in_fp32 and (wide is None or wide.origin.name == birth.origin.name or birth.dtype not in LOW):
         return None
     tried = Search(step, wide).cure(birth)
     if tried is None:
@@ -323,7 +324,12 @@ def computing(birth: Birth | None) -> list[Node]:
         return []
     if birth.origin.backward and birth.op == "aten::_to_copy":
         return _near(node, lambda each: each.all_input_nodes)
-    return _near(node, lambda each: each.users) if node.target in CASTS else [node]
+    return readers(node) if node.target in CASTS else [node]
+
+
+def readers(node: Node) -> list[Node]:
+    """Return the nodes that compute with a value, through casts and views."""
+    return _near(node, lambda each: each.users)
 
 
 def _near(node: Node, near: Callable[[Node], Iterable[Node]]) -> list[Node]:
@@ -401,6 +407,3 @@ class _Clamping(Births):
         if not self._clamps[node.node]:
             return result
         return tree_map_only(Tensor, lambda x: x.clamp(-_LIMIT, _LIMIT) if x.is_floating_point() else x, result)
-
-
-_LOW: Final = (torch.float16, torch.bfloat16)

@@ -236,6 +236,8 @@ def test_audit(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (status, err) == (0, "") and out.startswith("error of the loss over 3 batches") and "nets.py:" in out
     data = json.loads(Path("ledger.json").read_text())
     assert {row["node"] for row in data["rows"]} >= {"linear", "linear_1"}
+    status, savings, _ = ran(capsys, "audit", "nets:whole", "--batches", "2", "--savings")
+    assert status == 0 and "an override saves" in savings and "an override saves" not in out
     status, gradients, _ = ran(capsys, "audit", "nets:whole", "--batches", "2", "--gradients")
     assert status == 0 and "gradient" in gradients
 

@@ -30,8 +30,8 @@ def test_audit_locate_and_tune(capsys: pytest.CaptureFixture[str]) -> None:
     model = fxprec.convert(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), dtype=torch.bfloat16)[0]
     batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(4)]
     space: dict[str, Any] = {"torch": torch, "F": F, "fxprec": fxprec, "model": model, "batches": batches}
-    audited, policy = blocks("python", "`audit`")
-    for code in (audited, policy, *blocks("python", "`locate`"), *blocks("python", "`tune`")):
+    audited, policy, savings = blocks("python", "`audit`")
+    for code in (audited, policy, savings, *blocks("python", "`locate`"), *blocks("python", "`tune`")):
         exec(compile(code, "docs/numerics.md", "exec"), space)
     printed = capsys.readouterr().out
     assert printed.startswith("error of the loss over 4 batches: ") and "\nNone\n" in printed

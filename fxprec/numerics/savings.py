@@ -1,0 +1,165 @@
+"""Measure what an override saves: the error of a copy of the model in which some nodes are in FP32, beside the model's.
+
+A row's ``share`` is the part of its own roundings. What its node in FP32 saves is another figure: the low copy of its
+weight and the casts of its inputs go with it, and a cast of its result may come. So it is measured, for one override
+after the other::
+
+    linear_1, its weight's low copy, the cast of its input    -> nodes={"linear_1": torch.float32}, for all three rows
+    a copy with that, on the same batches                     -> the mean square error that it has
+
+Both errors are, of each batch, the sum of squared roundings and the square of all bends together. Roundings are as good
+as independent, so that says the mean square error of other batches with less noise than the error of this one. Of
+outputs and gradients, whose error has many elements, it is the error itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from fxprec.errors import FxprecError
+from fxprec.inspection.nodes import places
+from fxprec.model.module import conversion_of
+from fxprec.numerics.cures import LOW, overridden, readers
+from fxprec.numerics.ledger import Ledger, Row
+from fxprec.numerics.problem import Batch, Problem
+from fxprec.numerics.trial import converted_anew
+from fxprec.passes.graph.annotations import notes, weight_path
+from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.ops.table import facts_of
+
+#: Overrides that are measured where nobody says how many.
+MEASURED: Final = 10
+#: Of all squares: a bend that is less is no route that is looked into.
+_LEAST: Final = 0.001
+
+
+#: What an override has in FP32: names of nodes.
+Names = tuple[str, ...]
+#: (problem, batch) -> the ledger of that batch.
+Audit = Callable[[Problem, Batch], Ledger]
+
+
+def with_savings(problem: Problem, ledger: Ledger, batches: Sequence[Batch], audited: Audit, most: int) -> Ledger:
+    """Return the ledger with ``saves``, ``saves_error`` and ``override`` of the rows whose override was measured.
+
+    Args:
+        problem: whose ledger it is.
+        ledger: of all batches.
+        batches: those of the ledger.
+        audited: makes a ledger as that was made.
+        most: overrides that are measured: those whose rows have the largest shares together.
+    """
+    nodes, weights = _nodes(problem.model)
+    total = sum(row.squares + row.bend**2 for row in ledger.rows) or 1.0
+    wanted: list[Names] = []
+    shares: dict[Names, float] = {}
+    for row in ledger.rows:
+        bends = row.bend**2 > max(row.squares, _LEAST * total)
+        names = (_route(row, nodes) if bends else ()) or _override(row, nodes, weights)
+        wanted.append(names)
+        if names:
+            shares[names] = shares.get(names, 0.0) + (row.squares + bends * row.bend**2) / total
+    chosen = sorted(shares, key=lambda names: -shares[names])[:most]
+    start = [mean_square(audited(problem, batch)) for batch in batches]
+    measured: dict[Names, tuple[float, float | None]] = {}
+    for names in chosen if any(start) else ():
+        policy = overridden(conversion_of(problem.model).settings.policy, (("nodes", name) for name in names))
+        try:
+            trial = replace(problem, model=converted_anew(problem.model, policy=policy))
+            measured[names] = saved(start, [mean_square(audited(trial, batch)) for batch in batches])
+        except (FxprecError, ValueError):  # a node has another name where it is in FP32; an error that is not finite
+            continue
+    rows = [
+        replace(row, saves=measured[names][0], saves_error=measured[names][1], override=names)
+        if names in measured
+        else row
+        for row, names in zip(ledger.rows, wanted, strict=True)
+    ]
+    left = len(shares) - len(measured)
+    remark = (
+        "saves: the part of the mean square error that is gone with row.override in FP32, measured on a copy of the "
+        f"model for each of {len(measured)} overrides"
+        + (f"; savings=N tries more of the {left} others" if left else "")
+    )
+    return replace(ledger, rows=tuple(rows), remarks=(*ledger.remarks, remark))
+
+
+def mean_square(ledger: Ledger) -> float:
+    """Return the mean square error that the ledger of one batch tells."""
+    if ledger.target != "loss":
+        return ledger.measured**2
+    return sum(row.squares for row in ledger.rows) + sum(row.bend for row in ledger.rows) ** 2
+
+
+def saved(start: Sequence[float], left: Sequence[float]) -> tuple[float, float | None]:
+    """Return the part of the sum of errors that is gone, and its standard error (jackknife over batches).
+
+    Args:
+        start: mean square errors of the batches.
+        left: those of the same batches with the override.
+    """
+    whole, rest, count = sum(start), sum(left), len(start)
+    if count < 2:
+        return 1 - rest / whole, None
+    without = [1 - (rest - own) / (whole - other) for own, other in zip(left, start, strict=True) if whole > other]
+    mean = sum(without) / len(without)
+    return 1 - rest / whole, math.sqrt((count - 1) / count * sum((each - mean) ** 2 for each in without))
+
+
+def _nodes(model: nn.Module) -> tuple[Mapping[tuple[int, str], Node], Mapping[str, list[Node]]]:
+    """Return the nodes by graph and name, and those that read each weight."""
+    graphs = [captured.gm for captured in conversion_of(model).captured]
+    found = {(number, place.name): place.node for number, gm in enumerate(graphs) for place in places(number, gm)}
+    weights: dict[str, list[Node]] = {}
+    for node in found.values():
+        if node.op == "get_attr":
+            weights.setdefault(weight_path(node), []).append(node)
+    return found, weights
+
+
+def _route(row: Row, nodes: Mapping[tuple[int, str], Node]) -> Names:
+    """Return what decided over the indices that bent a row; (): there are none.
+
+    Its own roundings know nothing of a route: where low precision takes another expert, the op that gathers its answer
+    has the bend, and the product whose maximum was taken is the cause, which may have no row at all.
+    """
+    node = nodes.get((row.graph, row.node))
+    indices = [] if node is None else [each for each in node.all_input_nodes if is_index(notes(each).dtype)]
+    return tuple(dict.fromkeys(each.name for index in indices for each in _deciding(index)))
+
+
+def is_index(dtype: object) -> bool:
+    """Return whether values of a dtype are positions, or yes and no."""
+    return isinstance(dtype, torch.dtype) and not dtype.is_floating_point and not dtype.is_complex
+
+
+def _deciding(index: Node) -> list[Node]:
+    """Return the nodes in low precision that are next above an index."""
+    found: list[Node] = []
+    seen, left = {index}, [index]
+    while left:
+        for each in left.pop().all_input_nodes:
+            if each not in seen:
+                seen.add(each)
+                low = notes(each).precision.compute in LOW and each.target not in CASTS
+                (found if low and not facts_of(notes(each).op.name).view else left).append(each)
+    return found
+
+
+def _override(row: Row, known: Mapping[tuple[int, str], Node], weights: Mapping[str, list[Node]]) -> Names:
+    """Return the nodes that are to be in FP32 for a row's rounding to go; (): there are none."""
+    if row.kind == "weight":
+        found = [reader for node in weights.get(row.node, []) for reader in readers(node)]
+    elif (node := known.get((row.graph, row.node))) is not None:
+        found = readers(node) if node.target in CASTS else [node]
+    else:
+        found = []
+    names = (node.name for node in found if not facts_of(notes(node).op.name).arrives)
+    return tuple(dict.fromkeys(names))
