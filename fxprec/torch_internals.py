@@ -293,6 +293,7 @@ def dynamo_classes() -> Any:
         from torch._dynamo import guards
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.guards import GuardBuilder
+        from torch._dynamo.output_graph import SubgraphTracer
         from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
         from torch._dynamo.variables import builder
         from torch._dynamo.variables.builder import VariableBuilder
@@ -317,7 +318,7 @@ def dynamo_classes() -> Any:
         constant=ConstantVariable,  # a value that is known: create
         torch_function=TorchInGraphFunctionVariable,  # a function of torch's: value, call_function
         cached_function=WrapperUserFunctionVariable,  # a call of a functools.lru_cache: call_function, wrapper_obj
-        frame=InstructionTranslator,  # what traces a frame: replace_tos_if_return_is_generator, and what ``end`` names
+        frame=InstructionTranslator,  # what traces a frame: run, replace_tos_if_return_is_generator, what ``end`` names
         end=InstructionTranslator._return.__name__,  # for the end of a frame
         generator=LocalGeneratorObjectVariable,  # one that a frame gives away: reconstruct
         inference_mode=InferenceModeVariable,  # torch.inference_mode in a forward: create
@@ -328,6 +329,7 @@ def dynamo_classes() -> Any:
         guard_module=guards,  # makes tensors of numpy's values to guard them: from_numpy
         user_class=UserDefinedClassVariable,  # a class of the user's: call_function, var_getattr, value
         graph_break=Unsupported,  # the error that breaks a graph
+        graph=SubgraphTracer,  # the graph that is made: create_proxy, for each of its nodes
     )
 
 

@@ -61,6 +61,7 @@ from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.table import facts_at, facts_of
+from fxprec.passes.placement.sites import dtype_reference
 
 _SHORT: Final = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Of a node's meta, what its casts take over.
@@ -77,6 +78,7 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
     epochs = _Epochs(gm, context)
     for node in list(gm.graph.nodes):
         changed |= epochs.cast_arguments(node) or epochs.keep_recorded(node) or epochs.keep_apart(node)
+        changed |= _name_dtype_of_bits(node)
         epochs.written(node)
         annotations = notes(node)
         dtype = annotations.root_dtype
@@ -84,6 +86,17 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
             del annotations.root_dtype
             changed |= epochs.recast_root(node, dtype)
     return PassResult(gm, changed)
+
+
+def _name_dtype_of_bits(node: Node) -> bool:
+    """Let ``x.view(y.dtype)`` name the dtype that ``y`` had in the original program: here it may be low."""
+    reference, dtype = dtype_reference(node), notes(node).dtype
+    if reference is None or not facts_at(node).bits or not isinstance(dtype, torch.dtype):
+        return False
+    asked = next(source for source in node.all_input_nodes if source.args[:2] == (reference, "dtype"))
+    node.args = map_arg(node.args, lambda source: dtype if source is asked else source)  # type: ignore[assignment]
+    node.kwargs = map_arg(node.kwargs, lambda source: dtype if source is asked else source)  # type: ignore[assignment]
+    return True
 
 
 def actual_dtype(node: Node) -> torch.dtype | None:

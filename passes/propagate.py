@@ -76,7 +76,7 @@ class _Walk:
     def __init__(self, gm: GraphModule, context: Context) -> None:
         self.gm = gm
         self.context = context
-        self.facts = Facts(context.low)
+        self.facts = Facts(context.low, context.policy.lowers_parameters)
 
     def run(self) -> DTypeInfo:
         """Walk; the dtype of what the graph returns."""

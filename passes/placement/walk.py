@@ -113,8 +113,11 @@ class GraphWalk:
         self.decide(node, returns, "what the module returns")
 
     def assign_named_dtype(self, site: Site, dtype: torch.dtype, source: bool = False) -> None:
-        """A value in the dtype of a tensor that the call names (``dtype=x.dtype``), or else in this one."""
-        reference = dtype_reference(site.node)
+        """A value in the dtype of a tensor that the call names (``dtype=x.dtype``), or else in this one.
+
+        Bits are taken for numbers of the dtype that the tensor has in the original program.
+        """
+        reference = None if site.facts.bits else dtype_reference(site.node)
         if reference is not None and self.has(reference):
             self.assign_dtype_of(site.node, reference)
         else:

@@ -7,6 +7,7 @@ Every graph that dynamo finds in a forward is handed to a ``GraphReceiver``; wha
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import threading
@@ -21,6 +22,7 @@ from torch.autograd.function import FunctionCtx
 from torch.fx import GraphModule
 
 from fxprec.capture.collection import fewer_collections
+from fxprec.capture.dynamo.bits import traced_for_its_bits
 from fxprec.capture.dynamo.granted import Granted
 from fxprec.capture.dynamo.place import place
 from fxprec.capture.dynamo.strict import strict
@@ -237,7 +239,7 @@ class _Compiling:
             granted.frame(frame.f_code, frame.f_globals, frame.f_locals)
             self._backend.within = "" if self._is_first(frame) else f"a piece begins in {_place(frame.f_code)}"
             try:
-                result = self._inner(frame, *args, **kwargs)
+                result = traced_for_its_bits(functools.partial(self._inner, frame, *args, **kwargs))
             except Exception as error:
                 if frame.f_code is self._code or not failed_while_tracing(error) or backend_error(error) is not None:
                     self.first.failed = frame.f_code is self._code

@@ -82,6 +82,34 @@ def test_what_dynamo_takes_liberties_with_can_be_refused() -> None:
             compiled(torch.ones(1))
 
 
+def test_a_trace_can_be_ended_at_a_node_and_made_again_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``dynamo.bits`` does, and the graph serves later calls, which are under autocast again."""
+    classes = of_fxprec.dynamo_classes()
+    create, run = classes.graph.create_proxy, classes.frame.run
+    made: list[object] = []
+    dtypes: list[torch.dtype] = []
+
+    def create_proxy(graph: Any, kind: str, target: Any, *args: Any, **more: Any) -> Any:
+        made.append(target)
+        return create(graph, kind, target, *args, **more)
+
+    def run_without(frame: Any) -> None:
+        with torch.autocast("cpu", enabled=False):
+            run(frame)
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        dtypes.append(next(n for n in gm.graph.nodes if n.target is torch.mm).meta["example_value"].dtype)
+        return gm.forward
+
+    monkeypatch.setattr(classes.graph, "create_proxy", create_proxy)
+    monkeypatch.setattr(classes.frame, "run", run_without)
+    compiled, x = torch.compile(lambda x: torch.mm(x, x), backend=backend), torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            compiled(x)
+    assert torch.mm in made and dtypes == [torch.float32]
+
+
 @contract("fxprec", "unwrapped", "type_of_error")
 def test_errors_scalars_and_questions_for_the_compiler_are_seen() -> None:
     """``strict`` answers as the interpreter does; plain dynamo would not."""
