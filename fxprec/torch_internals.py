@@ -287,6 +287,14 @@ def skipped_frame(why: str) -> Any:
     return ConvertFrameReturn(skip_reason=why) if tells else ConvertFrameReturn()
 
 
+def passed_frame() -> Any:
+    """What it gives for a frame that is left to the interpreter this once."""
+    with needed:
+        from torch._dynamo.types import ConvertFrameReturn
+    again = eval_frame._FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+    return ConvertFrameReturn(frame_exec_strategy=again)
+
+
 def dynamo_classes() -> Any:
     """Classes of dynamo's that decide what it takes, and what it looks at before it uses a graph again."""
     with needed:
@@ -329,7 +337,7 @@ def dynamo_classes() -> Any:
         guard_module=guards,  # makes tensors of numpy's values to guard them: from_numpy
         user_class=UserDefinedClassVariable,  # a class of the user's: call_function, var_getattr, value
         graph_break=Unsupported,  # the error that breaks a graph
-        graph=SubgraphTracer,  # the graph that is made: create_proxy, for each of its nodes
+        graph=SubgraphTracer,  # the graph that is made: create_node
     )
 
 

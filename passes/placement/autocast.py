@@ -101,7 +101,8 @@ class _Promotion(GraphWalk):
         elif floats and reads is not None:
             self.dtypes[node] = reads
         self.decide(node, rule, site.why, reads)
-        if node in self.original and self.has(node) and (dtype := assumed_original(notes(node).dtype)):
+        if node in self.original and self.has(node):
+            dtype = assumed_original(notes(node).dtype)
             if dtype is not self.dtypes[node]:
                 notes(node).root_dtype = self.dtypes[node] = dtype
 

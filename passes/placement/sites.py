@@ -167,6 +167,6 @@ def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, ou
     if output is torch.float64:  # of float64, which nothing casts, whatever the rule
         compute = output
     arrival = reads or (Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES)
-    if facts_at(node).arrives or not node.all_input_nodes:
+    if facts_at(node).arrives or not node.all_input_nodes or notes(node).as_written:
         arrival = Arrival.AS_IT_ARRIVES
     return Precision(arrival, compute, output, rule, why)
