@@ -287,12 +287,21 @@ def skipped_frame(why: str) -> Any:
     return ConvertFrameReturn(skip_reason=why) if tells else ConvertFrameReturn()
 
 
+def passed_frame() -> Any:
+    """What it gives for a frame that is left to the interpreter this once."""
+    with needed:
+        from torch._dynamo.types import ConvertFrameReturn
+    again = eval_frame._FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+    return ConvertFrameReturn(frame_exec_strategy=again)
+
+
 def dynamo_classes() -> Any:
     """Classes of dynamo's that decide what it takes, and what it looks at before it uses a graph again."""
     with needed:
         from torch._dynamo import guards
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.guards import GuardBuilder
+        from torch._dynamo.output_graph import SubgraphTracer
         from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
         from torch._dynamo.variables import builder
         from torch._dynamo.variables.builder import VariableBuilder
@@ -317,7 +326,7 @@ def dynamo_classes() -> Any:
         constant=ConstantVariable,  # a value that is known: create
         torch_function=TorchInGraphFunctionVariable,  # a function of torch's: value, call_function
         cached_function=WrapperUserFunctionVariable,  # a call of a functools.lru_cache: call_function, wrapper_obj
-        frame=InstructionTranslator,  # what traces a frame: replace_tos_if_return_is_generator, and what ``end`` names
+        frame=InstructionTranslator,  # what traces a frame: run, replace_tos_if_return_is_generator, what ``end`` names
         end=InstructionTranslator._return.__name__,  # for the end of a frame
         generator=LocalGeneratorObjectVariable,  # one that a frame gives away: reconstruct
         inference_mode=InferenceModeVariable,  # torch.inference_mode in a forward: create
@@ -328,6 +337,7 @@ def dynamo_classes() -> Any:
         guard_module=guards,  # makes tensors of numpy's values to guard them: from_numpy
         user_class=UserDefinedClassVariable,  # a class of the user's: call_function, var_getattr, value
         graph_break=Unsupported,  # the error that breaks a graph
+        graph=SubgraphTracer,  # the graph that is made: create_node
     )
 
 

@@ -4,21 +4,17 @@ Before::
 
     %a = linear(%x, %w)
     %b = exp_(%a)                         # FULL, in place: %a would have to be FP32 to be written
-    %_ = _enter_autocast(cpu, None, False, None)
-    %c = mul(%b, %s)
-    %_1 = _exit_autocast(%_)
 
 After::
 
     %a = linear(%x, %w)
     %exp = exp(%a)
     %b = copy_(%a, %exp)                  # copy_ converts; every alias of %a still sees the write
-    %c = mul(%b, %s)                      # meta["autocast"] = False: keeps its original dtype
 
 ``f(..., out=y)`` becomes ``write_out(y, f(...))`` in the same way. In-place ops that follow or promote (``relu_``,
 ``add_``, ``x[i] = y``) stay: they run in whatever dtype their target has. Of views and in-place ops, ``f(input=x)``
 becomes ``f(x)``: who asks what shares memory looks at the first argument. ``linear_cross_entropy`` becomes a product
-and a loss (head_losses).
+and a loss (head_losses). Regions of the user's own autocast are resolved first (autocast_regions).
 """
 
 from __future__ import annotations
@@ -29,24 +25,23 @@ from collections.abc import Iterator
 from torch.fx import GraphModule, Node
 
 from fxprec.kernels.rows.run.region import FusedRegion
+from fxprec.passes.canonical.autocast_regions import resolve_autocast_regions
 from fxprec.passes.canonical.head_losses import split_head_loss
 from fxprec.passes.canonical.in_place import has_dtype_of_its_own, is_in_place, out_by_copy, write_by_copy
 from fxprec.passes.canonical.rotary import recognize_rotary
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.graph.annotations import Op, argument, notes
+from fxprec.passes.graph.annotations import Op, notes
 from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.ops.aliases import outside_writes
 from fxprec.passes.ops.names import canonical_op, cast_target
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.torch_internals import enter_autocast, exit_autocast
 
 
 def canonicalize(gm: GraphModule, context: Context) -> PassResult:
     """Annotate ``meta["op"]``; resolve autocast regions, ``inplace=`` flags, in-place LOW/FULL ops and ``out=``."""
-    changed = False
+    changed = resolve_autocast_regions(gm, context)
     for sub in subgraphs(gm):
         changed |= canonicalize(sub, context).changed
-    changed |= _drop_autocast_regions(gm)
     for node in list(gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -56,6 +51,8 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
         if op is None:
             continue
         notes(node).op = op = op._replace(in_place=is_in_place(node, op))
+        if notes(node).as_written:
+            continue
         changed |= _first_by_position(node, op)
         if op.name == "to" or facts_of(op.name).counts:
             _mark_derived(node, context)
@@ -96,24 +93,6 @@ def every_graph(gm: GraphModule) -> Iterator[GraphModule]:
     yield gm
     for sub in subgraphs(gm):
         yield from every_graph(sub)
-
-
-def _drop_autocast_regions(gm: GraphModule) -> bool:
-    """Mark the nodes inside ``with autocast(enabled=False)``, and erase enter and exit: our graphs run without it."""
-    disabled: list[bool] = []
-    erase: list[Node] = []
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target is enter_autocast:
-            disabled.append(not argument(node, 2, "enabled", True))
-            erase.append(node)
-        elif node.op == "call_function" and node.target is exit_autocast:
-            disabled.pop()
-            erase.append(node)
-        elif disabled and disabled[-1]:
-            notes(node).autocast = False
-    for node in reversed(erase):
-        gm.graph.erase_node(node)
-    return bool(erase)
 
 
 def _mark_derived(node: Node, context: Context) -> None:

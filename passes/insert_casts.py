@@ -90,6 +90,7 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
             or epochs.keep_recorded(node)
             or epochs.keep_apart(node)
         )
+        changed |= _name_dtype_of_bits(node)
         epochs.written(node)
         annotations = notes(node)
         dtype = annotations.root_dtype
@@ -97,6 +98,17 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
             del annotations.root_dtype
             changed |= epochs.recast_root(node, dtype)
     return PassResult(gm, changed)
+
+
+def _name_dtype_of_bits(node: Node) -> bool:
+    """Let ``x.view(y.dtype)`` name the dtype that ``y`` had in the original program: here it may be low."""
+    reference, dtype = dtype_reference(node), notes(node).dtype
+    if reference is None or not facts_at(node).bits or not isinstance(dtype, torch.dtype):
+        return False
+    asked = next(source for source in node.all_input_nodes if source.args[:2] == (reference, "dtype"))
+    node.args = map_arg(node.args, lambda source: dtype if source is asked else source)  # type: ignore[assignment]
+    node.kwargs = map_arg(node.kwargs, lambda source: dtype if source is asked else source)  # type: ignore[assignment]
+    return True
 
 
 def actual_dtype(node: Node) -> torch.dtype | None:

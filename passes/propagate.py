@@ -76,7 +76,7 @@ class _Walk:
     def __init__(self, gm: GraphModule, context: Context) -> None:
         self.gm = gm
         self.context = context
-        self.facts = Facts(context.low)
+        self.facts = Facts(context.low, context.policy.lowers_parameters)
 
     def run(self) -> DTypeInfo:
         """Walk; the dtype of what the graph returns."""
@@ -92,6 +92,8 @@ class _Walk:
                 info = self._attribute(node)
             else:
                 info = self._placeholder(node) if node.op == "placeholder" else self._call(node)
+                if isinstance(annotations.autocast, torch.dtype) and info is not NON_TENSOR and "val" in node.meta:
+                    info = value_dtype(node.meta.get("val"))  # the user's own autocast says it
                 annotations.numel = numel_of(node.meta.get("val"))
             annotations.dtype = info
             annotations.scalar = is_zero_dim(node)

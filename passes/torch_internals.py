@@ -18,6 +18,7 @@ from fxprec.kernels.torch_internals import needed, optional
 
 with needed:
     from torch._C import _DisableAutocast as no_autocast  # a context: no op is cast by torch
+    from torch._higher_order_ops.wrap import wrap_with_autocast  # runs a body under autocast
     from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # what dynamo writes for torch.autocast

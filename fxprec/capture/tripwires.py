@@ -27,6 +27,7 @@ TRIPWIRES: Final[tuple[tuple[Any, str, str], ...]] = (
     (torch, "is_grad_enabled", _GRAD_MODE),
     (torch, "is_inference_mode_enabled", _GRAD_MODE),
     (torch, "set_autocast_enabled", "enters a torch.autocast region"),
+    (torch, "set_autocast_dtype", "sets the dtype of torch.autocast"),
     (torch.autograd.Function, "apply", _FUNCTION),
     (*function_apply, _FUNCTION),
 )

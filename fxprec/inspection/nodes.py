@@ -25,6 +25,7 @@ from fxprec.passes.graph.annotations import NO_OP, module_path, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.graph.text import dtype_name, shown_dtype
 from fxprec.passes.ops.table import facts_of
+from fxprec.passes.placement.sites import carries_float
 from fxprec.passes.policy.terms import did_you_mean
 from fxprec.programs.program import is_weight_cast
 
@@ -177,7 +178,7 @@ def original(node: Node) -> str:
 def reason(node: Node) -> tuple[str, str]:
     """Rule and why. Of a node without floats (sizes, indices) there is nothing to decide, whatever its op's rule is."""
     precision = notes(node).precision
-    if precision.compute is None and precision.output is None:
+    if precision.compute is None and precision.output is None and not carries_float(notes(node).dtype):
         return "-", "no floats"
     return str(precision.rule), precision.why
 

@@ -127,7 +127,8 @@ def rehearse(
             ours.append(RehearsedRun.of(each, mode, device, low))
             autocast.append(RehearsedRun.of(each, mode, device, low, autocast=True, lowered=lowered))
         except Exception as error:  # an op without a fake, a value that the graph reads: there is nothing to tell
-            return Rehearsal(unknown=f"unknown, as a graph does not run on fake tensors ({clause_of(error)})")
+            what = "a graph" if len(ours) == len(autocast) else "eager autocast of a graph"
+            return Rehearsal(unknown=f"unknown, as {what} does not run on fake tensors ({clause_of(error)})")
     return Rehearsal(
         ours=_traffic(ours),
         autocast=_traffic(autocast),

@@ -25,6 +25,7 @@ from fxprec.capture.locks import CAPTURING
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import rewrite
+from fxprec.model.net import under_others, without_net
 from fxprec.model.roles import Method
 from fxprec.programs.calls import Calls, Ran
 from fxprec.programs.dynamo_programs import ArgumentProgram, ProgramsByMemory
@@ -157,6 +158,14 @@ class DynamicGraphs:
         program = rewrite(gm, conversion.settings, conversion.packed)
         self.found.append((gm, program, module.training, calls))
         return ArgumentProgram.of(program, arguments, inputs, any_memory, calls)
+
+    def without_net(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which autocast is as it is outside of the net."""
+        return without_net()
+
+    def under_others(self) -> str:
+        """Why the frame that is about to run is none of ours."""
+        return "it runs under torch.autocast of the user's own, as that says" if under_others() else ""
 
     def in_net(self, where: str, why: str) -> None:
         """Code outside our graphs, and the reason."""

@@ -9,46 +9,74 @@ that captures and one that leaves an autocast region would wait for each other f
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import torch
 
 
-class _Depth(threading.local):
-    nets = 0
+class _Nets(threading.local):
+    def __init__(self) -> None:
+        self.open: list[Net] = []
 
 
-_depth = _Depth()
+_nets = _Nets()
 
 
 def inside_net() -> bool:
     """Whether the autocast that is on in this thread is the net of a conversion."""
-    return _depth.nets > 0
+    return bool(_nets.open)
+
+
+def under_others() -> bool:
+    """Return whether autocast is not as the innermost net set it: the user's own region is around."""
+    return bool(_nets.open) and not _nets.open[-1].is_on()
+
+
+@contextlib.contextmanager
+def without_net() -> Iterator[None]:
+    """Have autocast off within the block, and its settings as they were before the first net."""
+    if not _nets.open:
+        yield
+        return
+    first, last = _nets.open[0], _nets.open[-1]
+    now = last.state()
+    first.set(False, *first.before[1:])
+    try:
+        yield
+    finally:
+        last.set(*now)
 
 
 class Net:
     """A context in which autocast is on; one object an entry."""
 
-    __slots__ = ("_before", "_device", "_dtype")
+    __slots__ = ("_device", "_dtype", "before")
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
 
     def __enter__(self) -> None:
-        device = self._device
-        self._before = (
-            torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device),
-            torch.is_autocast_cache_enabled(),
-        )
-        self._set(True, self._dtype, False)
-        _depth.nets += 1
+        self.before = self.state()
+        self.set(True, self._dtype, False)
+        _nets.open.append(self)
 
     def __exit__(self, *_error: object) -> None:
-        _depth.nets -= 1
-        self._set(*self._before)
+        _nets.open.pop()
+        self.set(*self.before)
 
-    def _set(self, enabled: bool, dtype: torch.dtype, cached: bool) -> None:
+    def state(self) -> tuple[bool, torch.dtype, bool]:
+        """Return whether autocast is on, its dtype, and whether it caches casts."""
+        device = self._device
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return enabled, dtype, torch.is_autocast_cache_enabled()
+
+    def is_on(self) -> bool:
+        """Return whether autocast is as this net set it."""
+        return torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device) is self._dtype
+
+    def set(self, enabled: bool, dtype: torch.dtype, cached: bool) -> None:
         torch.set_autocast_enabled(self._device, enabled)
         torch.set_autocast_dtype(self._device, dtype)
         torch.set_autocast_cache_enabled(cached)

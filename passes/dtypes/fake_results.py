@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxprec.kernels.torch_internals import FakeTensor
-from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, nested, notes
+from fxprec.passes.graph.annotations import NON_TENSOR, UNKNOWN, DTypeInfo, leaves, nested, notes
 from fxprec.passes.torch_internals import FakeTensorMode, no_autocast
+
+_LOW: Final = (torch.float16, torch.bfloat16)
 
 
 def numel_of(value: Any) -> Any:
@@ -44,7 +46,7 @@ def fake_result(node: Node, low: torch.dtype) -> DTypeInfo:
     if value is None:
         return UNKNOWN
     captured = value_dtype(value)
-    if not _captured_otherwise(node):
+    if not _captured_otherwise(node) and not _lowered_itself(node, captured):
         return captured
     if any(
         notes(source).dtype is UNKNOWN and value_dtype(source.meta.get("val")) is low for source in node.all_input_nodes
@@ -63,6 +65,12 @@ def _captured_otherwise(node: Node) -> bool:
         for source in node.all_input_nodes
         if notes(source).dtype is not NON_TENSOR
     )
+
+
+def _lowered_itself(node: Node, captured: DTypeInfo) -> bool:
+    """Whether the result has a low dtype that no input has: autocast may be registered for the op, or work within."""
+    inputs = {info for source in node.all_input_nodes for info in leaves(notes(source).dtype)}
+    return any(info in _LOW and info not in inputs for info in leaves(captured))
 
 
 def _doubtful(captured: DTypeInfo, low: torch.dtype) -> DTypeInfo:

@@ -8,6 +8,7 @@ says, so that its readers are judged all the same.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -176,10 +177,22 @@ def _call(node: Node, values: dict[Node, _Value]) -> Any:
             own = values[source].in_its_dtypes(copy=True)
             values[source] = _Value(own, values[source].dtypes)
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: values[source].in_its_dtypes())
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+    with _autocast_of(node):
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def _autocast_of(node: Node) -> contextlib.AbstractContextManager[Any]:
+    """The user's own autocast, where the node runs as it is written within it."""
+    annotations = notes(node)
+    if not annotations.as_written or not isinstance(annotations.autocast, torch.dtype):
+        return contextlib.nullcontext()
+    value = next(
+        (value for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), torch.Tensor)), None
+    )
+    return contextlib.nullcontext() if value is None else torch.autocast(value.device.type, annotations.autocast)
 
 
 def _stated(node: Node, mode: FakeTensorMode) -> _Value:

@@ -29,11 +29,13 @@ class Facts:
 
     Attributes:
         low: the low dtype: a fake value captured under autocast may have it for an original FP32.
+        weights_are_low: they became so by the conversion, at O3.
         floats: nodes whose value is a Python float; of the other numbers we take int.
         dtypes: nodes whose value is a dtype (``x.dtype``) -> that dtype.
     """
 
     low: torch.dtype
+    weights_are_low: bool = False
     floats: set[Node] = field(default_factory=set)
     dtypes: dict[Node, DTypeInfo] = field(default_factory=dict)
 
@@ -92,6 +94,13 @@ def _to(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
             if notes(other).dtype is not NON_TENSOR:  # type_as(other), to(other)
                 return notes(other).dtype
     return first(operands)
+
+
+def _bits(facts: Facts, node: Node, operands: Operands) -> DTypeInfo | None:
+    """x.view(y.dtype). At O3 a low ``y`` was FP32 before its weights became low."""
+    found = (facts.dtypes.get(each) for each in (*node.args[1:], *node.kwargs.values()) if isinstance(each, Node))
+    dtype = next((each for each in found if each is not None), None)
+    return torch.float32 if facts.weights_are_low and dtype in (facts.low, UNKNOWN) else dtype
 
 
 def _extreme(facts: Facts, node: Node, operands: Operands) -> DTypeInfo:
@@ -163,6 +172,7 @@ SPECIAL: Final[Mapping[str, Answer]] = MappingProxyType(
         "part": _getitem,
         "attribute": _getattr,
         "cast": _to,
+        "bits": _bits,
         "extreme": _extreme,
         "pool": _pool,
         "native_norm": _native_norm,

@@ -121,8 +121,11 @@ class Annotations:
     op: Annotated[Op, "canonicalize"] = NO_OP
     #: Whether the graph writes to the memory of this input, parameter or buffer.
     written: Annotated[bool, "canonicalize"] = False
-    #: False within ``autocast(enabled=False)``: the node keeps its original dtype.
-    autocast: Annotated[bool, "canonicalize"] = True
+    #: False within ``autocast(enabled=False)``: the node keeps its original dtype. A dtype within the user's own
+    #: autocast in it: the node's value has, in the original program, the dtype that capture saw.
+    autocast: Annotated[bool | torch.dtype, "canonicalize"] = True
+    #: In the body of a region of the user's own autocast that runs as it is written: nothing is rewritten there.
+    as_written: Annotated[bool, "canonicalize"] = False
     #: A cast to the low dtype that reads ``x.to(y.dtype)`` in the source, or an ``arange(n, dtype=y.dtype)``: it
     #: follows ``y``.
     derived_cast: Annotated[bool, "canonicalize"] = False

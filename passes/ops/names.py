@@ -12,7 +12,7 @@ from __future__ import annotations
 import builtins
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -100,8 +100,12 @@ def cast_target(node: Node) -> torch.dtype | None:
 
 def dtype_argument(node: Node) -> torch.dtype | None:
     """The dtype among a call's arguments (``softmax(x, 0, dtype=torch.float32)``): its result has it, come what may."""
-    found = map(_as_dtype, (*node.args, *node.kwargs.values()))
-    return next((dtype for dtype in found if dtype is not None), None)
+    return dtype_among((*node.args, *node.kwargs.values()))
+
+
+def dtype_among(arguments: Iterable[object]) -> torch.dtype | None:
+    """The first dtype among arguments, however it is written; None where there is none."""
+    return next((dtype for dtype in map(_as_dtype, arguments) if dtype is not None), None)
 
 
 def canonical_op(node: Node) -> Op | None:

@@ -97,10 +97,13 @@ class OpRule:
         float_number: of numbers it gives a Python float.
         wide: a LOW op whose kernel puts out FP32, whatever it reads.
         view: the result may alias the first argument.
+        bits: given a dtype in the place of a shape, it reads the bits of its first argument as numbers of that dtype:
+            the argument has its original dtype then, whatever else it is.
         same: the result holds the first argument's values, each in its place: a copy, a cast, a detached one.
         exact: (views apart) the result is the same whether the input is rounded before or the result after: it only
             moves, selects or drops values. Sums do not: (x - mean) of a rounded x has lost its digits.
-        reads_values: of an op without a tensor result: it reads the values all the same, not only sizes and flags.
+        reads_values: of an op without a tensor result: it reads the values all the same, or tells how many bytes one
+            has, and not only sizes and flags.
         gradient: whether gradients flow through it.
 
     What it does besides:
@@ -161,6 +164,7 @@ class OpRule:
     form_of: str | None = None
     writes: Writes | None = None
     wide: bool = False
+    bits: bool = False
     same: bool = False
     squares: Squares | None = None
     fp32_ports: bool = False

@@ -116,7 +116,7 @@ _SPELLINGS: Final = {
     "lstm_cell": "thnn_fused_lstm_cell",
     "gru_cell": "thnn_fused_gru_cell",
     # private twins (a leading underscore is dropped first) and copies of views
-    "view": "unsafe_view",
+    "view": "unsafe_view view_element_type",
     "reshape": "reshape_alias reshape_copy",
     "chunk": "unsafe_chunk",
     "split": "unsafe_split",

@@ -17,10 +17,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.context import Context
 from fxprec.passes.dtypes.promotion import is_zero_dim
-from fxprec.passes.graph.annotations import Rule, notes
+from fxprec.passes.graph.annotations import NON_TENSOR, Rule, notes
 from fxprec.passes.ops.aliases import written_by
+from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.pins import overflows, written_classes
-from fxprec.passes.placement.sites import Site, assumed_original, names_dtype, precision_of
+from fxprec.passes.placement.sites import Site, assumed_original, base_of, carries_float, names_dtype, precision_of
 from fxprec.passes.placement.walk import GraphWalk
 
 
@@ -37,9 +38,18 @@ class _Promotion(GraphWalk):
         self.dtypes: dict[Node, torch.dtype] = {}
         self.sources: set[Node] = set()  # they count as low from O2 on
         self.classes: dict[Node, Node] = {}
+        self.original: set[Node] = set()  # roots of written memory whose bits are read: it cannot be low
 
     def enter(self, graph: Graph) -> None:
-        self.classes |= written_classes(graph)
+        classes = written_classes(graph)
+        self.classes |= classes
+        self.original |= {root for node, root in classes.items() if self.reads_bits(node)}
+
+    def reads_bits(self, node: Node) -> bool:
+        """Whether it is a view of floats as other numbers, which wants them in their original dtype."""
+        view = node.op.startswith("call") and facts_at(node).view and base_of(node) is not node
+        floats = carries_float(notes(node).dtype) or notes(node).dtype is NON_TENSOR
+        return view and not floats and carries_float(notes(base_of(node)).dtype) and notes(node).op.name != "to"
 
     def has(self, node: Node) -> bool:
         return node in self.dtypes
@@ -64,7 +74,8 @@ class _Promotion(GraphWalk):
     def compute(self, site: Site, floats: bool) -> None:
         rule = self.listed(site) if set(site.data).isdisjoint(written_by(site.node)) else Rule.KEEP
         if self.classes.get(site.node, site.node) is not site.node and self.has(site.base):
-            self.share_dtype(site.node, site.base)  # a view of memory that is written: a cast would miss the writes
+            if floats:  # a view of memory that is written: a cast would miss the writes
+                self.share_dtype(site.node, site.base)
             return self.decide(site.node, Rule.FOLLOW, site.why)
         if rule is Rule.KEEP:
             return self.settle(site, floats, rule, None, source=not (site.data or site.kept))
@@ -90,6 +101,10 @@ class _Promotion(GraphWalk):
         elif floats and reads is not None:
             self.dtypes[node] = reads
         self.decide(node, rule, site.why, reads)
+        if node in self.original and self.has(node):
+            dtype = assumed_original(notes(node).dtype)
+            if dtype is not self.dtypes[node]:
+                notes(node).root_dtype = self.dtypes[node] = dtype
 
     def write(self, site: Site, floats: bool) -> None:
         """In place: in the dtype of what is written."""

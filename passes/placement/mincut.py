@@ -183,8 +183,8 @@ class CutWalk(GraphWalk):
         """One variable with the memory that it shares."""
         node, variables = site.node, self.variables
         variable = variables.value[site.base]
-        if site.rule is Rule.KEEP and floats:
-            variables.pin_shared(node, variable, assumed_original(notes(node).dtype))
+        if site.rule is Rule.KEEP:  # of the bits as integers, and of complex numbers, the base tells
+            variables.pin_shared(node, variable, assumed_original(notes(node if floats else site.base).dtype))
         elif site.rule in (Rule.LOW, Rule.FULL):
             of_rule = self.context.low if site.rule is Rule.LOW else torch.float32
             variables.pin_shared(node, variable, site.dtype or of_rule)

@@ -24,7 +24,7 @@ from fxprec.passes.graph.annotations import (
     module_path,
     notes,
 )
-from fxprec.passes.ops.names import dtype_argument
+from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import OpRule, facts_at, facts_of, rule_of
 
 
@@ -80,6 +80,8 @@ def site_of(node: Node, context: Context) -> Site:
     rule, why = context.policy.resolve(name, node, module_path(node), rule_of(op.name), context.device)
     if annotations.autocast is False:
         rule, why = Rule.KEEP, "inside autocast(enabled=False)"
+    elif facts.bits and names_dtype(node):
+        rule, why = _rule_of_bits(node, context), "it reads bits, which are those of its input's original dtype"
     elif isinstance(info, torch.dtype) and info.is_complex:
         rule, why = Rule.KEEP, "complex numbers are never touched"
     elif _takes_wide(node):
@@ -93,6 +95,19 @@ def site_of(node: Node, context: Context) -> Site:
         if carries_float(notes(source).dtype):
             (data if facts.ports is None or port in facts.ports else kept).append(source)
     return Site(node, name, facts, rule, dtype, why, op.in_place, tuple(data), tuple(kept))
+
+
+def _rule_of_bits(node: Node, context: Context) -> Rule | torch.dtype:
+    """Return the rule of ``x.view(torch.int32)``.
+
+    At O3 weights are low, and what was FP32 in the original program counts as low: all but casts that the user wrote.
+    """
+    source = base_of(node)
+    if not context.policy.lowers_parameters or notes(source).dtype not in (context.low, UNKNOWN):
+        return Rule.KEEP
+    while facts_at(source).view and notes(source).op.name != "to" and base_of(source) is not source:
+        source = base_of(source)
+    return Rule.KEEP if notes(source).op.name == "to" and cast_target(source) is not None else torch.float32
 
 
 def _takes_wide(node: Node) -> bool:
@@ -154,6 +169,6 @@ def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, ou
     if output is torch.float64:  # of float64, which nothing casts, whatever the rule
         compute = output
     arrival = reads or (Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES)
-    if facts_at(node).arrives or not node.all_input_nodes:
+    if facts_at(node).arrives or not node.all_input_nodes or notes(node).as_written:
         arrival = Arrival.AS_IT_ARRIVES
     return Precision(arrival, compute, output, rule, why)

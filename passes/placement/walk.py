@@ -18,9 +18,11 @@ from typing import Final
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxprec.passes.canonical.autocast_regions import is_kept_region
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import CASTABLE, Rule, leaves, notes
 from fxprec.passes.graph.fetched import body_of
+from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.placement.sites import (
     Site,
@@ -114,8 +116,11 @@ class GraphWalk:
         self.decide(node, returns, "what the module returns")
 
     def assign_named_dtype(self, site: Site, dtype: torch.dtype, source: bool = False) -> None:
-        """A value in the dtype of a tensor that the call names (``dtype=x.dtype``), or else in this one."""
-        reference = dtype_reference(site.node)
+        """A value in the dtype of a tensor that the call names (``dtype=x.dtype``), or else in this one.
+
+        Bits are taken for numbers of the dtype that the tensor has in the original program.
+        """
+        reference = None if site.facts.bits else dtype_reference(site.node)
         if reference is not None and self.has(reference):
             self.assign_dtype_of(site.node, reference)
         else:
@@ -189,6 +194,12 @@ class GraphWalk:
     def _higher_order(self, node: Node) -> bool:
         """Walk the bodies; False where the op is decided like any other."""
         found = _bodies(node)
+        if is_kept_region(node, self.context):
+            why = f"the user's own autocast: {dtype_name(node.args[1])}" if node.args[2] else "autocast(enabled=False)"
+            self._leave_alone(found[0], f"inside {why}")
+            self.want_original(source for source in node.all_input_nodes if self.has(source))
+            self.decide(node, Rule.KEEP, why)  # its results have dtypes of their own, one by one
+            return True
         if not found or not _runs_bodies(node):
             for body in found:
                 self._leave_alone(body)
@@ -210,11 +221,11 @@ class GraphWalk:
         self.source(node, "its bodies take and give original dtypes")
         return True
 
-    def _leave_alone(self, gm: GraphModule) -> None:
+    def _leave_alone(self, gm: GraphModule, why: str = "in the body of an op that keeps its dtypes") -> None:
         for node in gm.graph.nodes:
-            self.source(node, "in the body of an op that keeps its dtypes")
+            self.source(node, why)
             for body in _bodies(node):
-                self._leave_alone(body)
+                self._leave_alone(body, why)
 
 
 def _bodies(node: Node) -> list[GraphModule]:
@@ -233,9 +244,7 @@ def _body_calls(gm: GraphModule) -> Counter[int]:
 def _runs_bodies(node: Node) -> bool:
     """Whether a higher-order op just runs its bodies, so that what is in them is ours to decide."""
     name = notes(node).op.name
-    if notes(node).autocast is False or (name.endswith("wrap_with_autocast") and node.args[2] is False):
-        return False
-    return name in _TRANSPARENT or name in _BOUNDED
+    return notes(node).autocast is not False and (name in _TRANSPARENT or name in _BOUNDED)
 
 
 def _bind_operands(node: Node) -> dict[Node, Node] | None:

@@ -185,3 +185,28 @@ def test_no_pass_leaves_an_idle_cast(tools):
 
     gm = tools.rewritten(tools.traced(f, torch.randn(2, 2), torch.randn(2, 2)), tools.context())
     assert [node.target for node in casts_of(gm)].count(cast) == 3  # x, w, and the output back
+
+
+class Bits(Exp):
+    def forward(self, x):
+        h = F.linear(x, self.w)
+        return (h.view(torch.int32) & -65536).view(h.dtype)
+
+
+def test_bits_are_of_the_original_dtype_and_become_it(tools):
+    gm = tools.rewritten(tools.traced(Bits(), torch.randn(2, 4)), tools.context(), until="insert_casts")
+    expecttest.assert_expected_inline(
+        format_graph(gm),
+        """\
+%x: float32 = placeholder
+%w: float32 = get_attr[w]
+%x_bf16: bfloat16 = to(%x, torch.bfloat16)
+%w_bf16: bfloat16 = to(%w, torch.bfloat16)
+%linear: bfloat16 = linear(%x_bf16, %w_bf16)
+%linear_f32: float32 = to(%linear, torch.float32)
+%view: int32 = view(%linear_f32, torch.int32)
+%and_: int32 = bitwise_and(%view, -65536)
+%getattr_1: - = getattr(%linear, 'dtype')
+%view_1: float32 = view(%and_, torch.float32)
+return %view_1""",
+    )

@@ -90,6 +90,13 @@ def test_dynamo_writes_autocast_as_two_calls() -> None:
     assert enabled is False and leave.args == (enter,)
 
 
+@contract("passes", "wrap_with_autocast")
+def test_a_body_runs_under_autocast() -> None:
+    x = torch.ones(2, 2)
+    assert of_passes.wrap_with_autocast("cpu", torch.float16, True, None, torch.mm, x, x).dtype is torch.float16
+    assert of_passes.wrap_with_autocast("cpu", torch.float16, False, None, torch.mm, x, x).dtype is torch.float32
+
+
 @contract("passes", "set_grad_enabled", "enter_inference_mode", "exit_inference_mode")
 def test_dynamo_writes_modes_of_autograd_as_two_calls() -> None:
     def function(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Every graph that dynamo finds in a forward is handed to a ``GraphReceiver``; wha
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import threading
@@ -21,6 +22,7 @@ from torch.autograd.function import FunctionCtx
 from torch.fx import GraphModule
 
 from fxprec.capture.collection import fewer_collections
+from fxprec.capture.dynamo.as_original import traced
 from fxprec.capture.dynamo.granted import Granted
 from fxprec.capture.dynamo.place import place
 from fxprec.capture.dynamo.strict import strict
@@ -31,6 +33,7 @@ from fxprec.torch_internals import (
     disabled_for_dynamo,
     dispatch_mode_stack,
     original_of_compiled,
+    passed_frame,
     reset_code,
     skipped_frame,
     tables_of_weights,
@@ -89,6 +92,14 @@ class GraphReceiver(Protocol):
 
     def seeing_through(self) -> contextlib.AbstractContextManager[Any]:
         """A context for one compilation, in which our wrappers are the functions that they stand for."""
+        ...
+
+    def without_net(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which autocast is as it is outside of the call."""
+        ...
+
+    def under_others(self) -> str:
+        """Why the frame that is about to run is none of ours: autocast is not as we set it; "" where it is."""
         ...
 
 
@@ -221,6 +232,9 @@ class _Compiling:
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         if _marks_tensors(frame):
             return skipped_frame("it tells autograd about its tensors, which dynamo leaves out")
+        if others := self._backend.receiver.under_others():
+            self._backend.receiver.in_net(_place(frame.f_code), others)
+            return passed_frame()
         granted = self._granted()
         assert granted is not None  # it belongs to what runs this very call
         with (
@@ -237,7 +251,9 @@ class _Compiling:
             granted.frame(frame.f_code, frame.f_globals, frame.f_locals)
             self._backend.within = "" if self._is_first(frame) else f"a piece begins in {_place(frame.f_code)}"
             try:
-                result = self._inner(frame, *args, **kwargs)
+                result = traced(
+                    functools.partial(self._inner, frame, *args, **kwargs), self._backend.receiver.without_net
+                )
             except Exception as error:
                 if frame.f_code is self._code or not failed_while_tracing(error) or backend_error(error) is not None:
                     self.first.failed = frame.f_code is self._code

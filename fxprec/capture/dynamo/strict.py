@@ -7,6 +7,7 @@ Left to the interpreter, with a graph break whose reason the report has:
 - ``torch.autograd.Function`` where gradients are recorded: in a graph its backward has no gradients of its own, and
   what it saves is seen neither by version counters nor by hooks;
 - numbers drawn from a ``random.Random`` of the user's, whose state dynamo bakes in;
+- ``torch.set_autocast_enabled`` and its kind, by which a graph would run otherwise than it was traced;
 - ``torch.inference_mode``: tensors of a graph's are cast outside of it, and are no inference tensors then;
 - calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
 - generators that a function returns, which dynamo runs to their end and gives as an iterator over the values;
@@ -27,9 +28,7 @@ import contextlib
 import functools
 import inspect
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -38,6 +37,7 @@ from torch import nn
 from fxprec.capture.dynamo.encoders import encoder_forward
 from fxprec.capture.dynamo.granted import Granted
 from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_keys
+from fxprec.capture.dynamo.place import is_installed
 from fxprec.capture.guard_values import is_plain
 from fxprec.capture.tripwires import replaced
 from fxprec.capture.trusted import is_library, is_torchs
@@ -59,11 +59,8 @@ from fxprec.torch_internals import (
 _IS_COMPILING: Final = ("is_compiling", "is_dynamo_compiling")
 #: Types of results that a graph can have as constants.
 _LITERALS: Final = frozenset({type(None), bool, int, float, complex, str})
-#: Where installed code lies, and this package's own, which may lie in a checkout.
-_INSTALLED: Final = (
-    *{sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")},
-    str(Path(__file__).parents[2]),
-)
+#: Functions that change autocast's state, beside ``torch.autocast``.
+_SETS_AUTOCAST: Final = frozenset({"set_autocast_enabled", "set_autocast_dtype", "set_autocast_cache_enabled"})
 
 
 @contextlib.contextmanager
@@ -182,7 +179,7 @@ def strict(granted: Granted) -> Iterator[None]:
             _before(classes.array, classes.attribute, attribute_of_scalar),
             _zeros_as_constants(classes.argument),
             _integers_of_torchs_modules_as_constants(classes.arguments),
-            _not_compiling(classes),
+            _functions_of_torch(classes),
             (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
             (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
             (classes.frame, classes.end, end_of_frame(getattr(classes.frame, classes.end))),
@@ -227,14 +224,16 @@ def _integers_of_torchs_modules_as_constants(builders: Any) -> tuple[Any, str, A
     return builders, "is_int_specialization_case", is_int_specialization_case
 
 
-def _not_compiling(classes: Any) -> tuple[Any, str, Any]:
-    """Have ``torch.compiler.is_compiling()`` and its other names be False where the user's own code asks."""
+def _functions_of_torch(classes: Any) -> tuple[Any, str, Any]:
+    """Have ``torch.compiler.is_compiling()`` be False where the user's own code asks; break where autocast is set."""
     call = classes.torch_function.call_function
 
     def call_function(variable: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        name, file = getattr(variable.value, "__name__", ""), frame.f_code.co_filename
-        if name in _IS_COMPILING and is_torchs(variable.value) and not file.startswith(_INSTALLED):
+        name = getattr(variable.value, "__name__", "")
+        if name in _IS_COMPILING and is_torchs(variable.value) and not is_installed(frame.f_code.co_filename):
             return classes.constant.create(False)
+        if name in _SETS_AUTOCAST and is_torchs(variable.value):
+            raise classes.graph_break(f"a call of torch.{name}: what follows runs under it, in the interpreter")
         return call(variable, frame, *args, **kwargs)
 
     return classes.torch_function, "call_function", call_function

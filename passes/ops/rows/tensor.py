@@ -37,6 +37,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.PROMOTE, "gives every tensor in its own dtype", "broadcast_tensors", result="first*", view=True),
     rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins", "meshgrid", result="first*", view=True),
     facts("alias detach contiguous resolve_conj resolve_neg as_subclass", same=True),
+    facts("view", bits=True, special="bits"),
     facts("broadcast_tensors meshgrid", special="each"),
     facts("contiguous", boolean=True),
     facts("reshape flatten squeeze unsqueeze transpose permute expand narrow select slice chunk split getitem detach "
@@ -110,7 +111,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.KEEP, _CHECK, "assert assert_async assert_scalar assert_tensor_metadata functional_assert_async "
          "functional_assert_scalar check check_value check_type check_index check_is_size check_not_implemented "
          "sym_constrain_range sym_constrain_range_for_size", result="none", reads_values=True),
-    facts("numpy tolist item storage typed_storage untyped_storage data_ptr", reads_values=True),
+    facts("element_size numpy tolist item storage typed_storage untyped_storage data_ptr", reads_values=True),
     facts("item", gradient=False),
     facts("size shape dim numel len is_floating_point", any_format=True),
     facts("sym_float sym_sqrt", float_number=True),

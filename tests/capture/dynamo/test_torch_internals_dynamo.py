@@ -82,6 +82,34 @@ def test_what_dynamo_takes_liberties_with_can_be_refused() -> None:
             compiled(torch.ones(1))
 
 
+def test_a_trace_can_be_ended_at_a_node_and_made_again_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``dynamo.bits`` does, and the graph serves later calls, which are under autocast again."""
+    classes = of_fxprec.dynamo_classes()
+    create, run = classes.graph.create_node, classes.frame.run
+    made: list[object] = []
+    dtypes: list[torch.dtype] = []
+
+    def create_node(graph: Any, op: str, target: Any, *args: Any, **more: Any) -> Any:
+        made.append(target)
+        return create(graph, op, target, *args, **more)
+
+    def run_without(frame: Any) -> None:
+        with torch.autocast("cpu", enabled=False):
+            run(frame)
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        dtypes.append(next(n for n in gm.graph.nodes if n.target is torch.mm).meta["example_value"].dtype)
+        return gm.forward
+
+    monkeypatch.setattr(classes.graph, "create_node", create_node)
+    monkeypatch.setattr(classes.frame, "run", run_without)
+    compiled, x = torch.compile(lambda x: torch.mm(x, x), backend=backend), torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            compiled(x)
+    assert torch.mm in made and dtypes == [torch.float32]
+
+
 @contract("fxprec", "unwrapped", "type_of_error")
 def test_errors_scalars_and_questions_for_the_compiler_are_seen() -> None:
     """``strict`` answers as the interpreter does; plain dynamo would not."""
@@ -248,20 +276,26 @@ def test_a_hidden_function_is_left_to_the_interpreter() -> None:
     assert of_fxprec.original_of_compiled(plain) is _plus_one is of_fxprec.original_of_compiled(_plus_one)
 
 
-@contract("fxprec", "set_eval_frame", "reset_code", "FrameAction", "skipped_frame")
+@contract("fxprec", "set_eval_frame", "reset_code", "FrameAction", "skipped_frame", "passed_frame")
 def test_frames_are_skipped_and_looked_at_again() -> None:
     assert of_fxprec.set_eval_frame(None) is None
     seen: list[str] = []
+    passed = True
 
     def callback(frame: Any, *_: object) -> object:
         seen.append(frame.f_code.co_name)
-        return of_fxprec.skipped_frame("for a test")
+        return of_fxprec.passed_frame() if passed else of_fxprec.skipped_frame("for a test")
 
     function = types.FunctionType(_plus_one.__code__.replace(), globals())
     context = of_fxprec.torch_dynamo().optimize("eager")
     callback._torchdynamo_orig_backend = None  # type: ignore[attr-defined]
     context.callback = callback
     run = context(function)
+    for _ in range(2):
+        assert run(torch.ones(1)).item() == 2
+    assert seen.count("_plus_one") == 2  # asked each time
+    passed = False
+    seen.clear()
     for _ in range(2):
         assert run(torch.ones(1)).item() == 2
     assert seen.count("_plus_one") == 1  # skipped for good
@@ -332,6 +366,12 @@ class _Notes:
 
     def in_net(self, where: str, why: str) -> None:
         self.outside.append(why)
+
+    def without_net(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def under_others(self) -> str:
+        return ""
 
     def seeing_through(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -3,8 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fxprec
 from fxprec.passes import torch_internals
 from fxprec.passes.ops.custom import registered, registered_autocast
 
@@ -51,3 +52,33 @@ def test_older_versions_of_torch_keep_the_registration_elsewhere(library, monkey
     monkeypatch.setattr(torch_internals, "_definitions", {"fxtest::silent": old})
     assert registered_autocast("fxtest::silent", "cpu") is torch.float16
     assert registered_autocast("fxtest::silent", "cuda") is None
+
+
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.ops.fxtest_low.twice(self.fc(x))
+        return y, torch.ops.fxtest_low.twice(x), torch.relu(y), y + x
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+@pytest.mark.parametrize("placement", ["mincut", "autocast"])
+def test_its_results_leave_the_graph_in_their_original_dtype(low, capture, placement):
+    """dynamo sees the op under autocast, where its results are low although an FP32 input came in."""
+    made = torch.library.Library("fxtest_low", "FRAGMENT")
+    try:
+        made.define("twice(Tensor x) -> Tensor")
+        made.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        torch.library.register_autocast("fxtest_low::twice", "cpu", low, lib=made)
+        model, x = Doubled(), torch.randn(2, 4)
+        want = model(x)
+        got = fxprec.convert(model, dtype=torch.bfloat16, capture=capture, placement=placement)[0](x)
+        for ours, theirs in zip(got, want, strict=True):
+            assert ours.dtype is torch.float32
+            torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    finally:
+        made._destroy()

@@ -1,0 +1,198 @@
+"""Resolve what the user's own ``with torch.autocast(...)`` means for the nodes within.
+
+A region that disables autocast, or one in the low dtype that we lower to, is marked and its borders go: the policy
+decides there as elsewhere, but for what is disabled. The values of the second have the dtypes that autocast gave them
+in the original program, and so have its results::
+
+    %_ = _enter_autocast(cpu, None, False, None)
+    %c = mul(%b, %s)                          ->      %c = mul(%b, %s)             # meta["autocast"] = False
+    %_1 = _exit_autocast(%_)
+
+A region in another dtype runs as it is written. So does one with a decomposition or an unknown op, which we leave alone
+and autocast may not, and at O0 each one. It becomes the body of an op that enters autocast: an error in it leaves
+autocast as it was, and nothing can be moved in or out::
+
+    %_ = _enter_autocast(cpu, torch.float16, True, None)      %body = get_attr[autocast_0]
+    %h = linear(%x, %w)                               ->      %call = wrap_with_autocast(cpu, torch.float16, True, None,
+    %_1 = _exit_autocast(%_)                                                             %body, %x, %w)
+    return %h                                                 %h = getitem(%call, 0)
+                                                              return %h
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxprec.passes.context import Context
+from fxprec.passes.graph.annotations import Rule, argument, notes
+from fxprec.passes.graph.fetched import body_of
+from fxprec.passes.ops.names import canonical_op
+from fxprec.passes.ops.table import facts_of
+from fxprec.passes.torch_internals import HigherOrderOperator, enter_autocast, exit_autocast, wrap_with_autocast
+
+#: What capture wrote on a node of the value that it saw.
+_SEEN: Final = ("val", "example_value")
+
+
+def resolve_autocast_regions(gm: GraphModule, context: Context, within: bool = False) -> bool:
+    """Mark the nodes of regions and erase their borders, or make bodies of them; return whether there were any.
+
+    Args:
+        within: the graph is the body of a region that runs as it is written, and so do those further in.
+    """
+    open_regions: list[bool | torch.dtype] = []
+    erase: list[Node] = []
+    kept: list[list[Node]] = []
+    depth = 0  # of borders within the region that is kept, its own included
+    for node in gm.graph.nodes:
+        enters, exits = (node.op == "call_function" and node.target is each for each in (enter_autocast, exit_autocast))
+        if depth or (enters and (within or _runs_as_written(node, context))):
+            if not depth:
+                kept.append([])
+            depth += enters - exits
+            if node.op != "output":  # a graph that breaks within a region may end there
+                kept[-1].append(node)
+        elif enters:
+            open_regions.append(_mark_of(node, context, open_regions[-1] if open_regions else True))
+            erase.append(node)
+        elif exits:
+            open_regions.pop()
+            erase.append(node)
+        elif open_regions and open_regions[-1] is not True:
+            _mark(node, open_regions[-1])
+    for node in reversed(erase):
+        gm.graph.erase_node(node)
+    for region in kept:
+        body = _make_body(gm, region)
+        if body is not None:
+            resolve_autocast_regions(body, context, within=True)
+    return bool(erase or kept)
+
+
+def is_kept_region(node: Node, context: Context) -> bool:
+    """Return whether a node calls a body under an autocast of the user's that runs as it is written."""
+    if node.target is not wrap_with_autocast:
+        return False
+    body = body_of(node.args[4])  # type: ignore[arg-type]
+    made_here = body is not None and any(notes(each).as_written for each in body.graph.nodes)
+    return made_here or node.args[2] is False or node.args[1] is not context.low
+
+
+def _runs_as_written(enter: Node, context: Context) -> bool:
+    enabled, device = argument(enter, 2, "enabled", True), argument(enter, 0, "device_type")
+    if not enabled or device != context.device:
+        return False
+    if context.policy.level == "O0" or _dtype_of(enter) is not context.low:
+        return True
+    return any(_is_kept_op(node) for node in _nodes_within(enter))
+
+
+def _nodes_within(enter: Node) -> Iterator[Node]:
+    node = enter.next
+    while node.op != "output" and not (node.target is exit_autocast and node.args[0] is enter):
+        yield node
+        node = node.next
+
+
+def _is_kept_op(node: Node) -> bool:
+    """Return whether an op runs as in the original program, where autocast may give it other dtypes than arrive."""
+    if node.op != "call_function" and node.op != "call_method":
+        return False
+    op = canonical_op(node)
+    if op is None or node.target in (enter_autocast, exit_autocast) or isinstance(node.target, HigherOrderOperator):
+        return False
+    facts = facts_of(op.name)
+    computes = facts.result != "none" and not facts.arrives and not facts.random
+    return computes and facts.rule is Rule.KEEP and bool(node.all_input_nodes)
+
+
+def _dtype_of(enter: Node) -> torch.dtype:
+    return argument(enter, 1, "dtype") or torch.get_autocast_dtype(argument(enter, 0, "device_type"))
+
+
+def _mark_of(enter: Node, context: Context, around: bool | torch.dtype) -> bool | torch.dtype:
+    others = argument(enter, 0, "device_type") != context.device and argument(enter, 2, "enabled", True)
+    return around if others else _mark_within(enter)
+
+
+def _mark_within(enter: Node) -> bool | torch.dtype:
+    return _dtype_of(enter) if argument(enter, 2, "enabled", True) else False
+
+
+def _mark(node: Node, region: bool | torch.dtype, as_written: bool = False) -> None:
+    """Note the region of a node, and of all nodes in the bodies that it calls."""
+    notes(node).autocast = region
+    if as_written:
+        notes(node).as_written = True
+    if as_written or isinstance(region, torch.dtype):
+        for body in filter(None, map(body_of, node.all_input_nodes)):
+            for inner in body.graph.nodes:
+                _mark(inner, region, as_written)
+
+
+def _make_body(gm: GraphModule, region: Sequence[Node]) -> GraphModule | None:
+    """Move the nodes of a region, from its first border to its last, into a body; None where nothing is in it."""
+    enter = region[0]
+    borders = [enter, *(node for node in region[-1:] if node.target is exit_autocast and node.args[0] is enter)]
+    inside = dict.fromkeys(node for node in region if node not in borders and node.op != "get_attr")
+    body = None
+    if inside:
+        read = dict.fromkeys(source for node in inside for source in node.all_input_nodes if source not in inside)
+        given = [node for node in inside if any(user not in inside and user not in borders for user in node.users)]
+        body = GraphModule(gm, _body_graph(inside, read, given, _mark_within(enter)), "AutocastBody")
+        read = [node for node in read if body_of(node) is None]
+        results = _call_body(gm, body, enter, next(reversed(inside)), read, given)
+        for node, result in results.items():
+            node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
+    for node in (*borders[1:], *reversed(inside), enter):
+        gm.graph.erase_node(node)
+    return body
+
+
+def _body_graph(
+    inside: Iterable[Node], read: Iterable[Node], given: Iterable[Node], region: bool | torch.dtype
+) -> Graph:
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in sorted(read, key=lambda node: body_of(node) is not None):  # placeholders come first
+        fetches = body_of(node) is not None
+        copies[node] = graph.get_attr(str(node.target)) if fetches else graph.placeholder(node.name)
+        copies[node].meta.update({key: node.meta[key] for key in _SEEN if key in node.meta})
+    for node in inside:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        _mark(copies[node], region, as_written=True)
+    graph.output(tuple(copies[node] for node in given))
+    return graph
+
+
+def _call_body(
+    gm: GraphModule, body: GraphModule, enter: Node, last: Node, read: Iterable[Node], given: Iterable[Node]
+) -> dict[Node, Node]:
+    """Call a body behind the last node of its region; return the nodes of the region with what stands for each now."""
+    graph, name = gm.graph, next(name for name in _names() if not hasattr(gm, name))
+    setattr(gm, name, body)
+    settings = (argument(enter, 0, "device_type"), _dtype_of(enter), argument(enter, 2, "enabled", True))
+    with graph.inserting_after(last):
+        fetched = graph.get_attr(name)
+    with graph.inserting_after(fetched):
+        call = graph.call_function(wrap_with_autocast, (*settings, argument(enter, 3, "cache_enabled"), fetched, *read))
+    call.meta.update({key: last.meta[key] for key in ("nn_module_stack", "stack_trace") if key in last.meta})
+    call.meta.update({key: tuple(node.meta.get(key) for node in given) for key in _SEEN})
+    results: dict[Node, Node] = {}
+    behind = call
+    for position, node in enumerate(given):
+        with graph.inserting_after(behind):
+            behind = results[node] = graph.call_function(operator.getitem, (call, position))
+        behind.meta.update({key: value for key, value in node.meta.items() if key != "autocast"})
+    return results
+
+
+def _names() -> Iterator[str]:
+    number = 0
+    while True:
+        yield f"autocast_{number}"
+        number += 1
