@@ -38,7 +38,7 @@ class _Promotion(GraphWalk):
         self.sources: set[Node] = set()  # they count as low from O2 on
         self.classes: dict[Node, Node] = {}
 
-    def enter(self, graph: Graph) -> None:
+    def enter(self, graph: Graph, returns: bool) -> None:
         self.classes |= written_classes(graph)
 
     def has(self, node: Node) -> bool:

@@ -33,6 +33,7 @@ from fxprec.passes.placement.pins import (
     unsafe_number,
     written_classes,
 )
+from fxprec.passes.placement.saturation import saturating_chains
 from fxprec.passes.placement.sites import (
     Site,
     assumed_original,
@@ -85,13 +86,16 @@ class CutWalk(GraphWalk):
         self.chains: set[Node] = set()
         self.squares: set[Node] = set()  # what low memory cannot hold
         self.origins = Origins()
+        self.saturated: dict[Node, str] = {}
 
-    def enter(self, graph: Graph) -> None:
+    def enter(self, graph: Graph, returns: bool) -> None:
         if self.verdict.costs is not None:
             self.verdict.costs.enter(graph)
         self.classes |= written_classes(graph)
         self.chains |= exp_chains(graph)
         self.origins.enter(graph, self.operands)
+        if not self.context.policy.lowers_parameters:  # O3 lowers the poles as well
+            self.saturated |= saturating_chains(graph, returns)
 
     def has(self, node: Node) -> bool:
         return node in self.variables.value
@@ -303,6 +307,8 @@ class CutWalk(GraphWalk):
     def unsafe(self, site: Site) -> str | None:
         if site.node in self.chains:
             return "between an exponential and a reduction of it"
+        if site.node in self.saturated:
+            return self.saturated[site.node]
         number = unsafe_number(site, self.context.low)
         if number is None and self.origins.counts(site.node) and not commutes_with_rounding(site):
             return COUNTS

@@ -103,6 +103,7 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("sum mean prod max min amax amin norm std var", rank="reduced"),
     facts("sum mean amax amin", any_format=True),
     facts("sum mean nansum nanmean prod cumsum cumprod var std norm linalg_norm linalg_vector_norm", sums=True),
+    facts("sum mean nansum nanmean prod cumsum cumprod trace", accumulates=True),
     facts("cumsum", counts=True),
     facts("max min median nanmedian", special="extreme"),
     facts("amax amin", exact=True),
@@ -133,4 +134,8 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
          "laguerre_polynomial_l legendre_polynomial_p", result="float", low_kernel=False),
     rows(Rule.FULL, _RANGE, "entr ndtr xlogy xlog1py logaddexp logaddexp2", result="float"),
     rows(Rule.FULL, _RANGE, "erfcx log_ndtr ndtri", result="float", low_kernel=False),
+    facts("erf erfc ndtr", saturates=True),
+    facts("log1p logit asin acos acosh atanh erfinv ndtri entr", poles=(0, "input", "self")),
+    facts("xlogy xlog1py div", poles=(1, "other")), facts("rdiv", poles=(0, 1)),
+    facts("sqrt rsqrt log log2 log10 reciprocal pow", poles=(0, "input", "self")),
 )  # fmt: skip

@@ -50,6 +50,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("linear matmul mm bmm", cost="product"),
     facts("addmm addbmm baddbmm addmm_activation einsum", cost="product", factors=(1, 2)),
     facts("linear matmul mm bmm addmm baddbmm addmm_activation linalg_vecdot", depth="last"),
+    facts("einsum_sum", accumulates=True),
     facts("einsum", depth="subscripts"), facts("linalg_multi_dot", depth="chain"),
     facts("conv1d conv2d conv3d convolution", cost="convolution"),
     facts("conv_transpose1d conv_transpose2d conv_transpose3d", cost="transposed convolution"),
@@ -106,6 +107,8 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
           "gaussian_nll_loss cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss "
           "multi_margin_loss multilabel_margin_loss triplet_margin_loss triplet_margin_with_distance_loss "
           "binary_cross_entropy binary_cross_entropy_with_logits", autocast=Rule.FULL),
+    facts("binary_cross_entropy poisson_nll_loss", poles=(0, "input")),
+    facts("gaussian_nll_loss", poles=(2, "var")),
     # activations
     rows(Rule.FOLLOW, _SMOOTH, "relu relu6 leaky_relu elu celu selu gelu silu mish glu", result="first"),
     rows(Rule.FOLLOW, _SMOOTH, "tanh sigmoid softsign tanhshrink", result="float"),
@@ -116,6 +119,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
            "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout", result="first",
          view=True, random=True, numbers="aside"),
     facts("relu dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout", exact=True),
+    facts("tanh sigmoid softsign softmax softmin gumbel_softmax", saturates=True),
     facts("relu relu6 silu mish hardswish hardsigmoid selu", inplace=1),
     facts("leaky_relu elu celu", inplace=2),
     facts("threshold hardtanh dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", inplace=3),
