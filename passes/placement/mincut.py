@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -46,6 +46,9 @@ from fxprec.passes.placement.solver import solve
 from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import GraphWalk
 from fxprec.passes.torch_internals import HigherOrderOperator
+
+
+_LOW_DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
 class _Decided(NamedTuple):
@@ -154,7 +157,7 @@ class CutWalk(GraphWalk):
                 self.squares.add(site.node)
                 site = replace(site, rule=Rule.FULL, why=square)
             elif site.rule is Rule.LOW and site.why == site.facts.why:
-                if self.origins.counts(site.node):
+                if self.origins.counts(site.node) and notes(site.node).dtype not in _LOW_DTYPES:
                     site = replace(site, rule=Rule.FULL, why=COUNTS)
                 elif is_elementwise(site.node):
                     site = replace(site, rule=Rule.PROMOTE, why=ELEMENTWISE)
@@ -305,12 +308,15 @@ class CutWalk(GraphWalk):
             self.variables.widen_with(self.variables.promoting(site), variable)
 
     def unsafe(self, site: Site) -> str | None:
-        if site.node in self.chains:
+        """Return why an op cannot run low, or None. Where the program itself has a value low, its digits are gone."""
+        node = site.node
+        if node in self.chains:
             return "between an exponential and a reduction of it"
-        if site.node in self.saturated:
-            return self.saturated[site.node]
+        was_low = notes(node).dtype in _LOW_DTYPES
+        if node in self.saturated and not was_low:
+            return self.saturated[node]
         number = unsafe_number(site, self.context.low)
-        if number is None and self.origins.counts(site.node) and not commutes_with_rounding(site):
+        if number is None and not was_low and self.origins.counts(node) and not commutes_with_rounding(site):
             return COUNTS
         return number
 

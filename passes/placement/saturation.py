@@ -9,9 +9,9 @@ pinned, as between an exponential and a sum (``pins``); the op that saturates re
     %log: float32 = log(%q)
 
 What a module returns is pinned as well where a saturated value is all that it holds: its loss is taken outside, and it
-is cast to FP32 anyway. So is what is written into other memory, or goes into another body or comes out of one. A softmax
-that weighs values (attention) or a sigmoid that gates them reaches no pole: a matrix product ends the search, and so
-does another low value that goes in.
+is cast to FP32 anyway. So is what is written into other memory, or goes into another body or comes out of one. A
+softmax that weighs values (attention) or a sigmoid that gates them reaches no pole: a matrix product ends the search,
+and so does another low value that goes in.
 """
 
 from __future__ import annotations
