@@ -14,7 +14,8 @@ After::
 ``f(..., out=y)`` becomes ``write_out(y, f(...))`` in the same way. In-place ops that follow or promote (``relu_``,
 ``add_``, ``x[i] = y``) stay: they run in whatever dtype their target has. Of views and in-place ops, ``f(input=x)``
 becomes ``f(x)``: who asks what shares memory looks at the first argument. ``linear_cross_entropy`` becomes a product
-and a loss (head_losses). Regions of the user's own autocast are resolved first (autocast_regions).
+and a loss (head_losses), a binary cross entropy of a sigmoid that of its logits (logit_losses). Regions of the user's
+own autocast are resolved first (autocast_regions).
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 
+import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonical.autocast_regions import resolve_autocast_regions
 from fxprec.passes.canonical.head_losses import split_head_loss
 from fxprec.passes.canonical.in_place import has_dtype_of_its_own, is_in_place, out_by_copy, write_by_copy
+from fxprec.passes.canonical.logit_losses import take_logits
 from fxprec.passes.canonical.rotary import recognize_rotary
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import Op, notes
@@ -58,6 +62,8 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
             _mark_derived(node, context)
         if op.name == "to":
             continue
+        if facts_of(op.name).numbers in ("added", "factors", "compared"):
+            changed |= _restore_eps(node, context)
         if op.in_place and op.name not in ("copy", "setitem") and has_dtype_of_its_own(node, op, context):
             write_by_copy(gm, node, op)
             changed = True
@@ -68,6 +74,8 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
             changed |= split_head_loss(gm, node)
     if context.regions in ("triton", "loops"):
         changed |= recognize_rotary(gm.graph, compiled=context.regions == "loops")
+    if context.policy.level != "O0":
+        changed |= take_logits(gm.graph)
     for node in outside_writes(gm):
         notes(node).written = True
     return PassResult(gm, changed)
@@ -103,10 +111,35 @@ def _mark_derived(node: Node, context: Context) -> None:
     """
     if "example_value" not in node.meta or cast_target(node) is not context.low or node.target in ("half", "bfloat16"):
         return
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    code = [line for line in lines if set(line.strip()) - set("^~ ")]
-    if code and not any(literal in code[-1] for literal in ("float16", "half")):
+    code = _code_of(node)
+    if code and not any(literal in code for literal in ("float16", "half")):
         notes(node).derived_cast = True
+
+
+def _restore_eps(node: Node, context: Context) -> bool:
+    """Give ``x.clamp(eps, 1 - eps)`` the eps of FP32, where dynamo took ``finfo(x.dtype).eps`` of a low x.
+
+    The code must show none of the numbers. So do torch's distributions, with probabilities.
+    """
+    if "example_value" not in node.meta:
+        return False
+    low, full = torch.finfo(context.low), torch.finfo(torch.float32)
+    baked = {sign * low.eps: sign * full.eps for sign in (1, -1)}
+    baked |= {sign * (1 - low.eps): sign * (1 - full.eps) for sign in (1, -1)} | {low.tiny: full.tiny}
+    numbers = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, float) and each in baked]
+    code = _code_of(node) if numbers else ""
+    if not code or any(repr(abs(each)) in code for each in numbers):
+        return False
+    node.args, node.kwargs = map_aggregate(  # type: ignore[assignment]
+        (node.args, node.kwargs), lambda each: baked.get(each, each) if isinstance(each, float) else each
+    )
+    return True
+
+
+def _code_of(node: Node) -> str:
+    """Return the line of code that made a node; "" where nobody recorded it."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    return next((line for line in reversed(lines) if set(line.strip()) - set("^~ ")), "")
 
 
 def _first_by_position(node: Node, op: Op) -> bool:

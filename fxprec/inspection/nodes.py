@@ -180,7 +180,8 @@ def reason(node: Node) -> tuple[str, str]:
     precision = notes(node).precision
     if precision.compute is None and precision.output is None and not carries_float(notes(node).dtype):
         return "-", "no floats"
-    return str(precision.rule), precision.why
+    instead_of = notes(node).instead_of
+    return str(precision.rule), f"{precision.why}; {instead_of}" if instead_of else precision.why
 
 
 def source_line(node: Node) -> str:

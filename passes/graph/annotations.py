@@ -129,6 +129,8 @@ class Annotations:
     #: A cast to the low dtype that reads ``x.to(y.dtype)`` in the source, or an ``arange(n, dtype=y.dtype)``: it
     #: follows ``y``.
     derived_cast: Annotated[bool, "canonicalize"] = False
+    #: What the program had instead of this call, in words.
+    instead_of: Annotated[str, "canonicalize"] = ""
     #: dtype of the value in the *original* FP32 program: a ``torch.dtype``, ``UNKNOWN`` (nobody can tell without
     #: inputs), ``NON_TENSOR``, or a tuple of these. Capture states those of inputs that it knows.
     dtype: Annotated[DTypeInfo, "propagate"] = NON_TENSOR

@@ -130,6 +130,9 @@ class OpRule:
             and factors that never meet the data; None: floats are operands, and integers are dimensions and the like.
         singular: position of the argument at whose zero it has a pole, or an endless slope: an eps guards it.
         exponential: it raises to the power of its argument.
+        saturates: its results come so close to 1 (or -1) that low precision makes them that number.
+        poles: ports at which such a number, or 1 minus it, meets a pole or an endless slope.
+        accumulates: of many values it gives their sum, mean or product, and nothing else.
         counts: of constants it makes values that count: positions, running totals.
         periodic: its argument is an angle: bounded, and other where the argument is rounded.
         sums: it sums many values.
@@ -185,6 +188,9 @@ class OpRule:
     numbers: Numbers | None = None
     singular: int | None = None
     exponential: bool = False
+    saturates: bool = False
+    poles: tuple[int | str, ...] = ()
+    accumulates: bool = False
     counts: bool = False
     periodic: bool = False
     sums: bool = False

@@ -40,7 +40,7 @@ class _Promotion(GraphWalk):
         self.classes: dict[Node, Node] = {}
         self.original: set[Node] = set()  # roots of written memory whose bits are read: it cannot be low
 
-    def enter(self, graph: Graph) -> None:
+    def enter(self, graph: Graph, returns: bool) -> None:
         classes = written_classes(graph)
         self.classes |= classes
         self.original |= {root for node, root in classes.items() if self.reads_bits(node)}

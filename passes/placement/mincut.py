@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -33,6 +33,7 @@ from fxprec.passes.placement.pins import (
     unsafe_number,
     written_classes,
 )
+from fxprec.passes.placement.saturation import saturating_chains
 from fxprec.passes.placement.sites import (
     Site,
     assumed_original,
@@ -45,6 +46,8 @@ from fxprec.passes.placement.solver import solve
 from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import GraphWalk
 from fxprec.passes.torch_internals import HigherOrderOperator
+
+_LOW_DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
 class _Decided(NamedTuple):
@@ -85,13 +88,16 @@ class CutWalk(GraphWalk):
         self.chains: set[Node] = set()
         self.squares: set[Node] = set()  # what low memory cannot hold
         self.origins = Origins()
+        self.saturated: dict[Node, str] = {}
 
-    def enter(self, graph: Graph) -> None:
+    def enter(self, graph: Graph, returns: bool) -> None:
         if self.verdict.costs is not None:
             self.verdict.costs.enter(graph)
         self.classes |= written_classes(graph)
         self.chains |= exp_chains(graph)
         self.origins.enter(graph, self.operands)
+        if not self.context.policy.lowers_parameters:  # O3 lowers the poles as well
+            self.saturated |= saturating_chains(graph, returns)
 
     def has(self, node: Node) -> bool:
         return node in self.variables.value
@@ -150,7 +156,7 @@ class CutWalk(GraphWalk):
                 self.squares.add(site.node)
                 site = replace(site, rule=Rule.FULL, why=square)
             elif site.rule is Rule.LOW and site.why == site.facts.why:
-                if self.origins.counts(site.node):
+                if self.origins.counts(site.node) and notes(site.node).dtype not in _LOW_DTYPES:
                     site = replace(site, rule=Rule.FULL, why=COUNTS)
                 elif is_elementwise(site.node):
                     site = replace(site, rule=Rule.PROMOTE, why=ELEMENTWISE)
@@ -301,10 +307,15 @@ class CutWalk(GraphWalk):
             self.variables.widen_with(self.variables.promoting(site), variable)
 
     def unsafe(self, site: Site) -> str | None:
-        if site.node in self.chains:
+        """Return why an op cannot run low, or None. Where the program itself has a value low, its digits are gone."""
+        node = site.node
+        if node in self.chains:
             return "between an exponential and a reduction of it"
+        was_low = notes(node).dtype in _LOW_DTYPES
+        if node in self.saturated and not was_low:
+            return self.saturated[node]
         number = unsafe_number(site, self.context.low)
-        if number is None and self.origins.counts(site.node) and not commutes_with_rounding(site):
+        if number is None and not was_low and self.origins.counts(node) and not commutes_with_rounding(site):
             return COUNTS
         return number
 

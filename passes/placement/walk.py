@@ -60,8 +60,8 @@ class GraphWalk:
     def run(self, gm: GraphModule) -> None:
         self._graph(gm, None, Rule.KEEP if self.context.keep_output_dtype else Rule.FOLLOW)
 
-    def enter(self, graph: Graph) -> None:
-        """Before the nodes of a graph."""
+    def enter(self, graph: Graph, returns: bool) -> None:
+        """Look at a graph before its nodes. ``returns``: its outputs are FP32 in the end, or read by another graph."""
 
     def has(self, node: Node) -> bool:
         """Whether the node's value is a float that was given a dtype."""
@@ -129,7 +129,7 @@ class GraphWalk:
     def _graph(self, gm: GraphModule, bound: Mapping[Node, Node] | None, returns: Rule) -> None:
         """``bound``: in a called body, placeholder -> the caller's operand, where that is ours to decide."""
         self.operands |= bound or {}
-        self.enter(gm.graph)
+        self.enter(gm.graph, returns is Rule.KEEP or bound is not None)
         self._calls += _body_calls(gm)
         for node in gm.graph.nodes:
             if node.op == "placeholder":

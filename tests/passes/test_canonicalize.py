@@ -295,6 +295,29 @@ def test_casts_to_the_dtype_of_another_tensor_are_marked(tools, call, line, dyna
     assert the_call(gm).meta.get("derived_cast", False) is derived
 
 
+EPS, FULL_EPS = torch.finfo(BF16).eps, torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize(
+    ("call", "line", "dynamo", "numbers"),
+    [
+        (("clamp", "x", EPS, 1 - EPS), "return probs.clamp(min=eps, max=1 - eps)", True, (FULL_EPS, 1 - FULL_EPS)),
+        (("clamp", "x", EPS - 1, 1 - EPS), "x.clamp(-1 + eps, 1 - eps)", True, (FULL_EPS - 1, 1 - FULL_EPS)),
+        ((operator.add, "x", EPS), "x + torch.finfo(x.dtype).eps", True, (FULL_EPS,)),
+        ((operator.add, "x", EPS), "x + 0.0078125", True, (EPS,)),
+        ((operator.add, "x", 0.5), "x + half", True, (0.5,)),
+        ((operator.add, "x", EPS), "x + torch.finfo(x.dtype).eps", False, (EPS,)),
+        ((operator.add, "x", EPS), "", True, (EPS,)),
+    ],
+    ids=spelled,
+)
+def test_the_eps_of_a_low_tensor_is_that_of_the_original(tools, call, line, dynamo, numbers):
+    gm = one_call(*call)
+    the_call(gm).meta |= {"stack_trace": line} | ({"example_value": None} if dynamo else {})
+    assert canonicalize(gm, tools.context()).changed is (numbers != call[2:])
+    assert the_call(gm).args[1:] == numbers
+
+
 def test_bodies_of_higher_order_ops(tools):
     gm = symbolic_trace(lambda x: x.exp_())
     for calls in (1, 2):

@@ -139,6 +139,7 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("sum mean prod max min amax amin norm std var", rank="reduced"),
     facts("sum mean amax amin", any_format=True),
     facts("sum mean nansum nanmean prod cumsum cumprod var std norm linalg_norm linalg_vector_norm", sums=True),
+    facts("sum mean nansum nanmean prod cumsum cumprod trace", accumulates=True),
     facts("cumsum", counts=True),
     facts("std std_mean", guard="x.std(-1, keepdim=True, correction=0)  # of one value torch's std is 0 / 0"),
     facts("var var_mean", guard="x.var(-1, keepdim=True, correction=0)  # of one value torch's var is 0 / 0"),
@@ -177,4 +178,8 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("lgamma", guard="x.clamp(min=1e-3).lgamma()  # an eps away from the pole at 0"),
     facts("digamma", guard="x.clamp(min=1e-3).digamma()  # an eps away from the pole at 0"),
     facts("xlogy", guard="torch.xlogy(x, y.clamp(min=1e-6))  # an eps under the logarithm"),
+    facts("erf erfc ndtr", saturates=True),
+    facts("log1p logit asin acos acosh atanh erfinv ndtri entr", poles=(0, "input", "self")),
+    facts("xlogy xlog1py div", poles=(1, "other")), facts("rdiv", poles=(0, 1)),
+    facts("sqrt rsqrt log log2 log10 reciprocal pow", poles=(0, "input", "self")),
 )  # fmt: skip

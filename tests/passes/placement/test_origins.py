@@ -165,6 +165,11 @@ def test_a_weight_takes_counts_as_it_takes_everything(decided):
     assert found["linear"].reads is BF16 and found["linear"].rule == "low"
 
 
+def test_counts_that_the_program_has_low_are_left_low(decided):
+    found, _ = decided(lambda x, w, ids: ids.to(BF16) * 0.1)
+    assert found["mul"].output is BF16
+
+
 def test_an_override_stands(decided):
     policy = Policy().override(ops={"matmul": "low"})
     found, _ = decided(lambda x, w, ids: ids.float() @ ids.float().t(), policy=policy)

@@ -1,0 +1,102 @@
+"""A binary cross entropy of a sigmoid as the one of its logits, which no sigmoid saturates.
+
+Before::
+
+    %p = sigmoid(%x)
+    %flat = view(%p, -1)
+    %loss = binary_cross_entropy(%flat, %target, %weight, reduction="sum")
+
+After::
+
+    %flat = view(%x, -1)
+    %loss = binary_cross_entropy_with_logits(%flat, %target, %weight, reduction="sum")
+
+The loss is the same function of ``x``: ``-t log s(x) - (1 - t) log(1 - s(x)) = max(x, 0) - t x + log(1 + e^-|x|)``.
+In FP32 the left side ends at 16.6, where ``s(x)`` is 1 and torch takes 100 for the infinite logarithm; the right one
+does not. Others who read the sigmoid keep it. It stays where it is returned as well, so that the loss has a gradient
+with respect to it, and where somebody writes to its memory.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from fxprec.passes.graph.annotations import Op, notes
+from fxprec.passes.ops.aliases import alias_roots, written_roots
+from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.table import facts_at
+
+#: For the report.
+INSTEAD: Final = "in place of binary_cross_entropy of a sigmoid"
+
+
+def take_logits(graph: Graph) -> bool:
+    """Replace binary cross entropies of sigmoids. True where there were any."""
+    losses = [node for node in graph.nodes if notes(node).op.name == "binary_cross_entropy"]
+    losses = [
+        node for node in losses if node.target in (F.binary_cross_entropy, torch.ops.aten.binary_cross_entropy.default)
+    ]
+    found = [(loss, chain) for loss in losses if (chain := _to_sigmoid(loss)) is not None]
+    if not found:
+        return False
+    roots = alias_roots(graph)
+    written = written_roots(graph, roots)
+    changed = False
+    for loss, chain in found:
+        if any(roots[node] in written for node in (*chain, chain[0].args[0])):  # type: ignore[index]
+            continue
+        _rewrite(graph, loss, chain)
+        changed = True
+    return changed
+
+
+def _to_sigmoid(loss: Node) -> list[Node] | None:
+    """Return the sigmoid and its views up to the one that a loss reads; None where it reads something else."""
+    node = loss.args[0] if loss.args else loss.kwargs.get("input")
+    chain: list[Node] = []
+    while isinstance(node, Node):
+        if any(user.op == "output" for user in node.users) or not node.args or notes(node).op.in_place:
+            return None
+        chain.append(node)
+        op = notes(node).op
+        if op.name == "sigmoid":
+            return chain[::-1] if isinstance(node.args[0], Node) else None
+        passes = cast_target(node) in (None, torch.float32) if op.name == "to" else facts_at(node).view
+        if not passes or len([*node.all_input_nodes]) != 1:
+            return None
+        node = node.args[0]
+    return None
+
+
+def _rewrite(graph: Graph, loss: Node, chain: list[Node]) -> None:
+    sigmoid, *views = chain
+    logits = sigmoid.args[0]
+    assert isinstance(logits, Node)
+    with graph.inserting_before(loss):
+        for view in views:
+            logits = graph.node_copy(view, partial(_instead, logits))
+    if loss.target is F.binary_cross_entropy:
+        loss.target, names = F.binary_cross_entropy_with_logits, ("input",)
+        loss.args = (logits, *loss.args[1:])
+    else:  # aten has the weight of positives between the others
+        loss.target, names = (
+            torch.ops.aten.binary_cross_entropy_with_logits.default,
+            ("self", "target", "weight", "reduction"),
+        )
+        loss.kwargs = {**dict(zip(names, loss.args, strict=False)), **loss.kwargs}
+        loss.args = (logits,)
+    loss.kwargs = {name: value for name, value in loss.kwargs.items() if name != names[0]}
+    annotations = notes(loss)
+    annotations.op, annotations.instead_of = Op("binary_cross_entropy_with_logits"), INSTEAD
+    for node in reversed(chain):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _instead(logits: Node, _: Node) -> Node:
+    return logits

@@ -1,0 +1,94 @@
+"""Values that saturate before a pole: from a sigmoid to the logarithm of it, all is FP32.
+
+A sigmoid of 7 is 0.999; in bfloat16 it is 1, its ``log(1 - p)`` is infinite and its gradient 0. So the ops between are
+pinned, as between an exponential and a sum (``pins``); the op that saturates reads FP32, too::
+
+    %h: bfloat16 = linear(%x, %w)
+    %p: float32 = sigmoid(%h_f32)
+    %q: float32 = rsub(%p, 1)
+    %log: float32 = log(%q)
+
+What a module returns is pinned as well where a saturated value is all that it holds: its loss is taken outside, and it
+is cast to FP32 anyway. So is what is written into other memory, or goes into another body or comes out of one. A
+softmax that weighs values (attention) or a sigmoid that gates them reaches no pole: a matrix product ends the search,
+and so does another low value that goes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.passes.graph.annotations import Rule, arg_nodes, argument, notes
+from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.rule import OpRule
+from fxprec.passes.ops.table import facts_at
+from fxprec.passes.placement.sites import carries_float
+from fxprec.passes.torch_internals import HigherOrderOperator
+
+
+def saturating_chains(graph: Graph, returns: bool) -> dict[Node, str]:
+    """Return the ops from one that saturates to a pole, each with the reason why it is FP32.
+
+    Args:
+        returns: what the graph returns is given to somebody in its original dtype, or to another graph of ours.
+    """
+    after: set[Node] = set()
+    low: set[Node] = set()  # values that may be low, and do not saturate
+    for node in graph.nodes:
+        row = facts_at(node)
+        if row.saturates or _leads_on(node, row, after, low):
+            after.add(node)
+        elif row.rule is Rule.LOW or (row.rule in (Rule.FOLLOW, Rule.PROMOTE) and not low.isdisjoint(_floats(node))):
+            low.add(node)
+    reasons: dict[Node, str] = {}
+    for node in reversed(graph.nodes) if after else ():
+        if node in after:
+            found = (_reason(node, user, reasons, after, returns) for user in node.users)
+            reason = next(filter(None, found), None)
+            if reason is not None:
+                reasons[node] = reason
+    return reasons
+
+
+def _leads_on(node: Node, row: OpRule, after: set[Node], low: set[Node]) -> bool:
+    """Return whether an op makes another saturated value of one, with nothing low beside it."""
+    sources = [*_floats(node)]
+    return _hands_on(node, row) and not after.isdisjoint(sources) and low.isdisjoint(sources)
+
+
+def _hands_on(node: Node, row: OpRule) -> bool:
+    """Return whether what goes in comes out, in steps that lose no more than rounding."""
+    if notes(node).op.name == "to":
+        return cast_target(node) in (None, torch.float32)
+    return row.rule in (Rule.FOLLOW, Rule.PROMOTE) or row.accumulates or (row.squares == "power" and not _is_pole(node))
+
+
+def _reason(node: Node, user: Node, reasons: dict[Node, str], after: set[Node], returns: bool) -> str | None:
+    """Return why a saturated value is FP32 because of one who reads it; None where that one does not mind."""
+    row = facts_at(user)
+    written = notes(user).op.in_place and user.args[0] is not node and row.rule is not Rule.KEEP
+    if (user.op == "output" and returns) or written or isinstance(user.target, HigherOrderOperator):
+        return "saturates in low precision, and who gets it may take its logarithm"
+    if any(source is node and port in row.poles for port, source in arg_nodes(user)) and _is_pole(user):
+        return f"saturates in low precision before the pole of %{user.name}"
+    reason = reasons.get(user) if user in after else None
+    if reason is None or " pole " in reason:
+        return reason
+    # what is returned must hold nothing else
+    alone = row.view or row.exact or len({*_floats(user)}) == 1
+    return reason if alone else None
+
+
+def _is_pole(node: Node) -> bool:
+    """Return whether an op has its poles; a power only with an exponent below 1."""
+    if facts_at(node).squares != "power":
+        return True
+    exponent = argument(node, 1, "exponent", 2)
+    return not isinstance(exponent, int | float) or exponent < 1
+
+
+def _floats(node: Node) -> Iterator[Node]:
+    return (source for _, source in arg_nodes(node) if carries_float(notes(source).dtype))

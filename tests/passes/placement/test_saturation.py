@@ -1,0 +1,208 @@
+"""saturation: what a saturating op gives is FP32 up to the pole that reads it, and where it is returned."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Bernoulli, Categorical
+from torch.utils.checkpoint import checkpoint
+
+import fxprec
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+X, Y = torch.tensor([[7.0, -7.0], [6.0, -6.5]]), torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+
+
+class Model(nn.Module):
+    """Two products, so that what follows is low, and a function of their logits: X to the rounding."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.first, self.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        for layer in (self.first, self.second):
+            layer.weight.data.copy_(torch.eye(2))
+
+    def forward(self, x, y):
+        return self.function(self.second(self.first(x)), y)
+
+
+def both(p):
+    return torch.stack([p, 1 - p], -1)
+
+
+def without_autocast(h, y):
+    p = torch.sigmoid(h)
+    with torch.autocast("cpu", enabled=False):
+        return F.binary_cross_entropy(p.float(), y.float())
+
+
+def squared(h, y):
+    t = torch.tanh(h / 2)
+    return torch.log(1 - t * t + 1e-6).mean()
+
+
+def focal(h, y):
+    p = h.sigmoid()
+    return -((1 - p) ** 2 * torch.log(p) * y + p**2 * torch.log(1 - p) * (1 - y)).mean()
+
+
+def odds(h, y):
+    p = torch.sigmoid(h)
+    return (p / (1 - p)).mean()
+
+
+def filled(h, y):
+    p = torch.zeros(2, 2)
+    p[:, 0], p[:, 1] = torch.sigmoid(h[:, 0]), torch.sigmoid(-h[:, 1])
+    return -torch.log(1 - p).mean()
+
+
+POLES = {
+    "log": lambda h, y: -torch.log(1 - torch.sigmoid(h) + 1e-8).mean(),
+    "log1p": lambda h, y: -torch.log1p(-torch.sigmoid(h)).mean(),
+    "logit": lambda h, y: torch.logit(torch.sigmoid(h)).square().mean(),
+    "logit(eps)": lambda h, y: torch.logit(torch.sigmoid(h), eps=1e-6).square().mean(),
+    "atanh": lambda h, y: torch.atanh(torch.tanh(h / 2)).square().mean(),
+    "erfinv": lambda h, y: torch.erfinv(torch.erf(h / 3)).square().mean(),
+    "acos": lambda h, y: torch.acos(torch.tanh(h / 2)).square().mean(),
+    "sqrt": lambda h, y: torch.sqrt(1 - torch.tanh(h / 2) ** 2).mean(),
+    "rsqrt": lambda h, y: torch.rsqrt(1 - torch.sigmoid(h)).mean(),
+    "pow": lambda h, y: ((1 - torch.sigmoid(h)) ** -1).mean(),
+    "division": lambda h, y: ((1 + y) / (1 - torch.sigmoid(h))).mean(),
+    "reciprocal": lambda h, y: (1 / (1 - torch.sigmoid(h))).mean(),
+    "odds": odds,
+    "xlogy": lambda h, y: torch.xlogy(1 - y, 1 - torch.sigmoid(h)).mean(),
+    "squared": squared,
+    "a power": lambda h, y: torch.log(1 - torch.tanh(h / 2) ** 2 + 1e-6).mean(),
+    "focal": focal,
+    "a mean": lambda h, y: torch.log(1 - torch.sigmoid(h.abs()).mean()),
+    "a product": lambda h, y: torch.log(1 - torch.sigmoid(h.abs()).prod(-1)).mean(),
+    "where": lambda h, y: -torch.log(torch.where(y > 0.5, torch.sigmoid(h), 1 - torch.sigmoid(h))).mean(),
+    "nll_loss": lambda h, y: F.nll_loss(torch.log(both(torch.sigmoid(h[:, 0]))), torch.ones(2, dtype=torch.long)),
+    "kl_div": lambda h, y: F.kl_div(torch.log(both(h.sigmoid())), both(y * 0.4 + 0.3), reduction="batchmean"),
+    "written": filled,
+    "out of a checkpoint": lambda h, y: -torch.log(1 - checkpoint(torch.sigmoid, h, use_reentrant=False)).mean(),
+    "into a checkpoint": lambda h, y: checkpoint(lambda p: -torch.log(1 - p), h.sigmoid(), use_reentrant=False).mean(),
+    "finfo.eps": lambda h, y: -torch.log(1 - torch.sigmoid(h) + torch.finfo(torch.sigmoid(h).dtype).eps).mean(),
+    "in place": lambda h, y: -torch.log(1 - h.sigmoid_()).mean(),
+    "clamped": lambda h, y: F.binary_cross_entropy(torch.sigmoid(h).clamp(1e-7, 1 - 1e-7), y),
+    "inverted": lambda h, y: F.binary_cross_entropy(1 - torch.sigmoid(h), 1 - y),
+    "outside of autocast": without_autocast,
+    "Categorical": lambda h, y: Categorical(probs=both(h[:, 0].sigmoid())).log_prob(torch.ones(2)).mean(),
+    "Categorical(softmax)": lambda h, y: Categorical(probs=h.softmax(-1)).log_prob(torch.ones(2)).mean(),
+    "Bernoulli": lambda h, y: Bernoulli(h.sigmoid()).log_prob(y).mean(),
+}
+RETURNED = {
+    "sigmoid": lambda h, y: torch.sigmoid(h),
+    "viewed": lambda h, y: {"p": torch.sigmoid(h).view(4).view(2, 2)},
+    "inverted": lambda h, y: (1 - torch.sigmoid(-h), h),
+    "stacked": lambda h, y: torch.stack([torch.sigmoid(h), 1 - torch.sigmoid(h)])[0],
+    "clamped": lambda h, y: torch.sigmoid(h).clamp(1e-6, 1 - 1e-6),
+    "tanh": lambda h, y: (torch.tanh(h / 2) + 1) / 2,
+    "read as well": lambda h, y: ((p := torch.sigmoid(h)), p @ y),
+}
+
+
+def check(loss, settings, function, x=X, y=Y, tolerance=0.02):
+    """The loss and the gradient of the logits, against float64."""
+    reference, model = Model(function), Model(function)
+    expected = loss(reference.double()(x.double(), y.double()))
+    if expected.requires_grad:
+        expected.backward()
+    example = {"example_inputs": (x, y)} if "example_inputs" in settings else {}
+    converted = fxprec.convert(model, **{"dtype": BF16, **settings, **example}).module
+    found = loss(converted(x, y))
+    found.backward()
+    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=0)
+    gradient = reference.second.weight.grad
+    assert (converted.second.weight.grad - gradient).norm() <= tolerance * gradient.norm()
+
+
+@pytest.mark.parametrize(
+    ("spelling", "settings"),
+    [
+        *((each, {}) for each in POLES),
+        *((each, {"capture": "dynamo"}) for each in ("log", "a power", "clamped")),
+        *((each, {"example_inputs": True, "level": "O2"}) for each in ("log", "odds", "focal", "in place")),
+        *((each, {"dtype": FP16, "scaler": False}) for each in ("log", "squared", "Bernoulli")),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:float16 on a CPU")
+def test_nothing_saturates_before_a_pole(spelling, settings):
+    check(lambda loss: loss, settings, POLES[spelling])
+
+
+@pytest.mark.parametrize("settings", [{}, {"example_inputs": True, "level": "O2"}], ids=str)
+@pytest.mark.parametrize("spelling", RETURNED)
+def test_the_loss_of_returned_probabilities(spelling, settings):
+    def loss(returned):
+        p = returned["p"] if isinstance(returned, dict) else returned[0] if isinstance(returned, tuple) else returned
+        return F.binary_cross_entropy(p, Y.to(p.dtype))
+
+    check(loss, settings, RETURNED[spelling])
+
+
+@pytest.fixture
+def decided(tools):
+    def run(f, **settings):
+        gm = tools.traced(f, torch.randn(4, 4), torch.randn(4, 4))
+        tools.rewritten(gm, tools.context(**settings))
+        return {node.name: node.meta["precision"] for node in gm.graph.nodes if node.op.startswith("call")}, gm
+
+    return run
+
+
+def test_a_pin_says_why(decided):
+    found, _ = decided(lambda x, w: (torch.log(1 - torch.sigmoid(F.linear(x, w))), F.linear(x, w).tanh()))
+    assert found["sigmoid"].why == found["sub"].why == "saturates in low precision before the pole of %log"
+    assert found["tanh"].why == "saturates in low precision, and who gets it may take its logarithm"
+
+
+@pytest.mark.parametrize(
+    ("f", "names"),
+    [
+        (lambda x, w: F.linear(x, w) * torch.sigmoid(F.linear(x, w)), ["sigmoid", "mul"]),
+        (lambda x, w: (F.linear(x, w) * torch.sigmoid(F.linear(x, w))) / 3, ["sigmoid", "truediv"]),
+        (lambda x, w: torch.log(1 + F.linear(torch.tanh(F.linear(x, w)), w).relu()), ["tanh"]),
+        (lambda x, w: x / (F.linear(x, w) * torch.tanh(F.linear(x, w))).norm(), ["tanh", "mul"]),
+        (lambda x, w: F.linear(torch.sigmoid(F.linear(x, w)) ** 2, w), ["sigmoid"]),
+        (lambda x, w: F.linear(torch.dropout(torch.tanh(F.linear(x, w)), 0.1, True), w), ["tanh", "dropout"]),
+    ],
+    ids=["a gate", "a numerator", "a product between", "a gate in a norm", "a square", "hidden"],
+)
+def test_what_reaches_no_pole_stays_low(decided, f, names):
+    found, _ = decided(f)
+    assert {name: found[name].output for name in names} == dict.fromkeys(names, BF16)
+
+
+def test_a_softmax_that_weighs_values_costs_no_cast(decided):
+    def attention(q, v):
+        weights = torch.softmax(F.linear(q, v), -1)
+        return F.linear(torch.dropout(weights, 0.1, True) @ F.linear(q, v), v)
+
+    _, gm = decided(attention)
+    assert [node.name for node in gm.graph.nodes if node.meta.get("inserted")] == [
+        "q_bf16", "v_bf16", "linear_f32", "softmax_bf16", "linear_2_f32"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings", [{"placement": "autocast"}, {"level": "O3"}, {"keep_output_dtype": False}], ids=str
+)
+def test_where_nothing_is_pinned(tools, settings):
+    gm = tools.traced(lambda x, w: torch.sigmoid(F.linear(x, w)), torch.randn(4, 4), torch.randn(4, 4))
+    level = settings.pop("level", "O1")
+    tools.rewritten(gm, tools.context(level, **settings), until="decide")
+    assert next(node for node in gm.graph.nodes if node.name == "sigmoid").meta["precision"].output is BF16
+
+
+def test_returned_probabilities_cost_no_more_casts(decided):
+    _, gm = decided(lambda x, w: torch.sigmoid(F.linear(x, w)))
+    assert [node.name for node in gm.graph.nodes if node.meta.get("inserted")] == ["x_bf16", "w_bf16", "linear_f32"]
+    assert operator.is_(gm.graph.output_node().all_input_nodes[0].target, torch.sigmoid)
