@@ -11,7 +11,7 @@ pinned, as between an exponential and a sum (``pins``); the op that saturates re
 What a module returns is pinned as well where a saturated value is all that it holds: its loss is taken outside, and it
 is cast to FP32 anyway. So is what is written into other memory, or goes into another body or comes out of one. A
 softmax that weighs values (attention) or a sigmoid that gates them reaches no pole: a matrix product ends the search,
-and so does another low value that goes in.
+and so does a weight, or another low value, that goes in.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def saturating_chains(graph: Graph, returns: bool) -> dict[Node, str]:
         row = facts_at(node)
         if row.saturates or _leads_on(node, row, after, low):
             after.add(node)
-        elif row.rule is Rule.LOW or (row.rule in (Rule.FOLLOW, Rule.PROMOTE) and not low.isdisjoint(_floats(node))):
+        elif row.rule is Rule.LOW or notes(node).kind == "parameter":
+            low.add(node)
+        elif row.rule in (Rule.FOLLOW, Rule.PROMOTE) and not low.isdisjoint(_floats(node)):
             low.add(node)
     reasons: dict[Node, str] = {}
     for node in reversed(graph.nodes) if after else ():
