@@ -47,7 +47,6 @@ from fxprec.passes.placement.variables import FP32, LOW, Variables
 from fxprec.passes.placement.walk import GraphWalk
 from fxprec.passes.torch_internals import HigherOrderOperator
 
-
 _LOW_DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
