@@ -56,8 +56,10 @@ def saturating_chains(graph: Graph, returns: bool) -> dict[Node, str]:
 
 
 def _leads_on(node: Node, row: OpRule, after: set[Node], low: set[Node]) -> bool:
-    """Return whether an op makes another saturated value of one, with nothing low beside it."""
+    """Return whether an op makes another saturated value of one, with nothing low and no weight beside it."""
     sources = [*_floats(node)]
+    if row.ports is not None and any(port not in row.ports for port, each in arg_nodes(node) if each in sources):
+        return False
     return _hands_on(node, row) and not after.isdisjoint(sources) and low.isdisjoint(sources)
 
 

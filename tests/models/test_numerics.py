@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.testing._internal import common_methods_invocations
@@ -84,7 +85,10 @@ LOW = torch.bfloat16
 
 
 class Program(NamedTuple):
-    """``function(one, *tensors)``; ``low``: how many of its inputs go through a matmul with ``one``, the identity."""
+    """``function(one, *tensors)``; ``low``: how many of its inputs a matmul with ``one`` gives back, low.
+
+    It sums over two values, of which one is a zero: a product over one value alone is no matter for matrix units.
+    """
 
     function: Callable[..., Any]
     inputs: list[Tensor]
@@ -116,7 +120,7 @@ def program(op: Callable[..., Any], sample: Any, arrival: str) -> Program:
 
     def function(one: Tensor, *tensors: Tensor) -> Any:
         lowered = [
-            torch.matmul(tensor.reshape(-1, 1), one).reshape(low[place]) if place in low else tensor
+            torch.matmul(F.pad(tensor.reshape(-1, 1), (0, 1)), one).reshape(low[place]) if place in low else tensor
             for place, tensor in zip(places, tensors, strict=True)
         ]
         return call(tensors), call(lowered)
@@ -124,7 +128,7 @@ def program(op: Callable[..., Any], sample: Any, arrival: str) -> Program:
     names = ["one", *(f"t{place}" for place in places)]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     function.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
-    return Program(function, [torch.ones(1, 1), *(leaves[place] for place in places)], len(low))
+    return Program(function, [torch.eye(2, 1), *(leaves[place] for place in places)], len(low))
 
 
 def run(function: Callable[..., Any], inputs: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Outcome:
