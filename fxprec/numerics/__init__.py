@@ -15,6 +15,6 @@ from fxprec.numerics.watching.watch import Watcher, watch
 from fxprec.tape.recorder import Decision
 
 __all__ = [
-    "Decision", "Finding", "Ledger", "Magnitudes", "Range", "Ranges", "Route", "Row", "Trip", "Tuned", "Watcher", "audit", "locate",
-    "ranges", "tune", "watch",
+    "Decision", "Finding", "Ledger", "Magnitudes", "Range", "Ranges", "Route", "Row", "Trip", "Tuned", "Watcher",
+    "audit", "locate", "ranges", "tune", "watch",
 ]  # fmt: skip
