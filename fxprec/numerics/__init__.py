@@ -7,12 +7,14 @@ from fxprec.numerics.locate import locate
 from fxprec.numerics.magnitudes import Magnitudes
 from fxprec.numerics.range_table import Range, Ranges
 from fxprec.numerics.ranges import ranges
+from fxprec.numerics.routes import Route
 from fxprec.numerics.tune import tune
 from fxprec.numerics.tuned import Tuned
 from fxprec.numerics.watching.trip import Trip
 from fxprec.numerics.watching.watch import Watcher, watch
+from fxprec.tape.recorder import Decision
 
 __all__ = [
-    "Finding", "Ledger", "Magnitudes", "Range", "Ranges", "Row", "Trip", "Tuned", "Watcher", "audit", "locate",
-    "ranges", "tune", "watch",
+    "Decision", "Finding", "Ledger", "Magnitudes", "Range", "Ranges", "Route", "Row", "Trip", "Tuned", "Watcher",
+    "audit", "locate", "ranges", "tune", "watch",
 ]  # fmt: skip

@@ -390,10 +390,11 @@ class _Books:
         """Remark on an overflow that is no mask and that an op made finite again; None: there is none."""
         if found is not None:
             self._swallowed[found.birth.origin.name] = None
-            self._remarks[
-                f"{found.birth.origin.name} overflows, and {found.name} makes that finite again: what comes of it is "
-                f"the bend of {found.name}; fxprec.numerics.locate tells more"
-            ] = None
+            gives = "overflows" if found.birth.kind == "overflow" else "gives what is no number"
+            self.remark(
+                f"{found.birth.origin.name} {gives}, and {found.name} makes that finite again: what comes of it is the "
+                f"bend of {found.name}; fxprec.numerics.locate tells more"
+            )
 
     def note_gradients(self, names: Sequence[str], apart: _Apart) -> None:
         """The error of each parameter's gradient."""

@@ -213,8 +213,8 @@ class Births(Attribution):
         """Tell whether an op that chooses among elements may have chosen others than it should."""
         return True
 
-    def example(self, call: Call, made: Sequence[Tensor]) -> str:
-        """Show what an op gave that swallowed something; "" where there is nothing to compare with."""
+    def example(self, call: Call, read: Sequence[Tensor], made: Sequence[Tensor]) -> str:
+        """Show what an op made of what it ``read`` that is not finite; "" where there is nothing to compare with."""
         return ""
 
     def _swallow(self, call: Call, inherited: Sequence[tuple[Tensor, Birth]], made: Sequence[Tensor]) -> None:
@@ -231,8 +231,9 @@ class Births(Attribution):
             births = [birth for birth in births if birth.kind == "overflow"] if self.differs(made) else []
         if births:
             first = min(births, key=lambda birth: birth.number)
+            values = [value for value, _ in inherited]
             name = call.origin.name if call.origin.node is not None else call.name.partition("::")[2]
-            self.swallowed.append(Swallow(first, call.origin, name, self.example(call, made)))
+            self.swallowed.append(Swallow(first, call.origin, name, self.example(call, values, made)))
 
     def _inherited(self, leaves: Sequence[Any], written: set[int], given: Sequence[Any]) -> list[tuple[Tensor, Birth]]:
         """The inputs that are not finite, and their births; only of those with one, or that nobody has seen."""

@@ -149,7 +149,7 @@ class Ledger:
         samples: the batches.
         parameters: of gradients: path -> the error of its gradient.
         remarks: what is not as it should be: ops without a float64 kernel, and the like.
-        swallowed: names of nodes, or ops, that overflow, which another op makes finite again: no mask's.
+        swallowed: names of nodes, or ops, that give inf or nan, which another op makes finite again: no masks.
         decisions: numbers that Python read, and that the reference has otherwise, where something comes of that: the
             row "read by Python" has what; all others are of the ops that ran.
         routes: of ``audit(..., routes=True)``: decisions that the reference takes otherwise, and what flips them.

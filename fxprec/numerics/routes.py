@@ -114,15 +114,18 @@ class Routes:
     def _add(self, steps: Sequence[Step], replay: Replay) -> None:
         low = {(number, output): each for number, step in enumerate(steps) for output, each in step.decided.items()}
         exact, stopped = replay.decided((), max((number for number, _ in low), default=-1))
-        flipped = {key: low[key] != each for key, each in exact.items()}
+        flipped = {key: low[key] != each for key, each in exact.items() if each.shape == low[key].shape}
         last = max((number for (number, _), each in flipped.items() if bool(each.any())), default=-1)
         rounding = dict.fromkeys(step.operation.origin for step in steps[: last + 1] if step.rounds)
         alone: dict[Origin, Mapping[tuple[int, int], Tensor]] = {}
-        for origin in rounding:
-            alone[origin], short = replay.decided((origin,), last)
-            stopped = stopped or short
         if stopped is not None:
-            self.remarks[f"routes behind {stopped.name} are not known: its shape is another in the reference"] = None
+            self.remarks[f"routes behind {stopped.name} are not known: shapes are others there"] = None
+        ended: list[str] = []
+        for origin in rounding:
+            alone[origin], end = replay.decided((origin,), last)
+            ended += [] if end is None else [origin.name]
+        if ended:
+            self.remarks[f"not known what the roundings of {', '.join(ended)} flip: in shapes of the run alone"] = None
         for key, each in flipped.items():
             operation = steps[key[0]].operation
             known = self._found[operation.origin, operation.name]
@@ -130,8 +133,9 @@ class Routes:
             known.flipped += int(each.sum())
             left = each.clone()
             for origin, decided in alone.items() if bool(each.any()) else ():
-                same = each & (decided[key] == low[key]) if key in decided else torch.zeros_like(each)
-                left &= ~same if key in decided else same
+                is_known = key in decided and decided[key].shape == each.shape
+                same = each & (decided[key] == low[key]) if is_known else torch.zeros_like(each)
+                left &= ~same if is_known else same
                 known.causes[origin] = known.causes.get(origin, 0) + int(same.sum())
             known.by_none += int(left.sum())
 

@@ -12,6 +12,7 @@ reference has a number there, is not. Masks that the model means (``masks``) are
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -98,11 +99,14 @@ class Compared(Births):
         pairs = [(result.to(exact.dtype), exact) for result in made for exact in (self._exact(result),)]
         return any(bool(((low - exact).abs() > _OTHER * exact.abs()).any()) for low, exact in pairs)
 
-    def example(self, call: Call, made: Sequence[Tensor]) -> str:
-        """``0 where float64 has 0.0031``: of the element that is furthest off."""
-        for result in made if call.name not in ("aten::item", "aten::_local_scalar_dense") else ():
+    def example(self, call: Call, read: Sequence[Tensor], made: Sequence[Tensor]) -> str:
+        """``0 where the reference has 0.0031``: the element furthest off of those that inf or nan came into."""
+        for result in made:
             exact = self._exact(result)
             error = (result.to(exact.dtype) - exact).abs().nan_to_num(0.0)
+            for value in read if torch.Tag.pointwise in call.function.tags else ():
+                with contextlib.suppress(RuntimeError):  # of another shape
+                    error = error * ~value.isfinite().expand(error.shape)
             if bool(error.any()):
                 index = first_of(error == error.max())
                 own, other = (f"{each[index].item():.4g}" for each in (result, exact))

@@ -12,7 +12,7 @@ dtype on the same inputs. Integers and masks are computed anew as well. So a rep
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -108,47 +108,90 @@ class Replay:
     def decided(self, rounds: Container[Origin], last: int) -> tuple[dict[tuple[int, int], Tensor], Origin | None]:
         """What the steps up to ``last`` decide, by step and output, where these places round and no others.
 
-        And the place where it ended before: an op whose results have another shape than in the run, as of the elements
-        that a mask chooses, or that does not run on such.
+        And the place where it ended before: an op that does not run on shapes that are others than in the run, as of
+        the elements that a mask chooses.
         """
-        values: dict[int, Tensor] = {}
+        values = _Values(self._before)
         found: dict[tuple[int, int], Tensor] = {}
         for number, step in enumerate(self._steps[: last + 1]):
             operation = step.operation
             try:
                 results = self._run(step, values)
+                for output, (place, result) in enumerate(zip(operation.outputs, results, strict=True)):
+                    rounding = step.roundings[output] if operation.origin in rounds else None
+                    value = result if rounding is None else result + rounding
+                    values.write(place, value, output < len(operation.fresh))
+                    if output in step.decided:
+                        found[number, output] = result.clone()
             except Exception:  # of shapes that do not fit
                 return found, operation.origin
-            if any(tuple(each.shape) != place.size for each, place in zip(results, operation.outputs, strict=True)):
-                return found, operation.origin
-            for output, (place, result) in enumerate(zip(operation.outputs, results, strict=True)):
-                rounding = step.roundings[output] if operation.origin in rounds else None
-                value = result if rounding is None else result + rounding
-                place.of(self._at(values, place, fresh=output < len(operation.fresh))).copy_(value)
-                if output in step.decided:
-                    found[number, output] = result.clone()
         return found, None
 
-    def _run(self, step: Step, values: dict[int, Tensor]) -> list[Tensor]:
+    def _run(self, step: Step, values: _Values) -> list[Tensor]:
         if step.operation.draws:
             return [*step.drawn]
 
         def read(place: Place, written: bool) -> Tensor:
-            value = place.of(self._at(values, place))
+            value = values.read(place)
             return value.clone() if written else value
 
         with torch.no_grad(), full_fp32():
             return step.operation.run(read, self._memory.reference, step.drawn)
-
-    def _at(self, values: dict[int, Tensor], place: Place, fresh: bool = False) -> Tensor:
-        """The elements of a storage in this replay."""
-        if place.storage not in values:
-            flat = self._before(place)
-            values[place.storage] = torch.zeros_like(flat) if fresh else flat.clone()
-        return values[place.storage]
 
     def _before(self, place: Place) -> Tensor:
         """The elements of a storage as they were before the run, in the reference's dtype; of complex ones pairs."""
         if place.storage not in self._first:
             self._first[place.storage] = self._memory.elements(place)
         return self._first[place.storage]
+
+
+class _Values:
+    """Memory of one replay.
+
+    Args:
+        before: gives the elements of a storage as they were before the run.
+    """
+
+    def __init__(self, before: Callable[[Place], Tensor]) -> None:
+        self._before = before
+        self._flat: dict[int, Tensor] = {}
+        self._other: dict[int, tuple[Place, Tensor]] = {}  # results of another shape: where in the run, and what
+
+    def read(self, place: Place) -> Tensor:
+        """The tensor at a place of the run; in another shape, where what lies there has one."""
+        if place.storage in self._other:
+            return _viewed(place, *self._other[place.storage])
+        if place.storage not in self._flat:
+            self._flat[place.storage] = self._before(place).clone()
+        return place.of(self._flat[place.storage])
+
+    def write(self, place: Place, value: Tensor, fresh: bool) -> None:
+        """Put a value at a place; ``fresh``: of new memory."""
+        if fresh and tuple(value.shape) != place.size:
+            self._other[place.storage] = place, value.contiguous()
+            return
+        if fresh:
+            self._flat[place.storage] = torch.zeros_like(self._before(place))
+        self.read(place).copy_(value)
+
+
+def _viewed(place: Place, made: Place, value: Tensor) -> Tensor:
+    """A view of a value that has another shape than in the run: what the place is there of the one that was made.
+
+    Raises:
+        ValueError: it is none of the whole of some dimensions at one index of the others, or that cannot be told.
+    """
+    if any(size == 1 != other for size, other in zip(made.size, value.shape, strict=True)):
+        raise ValueError(f"which dimension of {made} is longer here cannot be told in a view")
+    sizes, strides, offset, left = [], [], 0, place.offset - made.offset
+    known = {(size, stride): number for number, (size, stride) in enumerate(zip(made.size, made.stride, strict=True))}
+    for size, stride in zip(place.size, place.stride, strict=True):
+        number = known.get((size, stride))
+        if number is None and size != 1:
+            raise ValueError(f"{place} is no plain view of {made}")
+        sizes.append(1 if number is None else value.shape[number])
+        strides.append(1 if number is None else value.stride(number))
+    for stride, number in sorted(((s, n) for (_, s), n in known.items()), reverse=True):
+        steps, left = divmod(left, stride) if stride else (0, left)
+        offset += steps * value.stride(number)
+    return value.as_strided(sizes, strides, offset)

@@ -64,6 +64,17 @@ def decoding():
     return Both(), batches(), F.cross_entropy
 
 
+class Routed(Net):
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h + h.argmax(-1, keepdim=True))
+
+
+def routed():
+    torch.manual_seed(0)
+    return Routed(), [(torch.randn(2048, 16), torch.randint(4, (2048,)))], F.cross_entropy
+
+
 def features():
     return Breaking(), [(x,) for x, _ in batches()]
 
@@ -238,6 +249,8 @@ def test_audit(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["node"] for row in data["rows"]} >= {"linear", "linear_1"}
     status, savings, _ = ran(capsys, "audit", "nets:whole", "--batches", "2", "--savings")
     assert status == 0 and "an override saves" in savings and "an override saves" not in out
+    status, routes, _ = ran(capsys, "audit", "nets:routed", "--batches", "1", "--routes")
+    assert status == 0 and "Route: argmax (nets.py:" in routes
     status, gradients, _ = ran(capsys, "audit", "nets:whole", "--batches", "2", "--gradients")
     assert status == 0 and "gradient" in gradients
 

@@ -139,17 +139,28 @@ def test_a_model_that_decides_as_the_reference_has_no_routes() -> None:
     assert routed(made(torch.tanh), batch()) == ()
 
 
-def test_what_lies_behind_another_shape_is_not_known() -> None:
+def test_what_lies_behind_a_shape_that_depends_on_a_route_is_run_in_the_references_shape() -> None:
     def chosen(h: Tensor) -> Tensor:
-        some = h.flatten()[(h.flatten() > 0.25).nonzero()[:, 0]]
-        return h.argmax(-1) + some.mean()
+        rows, columns = torch.where(h > 0)
+        some = h[rows, columns]
+        made = F.linear(h[rows], torch.eye(6) * 1.1) * some[:, None]
+        return torch.zeros_like(h).index_add(0, rows, made.to(h.dtype)).argmax(-1)
 
-    model = made(chosen)
-    ledger = audit(model, [batch()], F.cross_entropy, routes=True)
-    (remark,) = (each for each in ledger.remarks if each.startswith("routes behind "))
-    assert remark.endswith("are not known: its shape is another in the reference")
-    route, behind = ledger.routes
-    assert route.node == "gt" and route.causes and behind.node == "argmax" and behind.by_none == 0
+    ledger = audit(made(chosen), [batch()], F.cross_entropy, routes=True)
+    gt, argmax = ledger.routes
+    assert (gt.node, argmax.node) == ("gt", "argmax") and gt.causes and argmax.causes
+    (remark,) = (each for each in ledger.remarks if each.startswith("not known what the roundings of "))
+    assert "linear" in remark, "its rounding has the shape of the run"
+
+
+def test_what_does_not_run_in_another_shape_is_not_known() -> None:
+    def chosen(h: Tensor) -> Tensor:
+        some = h.flatten()[(h.flatten() > 0).nonzero()[:, 0]]
+        return (h + (some * torch.arange(len(some))).mean()).argmax(-1)
+
+    ledger = audit(made(chosen), [batch()], F.cross_entropy, routes=True)
+    assert any(each.startswith("routes behind mul are not known") for each in ledger.remarks)
+    assert [route.node for route in ledger.routes] == ["gt"]
 
 
 def test_a_router_of_experts() -> None:

@@ -175,6 +175,20 @@ def test_what_was_swallowed_is_told_beside_the_loss() -> None:
     assert low == pytest.approx(1.3136, rel=1e-4) and reference == pytest.approx(1.27789, rel=1e-4)
 
 
+def test_an_element_is_shown_that_the_overflow_came_into() -> None:
+    """Of others roundings are larger."""
+    found = located(made(lambda h: h / (1 + (h.abs() * 100).half() ** 3)), batch())
+    assert found is not None and re.search(r"truediv \(.*\) gives -?0 where the reference has ", str(found))
+
+
+def test_a_logarithm_of_what_became_0_is_found_where_it_is_clamped() -> None:
+    model, given = made(lambda h: h + (1 - (h * 20).sigmoid()).log().clamp(min=-100)), batch()
+    found = located(model, given)
+    assert found is not None and (found.op, found.kind, found.swallowed) == ("log", "invalid", "clamp")
+    assert any(re.search(r"gives -100 where the reference has -\d+\.", remark) for remark in found.remarks)
+    assert checked(model, given)[0].startswith("log gives what is no number, and clamp makes that finite again")
+
+
 def test_what_comes_of_it_later_is_not_blamed() -> None:
     model = made(lambda h: h + (1 / scores(h).diagonal()).log()[:, None])
     found = located(model, batch(1e3))
