@@ -303,11 +303,15 @@ def shown(settings: Settings, tried: Tried) -> str:
             policy = f'fxprec.Policy("{level}", policy.overrides, policy.rules)'
     defaults = {each.name: each.default for each in fields(settings)}
     others = {name: getattr(settings, name) for name in _REPEATED if getattr(settings, name) != defaults[name]}
-    further = "".join(
-        f", {name}={value!r}" if isinstance(value, bool | str | tuple) else f", {name}={name}"
-        for name, value in others.items()
-    )
+    further = "".join(f", {name}={_written(name, value)}" for name, value in others.items())
     return f"fxprec.convert(model, dtype={tried.changed.get('dtype', settings.dtype)}, policy={policy}{further})"
+
+
+def _written(name: str, value: object) -> str:
+    """Return a setting in Python; what has no short form under the name of the argument."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    return repr(value) if isinstance(value, bool | tuple) else name
 
 
 def in_bfloat16(step: Step) -> str:
