@@ -19,7 +19,7 @@ import pathlib
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Final
 
@@ -38,8 +38,11 @@ from fxprec.numerics.problem import Batch
 
 __all__ = ["KINDS", "Judged", "judged", "main", "rank"]
 
-#: Name of the kind -> the tiny model that stands for it.
-KINDS: Final = {"gpt": "gpt", "resnet": "resnet50", "moe": "routed", "recurrent": "loop", "unet": "unet"}
+#: Name of the kind -> the tiny model that stands for it, and how many of its batches make one: of hundreds of rows one
+#: goes to another expert in low precision, and batches of a few rows would hardly show any.
+KINDS: Final = {
+    "gpt": ("gpt", 1), "resnet": ("resnet50", 1), "moe": ("routed", 32), "recurrent": ("loop", 1), "unet": ("unet", 1),
+}  # fmt: skip
 _BATCHES: Final = 96
 _HELD_OUT: Final = 2048
 _OVERRIDES: Final = 10
@@ -52,6 +55,7 @@ class Override:
     nodes: tuple[str, ...]
     share: float
     saves: float
+    saves_error: float
     held_out: float
     error: float
 
@@ -98,11 +102,15 @@ def judged(name: str, subject: Subject, batches: int, held_out: int, overrides: 
     left = {nodes: (_losses(subject, _converted(subject, nodes), unseen) - exact).square() for nodes in rows}
     found = tuple(
         Override(
-            nodes, max(each.share for each in ledger.rows if each.override == nodes), float(row.saves or 0.0),
-            *_saved(start, left[nodes]),
+            nodes=nodes,
+            share=max(each.share for each in ledger.rows if each.override == nodes),
+            saves=row.saves or 0.0,
+            saves_error=row.saves_error or 0.0,
+            held_out=_saved(start, left[nodes])[0],
+            error=_saved(start, left[nodes])[1],
         )
         for nodes, row in rows.items()
-    )  # fmt: skip
+    )
     truth = [each.held_out for each in found]
     halves = [[_saved(start[k::2], left[nodes][k::2])[0] for nodes in rows] for k in (0, 1)]
     apart = []
@@ -118,6 +126,18 @@ def judged(name: str, subject: Subject, batches: int, held_out: int, overrides: 
         name, found, rank([each.share for each in found], truth), rank([each.saves for each in found], truth),
         rank(*halves), len(apart), *right,
     )  # fmt: skip
+
+
+def of_kind(name: str) -> Subject:
+    """Return the model of a kind, with its batches."""
+    model, count = KINDS[name]
+    subject = small(model)
+
+    def batch(seed: int) -> Batch:
+        parts = [subject.batch(count * seed + each) for each in range(count)]
+        return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+    return replace(subject, batch=batch)
 
 
 def _converted(subject: Subject, nodes: tuple[str, ...]) -> nn.Module:
@@ -182,10 +202,10 @@ def main(arguments: list[str] | None = None) -> int:
     with warnings.catch_warnings(), one_core():
         warnings.simplefilter("ignore")
         for name in names:
-            one = judged(name, small(KINDS[name]), options.batches, options.held_out, options.overrides)
+            one = judged(name, of_kind(name), options.batches, options.held_out, options.overrides)
             found.append(one)
             for each in sorted(one.overrides, key=lambda each: -each.held_out):
-                said = f"share {each.share:.1%}, saves {each.saves:.1%}"
+                said = f"share {each.share:.1%}, saves {each.saves:.1%} ± {each.saves_error:.1%}"
                 truth = f"held-out batches {each.held_out:.1%} ± {each.error:.1%}"
                 console.print(f"{name}: {', '.join(each.nodes)}: {said}, {truth}", highlight=False, soft_wrap=True)
     console.print(table(found))

@@ -42,7 +42,7 @@ from fxprec.tape.nodes import NodeOf
 from fxprec.torch_internals import tree_map_only
 
 #: Copies of a model that are converted and run in search of a cure.
-_MOST_TRIES: Final = 24
+_MOST_TRIES: Final = 16
 #: Faults of equal layers that are cured one by one, before their layers are taken together.
 _MOST_ALIKE: Final = 4
 #: How often a module's parent is taken in its place.
@@ -53,11 +53,17 @@ _MOST_LINES: Final = 4
 _HEADROOM: Final = 2
 #: Arguments of ``fxprec.convert`` besides dtype and policy that a cure repeats where they are not the default.
 _REPEATED: Final = ("placement", "lower", "fuse", "capture", "executor", "keep_output_dtype", "methods")
+_ALL_FP32: Final = (
+    'fxprec.convert(model, policy=fxprec.Policy.preset("O0"))  '
+    "# the original's step is finite; no copy of the model could be converted to try less"
+)
 LOW: Final = (torch.float16, torch.bfloat16)
 _LIMIT: Final = torch.finfo(torch.float16).max
 
 #: Kind and pattern of overrides: what is to be in FP32.
 Chosen = dict[tuple[str, str], None]
+#: A fault that is left, and the loss scale at which none is.
+Left = tuple[Birth | None, float | None]
 #: What a fault wants in FP32.
 Width = Callable[[Birth], list[tuple[str, str]]]
 
@@ -78,8 +84,8 @@ class Tried(NamedTuple):
     """A change of the conversion with which the step is finite.
 
     Attributes:
-        changed: of the settings.
-        chosen: the overrides that it adds; None: it is no such change.
+        changed: of the settings, but for overrides.
+        chosen: the overrides that it adds; None: there are none.
         scale: the loss scale at which the step is finite.
     """
 
@@ -98,7 +104,7 @@ def policy_cure(step: Step, birth: Birth, fails_in_fp32: bool) -> Cure | None:
         return None
     tried = Search(step, wide).cure(birth)
     if tried is None:
-        return None
+        return None if fails_in_fp32 or _is_users_cast(birth) else Cure(_ALL_FP32)
     settings = conversion_of(step.model).settings
     comments = []
     if tried.scale != step.scale:
@@ -118,7 +124,7 @@ def code_cure(step: Step, birth: Birth) -> str:
     row = facts_of(op)
     source = source_line(node) if node is not None else short_paths(birth.origin.source)
     at = f"in place of {op}" + (f" ({source})" if source else "")
-    if birth.kind == "overflow" and not (row.guard and (row.exponential or row.same)):
+    if birth.kind == "overflow" and not (row.guard and row.exponential) and not _is_users_cast(birth):
         clamps = clamped_lines(step, birth)
         if clamps:
             return clamps
@@ -156,6 +162,7 @@ class Search:
     most: int = _MOST_TRIES
     _tried: int = field(default=0, init=False)
     _repeated: bool = field(default=False, init=False)
+    _known: dict[frozenset[tuple[str, str]], Left] = field(default_factory=dict, init=False)
 
     def cure(self, birth: Birth) -> Tried | None:
         """Return the first change that cures; None: none does, or there are too many to try."""
@@ -188,10 +195,9 @@ class Search:
             if len(more) == len(chosen) or alike[kind] > _MOST_ALIKE:
                 return None
             chosen = more
-            changed = {"policy": overridden(conversion_of(self.step.model).settings.policy, chosen)}
-            left, scale = self._left(changed)
+            left, scale = self._in_fp32(chosen)
             if scale is not None:
-                return Tried(changed, chosen, scale)
+                return Tried({}, chosen, scale)
         return None
 
     def _narrowed(self, found: Tried) -> Tried:
@@ -199,19 +205,29 @@ class Search:
         for key in found.chosen if found.chosen is not None and len(found.chosen) > 1 else ():
             assert found.chosen is not None
             fewer = {other: None for other in found.chosen if other != key}
-            changed = {"policy": overridden(conversion_of(self.step.model).settings.policy, fewer)}
-            if fewer and self._tried < self.most and self._left(changed)[1] == found.scale:
-                found = Tried(changed, fewer, found.scale)
+            if fewer and self._tried < self.most and self._in_fp32(fewer)[1] == found.scale:
+                found = Tried({}, fewer, found.scale)
         return found
 
-    def _left(self, changed: Mapping[str, Any]) -> tuple[Birth | None, float | None]:
+    def _in_fp32(self, chosen: Chosen) -> Left:
+        """Return what is left with that in FP32; no set is tried twice."""
+        key = frozenset(chosen)
+        if key not in self._known:
+            policy = overridden(conversion_of(self.step.model).settings.policy, chosen)
+            self._known[key] = self._left({"policy": policy})
+        return self._known[key]
+
+    def _left(self, changed: Mapping[str, Any]) -> Left:
         """Return the fault that a changed copy has; and a loss scale at which it has none, or none but ``beyond``."""
         self._tried += 1
         try:
             trial = self.step.on(converted_anew(self.step.model, **changed))
             fault = trial.watched(flushed=False).fault
-        except FxprecError:  # a name that matches nothing there: a node that writes in place, say
-            return None, None
+        except (
+            FxprecError,
+            RuntimeError,
+        ):  # a name that matches nothing there, as of a node that writes in place; dtypes
+            return None, None  # that the model's own code does not mix
         if fault is None or (self.beyond is not None and fault[0].origin.name == self.beyond.origin.name):
             return None, self.step.scale
         return fault[0], smaller_scale(trial, fault[0])
@@ -287,11 +303,15 @@ def shown(settings: Settings, tried: Tried) -> str:
             policy = f'fxprec.Policy("{level}", policy.overrides, policy.rules)'
     defaults = {each.name: each.default for each in fields(settings)}
     others = {name: getattr(settings, name) for name in _REPEATED if getattr(settings, name) != defaults[name]}
-    further = "".join(
-        f", {name}={value!r}" if isinstance(value, bool | str | tuple) else f", {name}={name}"
-        for name, value in others.items()
-    )
+    further = "".join(f", {name}={_written(name, value)}" for name, value in others.items())
     return f"fxprec.convert(model, dtype={tried.changed.get('dtype', settings.dtype)}, policy={policy}{further})"
+
+
+def _written(name: str, value: object) -> str:
+    """Return a setting in Python; what has no short form under the name of the argument."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    return repr(value) if isinstance(value, bool | tuple) else name
 
 
 def in_bfloat16(step: Step) -> str:
@@ -335,12 +355,21 @@ def readers(node: Node) -> list[Node]:
 def _near(node: Node, near: Callable[[Node], Iterable[Node]]) -> list[Node]:
     found: list[Node] = []
     for each in near(node):
-        row = facts_of(notes(each).op.name)
-        if each.target in CASTS or (row.view and row.rule is Rule.FOLLOW and [*near(each)]):
+        if each.target in CASTS or (_is_view(each) and [*near(each)]):
             found += _near(each, near)
         elif each.op not in ("placeholder", "output"):
             found.append(each)
     return found
+
+
+def _is_users_cast(birth: Birth) -> bool:
+    row = facts_of(_canonical(birth))
+    return row.same and bool(row.guard)
+
+
+def _is_view(node: Node) -> bool:
+    row = facts_of(notes(node).op.name)
+    return row.view and row.rule is Rule.FOLLOW
 
 
 def _canonical(birth: Birth) -> str:
@@ -379,9 +408,9 @@ class _Line(NamedTuple):
 
 
 def _line_of(birth: Birth) -> _Line | None:
-    """Return the line of the user's that computes a value which is too large; of a cast the one that is cast."""
+    """Return the line of the user's that computes a value which is too large; of casts and views what they read."""
     node = birth.origin.node
-    while node is not None and node.target in CASTS:
+    while node is not None and (node.target in CASTS or (_is_view(node) and node.all_input_nodes)):
         node = next(iter(node.all_input_nodes), None)
     if node is None or birth.origin.backward or not is_own_code(node):
         return None

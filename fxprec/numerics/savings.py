@@ -7,15 +7,16 @@ after the other::
     linear_1, its weight's low copy, the cast of its input    -> nodes={"linear_1": torch.float32}, for all three rows
     a copy with that, on the same batches                     -> the mean square error that it has
 
-Both errors are, of each batch, the sum of squared roundings and the square of all bends together. Roundings are as good
-as independent, so that says the mean square error of other batches with less noise than the error of this one. Of
-outputs and gradients, whose error has many elements, it is the error itself.
+What is gone of a loss's error is told with little noise. Roundings are as good as independent, so a mean square error
+is the sum of their squares, and of the square of all bends together. Those of nodes that are and feed the same in both
+models are equal but for chance: only what differs counts. Of outputs and gradients, whose error has many elements, it
+is the error itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -67,13 +68,18 @@ def with_savings(problem: Problem, ledger: Ledger, batches: Sequence[Batch], aud
         if names:
             shares[names] = shares.get(names, 0.0) + (row.squares + bends * row.bend**2) / total
     chosen = sorted(shares, key=lambda names: -shares[names])[:most]
-    start = [mean_square(audited(problem, batch)) for batch in batches]
+    before = [audited(problem, batch) for batch in batches]
+    start, own = [mean_square(each) for each in before], _signatures(problem.model)
     measured: dict[Names, tuple[float, float | None]] = {}
     for names in chosen if any(start) else ():
         policy = overridden(conversion_of(problem.model).settings.policy, (("nodes", name) for name in names))
         try:
             trial = replace(problem, model=converted_anew(problem.model, policy=policy))
-            measured[names] = saved(start, [mean_square(audited(trial, batch)) for batch in batches])
+            after = [audited(trial, batch) for batch in batches]
+            other = _signatures(trial.model)
+            same = {name for name in own if own[name] == other.get(name)}
+            gone = [_gone(one, two, same) for one, two in zip(before, after, strict=True)]
+            measured[names] = saved(start, gone)
         except (FxprecError, ValueError):  # a node has another name where it is in FP32; an error that is not finite
             continue
     rows = [
@@ -98,19 +104,43 @@ def mean_square(ledger: Ledger) -> float:
     return sum(row.squares for row in ledger.rows) + sum(row.bend for row in ledger.rows) ** 2
 
 
-def saved(start: Sequence[float], left: Sequence[float]) -> tuple[float, float | None]:
+def _gone(before: Ledger, after: Ledger, same: Container[str]) -> float:
+    """Return how much less the mean square error of one batch is; ``same``: nodes and weights that did not change."""
+    if before.target != "loss":
+        return before.measured**2 - after.measured**2
+    squares = [sum(row.squares for row in each.rows if row.node not in same) for each in (before, after)]
+    bends = [sum(row.bend for row in each.rows) ** 2 for each in (before, after)]
+    return squares[0] - squares[1] + bends[0] - bends[1]
+
+
+def _signatures(model: nn.Module) -> dict[str, frozenset[object]]:
+    """Return of each node and weight what its roundings depend on: its dtypes, and who reads them."""
+    nodes, weights = _nodes(model)
+    found: dict[str, set[object]] = {}
+    for (_, name), node in nodes.items():
+        precision = notes(node).precision
+        readers_of = frozenset(user.name for user in node.users)
+        found.setdefault(name, set()).add((precision.compute, precision.output, readers_of))
+    for path, own in weights.items():
+        read = frozenset((each.name, notes(each).precision.compute) for node in own for each in readers(node))
+        found.setdefault(path, set()).add(read)
+    return {name: frozenset(each) for name, each in found.items()}
+
+
+def saved(start: Sequence[float], gone: Sequence[float]) -> tuple[float, float | None]:
     """Return the part of the sum of errors that is gone, and its standard error (jackknife over batches).
 
     Args:
         start: mean square errors of the batches.
-        left: those of the same batches with the override.
+        gone: how much less they are with the override.
     """
-    whole, rest, count = sum(start), sum(left), len(start)
+    whole, less, count = sum(start), sum(gone), len(start)
     if count < 2:
-        return 1 - rest / whole, None
-    without = [1 - (rest - own) / (whole - other) for own, other in zip(left, start, strict=True) if whole > other]
+        return less / whole, None
+    pairs = zip(gone, start, strict=True)
+    without = [(less - own) / (whole - other) for own, other in pairs if whole > other]
     mean = sum(without) / len(without)
-    return 1 - rest / whole, math.sqrt((count - 1) / count * sum((each - mean) ** 2 for each in without))
+    return less / whole, math.sqrt((count - 1) / count * sum((each - mean) ** 2 for each in without))
 
 
 def _nodes(model: nn.Module) -> tuple[Mapping[tuple[int, str], Node], Mapping[str, list[Node]]]:
@@ -146,7 +176,7 @@ def _deciding(index: Node) -> list[Node]:
     seen, left = {index}, [index]
     while left:
         for each in left.pop().all_input_nodes:
-            if each not in seen:
+            if each not in seen and isinstance(notes(each).dtype, torch.dtype | tuple):  # and no size
                 seen.add(each)
                 low = notes(each).precision.compute in LOW and each.target not in CASTS
                 (found if low and not facts_of(notes(each).op.name).view else left).append(each)

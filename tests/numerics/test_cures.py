@@ -140,6 +140,34 @@ def test_gradients_that_no_scale_keeps_in_range_want_bfloat16() -> None:
     assert locate(model, batch(), loss) is None
 
 
+def test_a_model_that_cannot_be_copied_is_cured_in_fp32() -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(8, 4)
+            self.held = torch.ones(8, requires_grad=True) * 2  # no leaf: it has no deepcopy
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(F.linear(F.linear(x, torch.eye(8) * 300), torch.eye(8) * 300) * 1e-5)
+
+    torch.manual_seed(0)
+    model = converted(Held(), {"dtype": torch.float16})
+    found = found_in(model)
+    assert found is not None and "no copy of the model could be converted" in found.cure
+    fxprec.revert(model)
+    eval(found.cure, {"fxprec": fxprec, "torch": torch, "model": model})
+    assert is_sound(model)
+
+
+def test_a_cast_of_the_users_behind_which_the_original_cannot_run_is_cured_at_the_cast() -> None:
+    """The last layer's weight is FP32 and its input float16: eager torch refuses that, and a conversion does not."""
+    fault = between(lambda h, call: call(F.linear(h, torch.ones(8, 8)) * 1e6) * 1e-3, torch.Tensor.half)
+    model, settings = made(fault)
+    found = found_in(converted(model, settings))
+    assert found is not None and not found.fails_in_fp32 and "the model itself casts to float16" in found.cure
+    assert is_sound(by_code(fault, found.cure))
+
+
 @pytest.mark.parametrize("mask", [-1e4, None])
 def test_a_row_that_is_masked_as_a_whole(mask: float | None) -> None:
     hidden = torch.zeros(4, 8, dtype=torch.bool)
