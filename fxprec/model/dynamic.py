@@ -26,16 +26,13 @@ from fxprec.capture.locks import CAPTURING
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import rewrite
-from fxprec.model.net import turn_off, under_others, without_net
+from fxprec.model.net import RUNS_FP32, turn_off, under_others, without_net
 from fxprec.model.roles import Method
 from fxprec.programs.calls import Calls, Ran
 from fxprec.programs.dynamo_programs import ArgumentProgram, ProgramsByMemory
 from fxprec.programs.first_call import form_of_call
 from fxprec.programs.memory import mark_all_shared, mark_shared
 from fxprec.programs.program import Program
-
-#: Said of code between graphs that runs without the net.
-IN_FP32 = "it runs in FP32, since autocast has few kernels for sparse tensors"
 
 
 class LeftToNet(Exception):
@@ -183,7 +180,9 @@ class DynamicGraphs:
 
     def in_net(self, where: str, why: str) -> None:
         """Code outside our graphs, and the reason."""
-        self.net_notes.setdefault(where, f"{why}; {IN_FP32}" if self._sparse else why)
+        if self._sparse:
+            why = f"{why}; {RUNS_FP32} autocast has few kernels for sparse tensors"
+        self.net_notes.setdefault(where, why)
 
     def _after(
         self, error: RuntimeError, model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

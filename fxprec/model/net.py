@@ -12,8 +12,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Final
 
 import torch
+
+#: Begins the reason of what runs outside of the graphs without autocast.
+RUNS_FP32: Final = "it runs in FP32, since"
 
 
 class _Nets(threading.local):
