@@ -96,6 +96,8 @@ class _Walk:
                     info = value_dtype(node.meta.get("val"))  # the user's own autocast says it
                 annotations.numel = numel_of(node.meta.get("val"))
             annotations.dtype = info
+            if node.op.startswith("call") and _gives_sparse(node):
+                annotations.sparse = True
             annotations.scalar = is_zero_dim(node)
         return returned
 
@@ -112,6 +114,8 @@ class _Walk:
         if not isinstance(value, torch.Tensor):
             return NON_TENSOR
         annotations.sizes = tuple(value.shape)
+        if value.layout is not torch.strided:
+            annotations.sparse = True
         return value.dtype
 
     def _call(self, node: Node) -> DTypeInfo:
@@ -204,6 +208,18 @@ def _gives_no_tensor(node: Node) -> bool:
     if overload is None:
         return not node.users
     return not any("Tensor" in str(result.type) for result in schema_of(overload).returns)
+
+
+def _gives_sparse(node: Node) -> bool:
+    """Return whether the result may be a sparse tensor."""
+    facts = facts_of(notes(node).op.name)
+    if facts.layout is not None and facts.layout != "mixed":
+        return facts.layout == "sparse"
+    tensors = [notes(source).sparse for source in node.all_input_nodes if notes(source).dtype is not NON_TENSOR]
+    if not any(tensors) or notes(node).dtype is NON_TENSOR:
+        return False
+    mixed = facts.layout == "mixed" or rule_of(notes(node).op.name) is None
+    return all(tensors) if mixed else True
 
 
 def _is_index(node: Node) -> bool:

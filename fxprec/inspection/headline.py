@@ -11,6 +11,7 @@ from fxprec.inspection.figures import Activations, Weights, count, size_text
 from fxprec.inspection.layers import folded
 from fxprec.inspection.rehearsal import Memory, Rehearsal, Traffic
 from fxprec.inspection.text import columns, plain, titled
+from fxprec.model.net import RUNS_FP32
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -184,8 +185,9 @@ class Headline:
             "graphs",
             f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}{apart}",
         )
-        how = "as it is" if self.settings.startswith("O0") else "under torch.autocast"
-        for what in _first("outside", [f"{where}: {why} (runs {how})" for where, why in self.net.items()]):
+        how = " (runs as it is)" if self.settings.startswith("O0") else " (runs under torch.autocast)"
+        outside = [f"{where}: {why}" + ("" if RUNS_FP32 in why else how) for where, why in self.net.items()]
+        for what in _first("outside", outside):
             yield "outside", what
         for label, found in (
             ("not static", self.not_static),

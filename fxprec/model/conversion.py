@@ -32,13 +32,13 @@ from fxprec.errors import (
     SeveralGraphsError,
     UnusedSettingWarning,
 )
-from fxprec.kernels.launch.observers import unwatched
+from fxprec.kernels.launch.observers import TRANSFORM, unwatched, watcher
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import Captured, rewrite
 from fxprec.model.dynamic import LeftToNet
 from fxprec.model.entry_point import MOST_RESTARTS, EntryPoint
 from fxprec.model.method_names import MethodName
-from fxprec.model.net import Net, inside_net
+from fxprec.model.net import RUNS_FP32, Net, inside_net
 from fxprec.model.reminders import Reminders
 from fxprec.model.static import OtherDtypes, StaticEntry
 from fxprec.model.twins import twin_of
@@ -52,6 +52,7 @@ from fxprec.programs.call_form import CallForm, form_of_key
 from fxprec.programs.packed_weights import PackedWeights
 from fxprec.settings import Settings
 from fxprec.shadows import ShadowStore
+from fxprec.torch_internals import BatchNorm
 
 #: The attribute of a converted module that holds its conversion.
 STATE: Final = "_fxprec"
@@ -237,7 +238,7 @@ class Conversion:
                 return self._run(entry, model, module, args, kwargs)
             why = f"{what}, after {MOST_RESTARTS} changes of that kind"
         if why is not None:
-            return self.run_in_net(entry, module, args, kwargs, why)
+            return self.run_in_net(entry, module, args, kwargs, why, low=not self._norm_is_transformed(model))
         dynamic = entry.dynamic
         known, calls, first, entry.called = len(self.net), self.calls, not entry.called, True
         try:
@@ -283,11 +284,29 @@ class Conversion:
         self.in_net(entry.whole, "its weights are low themselves by now: it runs in their dtype, as it stands")
         return entry.unbound(entry.stand_in(module), *args, **kwargs)
 
+    def _norm_is_transformed(self, model: nn.Module) -> bool:
+        """Return whether a transform of ``torch.func`` would meet a batch norm of low images and FP32 statistics."""
+        if self.frozen is not None or self.settings.policy.lowers_parameters or watcher(TRANSFORM) is None:
+            return False
+        return any(isinstance(module, BatchNorm) for module in model.modules())
+
     def run_in_net(
-        self, entry: EntryPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: str
+        self,
+        entry: EntryPoint,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        why: str,
+        low: bool = True,
     ) -> Any:
-        """The original method under torch.autocast: lowered, though not by our graphs. Recorded."""
-        with self.net_context():
+        """The original method under torch.autocast: lowered, though not by our graphs. Recorded.
+
+        Args:
+            low: False: without autocast.
+        """
+        if not low:
+            why = f"{why}; {RUNS_FP32} torch.func has no derivatives of a batch norm with low images"
+        with self.net_context() if low else contextlib.nullcontext():
             output = entry.unbound(entry.stand_in(module), *args, **kwargs)
         self.in_net(entry.whole, why)
         return self.restored(output, args, kwargs)

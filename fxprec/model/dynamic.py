@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fxprec.capture.dynamo import analysis as dynamo
@@ -25,7 +26,7 @@ from fxprec.capture.locks import CAPTURING
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import rewrite
-from fxprec.model.net import under_others, without_net
+from fxprec.model.net import RUNS_FP32, turn_off, under_others, without_net
 from fxprec.model.roles import Method
 from fxprec.programs.calls import Calls, Ran
 from fxprec.programs.dynamo_programs import ArgumentProgram, ProgramsByMemory
@@ -56,6 +57,7 @@ class DynamicGraphs:
         self.seeing_through = entry.conversion.wrappers.compiled
         self._capture: dynamo.DynamoCapture | None = None
         self._under_net = True
+        self._sparse: bool | None = None  # whether a call met a sparse tensor; None: nobody looked at the model's yet
         self._model: weakref.ref[nn.Module] | None = None
         self._ties: Ties | None = None
         self.found: list[tuple[GraphModule, Program, bool, Calls]] = []
@@ -78,6 +80,9 @@ class DynamicGraphs:
                 self._model = weakref.ref(model)
                 self._ties = self._ties or Ties(slots_of(model))
                 capture = self._capture = self._capture or dynamo.DynamoCapture(self._entry.unbound, self)
+        if not self._sparse and not self._entry.conversion.settings.policy.lowers_parameters:
+            known = () if self._sparse is False else (*model.parameters(), *model.buffers())
+            self._sparse = _any_sparse((*known, *args, *kwargs.values()))
         with self._ran.noted() as ran:
             output = self._run(capture, model, module, args, kwargs)
             self._calls += 1
@@ -109,7 +114,7 @@ class DynamicGraphs:
     ) -> Any:
         try:
             with contextlib.ExitStack() as stack:
-                if self._under_net:
+                if self._under_net and not self._sparse:
                     stack.enter_context(self._entry.conversion.net_context())
                 if self._entry.conversion.store.come_and_go:
                     stack.enter_context(frames_of_shards(model))
@@ -163,12 +168,20 @@ class DynamicGraphs:
         """A context in which autocast is as it is outside of the net."""
         return without_net()
 
+    def met_sparse(self) -> None:
+        """Go on without the net, in this call and in later ones. (But at O3, whose low weights need it.)"""
+        if not self._sparse and not self._entry.conversion.settings.policy.lowers_parameters:
+            self._sparse = True
+            turn_off()
+
     def under_others(self) -> str:
         """Why the frame that is about to run is none of ours."""
         return "it runs under torch.autocast of the user's own, as that says" if under_others() else ""
 
     def in_net(self, where: str, why: str) -> None:
         """Code outside our graphs, and the reason."""
+        if self._sparse:
+            why = f"{why}; {RUNS_FP32} autocast has few kernels for sparse tensors"
         self.net_notes.setdefault(where, why)
 
     def _after(
@@ -203,3 +216,8 @@ class DynamicGraphs:
         self._capture, self._under_net = capture, False
         self.net_notes = {}
         return output
+
+
+def _any_sparse(values: Sequence[Any]) -> bool:
+    """Return whether one of these is a sparse tensor."""
+    return any(isinstance(value, Tensor) and value.layout is not torch.strided for value in values)

@@ -12,8 +12,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Final
 
 import torch
+
+#: Begins the reason of what runs outside of the graphs without autocast.
+RUNS_FP32: Final = "it runs in FP32, since"
 
 
 class _Nets(threading.local):
@@ -34,6 +38,14 @@ def under_others() -> bool:
     return bool(_nets.open) and not _nets.open[-1].is_on()
 
 
+def turn_off() -> None:
+    """Have autocast off for the rest of the innermost net."""
+    if _nets.open:
+        net = _nets.open[-1]
+        net.enabled = False
+        net.set(False, *net.before[1:])
+
+
 @contextlib.contextmanager
 def without_net() -> Iterator[None]:
     """Have autocast off within the block, and its settings as they were before the first net."""
@@ -52,13 +64,13 @@ def without_net() -> Iterator[None]:
 class Net:
     """A context in which autocast is on; one object an entry."""
 
-    __slots__ = ("_device", "_dtype", "before")
+    __slots__ = ("_device", "_dtype", "before", "enabled")
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
 
     def __enter__(self) -> None:
-        self.before = self.state()
+        self.before, self.enabled = self.state(), True
         self.set(True, self._dtype, False)
         _nets.open.append(self)
 
@@ -74,6 +86,8 @@ class Net:
 
     def is_on(self) -> bool:
         """Return whether autocast is as this net set it."""
+        if not self.enabled:
+            return not torch.is_autocast_enabled(self._device)
         return torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device) is self._dtype
 
     def set(self, enabled: bool, dtype: torch.dtype, cached: bool) -> None:

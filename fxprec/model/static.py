@@ -52,7 +52,7 @@ class StaticEntry:
     dtypes it was rewritten for; None: FP32 floats were assumed. ``memory``: how the inputs and the weights in
     ``watched`` share memory; None: the graph writes to none of them. ``most``: where regions were left out because they
     are small, elements of each input up to which they are (``few_elements``). ``wants_sizes``: regions would have been
-    left out if sizes had been known.
+    left out if sizes had been known. ``layouts``: of the inputs, where one is sparse.
     """
 
     captured: Captured
@@ -65,6 +65,7 @@ class StaticEntry:
     memory: SharedMemory | None
     most: tuple[int, ...] | None
     wants_sizes: bool
+    layouts: tuple[torch.layout, ...] | None = None
 
     @classmethod
     def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
@@ -81,7 +82,19 @@ class StaticEntry:
         if left is not None and tensors is not None:
             most = tuple(grows_to(tensor.numel(), left) for tensor in tensors)
         wanted = tensors is None and wants_sizes(captured.gm)
-        return cls(captured, low, plain, low_dtypes, plain_dtypes, dtypes, watched, memory, most, wanted)
+        return cls(
+            captured,
+            low,
+            plain,
+            low_dtypes,
+            plain_dtypes,
+            dtypes,
+            watched,
+            memory,
+            most,
+            wanted,
+            _layouts(tensors or ()),
+        )
 
     def is_outgrown(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether regions gain for inputs of these sizes that were left out."""
@@ -104,6 +117,8 @@ class StaticEntry:
                     if tensor.dtype not in _ASSUMED or not tensor.dim():
                         return False
             elif self.dtypes != tuple([tensor.dtype for tensor in tensors]):
+                return False
+            if self.layouts != _layouts(tensors):
                 return False
         if self.captured.guards.failing() is not None:  # type: ignore[union-attr]
             return False
@@ -244,6 +259,14 @@ class StaticGraphs:
             return f"another value of the argument '{changing[0]}'"
         failing = [entry.captured.guards.failing() for entry in self._entries.get(key, ())]  # type: ignore[union-attr]
         return next((why for why in failing if why), f"other dtypes of {', '.join(names)}")
+
+
+def _layouts(tensors: tuple[Tensor, ...]) -> tuple[torch.layout, ...] | None:
+    """Return the layouts of tensors of which one is sparse; None for dense ones."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            return tuple(each.layout for each in tensors)
+    return None
 
 
 def _places(owners: Mapping[str, Mapping[str, Any]], targets: tuple[str, ...]) -> _Places:

@@ -32,6 +32,9 @@ from fxprec.torch_internals import hide_from_dynamo, set_eval_frame
 _CONVERSION: Final = "_fxprec_conversion"
 #: In the namespace of each class: attribute -> the name of the method in the model.
 _METHODS: Final = "_fxprec_methods"
+#: The subclasses that there are. Objects of one class that are converted alike stay of one class, as those want it who
+#: compare classes (``torch.func.stack_module_state``).
+_made: Final[weakref.WeakValueDictionary[tuple[object, ...], type]] = weakref.WeakValueDictionary()
 #: Where metaclasses come from that register nothing.
 _PLAIN_METACLASSES: Final = ("builtins", "abc", "typing", "torch")
 
@@ -66,15 +69,22 @@ def swap_class(
     """Make ``module``, at ``path`` of the model, one of a subclass whose methods enter the conversion."""
     cls = type(module)
     entries = [entry for entry in conversion.methods.values() if entry.name.path == path]
-    wrappers = {}
     for entry in entries:
-        name = entry.name.name
         entry.adopt(module)
-        if hasattr(cls, name):  # else only the instance has it
-            wrappers[name] = conversion.wrappers.of_class(cls, name, partial(_enter_method, entry.key))
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, ORIGINAL: cls}
     keys = {entry.name.name: entry.key for entry in entries}
-    module.__class__ = _subclass(cls, base, {**names, **wrappers, _METHODS: keys, **namespace})
+    own = [name for name in keys if hasattr(cls, name)]  # others only the instance has
+    methods = tuple((name, keys[name], id(unbound_method(cls, name)) if name in own else None) for name in keys)
+    alike = None if _CONVERSION in namespace else (cls, base, methods, *sorted(namespace))
+    known = None if alike is None else _made.get(alike)
+    if known is not None:
+        conversion.wrappers.share(vars(known)[name] for name in own)
+    else:
+        wrappers = {name: conversion.wrappers.of_class(cls, name, partial(_enter_method, keys[name])) for name in own}
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, ORIGINAL: cls}
+        known = _subclass(cls, base, {**names, **wrappers, _METHODS: keys, **namespace})
+        if alike is not None:
+            _made[alike] = known
+    module.__class__ = known
 
 
 def _subclass(cls: type[nn.Module], base: type[Swapped], namespace: dict[str, Any]) -> type:

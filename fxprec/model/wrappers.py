@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any, Final
 
@@ -66,6 +66,10 @@ class Wrappers:
             return function(*args, **kwargs) if is_dynamo_compiling() else enter(args, kwargs)
 
         return self._add(method, lambda: function)
+
+    def share(self, wrappers: Iterable[FunctionType]) -> None:
+        """See through these, too, which another model of the same class has."""
+        self._all.update(wrappers)
 
     @property
     def traced_here(self) -> bool:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxprec.kernels.launch.observers import TRANSFORM, watcher
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.graph.annotations import Precision, Rule, notes, weight_path
 from fxprec.passes.graph.casts import cast
@@ -105,6 +106,8 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     _bind_patched(graph)
     lifted = GraphModule(gm, graph, class_name="Program")
     function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")
+    if any(map(_is_mixed_norm, graph.nodes)):
+        function = _wide_under_transforms(function, lifted)
     named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}
     written = [node for node in gm.graph.nodes if notes(node).written]
     writes_weights = any(notes(node).kind == "parameter" for node in written)
@@ -140,6 +143,44 @@ def without_autocast(function: Callable[..., Any], device: str) -> Callable[...,
             set_enabled(device, True)
 
     return run
+
+
+def _is_mixed_norm(node: Node) -> bool:
+    """Return whether it is a batch norm that reads low images and FP32 statistics."""
+    precision = notes(node).precision
+    one = notes(node).op.name == "batch_norm" and isinstance(notes(node).dtype, torch.dtype)
+    return one and precision.output in (torch.float16, torch.bfloat16)
+
+
+def _wide_under_transforms(function: Callable[..., Any], lifted: GraphModule) -> Callable[..., Any]:
+    """Compute batch norms in FP32 under transforms of ``torch.func``, whose derivatives of mixed ones do not run."""
+    wide: Callable[..., Any] | None = None
+
+    def run(*args: Any) -> Any:
+        nonlocal wide
+        if watcher(TRANSFORM) is None:
+            return function(*args)
+        if wide is None:
+            wide = _with_wide_norms(lifted).forward
+        return wide(*args)
+
+    return run
+
+
+def _with_wide_norms(lifted: GraphModule) -> GraphModule:
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(lifted.graph, values))
+    for node, copied in values.items():
+        if not _is_mixed_norm(node) or not copied.args:
+            continue
+        with graph.inserting_before(copied):
+            image = graph.call_function(cast, (copied.args[0], torch.float32))
+        copied.update_arg(0, image)
+        with graph.inserting_after(copied):
+            low = graph.call_function(cast, (copied, notes(node).precision.output))
+        copied.replace_all_uses_with(low, delete_user_cb=lambda user, low=low: user is not low)
+    return GraphModule(lifted, graph, class_name="Program")
 
 
 def _argument(path: str, taken: set[str]) -> str:

@@ -52,6 +52,8 @@ def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
 
     for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), tensors, strict=True):
         notes(node).dtype = tensor.dtype
+        if tensor.layout is not torch.strided:
+            notes(node).sparse = True
     try:
         with unlogged(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             Shapes(gm, mode).propagate(*[_widened(tensor.detach()) for tensor in tensors])

@@ -140,6 +140,8 @@ class Annotations:
     sizes: Annotated[tuple[int, ...] | None, "propagate"] = None
     #: Positions of the results that are FP32 whatever arrives.
     wide: Annotated[frozenset[int], "propagate"] = frozenset()
+    #: Whether the value is, or may be, a sparse tensor. Capture states it of inputs.
+    sparse: Annotated[bool, "propagate"] = False
     #: Whether the value is known to be a 0-dim tensor; None: nobody asked yet.
     scalar: Annotated[bool | None, "propagate"] = None
     #: What the node reads, computes and puts out, and why.

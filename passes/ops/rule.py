@@ -11,6 +11,7 @@ from fxprec.passes.graph.annotations import Rule
 
 Squares: TypeAlias = Literal["always", "factors", "vectors", "dimensions", "subscripts", "power"]
 Numbers: TypeAlias = Literal["added", "factors", "compared", "fill", "aside"]
+Layout: TypeAlias = Literal["dense", "sparse", "mixed"]
 Rank: TypeAlias = Literal["reduced", "kept"]
 Depth: TypeAlias = Literal["last", "subscripts", "chain"]
 Cost: TypeAlias = Literal["product", "convolution", "transposed convolution", "attention", "pointwise"]
@@ -93,6 +94,8 @@ class OpRule:
             ==============  ====================================================================================
         special: the function of ``dtypes.special_results`` that is asked first: the call's arguments decide.
         return_indices: position of the flag of that name: with it positions come out too.
+        layout: whether the result is a sparse tensor: "dense": never; "sparse": always; "mixed": where all tensor
+            arguments are; None: where one is.
         rank: "reduced": the result is 0-dim where the call names no dimension; "kept": where all its tensors are.
         float_number: of numbers it gives a Python float.
         wide: a LOW op whose kernel puts out FP32, whatever it reads.
@@ -178,6 +181,7 @@ class OpRule:
     boolean: bool = False
     special: str | None = None
     return_indices: int | None = None
+    layout: Layout | None = None
     rank: Rank | None = None
     float_number: bool = False
     exact: bool = False

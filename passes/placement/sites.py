@@ -82,6 +82,8 @@ def site_of(node: Node, context: Context) -> Site:
         rule, why = Rule.KEEP, "inside autocast(enabled=False)"
     elif facts.bits and names_dtype(node):
         rule, why = _rule_of_bits(node, context), "it reads bits, which are those of its input's original dtype"
+    elif any(notes(source).sparse for source in node.all_input_nodes) and not facts.arrives:
+        rule, why = Rule.KEEP, "a sparse operand: few of its kernels take low numbers"
     elif isinstance(info, torch.dtype) and info.is_complex:
         rule, why = Rule.KEEP, "complex numbers are never touched"
     elif _takes_wide(node):

@@ -98,6 +98,10 @@ class GraphReceiver(Protocol):
         """A context in which autocast is as it is outside of the call."""
         ...
 
+    def met_sparse(self) -> None:
+        """The function has a sparse tensor, which no graph takes: what follows is to run without autocast."""
+        ...
+
     def under_others(self) -> str:
         """Why the frame that is about to run is none of ours: autocast is not as we set it; "" where it is."""
         ...
@@ -192,6 +196,10 @@ class _Backend:
         """The heading of what dynamo could not take since."""
         return _latest("unimplemented", self._seen)
 
+    def broke_on_sparse(self) -> bool:
+        """Return whether it was a sparse tensor that dynamo could not take since."""
+        return "sparse Tensor" in self.given_up()
+
     def compiled(self, code: types.CodeType) -> None:
         """Report a break that made no graph: nothing came before it."""
         why = _latest("graph_break", self._broken)
@@ -261,6 +269,8 @@ class _Compiling:
                 result = skipped_frame(f"dynamo fails there: {(str(error).splitlines() or [type(error).__name__])[0]}")
             finally:
                 self._backend.forget_weights()
+        if self._backend.broke_on_sparse():
+            self._backend.receiver.met_sparse()
         code = frame.f_code
         if "<" in code.co_filename or code.co_filename.startswith(_OWN):
             return result

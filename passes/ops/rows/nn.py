@@ -47,6 +47,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.LOW, _ATTENTION, "multi_head_attention_forward native_multi_head_attention", result=("tensors",) * 2),
     rows(Rule.LOW, "a select and a product: low as under autocast, its one weight is lowered with it", "prelu",
          result="tensors", cost="pointwise"),
+    facts("linear mm bmm addmm addbmm baddbmm matmul linalg_multi_dot einsum mv addmv", layout="mixed"),
     facts("linear matmul mm bmm", cost="product"),
     facts("addmm addbmm baddbmm addmm_activation einsum", cost="product", factors=(1, 2)),
     facts("linear matmul mm bmm addmm baddbmm addmm_activation linalg_vecdot", depth="last"),

@@ -122,5 +122,9 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.KEEP, _SPARSE, "indices crow_indices col_indices ccol_indices row_indices", result="int64"),
     rows(Rule.KEEP, _SPARSE, "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor "
          "sparse_bsc_tensor sparse_compressed_tensor", result="unknown"),
+    facts("to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc coalesce sparse_mask "
+          "sspaddmm hspmm sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor "
+          "sparse_compressed_tensor", layout="sparse"),
+    facts("to_dense values indices crow_indices col_indices ccol_indices row_indices", layout="dense"),
     rows(Rule.KEEP, "takes indices apart", "unravel_index", result="int64*"),
 )  # fmt: skip

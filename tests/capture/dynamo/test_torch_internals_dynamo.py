@@ -370,6 +370,9 @@ class _Notes:
     def without_net(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def met_sparse(self) -> None:
+        return None
+
     def under_others(self) -> str:
         return ""
 

@@ -1,0 +1,58 @@
+"""Batch norms of converted models under transforms of torch.func, which has no derivatives of mixed ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
+
+import fxprec
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def per_sample(model, x):
+    def loss(parameters, x):
+        return functional_call(model, parameters, (x,)).square().sum()
+
+    return vmap(grad(loss), (None, 0))(dict(model.named_parameters()), torch.stack([x, x + 1]))["3.weight"]
+
+
+def of_autograd(model, x):
+    def gradient(x):
+        x.requires_grad_()
+        return torch.autograd.grad(model(x).square().sum(), model[3].weight)[0]
+
+    return gradient(x.clone())
+
+
+TRANSFORMS = {
+    "vmap(grad)": per_sample,
+    "vmap(jacrev)": lambda model, x: vmap(jacrev(model))(torch.stack([x, x + 1])),
+    "jacfwd": lambda model, x: jacfwd(model)(x),
+    "hessian": lambda model, x: hessian(lambda x: model(x).square().sum())(x),
+    "autograd.grad": of_autograd,
+}
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_derivatives_through_a_batch_norm(transform, training, capture):
+    model, x = network().train(training), torch.randn(5, 4)
+    if training:
+        model[1] = nn.BatchNorm1d(8, track_running_stats=False)
+    want = TRANSFORMS[transform](model, x).detach()
+    converted = fxprec.convert(model, dtype=torch.bfloat16, capture=capture)[0]
+    for _ in range(2):
+        got = TRANSFORMS[transform](converted, x).detach()
+        torch.testing.assert_close(got, want, rtol=0, atol=2**-4 * float(want.abs().max()))
+    low = converted(x)
+    assert low.dtype is torch.float32
+    if capture == "dynamo" and transform != "autograd.grad":
+        outside = str(fxprec.report(converted))
+        assert "it runs in FP32, since torch.func has no derivatives of a batch norm" in outside
