@@ -22,6 +22,11 @@ for all its spellings: `linear` is `nn.Linear`, `F.linear`, and `aten.linear`; `
 and `Tensor.add_`. The rules agree with the lists of `torch.autocast` on CUDA wherever those say something; where they
 are silent, the reason below is ours. A policy can change any of it: `Policy.preset("O1").override(ops={"sum": "low"})`.
 
+Where an op stands matters, too. Positions and timesteps (what is made of integers and constants alone) stay FP32 until
+a periodic function or a weight takes them. A sigmoid, softmax or tanh stays FP32 on its way to a logarithm, a division
+or the like, in which a rounded 1 would be infinite, and where the model returns it. A product that sums over one value
+only promotes as `mul` does. The report says so of every op.
+
 An op that is not listed (one of your own, say) is kept: every float argument arrives in the dtype it would have had
 without fxprec. int, bool, complex and float64 tensors are never touched.
 

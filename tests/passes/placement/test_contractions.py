@@ -149,6 +149,19 @@ def test_a_write_through_a_view_reaches_the_weight(equation, capture):
     torch.testing.assert_close(result, expected, rtol=0.05, atol=0.1)
 
 
+def test_a_view_that_is_written_has_the_dtype_of_its_memory(tools):
+    def f(x, w):
+        y = F.linear(x, w)
+        torch.einsum("ii->i", y).masked_fill_(x[0] > 0, -1e9)
+        return F.linear(torch.relu(y), w)
+
+    inputs = torch.randn(4, 4), torch.randn(4, 4)
+    gm = tools.rewritten(tools.traced(f, *inputs), tools.context(low=FP16))
+    torch.testing.assert_close(gm(*inputs), f(*inputs), rtol=0.02, atol=0.02)
+    written = next(node for node in gm.graph.nodes if node.name == "einsum")
+    assert written.meta["precision"].output is FP32
+
+
 @pytest.mark.parametrize("equation", ["ij->i", "ij->", "ij,k->ik"])
 def test_a_sum_is_fp32(tools, equation):
     """A sum of 400 values of 300 overflows in float16; see that it is one in both placements."""

@@ -172,10 +172,20 @@ def test_a_pin_says_why(decided):
         (lambda x, w: torch.log(1 + F.linear(torch.tanh(F.linear(x, w)), w).relu()), ["tanh"]),
         (lambda x, w: x / (F.linear(x, w) * torch.tanh(F.linear(x, w))).norm(), ["tanh", "mul"]),
         (lambda x, w: F.linear(torch.sigmoid(F.linear(x, w)) ** 2, w), ["sigmoid"]),
+        (lambda x, w: torch.sigmoid(F.linear(x, w)) * torch.tanh(F.linear(x, w)), ["sigmoid", "tanh"]),
         (lambda x, w: F.group_norm(torch.tanh(F.linear(x, w)), 2, w[0]), ["tanh"]),
         (lambda x, w: F.linear(torch.dropout(torch.tanh(F.linear(x, w)), 0.1, True), w), ["tanh", "dropout"]),
     ],
-    ids=["a gate", "a numerator", "a product between", "a gate in a norm", "a square", "before a norm", "hidden"],
+    ids=[
+        "a gate",
+        "a numerator",
+        "a product between",
+        "a gate in a norm",
+        "a square",
+        "a cell's gates",
+        "before a norm",
+        "hidden",
+    ],
 )
 def test_what_reaches_no_pole_stays_low(decided, f, names):
     found, _ = decided(f)
