@@ -279,6 +279,15 @@ WIDE: Final[dict[str, Fault]] = {
     ),
     "hypot's slope at 0": between(lambda h, call: call(h * 0, h * 0), torch.hypot),
     "the rest by 0": between(lambda h, call: call(h, h * 0), lambda x, y: x % y),
+    "the truncated rest by 0": between(lambda h, call: call(h, h * 0), torch.fmod),
+    "a floored quotient by 0": between(lambda h, call: h + call(h.detach(), h.detach() * 0), lambda x, y: x // y),
+    "std and mean of one value": between(
+        lambda h, call: h / (call(h[:, :1])[0] + 1), lambda x: torch.std_mean(x, -1, keepdim=True)
+    ),
+    "a mean of nan alone": between(lambda h, call: h + call(h.masked_fill(h > -99, torch.nan)), torch.nanmean),
+    "singular values that are equal": between(
+        lambda h, call: h @ call(h.sum() * EYE).U + call(h.sum() * EYE).S, torch.linalg.svd
+    ),
     "lgamma of 0": between(lambda h, call: call(h * 0), torch.lgamma),
     "digamma of 0": between(lambda h, call: call(h * 0), torch.digamma),
     "xlogy at 0": between(lambda h, call: call(h.exp(), h * 0), torch.xlogy),
@@ -292,6 +301,9 @@ WIDE: Final[dict[str, Fault]] = {
     ),
     "targets that are all ignored": between(
         lambda h, call: h + call(h, torch.full((4,), -100)), lambda x, y: F.cross_entropy(x, y)
+    ),
+    "likelihoods of targets that are all ignored": between(
+        lambda h, call: h + call(h.log_softmax(-1), torch.full((4,), -100)), lambda x, y: F.nll_loss(x, y)
     ),
     "a Poisson loss": between(lambda h, call: h * call(h * 0 + 100, h * 0 + 1), F.poisson_nll_loss),
     "eigenvalues that are equal": between(

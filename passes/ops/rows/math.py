@@ -61,12 +61,14 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
           "y.masked_fill(y == 0, 1e-3)"),
     facts("rdiv", guard="1 / x.clamp(min=1e-3)  # an eps in the divisor; of a divisor with both signs "
           "x.masked_fill(x == 0, 1e-3)"),
-    facts("remainder fmod floor_divide", guard="x % y.masked_fill(y == 0, 1)  # the rest by 0 is no number"),
+    facts("remainder", guard="x % y.masked_fill(y == 0, 1)  # the rest by 0 is no number"),
+    facts("fmod", guard="torch.fmod(x, y.masked_fill(y == 0, 1))  # the rest by 0 is no number"),
+    facts("floor_divide", guard="x // y.masked_fill(y == 0, 1)  # a quotient by 0"),
     facts("hypot", guard="(x.square() + y.square() + 1e-6).sqrt()  # an eps inside the root, of endless slope at 0"),
     facts("mul", guard="torch.zeros_like(x).masked_fill(x != 0, -torch.inf)  # a mask by masked_fill, not by a product "
           "with inf: 0 * inf is no number"),
     facts("add", guard="x.clamp(-1e30, 1e30) + y.clamp(-1e30, 1e30)  # inf - inf is no number"),
-    facts("sub rsub", guard="x.clamp(-1e30, 1e30) - y.clamp(-1e30, 1e30)  # inf - inf is no number"),
+    facts("sub", guard="x.clamp(-1e30, 1e30) - y.clamp(-1e30, 1e30)  # inf - inf is no number"),
     facts("add", epilogue=Epilogue("add", binary=True)),
     facts("add sub mul div clamp maximum minimum cat", any_format=True),
     # of one
@@ -141,9 +143,12 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("sum mean nansum nanmean prod cumsum cumprod var std norm linalg_norm linalg_vector_norm", sums=True),
     facts("sum mean nansum nanmean prod cumsum cumprod trace", accumulates=True),
     facts("cumsum", counts=True),
-    facts("std std_mean", guard="x.std(-1, keepdim=True, correction=0)  # of one value torch's std is 0 / 0"),
-    facts("var var_mean", guard="x.var(-1, keepdim=True, correction=0)  # of one value torch's var is 0 / 0"),
-    facts("mean nanmean", guard="x.sum() / max(x.numel(), 1)  # the mean of no value is 0 / 0"),
+    facts("std_mean", guard="torch.std_mean(x, -1, keepdim=True, correction=0)  # of one value torch's std is 0 / 0"),
+    facts("var_mean", guard="torch.var_mean(x, -1, keepdim=True, correction=0)  # of one value torch's var is 0 / 0"),
+    facts("std", guard="x.std(-1, keepdim=True, correction=0)  # of one value torch's std is 0 / 0"),
+    facts("var", guard="x.var(-1, keepdim=True, correction=0)  # of one value torch's var is 0 / 0"),
+    facts("mean", guard="x.sum() / max(x.numel(), 1)  # the mean of no value is 0 / 0"),
+    facts("nanmean", guard="x.nansum() / (~x.isnan()).sum().clamp(min=1)  # the mean of no value is 0 / 0"),
     facts("norm linalg_norm linalg_vector_norm frobenius_norm", guard="(x.square().sum(-1, keepdim=True) + 1e-6).sqrt()"
           "  # an eps inside the root: its slope has no end at 0"),
     facts("max min median nanmedian", special="extreme"),

@@ -22,6 +22,8 @@ _SMOOTH: Final = "bounded slope: follows its input without widening"
 _PICKS: Final = "picks or copies values: exact in any dtype"
 _DIFFERENCE: Final = "a difference of close values, squared and summed"
 _AVERAGE: Final = "a short average that the kernel accumulates in FP32"
+#: Part of guards.
+_COUNTED: Final = "(y != -100).sum().clamp(min=1)  # the mean over targets that are all ignored is 0 / 0"
 
 NN_ROWS: Final[Mapping[str, OpRule]] = table(
     # products
@@ -117,8 +119,8 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
           "gaussian_nll_loss cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss "
           "multi_margin_loss multilabel_margin_loss triplet_margin_loss triplet_margin_with_distance_loss "
           "binary_cross_entropy binary_cross_entropy_with_logits", autocast=Rule.FULL),
-    facts("cross_entropy nll_loss", guard='F.cross_entropy(x, y, reduction="sum") / (y != -100).sum().clamp(min=1)  # '
-          "the mean over targets that are all ignored is 0 / 0; of nll_loss likewise"),
+    facts("cross_entropy", guard=f'F.cross_entropy(x, y, reduction="sum") / {_COUNTED}'),
+    facts("nll_loss", guard=f'F.nll_loss(x, y, reduction="sum") / {_COUNTED}'),
     facts("poisson_nll_loss", guard="F.poisson_nll_loss(x.clamp(max=10), y)  # it takes exp of its input"),
     facts("binary_cross_entropy", guard="F.binary_cross_entropy_with_logits(x, y)  # of what the sigmoid reads"),
     facts("binary_cross_entropy poisson_nll_loss", poles=(0, "input")),
