@@ -25,7 +25,7 @@ from fxprec.capture.locks import CAPTURING
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import rewrite
-from fxprec.model.net import RUNS_FP32, turn_off, under_others, without_net
+from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32, turn_off, under_others, without_net
 from fxprec.model.roles import Method
 from fxprec.passes.graph.annotations import SPARSE
 from fxprec.programs.calls import Calls, Ran
@@ -176,7 +176,7 @@ class DynamicGraphs:
 
     def under_others(self) -> str:
         """Why the frame that is about to run is none of ours."""
-        return "it runs under torch.autocast of the user's own, as that says" if under_others() else ""
+        return RUNS_AS_TOLD if under_others() else ""
 
     def in_net(self, where: str, why: str) -> None:
         """Code outside our graphs, and the reason."""
