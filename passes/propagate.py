@@ -39,6 +39,7 @@ from fxprec.passes.dtypes.special_results import SPECIAL, Facts
 from fxprec.passes.graph.annotations import (
     NO_OP,
     NON_TENSOR,
+    SPARSE,
     UNKNOWN,
     DTypeInfo,
     Rule,
@@ -114,7 +115,7 @@ class _Walk:
         if not isinstance(value, torch.Tensor):
             return NON_TENSOR
         annotations.sizes = tuple(value.shape)
-        if value.layout is not torch.strided:
+        if value.layout in SPARSE:
             annotations.sparse = True
         return value.dtype
 

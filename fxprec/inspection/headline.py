@@ -11,7 +11,7 @@ from fxprec.inspection.figures import Activations, Weights, count, size_text
 from fxprec.inspection.layers import folded
 from fxprec.inspection.rehearsal import Memory, Rehearsal, Traffic
 from fxprec.inspection.text import columns, plain, titled
-from fxprec.model.net import RUNS_FP32
+from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -186,7 +186,10 @@ class Headline:
             f"{self.graphs} from {count(self.captures, 'capture')}, {count(self.breaks, 'graph break')}{apart}",
         )
         how = " (runs as it is)" if self.settings.startswith("O0") else " (runs under torch.autocast)"
-        outside = [f"{where}: {why}" + ("" if RUNS_FP32 in why else how) for where, why in self.net.items()]
+        outside = [
+            f"{where}: {why}" + ("" if RUNS_FP32 in why or RUNS_AS_TOLD in why else how)
+            for where, why in self.net.items()
+        ]
         for what in _first("outside", outside):
             yield "outside", what
         for label, found in (

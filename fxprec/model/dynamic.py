@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -26,8 +25,9 @@ from fxprec.capture.locks import CAPTURING
 from fxprec.capture.ties import Ties, slots_of
 from fxprec.kernels.torch_internals import is_fx_tracing
 from fxprec.model.captured import rewrite
-from fxprec.model.net import RUNS_FP32, turn_off, under_others, without_net
+from fxprec.model.net import RUNS_AS_TOLD, RUNS_FP32, turn_off, under_others, without_net
 from fxprec.model.roles import Method
+from fxprec.passes.graph.annotations import SPARSE
 from fxprec.programs.calls import Calls, Ran
 from fxprec.programs.dynamo_programs import ArgumentProgram, ProgramsByMemory
 from fxprec.programs.first_call import form_of_call
@@ -176,7 +176,7 @@ class DynamicGraphs:
 
     def under_others(self) -> str:
         """Why the frame that is about to run is none of ours."""
-        return "it runs under torch.autocast of the user's own, as that says" if under_others() else ""
+        return RUNS_AS_TOLD if under_others() else ""
 
     def in_net(self, where: str, why: str) -> None:
         """Code outside our graphs, and the reason."""
@@ -220,4 +220,4 @@ class DynamicGraphs:
 
 def _any_sparse(values: Sequence[Any]) -> bool:
     """Return whether one of these is a sparse tensor."""
-    return any(isinstance(value, Tensor) and value.layout is not torch.strided for value in values)
+    return any(isinstance(value, Tensor) and value.layout in SPARSE for value in values)

@@ -18,6 +18,8 @@ import torch
 
 #: Begins the reason of what runs outside of the graphs without autocast.
 RUNS_FP32: Final = "it runs in FP32, since"
+#: And of what runs there within a region of the user's own.
+RUNS_AS_TOLD: Final = "it runs as the user's own torch.autocast says"
 
 
 class _Nets(threading.local):

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 from torch import nn
@@ -73,8 +73,10 @@ def swap_class(
         entry.adopt(module)
     keys = {entry.name.name: entry.key for entry in entries}
     own = [name for name in keys if hasattr(cls, name)]  # others only the instance has
-    methods = tuple((name, keys[name], id(unbound_method(cls, name)) if name in own else None) for name in keys)
-    alike = None if _CONVERSION in namespace else (cls, base, methods, *sorted(namespace))
+    originals = [unbound_method(cls, name) for name in own]
+    plain = _CONVERSION not in namespace and type(cls).__hash__ is type.__hash__
+    plain = plain and all(isinstance(original, FunctionType) for original in originals)
+    alike = (cls, base, *keys.items(), *originals, *sorted(namespace)) if plain else None
     known = None if alike is None else _made.get(alike)
     if known is not None:
         conversion.wrappers.share(vars(known)[name] for name in own)

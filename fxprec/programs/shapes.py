@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fxprec.kernels.torch_internals import disable_current_modes
-from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.annotations import SPARSE, notes
 from fxprec.passes.torch_internals import FakeTensorMode, unlogged
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -52,7 +52,7 @@ def propagate_shapes(gm: GraphModule, tensors: Sequence[Tensor]) -> bool:
 
     for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), tensors, strict=True):
         notes(node).dtype = tensor.dtype
-        if tensor.layout is not torch.strided:
+        if tensor.layout in SPARSE:
             notes(node).sparse = True
     try:
         with unlogged(), torch.no_grad(), torch.random.fork_rng(devices=[]):

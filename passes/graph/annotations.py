@@ -18,6 +18,8 @@ from torch.fx import Node
 
 #: Dtypes that a policy may change. float64, integers, bool and complex are never touched.
 CASTABLE: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
+#: Layouts that have few kernels for low numbers, and none of autocast's.
+SPARSE: Final = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 
 class Rule(StrEnum):

@@ -250,8 +250,10 @@ def test_a_region_without_a_dtype_has_torchs_default():
 def test_the_report_says_whose_it_is():
     nodes = str(fxprec.report(check(Part)).nodes)
     assert "inside the user's own autocast: float16" in nodes and "the user's own autocast: float16" in nodes
-    where = fxprec.report(check(SetByHand)).headline
-    assert "torch.set_autocast_enabled: what follows runs under it" in str(where)
+    outside = str(fxprec.report(check(SetByHand)))
+    assert "torch.set_autocast_enabled: what follows runs under it" in outside
+    assert "it runs as the user's own torch.autocast says" in outside
+    assert "torch.autocast says (runs" not in outside.replace("\n", " ")
 
 
 def test_further_calls_find_their_graphs():
