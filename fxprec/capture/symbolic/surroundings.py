@@ -46,6 +46,11 @@ _INSIDE: Final = frozenset(
     "__subclasses__ f_back f_locals f_globals gi_frame cell_contents "
     "tolist numpy data_ptr untyped_storage storage __array__ __dlpack__".split()
 )
+#: Kinds of which there is one object a value: of a traced tensor's a trace has a stand-in, which ``is`` none of them.
+_SINGLE: Final = (torch.dtype, torch.layout, torch.memory_format)
+_SINGLETONS: Final = frozenset(
+    {"dtype", "layout", *(name for name, value in vars(torch).items() if type(value) in _SINGLE)}
+)
 #: In the namespace of every class, and of no interest.
 _OF_CLASSES: Final = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __qualname__ __annotations__ __annotate__ __annotate_func__ "
@@ -300,6 +305,9 @@ class Surroundings:
                 self._stop_at(code, write.offsets, f"sets the {write.kind} variable {write.name}")
         if ends_errors(code):
             self._stop_at(code, (), "may end an error that an op raises")
+        for offsets, names in found.identities:
+            if not names.isdisjoint(_SINGLETONS) or any(type(scope.get(name)) in _SINGLE for name in names):
+                self._stop_at(code, offsets, "compares a dtype or layout by 'is'")
         for name in _INSIDE.intersection(found.names):
             self._stop_at(code, found.names[name], f"reads {name}, past all that is watched")
         if "__class__" in outer and (why := self.look_at(_content(outer["__class__"]))) is not None:
