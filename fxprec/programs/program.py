@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,7 @@ from fxprec.passes.graph.annotations import Precision, Rule, notes, weight_path
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import leaf, tracer_of
 from fxprec.passes.graph.new_node import new_node
-from fxprec.passes.ops.aliases import alias_roots
+from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 
@@ -99,7 +99,8 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
             args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
             values[node] = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
             values[node].meta.update(node.meta)  # in place: assigning to an attribute of a node moves it in tables
-    run_checkpoints(graph)
+    checkpoints = gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint())
+    run_checkpoints(graph, {values[node]: _written_operands(node) for node in checkpoints})
     for body in every_graph(gm):  # regions within regions, and within branches; the program shares them with the graph
         if body is not gm and run_checkpoints(body.graph):
             body.recompile()
@@ -230,25 +231,54 @@ def _bound(function: FunctionType) -> Callable[..., Any]:
     return call
 
 
-def run_checkpoints(graph: Graph) -> bool:
+def run_checkpoints(graph: Graph, known: Mapping[Node, tuple[int, ...]] = MappingProxyType({})) -> bool:
     """Let a graph run real checkpoints, and return whether it has any.
 
     dynamo's operator for activation checkpointing only tags nodes for a later compiler. Run as it stands it draws other
     random numbers when it computes a region again, and gradients are wrong.
+
+    Args:
+        graph: of a module, which has the regions.
+        known: of a graph that has no module yet: call of a region -> ``_written_operands``.
     """
     tagged = graph.find_nodes(op="call_function", target=tag_activation_checkpoint())
     for node in tagged:
+        written = known[node] if node in known else _written_operands(node)
         node.target = checkpointed
+        node.kwargs = {**node.kwargs, "written": written} if written else node.kwargs
     return bool(tagged)
 
 
-def checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
-    """Run a checkpointed region: activations are recomputed in the backward, with the same random numbers."""
+def _written_operands(node: Node) -> tuple[int, ...]:
+    """Return which operands a region writes to: positions behind the region itself."""
+    operands = {*written_by(node)}
+    return tuple(position for position, operand in enumerate(node.args[1:]) if operand in operands)
+
+
+def checkpointed(body: GraphModule, *args: Any, written: tuple[int, ...] = (), **kwargs: Any) -> Any:
+    """Run a checkpointed region: activations are recomputed in the backward, with the same random numbers.
+
+    Args:
+        body: the region.
+        args: what it reads; a running statistic of a batch norm is among them.
+        written: positions in ``args`` of what the region writes to. As in the original program nobody keeps these for
+            the backward: autograd would complain that they changed.
+        kwargs: dynamo's options.
+    """
     if tracer_of((args, kwargs)) is not None:
-        return leaf(checkpointed, body, *args, **kwargs)
+        return leaf(checkpointed, body, *args, written=written, **kwargs)
     from torch.utils.checkpoint import checkpoint
 
     options = {"preserve_rng_state": kwargs.get("preserve_rng_state", True)}
     if (context := checkpoint_context(body)) is not None:
         options["context_fn"] = context
-    return checkpoint(body.forward, *args, use_reentrant=False, **options)
+    if not written:
+        return checkpoint(body.forward, *args, use_reentrant=False, **options)
+    kept = [position for position in range(len(args)) if position not in written]
+    own = {position: args[position] for position in written}
+
+    def run(*given: Any) -> Any:
+        values = own | dict(zip(kept, given, strict=True))
+        return body.forward(*(values[position] for position in range(len(values))))
+
+    return checkpoint(run, *(args[position] for position in kept), use_reentrant=False, **options)

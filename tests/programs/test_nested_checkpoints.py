@@ -77,3 +77,40 @@ def test_regions_within_regions_draw_the_same_masks_again(level: str, made: Call
         expected = step(original)
     for ours, theirs in zip(step(converted), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+class Counting(nn.Module):
+    """A region that writes to what it reads: running statistics, and a buffer of its own."""
+
+    def __init__(self, depth: int, **options: bool):
+        super().__init__()
+        self.layer, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(()))
+        self.depth, self.options = depth, {"use_reentrant": False} | options
+
+    def region(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        self.seen.add_(1)
+        if depth:
+            return self.last(checkpoint(self.region, x.relu(), depth - 1, **self.options))
+        return self.norm(self.layer(x)) * x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(checkpoint(self.region, x, self.depth, **self.options))
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_region_that_writes_to_buffers_runs_again(depth: int, level: str, capture: str):
+    original = Counting(depth)
+    converted, _ = fxprec.convert(copy.deepcopy(original), level=level, capture=capture)
+    x = torch.randn(4, 8, requires_grad=True)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=level == "O1"):
+            original(x).square().sum().backward()
+        converted(x).square().sum().backward()
+    for ours, theirs in zip(converted.parameters(), original.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert (ours.grad - theirs.grad).norm() <= (0 if level == "O0" else 3e-2) * theirs.grad.norm()
+    for (name, ours), theirs in zip(converted.named_buffers(), original.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0 if name in ("seen", "num_batches_tracked") else 1e-2)
