@@ -52,7 +52,7 @@ from fxprec.programs.call_form import CallForm, form_of_key
 from fxprec.programs.packed_weights import PackedWeights
 from fxprec.settings import Settings
 from fxprec.shadows import ShadowStore
-from fxprec.torch_internals import BatchNorm
+from fxprec.torch_internals import NormBase
 
 #: The attribute of a converted module that holds its conversion.
 STATE: Final = "_fxprec"
@@ -285,10 +285,10 @@ class Conversion:
         return entry.unbound(entry.stand_in(module), *args, **kwargs)
 
     def _norm_is_transformed(self, model: nn.Module) -> bool:
-        """Return whether a transform of ``torch.func`` would meet a batch norm of low images and FP32 statistics."""
+        """Return whether a transform of ``torch.func`` would meet a norm of low values with FP32 weights."""
         if self.frozen is not None or self.settings.policy.lowers_parameters or watcher(TRANSFORM) is None:
             return False
-        return any(isinstance(module, BatchNorm) for module in model.modules())
+        return any(isinstance(module, NormBase | nn.LayerNorm) for module in model.modules())
 
     def run_in_net(
         self,
@@ -305,7 +305,7 @@ class Conversion:
             low: False: without autocast.
         """
         if not low:
-            why = f"{why}; {RUNS_FP32} torch.func has no derivatives of a batch norm with low images"
+            why = f"{why}; {RUNS_FP32} torch.func has no derivatives of a norm of low values with FP32 weights"
         with self.net_context() if low else contextlib.nullcontext():
             output = entry.unbound(entry.stand_in(module), *args, **kwargs)
         self.in_net(entry.whole, why)

@@ -31,6 +31,7 @@ from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import leaf, tracer_of
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.ops.aliases import alias_roots, written_by
+from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
 
@@ -147,14 +148,14 @@ def without_autocast(function: Callable[..., Any], device: str) -> Callable[...,
 
 
 def _is_mixed_norm(node: Node) -> bool:
-    """Return whether it is a batch norm that reads low images and FP32 statistics."""
+    """Return whether its kernel reads low values beside FP32 weights or statistics: norms of a CPU."""
     precision = notes(node).precision
-    one = notes(node).op.name == "batch_norm" and isinstance(notes(node).dtype, torch.dtype)
+    one = bool(facts_of(notes(node).op.name).mixed) and isinstance(notes(node).dtype, torch.dtype)
     return one and precision.output in (torch.float16, torch.bfloat16)
 
 
 def _wide_under_transforms(function: Callable[..., Any], lifted: GraphModule) -> Callable[..., Any]:
-    """Compute batch norms in FP32 under transforms of ``torch.func``, whose derivatives of mixed ones do not run."""
+    """Compute norms in FP32 under transforms of ``torch.func``, whose derivatives of mixed ones do not run."""
     wide: Callable[..., Any] | None = None
 
     def run(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Batch norms of converted models under transforms of torch.func, which has no derivatives of mixed ones."""
+"""Norms of converted models under transforms of torch.func, which has no derivatives of mixed ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
 
 import fxprec
 
+NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 
-def network() -> nn.Sequential:
+
+def network(norm: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(4, 8), NORMS[norm](8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def per_sample(model, x):
@@ -42,9 +44,10 @@ TRANSFORMS = {
 @pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_derivatives_through_a_batch_norm(transform, training, capture):
-    model, x = network().train(training), torch.randn(5, 4)
-    if training:
+@pytest.mark.parametrize("norm", NORMS)
+def test_derivatives_through_a_norm(norm, transform, training, capture):
+    model, x = network(norm).train(training), torch.randn(5, 4)
+    if training and norm == "batch":
         model[1] = nn.BatchNorm1d(8, track_running_stats=False)
     want = TRANSFORMS[transform](model, x).detach()
     converted = fxprec.convert(model, dtype=torch.bfloat16, capture=capture)[0]
@@ -55,4 +58,4 @@ def test_derivatives_through_a_batch_norm(transform, training, capture):
     assert low.dtype is torch.float32
     if capture == "dynamo" and transform != "autograd.grad":
         outside = str(fxprec.report(converted))
-        assert "it runs in FP32, since torch.func has no derivatives of a batch norm" in outside
+        assert "it runs in FP32, since torch.func has no derivatives of a norm" in outside
