@@ -59,6 +59,12 @@ class SourceUses:
     multiplied: tuple[Chain, ...]
 
 
+#: As often is the source gone through, and as long are the chains that a name may stand for: ``child = child.next`` in
+#: a loop would never end.
+_ROUNDS: Final = 4
+_LONGEST: Final = 8
+
+
 def uses_in_source(code: CodeType) -> SourceUses | None:
     """Return what a method's code does with its object's submodules; None where its source is not at hand."""
     try:
@@ -79,7 +85,9 @@ class _Method:
         self._takes_something = len([*given.posonlyargs, *given.args]) > 1 or bool(given.kwonlyargs or given.vararg)
         self._names: dict[str, set[Chain]] = {self_name: {()}}
         known = -1
-        while known != (known := sum(map(len, self._names.values()))):  # until no name stands for more
+        for _ in range(_ROUNDS):
+            if known == (known := sum(map(len, self._names.values()))):  # no name stands for more
+                break
             for node in self._nodes:
                 self._bind_names(node)
 
@@ -123,7 +131,8 @@ class _Method:
 
     def _bind(self, target: ast.expr, chains: set[Chain]) -> None:
         if isinstance(target, ast.Name):
-            self._names.setdefault(target.id, set()).update(chains - {()})
+            short = {chain for chain in chains if 0 < len(chain) <= _LONGEST}
+            self._names.setdefault(target.id, set()).update(short)
         elif isinstance(target, ast.Tuple | ast.List):
             for each in target.elts:
                 self._bind(each, chains)

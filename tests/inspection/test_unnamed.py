@@ -359,3 +359,25 @@ def test_what_is_meant_to_be_as_it_is_is_not_listed(how):
     found = {line.split()[0] for line in fxprec.report(model).headline.not_named}
     assert not {"features", "by_weight", "deep", "unpacked"} & found
     assert "features" in str(fxprec.report(fxprec.convert(Model(), dtype=torch.bfloat16).module).headline.not_named)
+
+
+class Walking(nn.Module):
+    """A loop in which a name stands for what hangs below it: the chain has no end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.child = None
+
+    def forward(self, x):
+        return self.first(x)
+
+    def last(self, x):
+        each = self.first
+        while each.child is not None:
+            each = each.child.other if x is None else each.child
+        return each(x)
+
+
+def test_a_chain_without_an_end_is_followed_for_a_while():
+    assert [str(method) for method in unnamed_methods(Walking(), ())]
