@@ -91,7 +91,10 @@ class Origins:
         row = rule_of(notes(node).op.name)
         if row is None or row.random or isinstance(node.target, HigherOrderOperator):
             return Origin.OTHER
-        origin = max((self._known.get(source, Origin.OTHER) for source in _values(node, row)), default=Origin.CONSTANT)
+        sources = [self._known.get(source, Origin.OTHER) for source in _values(node, row)]
+        origin = max(sources, default=Origin.CONSTANT)
+        if row.rule is Rule.LOW and Origin.INPUT in sources:  # a product takes no integers: it is a float input
+            return Origin.OTHER
         if origin is not Origin.OTHER and (row.counts or (origin is Origin.INPUT and notes(node).op.name == "to")):
             return Origin.COUNT
         periodic = row.periodic or (isinstance(info, torch.dtype) and info.is_complex)
