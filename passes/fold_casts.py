@@ -47,7 +47,7 @@ from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
-from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import facts_of
 
 
@@ -104,7 +104,7 @@ def _looks_again(node: Node, looked: dict[Node, torch.dtype]) -> bool:
             node.replace_all_uses_with(source)  # type: ignore[arg-type]
             return True
         looked[node] = dtype  # type: ignore[assignment]
-    elif row.result in ("first", "tensors") and not row.special:
+    elif row.result in ("first", "tensors") and (not row.special or (row.bits and dtype_argument(node) is None)):
         sources = node.args[:1] if row.result == "first" else node.all_input_nodes
         found = {looked.get(source) or _known(source) for source in sources if isinstance(source, Node)}
         if found == {actual_dtype(node)}:

@@ -189,6 +189,8 @@ class Search:
         while left is not None and self._tried < self.most:
             births = [each for each in (left.flushed, left) if each is not None]
             more = chosen | {key: None for each in births for key in (width(each) or _by_node(each))}
+            if len(more) == len(chosen):  # a policy that names each node keeps a view low
+                more = chosen | {key: None for each in births for key in _by_view(each)}
             kind = _canonical(left), fold(_module_of(left))
             alike[kind] = alike.get(kind, 0) + 1
             self._repeated |= alike[kind] > _MOST_ALIKE
@@ -244,6 +246,12 @@ def _widths() -> Iterator[tuple[bool, Width]]:
 
 def _by_node(birth: Birth) -> list[tuple[str, str]]:
     return [("nodes", node.name) for node in computing(birth)]
+
+
+def _by_view(birth: Birth) -> list[tuple[str, str]]:
+    node = birth.origin.node
+    readers = node.users if node is not None and node.target in CASTS else ()
+    return [("nodes", user.name) for user in readers if facts_of(notes(user).op.name).view]
 
 
 def _by_op(birth: Birth) -> list[tuple[str, str]]:

@@ -10,9 +10,9 @@ learned value takes them::
     %sin: float32 = sin(%angles)                   # bounded: free from here on
     %y: bfloat16 = linear(%t_bf16, %v)             # a weight takes them as it takes everything
 
-Kinds of values are told apart in one walk forwards (``Origin``). An integer is a count, a bool is none: its 0 and 1 are
-exact. Of float constants those count that hold integers alone. An input of which nobody knows
-whether it is an integer counts where the program casts it.
+Kinds of values are told apart in one walk forwards (``Origin``). An integer is a count; a bool or a number of eight
+bits (pixels, quantized weights) is none, as low precision has it exactly. Of float constants those count that hold
+integers alone. An input of which nobody knows whether it is an integer counts where the program casts it.
 
 A cast to the dtype of a low tensor is FP32 only where its digits matter: where somebody computes with the counts alone,
 computes in FP32, or returns them. A mask that a learned value is multiplied with stays as it was.
@@ -38,6 +38,9 @@ from fxprec.passes.torch_internals import HigherOrderOperator
 
 #: Why a value that counts is FP32.
 COUNTS: Final = "counts in integers beyond those of low precision: FP32 until a weight or a periodic function takes it"
+
+#: Integers that every low dtype holds.
+_EXACT: Final = (torch.bool, torch.int8, torch.uint8)
 
 
 class Origin(IntEnum):
@@ -80,8 +83,10 @@ class Origins:
 
     def _origin(self, node: Node, operands: Mapping[Node, Node]) -> Origin:
         info = notes(node).dtype
+        if notes(node).kind == "parameter":
+            return Origin.OTHER
         if isinstance(info, torch.dtype) and not (info.is_floating_point or info.is_complex):
-            return Origin.CONSTANT if info is torch.bool else Origin.COUNT
+            return Origin.CONSTANT if info in _EXACT else Origin.COUNT
         if info is NON_TENSOR:
             return Origin.CONSTANT
         if node in operands:
