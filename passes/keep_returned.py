@@ -56,8 +56,8 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
     """Route the readers of each low value that is returned in a wider dtype through what is returned."""
     if context.policy.level == "O0":
         return PassResult(gm, False)
-    changed = _widen_results_of_bodies(gm, grad_mode_at_nodes(gm.graph, context.gradients))
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
+    changed = _widen_results_of_bodies(gm, recorded)
     roots = alias_roots(gm.graph)
     position = {node: number for number, node in enumerate(gm.graph.nodes)}
     last: dict[Node, Node] = {}  # root of memory -> the last node that writes to it
@@ -128,6 +128,8 @@ def _result_in_body(result: Node) -> Node | None:
     bodies = [body for each in call.all_input_nodes if (body := body_of(each)) is not None]  # type: ignore[union-attr]
     if len(bodies) != 1 or call.op != "call_function":  # type: ignore[union-attr]
         return None
+    if call is not result and any(each.args == result.args for each in call.users if each is not result):  # type: ignore[union-attr]
+        return None  # another node stands for the same result
     given = bodies[0].graph.output_node().args[0]
     inner = given if call is result else given[result.args[1]]  # type: ignore[index]
     if not isinstance(inner, Node) or actual_dtype(inner) != actual_dtype(result):

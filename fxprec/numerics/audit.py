@@ -130,13 +130,14 @@ def audit(
         raise ValueError(f"savings is a number of overrides, not {savings}")
     with torch.set_grad_enabled(gradients or torch.is_grad_enabled()):
         given = problem.batches(batches)
+        again = [*given] if savings else []  # what is measured runs them once more
+        ledger = ledger_of(problem, again or given, gradients, reference, routes=routes)
         if savings:
-            given = [*given]
-        ledger = ledger_of(problem, given, gradients, reference, routes=routes)
-        if savings and isinstance(given, list):
-            most = MEASURED if savings is True else savings
-            audited = lambda problem, batch: ledger_of(problem, [batch], gradients, reference)  # noqa: E731
-            ledger = with_savings(problem, ledger, given, audited, most)
+
+            def audited(trial: Problem, batch: Batch) -> Ledger:
+                return ledger_of(trial, [batch], gradients, reference)
+
+            ledger = with_savings(problem, ledger, again, audited, MEASURED if savings is True else savings)
     return replace(ledger, subject=subject_of(model, "audit"))
 
 

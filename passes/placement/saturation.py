@@ -17,6 +17,7 @@ and so does a weight, or another low value, that goes in.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch.fx import Graph, Node
@@ -27,6 +28,9 @@ from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at
 from fxprec.passes.placement.sites import carries_float
 from fxprec.passes.torch_internals import HigherOrderOperator
+
+#: Why a value that is handed to others is FP32. What saturates before a pole has a reason of its own.
+_HANDED_OUT: Final = "saturates in low precision, and who gets it may take its logarithm"
 
 
 def saturating_chains(graph: Graph, returns: bool) -> dict[Node, str]:
@@ -75,13 +79,13 @@ def _reason(node: Node, user: Node, reasons: dict[Node, str], after: set[Node], 
     row = facts_at(user)
     written = notes(user).op.in_place and user.args[0] is not node and row.rule is not Rule.KEEP
     if (user.op == "output" and returns) or written or isinstance(user.target, HigherOrderOperator):
-        return "saturates in low precision, and who gets it may take its logarithm"
+        return _HANDED_OUT
     if any(source is node and port in row.poles for port, source in arg_nodes(user)) and _is_pole(user):
         return f"saturates in low precision before the pole of %{user.name}"
     reason = reasons.get(user) if user in after else None
-    if reason is None or " pole " in reason:
+    if reason != _HANDED_OUT:
         return reason
-    # what is returned must hold nothing else
+    # what is handed out must hold nothing else
     alone = row.view or row.exact or len({*_floats(user)}) == 1
     return reason if alone else None
 
