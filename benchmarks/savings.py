@@ -1,9 +1,11 @@
 """Does a ledger say what an override saves? Two columns of an audit against the error of batches that it never saw.
 
-    python -m benchmarks savings [--only gpt moe] [--batches 96] [--held-out 2048] [--overrides 10]
+    python -m benchmarks savings [--only gpt moe] [--of outputs] [--batches 96] [--held-out 2048] [--overrides 10]
 
 A model is audited with ``savings``. Then each override that was measured is judged by batches that the audit never saw:
-the mean square error of the loss against a float64 copy of the original, which part of it is gone with the override.
+the mean square error of the loss, or of all elements of the outputs, against a float64 copy of the original, and which
+part of it is gone with the override. A loss's error is one number a batch, and its square wants thousands of batches;
+outputs have many, and need few.
 
 Ranks are Spearman's, of the overrides by a column and by held-out batches. As many overrides save next to nothing,
 their order is noise however many batches there are: "halves" is the rank of one half of the held-out batches by the
@@ -46,6 +48,8 @@ KINDS: Final = {
 _BATCHES: Final = 96
 _HELD_OUT: Final = 2048
 _OVERRIDES: Final = 10
+#: Whose error: what ``audit`` explains with the loss, and without one.
+OF: Final = ("loss", "outputs")
 
 
 @dataclass(frozen=True)
@@ -90,16 +94,24 @@ def rank(first: list[float], second: list[float]) -> float:
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-def judged(name: str, subject: Subject, batches: int, held_out: int, overrides: int) -> Judged:
-    """Audit so many batches, and judge the columns by as many others."""
+def judged(name: str, subject: Subject, batches: int, held_out: int, overrides: int, of: str = "loss") -> Judged:
+    """Audit so many batches, and judge the columns by ``held_out`` others; ``of``: "loss" or "outputs"."""
     original = copy.deepcopy(subject.seeded()).double()
     model = _converted(subject, ())
-    ledger = audit(model, [subject.batch(seed) for seed in range(batches)], subject.loss, savings=overrides)
+    audited = [_plain(subject.batch(seed)) for seed in range(batches)]
+    if of == "outputs":
+        ledger = audit(model, [batch[:-1] for batch in audited], savings=overrides)
+    else:
+        ledger = audit(model, audited, subject.loss, savings=overrides)
     rows = {row.override: row for row in reversed(ledger.rows) if row.saves is not None}
-    unseen = [subject.batch(seed) for seed in range(batches, batches + held_out)]
-    exact = _losses(subject, original, [_widened(batch) for batch in unseen])
-    start = (_losses(subject, model, unseen) - exact).square()
-    left = {nodes: (_losses(subject, _converted(subject, nodes), unseen) - exact).square() for nodes in rows}
+    unseen = [_plain(subject.batch(seed)) for seed in range(batches, batches + held_out)]
+    exact = _values(subject, original, [_widened(batch) for batch in unseen], of)
+
+    def squares(model: nn.Module) -> Tensor:
+        values = _values(subject, model, unseen, of)
+        return torch.stack([(one - two).square().sum() for one, two in zip(values, exact, strict=True)])
+
+    start, left = squares(model), {nodes: squares(_converted(subject, nodes)) for nodes in rows}
     found = tuple(
         Override(
             nodes=nodes,
@@ -146,12 +158,18 @@ def _converted(subject: Subject, nodes: tuple[str, ...]) -> nn.Module:
 
 
 @torch.no_grad()
-def _losses(subject: Subject, model: nn.Module, batches: list[Batch]) -> Tensor:
-    return torch.tensor([float(subject.value(model, batch)) for batch in batches], dtype=torch.float64)
+def _values(subject: Subject, model: nn.Module, batches: list[tuple[Tensor, ...]], of: str) -> list[Tensor]:
+    """Return the loss or the output of each batch, in float64."""
+    called = [model(*batch[:-1]) if of == "outputs" else subject.value(model, batch) for batch in batches]
+    return [value.double() for value in called]
 
 
-def _widened(batch: Batch) -> Batch:
+def _plain(batch: Batch) -> tuple[Tensor, ...]:
     assert not isinstance(batch, Mapping), "a tiny model's inputs have no names"
+    return tuple(batch)
+
+
+def _widened(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(part.double() if part.is_floating_point() else part for part in batch)
 
 
@@ -164,9 +182,9 @@ def _saved(start: Tensor, left: Tensor, other: Tensor | None = None) -> tuple[fl
     return float(gone.sum() / start.sum()), float(spread.sqrt())
 
 
-def table(found: list[Judged]) -> Table:
+def table(found: list[Judged], of: str) -> Table:
     """A row a model."""
-    made = Table(title="What an override saves of the mean square error of the loss: columns against held-out batches")
+    made = Table(title=f"What an override saves of the mean square error of the {of}: columns against held-out batches")
     names = ("model", "overrides", "rank of share", "of saves", "halves", "told apart", "right by share", "by saves")
     for name in names:
         made.add_column(name, justify="left" if name == "model" else "right")
@@ -184,6 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks savings", description="Compare what an audit says that overrides save with the truth"
     )
     parser.add_argument("--only", nargs="+", default=(), metavar="MODEL", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--of", choices=OF, default=OF[0], help="whose error (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=_BATCHES, metavar="N", help="that are audited")
     parser.add_argument("--held-out", type=int, default=_HELD_OUT, metavar="N", help="that judge")
     parser.add_argument("--overrides", type=int, default=_OVERRIDES, metavar="N", help="that are measured, at most")
@@ -202,15 +221,15 @@ def main(arguments: list[str] | None = None) -> int:
     with warnings.catch_warnings(), one_core():
         warnings.simplefilter("ignore")
         for name in names:
-            one = judged(name, of_kind(name), options.batches, options.held_out, options.overrides)
+            one = judged(name, of_kind(name), options.batches, options.held_out, options.overrides, options.of)
             found.append(one)
             for each in sorted(one.overrides, key=lambda each: -each.held_out):
                 said = f"share {each.share:.1%}, saves {each.saves:.1%} ± {each.saves_error:.1%}"
                 truth = f"held-out batches {each.held_out:.1%} ± {each.error:.1%}"
                 console.print(f"{name}: {', '.join(each.nodes)}: {said}, {truth}", highlight=False, soft_wrap=True)
-    console.print(table(found))
+    console.print(table(found, options.of))
     if options.output is not None:
-        data = {"environment": measured, "models": [asdict(each) for each in found]}
+        data = {"environment": measured, "of": options.of, "models": [asdict(each) for each in found]}
         save("savings", data, options.output, device)
     return 0
 

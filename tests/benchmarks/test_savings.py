@@ -35,6 +35,21 @@ def test_columns_are_judged_by_batches_that_were_not_audited():
     assert [each.held_out for each in changed.overrides] != [each.held_out for each in found.overrides]
 
 
+def test_errors_of_outputs_are_those_of_all_their_elements():
+    subject = small("mlp")
+    found = judged("mlp", subject, 2, 4, 3, "outputs")
+    model, nodes = savings._converted(subject, ()), found.overrides[0].nodes
+    exact, other = subject.seeded().double(), savings._converted(subject, nodes)
+    start = left = 0.0
+    for inputs, _ in (subject.batch(seed) for seed in range(2, 6)):
+        true = exact(inputs.double())
+        start += float((model(inputs) - true).square().sum().detach())
+        left += float((other(inputs) - true).square().sum().detach())
+    assert found.overrides[0].held_out == pytest.approx(1 - left / start)
+    ledger = audit(model, [subject.batch(seed)[:1] for seed in range(2)], savings=3)
+    assert {row.saves for row in ledger.rows if row.override == nodes} == {found.overrides[0].saves}
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = ["--batches", "2", "--held-out", "4", "--overrides", "2", "--output", str(tmp_path)]
     assert savings.main(["--only", "recurrent", *options]) == 0
