@@ -56,6 +56,24 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
     """Route the readers of each low value that is returned in a wider dtype through what is returned."""
     if context.policy.level == "O0":
         return PassResult(gm, False)
+    changed = False
+    if any(map(_is_read_as_well, returned_values(gm.graph))):
+        changed = _keep(gm, context)
+    for body in subgraphs(gm):
+        changed |= keep_returned(body, context).changed
+    return PassResult(gm, changed)
+
+
+def _is_read_as_well(returned: Node) -> bool:
+    """Return whether this is a cast of a low value that has other readers, or may have some in a checkpoint's body."""
+    source = _widened(returned)
+    if source is None:
+        return False
+    return any(len(same.users) > 1 for same in _same_tensor(source)) or _result_in_body(source) is not None
+
+
+def _keep(gm: GraphModule, context: Context) -> bool:
+    """Do so in one graph; return whether something changed."""
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     changed = _widen_results_of_bodies(gm, recorded)
     roots = alias_roots(gm.graph)
@@ -79,9 +97,7 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
         if readers and all(position.get(user, 0) > position[after] for user in returned.users):
             _read_through(gm.graph, after, returned, readers)
             changed = True
-    for body in subgraphs(gm):
-        changed |= keep_returned(body, context).changed
-    return PassResult(gm, changed)
+    return changed
 
 
 def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> bool:

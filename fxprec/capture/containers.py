@@ -32,9 +32,10 @@ class Contents:
         if id(container) in self._kept:
             return
         self.add(container, label)
-        for element in contents(container):
-            if is_container(element):
-                self.add_nested(element, label)
+        if container:  # most are hooks of modules, and empty
+            for element in contents(container):
+                if is_container(element):
+                    self.add_nested(element, label)
 
     def restore(self) -> str | None:
         """Undo what was written; the name of the first thing written, or None."""
@@ -52,6 +53,8 @@ def unchanged(now: Any, saved: Any) -> bool:
     """Whether a container holds the very same things in the same order."""
     if len(now) != len(saved):
         return False
+    if not saved:
+        return True
     if isinstance(now, set):
         return now == saved
     if isinstance(now, dict | Mapping):

@@ -99,15 +99,15 @@ class Precision:
 UNDECIDED: Final = Precision.arriving(None, None, Rule.KEEP, "")
 
 
+_new: Final = object.__new__
+
+
 class Annotations:
     """The annotations of one node: a typed view of ``node.meta``, which torch.fx copies with the node.
 
     Its attributes *are* the entries of that dict. Each field names the pass that writes it, and what it is where nobody
     did.
     """
-
-    def __init__(self, node: Node) -> None:
-        self.__dict__ = node.meta
 
     def __delattr__(self, field: str) -> None:
         """Take back what somebody wrote, if anybody did."""
@@ -173,8 +173,13 @@ class Annotations:
 
 
 def notes(node: Node) -> Annotations:
-    """What the passes wrote on a node."""
-    return Annotations(node)
+    """What the passes wrote on a node.
+
+    It is asked a hundred times a node, so the view is made in the shortest way: without a call of ``__init__``.
+    """
+    view = _new(Annotations)
+    view.__dict__ = node.meta
+    return view
 
 
 def is_castable(info: DTypeInfo | None) -> bool:

@@ -39,10 +39,13 @@ def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None =
 
     for node in graph.nodes:
         parent[node] = node
-        keys: list[object] = [node.target] if node.op == "get_attr" else []
-        if node.op in ("placeholder", "get_attr") and (memory := notes(node).memory) is not None:
-            keys.append(("memory", memory))
-        for other in (*sources(node), *[outside.setdefault(key, node) for key in keys]):
+        others = sources(node)
+        if node.op in ("placeholder", "get_attr"):
+            keys: list[object] = [node.target] if node.op == "get_attr" else []
+            if (memory := notes(node).memory) is not None:
+                keys.append(("memory", memory))
+            others = (*others, *[outside.setdefault(key, node) for key in keys])
+        for other in others:
             if other in parent:  # not so in a graph that is no graph of its own: a region's is looked at alone
                 first, second = sorted((root(other), root(node)))
                 parent[second] = first

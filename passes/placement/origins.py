@@ -67,6 +67,8 @@ class Origins:
         """Look at a graph. ``operands``: placeholder of a body that runs as part of its caller -> what it is given."""
         for node in graph.nodes:
             self._known[node] = self._origin(node, operands)
+        if Origin.COUNT not in self._known.values():
+            return
         for node in reversed(graph.nodes):
             origin = self._known[node]
             if origin is Origin.COUNT or (origin is Origin.CONSTANT and is_castable(notes(node).dtype)):

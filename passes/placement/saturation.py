@@ -39,6 +39,8 @@ def saturating_chains(graph: Graph, returns: bool) -> dict[Node, str]:
     Args:
         returns: what the graph returns is given to somebody in its original dtype, or to another graph of ours.
     """
+    if not any(facts_at(node).saturates for node in graph.nodes):
+        return {}
     after: set[Node] = set()
     low: set[Node] = set()  # values that may be low, and do not saturate
     for node in graph.nodes:
@@ -50,7 +52,7 @@ def saturating_chains(graph: Graph, returns: bool) -> dict[Node, str]:
         elif row.rule in (Rule.FOLLOW, Rule.PROMOTE) and not low.isdisjoint(_floats(node)):
             low.add(node)
     reasons: dict[Node, str] = {}
-    for node in reversed(graph.nodes) if after else ():
+    for node in reversed(graph.nodes):
         if node in after:
             found = (_reason(node, user, reasons, after, returns) for user in node.users)
             reason = next(filter(None, found), None)
