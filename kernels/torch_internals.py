@@ -73,6 +73,9 @@ with needed:
     attention_choice = getattr(torch, "_fused_sdp_choice")  # noqa: B009 (the stubs lack it)
     #: (gradient, probabilities, dim, dtype, grad_input=)
     softmax_backward = getattr(torch, "_softmax_backward_data")  # noqa: B009 (the stubs lack it)
+    #: (tensor, dim, level) and (tensor, level, size, dim), of the vmap of ``autograd.grad(is_grads_batched=True)``
+    add_batch_dim = getattr(torch, "_add_batch_dim")  # noqa: B009 (the stubs hide it)
+    remove_batch_dim = getattr(torch, "_remove_batch_dim")  # noqa: B009
     version_of: Final[Any] = Tensor._version.__get__  # type: ignore[attr-defined]  # how often it was written to
     set_jit_tracing_state = getattr(torch._C, "_set_tracing_state")  # noqa: B009 (None pauses; the stubs lack it)
     forward_ad._current_level  # noqa: B018

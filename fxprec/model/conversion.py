@@ -288,7 +288,7 @@ class Conversion:
         """Return whether a transform of ``torch.func`` would meet a norm of low values with FP32 weights."""
         if self.frozen is not None or self.settings.policy.lowers_parameters or watcher(TRANSFORM) is None:
             return False
-        return any(isinstance(module, NormBase | nn.LayerNorm) for module in model.modules())
+        return any(isinstance(module, NormBase | nn.LayerNorm | nn.GroupNorm) for module in model.modules())
 
     def run_in_net(
         self,

@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxprec.kernels.launch.observers import TRANSFORM, watcher
+from fxprec.kernels.launch.observers import DUAL, TRANSFORM, watcher
+from fxprec.kernels.rows.run.region import FusedRegion
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.graph.annotations import Precision, Rule, notes, weight_path
-from fxprec.passes.graph.casts import cast
+from fxprec.passes.graph.casts import cast, cast_if_float
 from fxprec.passes.graph.leaves import leaf, tracer_of
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.ops.aliases import alias_roots, written_by
@@ -108,7 +109,7 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
     _bind_patched(graph)
     lifted = GraphModule(gm, graph, class_name="Program")
     function = lifted.forward if executor == "eager" else torch.compile(lifted, backend="inductor")
-    if any(map(_is_mixed_norm, graph.nodes)):
+    if _has_mixed_norms(lifted):
         function = _wide_under_transforms(function, lifted)
     named = {kind: tuple(path for k, path in slots if k == kind) for kind in ("low", "plain")}
     written = [node for node in gm.graph.nodes if notes(node).written]
@@ -150,17 +151,29 @@ def without_autocast(function: Callable[..., Any], device: str) -> Callable[...,
 def _is_mixed_norm(node: Node) -> bool:
     """Return whether its kernel reads low values beside FP32 weights or statistics: norms of a CPU."""
     precision = notes(node).precision
-    one = bool(facts_of(notes(node).op.name).mixed) and isinstance(notes(node).dtype, torch.dtype)
-    return one and precision.output in (torch.float16, torch.bfloat16)
+    return bool(facts_of(notes(node).op.name).mixed) and precision.output in (torch.float16, torch.bfloat16)
+
+
+def _regions(gm: GraphModule) -> dict[str, FusedRegion]:
+    parts = {str(node.target): gm.get_submodule(str(node.target)) for node in gm.graph.find_nodes(op="call_module")}
+    return {path: part for path, part in parts.items() if isinstance(part, FusedRegion)}
+
+
+def _has_mixed_norms(gm: GraphModule) -> bool:
+    own = any(map(_is_mixed_norm, gm.graph.nodes))
+    return own or any(_has_mixed_norms(region.graph_module) for region in _regions(gm).values())
 
 
 def _wide_under_transforms(function: Callable[..., Any], lifted: GraphModule) -> Callable[..., Any]:
-    """Compute norms in FP32 under transforms of ``torch.func``, whose derivatives of mixed ones do not run."""
+    """Compute norms in FP32 where ``torch.func`` transforms them, or in forward mode.
+
+    There torch's derivatives of mixed ones do not run, or give FP32 tangents to low values.
+    """
     wide: Callable[..., Any] | None = None
 
     def run(*args: Any) -> Any:
         nonlocal wide
-        if watcher(TRANSFORM) is None:
+        if watcher(TRANSFORM, DUAL) is None:
             return function(*args)
         if wide is None:
             wide = _with_wide_norms(lifted).forward
@@ -177,12 +190,16 @@ def _with_wide_norms(lifted: GraphModule) -> GraphModule:
         if not _is_mixed_norm(node) or not copied.args:
             continue
         with graph.inserting_before(copied):
-            image = graph.call_function(cast, (copied.args[0], torch.float32))
+            image = graph.call_function(cast_if_float, (copied.args[0], torch.float32))
         copied.update_arg(0, image)
         with graph.inserting_after(copied):
-            low = graph.call_function(cast, (copied, notes(node).precision.output))
+            low = graph.call_function(cast_if_float, (copied, notes(node).precision.output))
         copied.replace_all_uses_with(low, delete_user_cb=lambda user, low=low: user is not low)
-    return GraphModule(lifted, graph, class_name="Program")
+    wide = GraphModule(lifted, graph, class_name="Program")
+    for path, region in _regions(wide).items():
+        ops = _with_wide_norms(region.graph_module)
+        wide.set_submodule(path, FusedRegion(region.name, ops, region.draws, region.seed, "aten"))
+    return wide
 
 
 def _argument(path: str, taken: set[str]) -> str:

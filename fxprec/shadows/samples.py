@@ -2,7 +2,8 @@
 
 ``Tensor._version`` counts what torch's ops write through the tensor itself. Collectives, ``weight.data``, a flat buffer
 that weights are views of, NumPy, DLPack and storages write past it. A write to all of a weight changes the few elements
-that are compared here, so it is seen whatever road it came; one that leaves them as they were is not.
+that are compared here, so it is seen whatever road it came; one that leaves them as they were is not. To scale a pruned
+weight changes no zeros: where nearly all that is noted on a CPU are zeros, others are looked for, and noted.
 
 On a CPU all weights are compared by one gather of their elements and one ``torch.equal``. On CUDA the host would have
 to wait for the answer; there two kernels compare and copy (``device_look``), and nobody waits.
@@ -17,11 +18,13 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from fxprec.kernels.cpu.words import SAMPLES, WORD, places_of, sampled_addresses, words
+from fxprec.kernels.cpu.words import SAMPLES, WORD, nonzero_addresses, places_of, sampled_addresses, words
 from fxprec.kernels.launch.observers import ANY_MODE, unwatched, watcher
 from fxprec.shadows.entry import Entry
 
 _FIRST_ROWS: Final = 64
+#: With no more samples of a weight that are not zero, others are chosen.
+_FEW: Final = SAMPLES // 4
 
 
 def samples_of(weight: Tensor) -> tuple[int, ...]:
@@ -40,9 +43,11 @@ class Samples:
 
     Attributes:
         values: of all rows, flat; another tensor once there are more rows.
+        chosen: how often other elements of weights were chosen, so that every look finds out.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.chosen = 0
         self.values = self._zeros(_FIRST_ROWS, device)
         self._next = 0
         self._free: list[int] = []
@@ -98,7 +103,8 @@ class HostLook:
     def __init__(self, samples: Samples, pairs: Sequence[tuple[Tensor, Entry]]) -> None:
         self._samples = samples
         self._storages = [weight.untyped_storage() for weight, _ in pairs]
-        self._places = places_of(chain.from_iterable(entry.samples for _, entry in pairs))
+        self._entries = [entry for _, entry in pairs]
+        self._chosen = -1
         rows = [entry.row for _, entry in pairs]
         self._rows = rows
         self._successive = rows == [*range(rows[0], rows[0] + len(rows))]
@@ -112,7 +118,13 @@ class HostLook:
         return self._same()
 
     def _same(self) -> bool:
-        return torch.equal(words(self._places), self._read())
+        return torch.equal(self._now(), self._read())
+
+    def _now(self) -> Tensor:
+        if self._chosen != self._samples.chosen:
+            self._chosen = self._samples.chosen
+            self._places = places_of(chain.from_iterable(entry.samples for entry in self._entries))
+        return words(self._places)
 
     def note(self) -> None:
         if watcher(ANY_MODE) is not None:
@@ -122,11 +134,29 @@ class HostLook:
             self._note()
 
     def _note(self) -> None:
-        now, noted = words(self._places), self._read()
+        now = self._now()
+        samples = now.view(torch.float32).view(-1, SAMPLES)  # -0.0 is zero, too: a mask makes it of what is negative
+        few = samples.count_nonzero(1) <= _FEW
+        if few.any() and self._choose(few.nonzero().view(-1).tolist()):
+            now = self._now()
+        noted = self._read()
         if self._successive:
             noted.copy_(now)
         else:
             self._samples.values.index_copy_(0, self._numbers, now)
+
+    def _choose(self, numbers: Iterable[int]) -> bool:
+        """Have elements that are not zero stand for these weights from now on; return whether others do."""
+        found = False
+        for entry in map(self._entries.__getitem__, numbers):
+            weight = entry.weight()
+            if weight is None or weight.data_ptr() != entry.pointer:
+                continue
+            chosen = tuple(nonzero_addresses(weight))
+            if chosen and chosen != entry.samples:
+                entry.samples, found = chosen, True
+        self._samples.chosen += found
+        return found
 
     def _read(self) -> Tensor:
         """Return what was noted; where rows are successive, a view of it."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from fxprec.kernels.launch.kernel_op import KernelOp, eager_gradients
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import suits_loops
-from fxprec.kernels.torch_internals import is_batched
 
 #: Sizes of filters up to which oneDNN has a kernel, and elements of an image from which FP32 copies take less time.
 _SMALL: Final = 3
@@ -128,8 +127,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         of_x, of_weight, *_ = eager_gradients(reference, (x, weight, None, *ctx.settings), (grad,))
         return of_x, of_weight, grad.float().sum((0, 2, 3)).to(grad.dtype) if wanted[2] else None, *rest
-    batched = watcher(TRANSFORM) is not None or is_batched(grad)  # of whom ours knows nothing
-    run: Any = backward_reference if batched else _backward_op
+    run: Any = backward_reference if watcher(TRANSFORM) is not None else _backward_op
     found = iter(run(grad, x, weight, ctx.biased, *ctx.settings, wanted))
     return *[next(found) if each else None for each in wanted], *rest
 

@@ -26,6 +26,9 @@ _BEGIN: Final = 64
 _PAIRS: Final = (0.0, 0.382, 0.724, 1.0)
 #: Samples of each tensor.
 SAMPLES: Final = 2 * len(_PAIRS)
+#: Elements in a row that are looked at for one that is not zero, at so many places.
+_NEAR: Final = 1024
+_WINDOWS: Final = 4
 #: Beyond the last address of any process: x86 and ARM use at most 52 bits.
 _END: Final = 1 << 56
 
@@ -47,6 +50,23 @@ def sampled_addresses(tensor: Tensor) -> list[int]:
     """
     start = tensor.data_ptr()
     return [start + offset for offset in _sampled_offsets(tensor.shape, tensor.stride(), tensor.element_size())]
+
+
+def nonzero_addresses(tensor: Tensor) -> list[int]:
+    """Return the addresses of SAMPLES elements that are not zero, for a tensor that mostly is; none if all are zero.
+
+    A write that scales a pruned tensor changes no other element. Windows are looked at, and only where they hold zeros
+    alone all of the tensor.
+    """
+    flat = tensor.detach().flatten()
+    step = max(flat.numel() - _NEAR, 0) // (_WINDOWS - 1)
+    windows = flat.as_strided((_WINDOWS, _NEAR), (step, 1)).nonzero() if step else flat.new_empty(0, 2)
+    numbers = (windows @ windows.new_tensor((step, 1)) if len(windows) else flat.nonzero().view(-1)).tolist()
+    if not numbers:
+        return []
+    chosen = [numbers[(len(numbers) - 1) * sample // (SAMPLES - 1)] for sample in range(SAMPLES)]
+    start, shape, strides = tensor.data_ptr(), tensor.shape, tensor.stride()
+    return [start + _offset(number, shape, strides) * tensor.element_size() for number in chosen]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fxprec.kernels.launch.batched import one_by_one
 from fxprec.kernels.launch.observers import ANY_MODE, COMPILER, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import PLAIN
 
@@ -36,6 +37,7 @@ class KernelOp:
             named.
         fake: the same arguments to empty tensors of the results' shapes, dtypes and strides.
         backward: ``backward(ctx, *grads)``, as of torch.autograd.Function: a gradient (or None) for each input.
+            It never sees gradients in a batch: they come one by one.
         setup_context: ``setup_context(ctx, inputs, output)``, as of torch.library.register_autograd.
         mutates_args: names of the arguments that ``forward`` writes to; such an op has no backward.
     """
@@ -58,6 +60,7 @@ class KernelOp:
         self._apply: Any = None
         self._transformed: Any = None
         if backward is not None:
+            backward = one_by_one(backward)
             self.op.register_autograd(backward, setup_context=setup_context)
             function: Any = _function(name, forward, backward, setup_context)
             # Without its look for function transforms: none are active where it is called.

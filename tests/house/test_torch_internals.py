@@ -170,15 +170,23 @@ def test_fake_tensors_are_known_by_their_class() -> None:
         assert isinstance(torch.ones(1), of_kernels.FakeTensor)
 
 
-@contract("kernels", "is_batched")
+@contract("kernels", "is_batched", "add_batch_dim", "remove_batch_dim")
 def test_gradients_in_a_batch_say_so() -> None:
     """Of ``torch.autograd.grad(is_grads_batched=True)``, whose vmap shows in no level."""
     seen: list[bool] = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda grad: seen.append(of_kernels.is_batched(grad)))
-    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
-    assert seen == [True] and not of_kernels.is_batched(x)
+
+    def hook(grad: Tensor) -> Tensor:
+        seen.append(of_kernels.is_batched(grad))
+        plain = of_kernels.remove_batch_dim(grad, 1, 1, 0)
+        seen.append(of_kernels.is_batched(plain))
+        return of_kernels.add_batch_dim(plain * torch.tensor([[1.0], [2.0], [3.0]]), 0, 1)
+
+    y.register_hook(hook)
+    (found,) = torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
+    assert seen == [True, False] and not of_kernels.is_batched(x)
+    assert found.tolist() == [[2.0, 2.0], [4.0, 4.0], [6.0, 6.0]]
 
 
 @contract("kernels", "function_transform_level")

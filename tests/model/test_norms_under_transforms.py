@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import fxprec
 
@@ -59,3 +62,57 @@ def test_derivatives_through_a_norm(norm, transform, training, capture):
     if capture == "dynamo" and transform != "autograd.grad":
         outside = str(fxprec.report(converted))
         assert "it runs in FP32, since torch.func has no derivatives of a norm" in outside
+
+
+class Residual(nn.Module):
+    """A norm of a sum, whose dtype is not known without inputs."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.Linear(16, 16), norm, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.norm(x + torch.tanh(self.before(x))))
+
+
+def tangent_of(value: Tensor) -> Tensor:
+    tangent = forward_ad.unpack_dual(value).tangent
+    assert tangent is not None
+    return tangent
+
+
+def of_dual_numbers(model: nn.Module, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return tangent_of(model(forward_ad.make_dual(x, x.cos())))
+
+
+def of_dual_weights(model: nn.Module, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        weights = {name: forward_ad.make_dual(each, each.cos()) for name, each in model.named_parameters()}
+        return tangent_of(functional_call(model, weights, (x,)))
+
+
+FORWARD = {
+    "jvp": lambda model, x: jvp(model, (x,), (x.cos(),))[1],
+    "dual numbers": of_dual_numbers,
+    "dual weights": of_dual_weights,
+}
+OF_SUMS = {"layer": lambda: nn.LayerNorm(16), "group": lambda: nn.GroupNorm(4, 16), "rms": lambda: nn.RMSNorm(16)}
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": True}, {"capture": "dynamo"}], ids=["", "fused", "dynamo"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("transform", FORWARD)
+@pytest.mark.parametrize("norm", OF_SUMS)
+def test_forward_mode_through_a_norm_of_a_sum(
+    norm: str, transform: str, training: bool, level: Any, options: dict[str, Any]
+):
+    torch.manual_seed(0)
+    model, x = Residual(OF_SUMS[norm]()).train(training), torch.randn(5, 16)
+    want = FORWARD[transform](model, x).detach()
+    converted = fxprec.convert(model, dtype=torch.bfloat16, level=level, **options)[0]
+    for _ in range(2):
+        got = FORWARD[transform](converted, x).detach()
+        assert got.dtype is torch.float32
+        torch.testing.assert_close(got, want, rtol=0, atol=2**-4 * float(want.abs().max()))

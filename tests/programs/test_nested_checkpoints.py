@@ -58,7 +58,7 @@ NESTED = {
 
 @pytest.mark.parametrize("made", NESTED.values(), ids=NESTED)
 @pytest.mark.parametrize("level", ["O0", "O1"])
-def test_regions_within_regions_draw_the_same_masks_again(level: str, made: Callable[[], nn.Module]):
+def test_regions_within_regions_draw_the_same_masks_again(level: str, made: Callable[[], Nested]):
     """At O0 equal to the original bit for bit, at O1 to autocast, and the random numbers move as far."""
     original = made()
     converted, _ = fxprec.convert(copy.deepcopy(original), level=level)
@@ -73,7 +73,10 @@ def test_regions_within_regions_draw_the_same_masks_again(level: str, made: Call
         gradients = [parameter.grad for parameter in model.parameters()]
         return [out.detach().float(), given.grad, *gradients, between, torch.get_rng_state()]
 
-    with torch.autocast("cpu", torch.bfloat16, enabled=level == "O1"):
+    # Before torch 2.11 autocast's cache keeps what a reentrant region cast without gradients, and its second run, which
+    # reads that, has no gradient of the weight: ours has it, as FP32 has.
+    cached = not original.options["use_reentrant"]
+    with torch.autocast("cpu", torch.bfloat16, enabled=level == "O1", cache_enabled=cached):
         expected = step(original)
     for ours, theirs in zip(step(converted), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

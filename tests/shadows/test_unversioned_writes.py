@@ -211,6 +211,45 @@ def test_of_any_shape_and_layout(shape: tuple[int, ...], layout: str):
             assert torch.equal(low, weight.bfloat16())
 
 
+def pruned(share: str) -> Tensor:
+    """A weight of which few elements are not zero, none of them where samples lie at first."""
+    value = torch.zeros(300, 400)
+    keep = {"scattered": torch.rand(300, 400) < 0.05, "a row": torch.arange(300)[:, None] == 57, "one": None}[share]
+    kept = torch.randn(300, 400)
+    value = kept * keep if keep is not None else value.index_put((torch.tensor(123), torch.tensor(45)), kept[0, 0])
+    value[[0, -1]] = value[300 * 382 // 1000] = value[300 * 724 // 1000] = 0.0
+    return value * torch.where(kept < 0, -1.0, 1.0)  # some zeros are negative, as those of a mask
+
+
+@pytest.mark.parametrize("when", ["when made", "when refreshed"])
+@pytest.mark.parametrize("layout", ["plain", "transposed"])
+@pytest.mark.parametrize("share", ["scattered", "a row", "one"])
+def test_of_a_pruned_weight(share: str, layout: str, when: str):
+    torch.manual_seed(0)
+    value = pruned(share)
+    value = value.t() if layout == "transposed" else value
+    weight, others = nn.Parameter(value.clone() if when == "when made" else torch.randn(value.shape)), [
+        nn.Parameter(torch.randn(7)), nn.Parameter(torch.zeros(5000)), nn.Parameter(torch.zeros(()))
+    ]  # fmt: skip
+    store = ShadowStore(torch.bfloat16)
+    with torch.no_grad():
+        store.begin()
+        store.read([others[0], weight, *others[1:]])
+        store.read([weight, others[0]])  # another comparison of the same weight
+        weight.copy_(value)
+        for read in ([others[0], weight, *others[1:]], [weight, others[0]]) * 2:
+            store.begin()
+            store.read(read)
+            weight.untyped_storage().copy_((weight * 2).untyped_storage())
+            store.begin()
+            lows = store.read(read)
+            assert all(torch.equal(low, each.bfloat16()) for low, each in zip(lows, read, strict=True))
+            looked = store.refreshes
+            store.begin()
+            store.read(read)
+            assert store.refreshes == looked
+
+
 def test_a_weight_at_an_odd_address():
     """Words are read where four bytes begin: such a weight is copied at each forward."""
     numbers = torch.arange(41, dtype=torch.uint8)

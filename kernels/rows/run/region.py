@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Proxy
 
+from fxprec.kernels.launch.batched import one_by_one
 from fxprec.kernels.launch.direct import Run
 from fxprec.kernels.launch.observers import COMPILER, DUAL, PROXY, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.rows.program.structure import structure_of
@@ -273,6 +274,7 @@ class _Run(torch.autograd.Function):
         return tuple(made[: len(plan.outputs)])
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         plan, seeds, seed = ctx.run
         if torch.is_grad_enabled():
