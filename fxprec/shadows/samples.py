@@ -105,6 +105,7 @@ class HostLook:
         self._storages = [weight.untyped_storage() for weight, _ in pairs]
         self._entries = [entry for _, entry in pairs]
         self._chosen = -1
+        self._zeros = 0  # among all samples, when others were chosen
         rows = [entry.row for _, entry in pairs]
         self._rows = rows
         self._successive = rows == [*range(rows[0], rows[0] + len(rows))]
@@ -135,10 +136,13 @@ class HostLook:
 
     def _note(self) -> None:
         now = self._now()
-        samples = now.view(torch.float32).view(-1, SAMPLES)  # -0.0 is zero, too: a mask makes it of what is negative
-        few = samples.count_nonzero(1) <= _FEW
-        if few.any() and self._choose(few.nonzero().view(-1).tolist()):
-            now = self._now()
+        samples = now.view(torch.float32)  # -0.0 is zero, too: a mask makes it of what is negative
+        zeros = len(samples) - int(samples.count_nonzero())
+        if zeros >= SAMPLES - _FEW and zeros != self._zeros:  # or there is no such weight, or it has only zeros
+            self._zeros = zeros
+            few = samples.view(-1, SAMPLES).count_nonzero(1) <= _FEW
+            if few.any() and self._choose(few.nonzero().view(-1).tolist()):
+                now = self._now()
         noted = self._read()
         if self._successive:
             noted.copy_(now)
