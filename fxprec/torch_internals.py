@@ -311,9 +311,10 @@ def dynamo_classes() -> Any:
         from torch._dynamo.variables.dicts import ConstDictVariable
         from torch._dynamo.variables.functions import LocalGeneratorObjectVariable, WrapperUserFunctionVariable
         from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+        from torch._dynamo.variables.lists import CommonListMethodsVariable
         from torch._dynamo.variables.misc import AutogradFunctionVariable, RandomVariable
-        from torch._dynamo.variables.tensor import NumpyNdarrayVariable
-        from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+        from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
+        from torch._dynamo.variables.torch import TorchCtxManagerClassVariable, TorchInGraphFunctionVariable
         from torch._dynamo.variables.user_defined import UserDefinedClassVariable
     return SimpleNamespace(
         argument=VariableBuilder,  # makes a variable of a value from outside of the frame: wrap_symfloat, of a float
@@ -324,6 +325,9 @@ def dynamo_classes() -> Any:
         applied_function=AutogradFunctionApplyVariable,  # one whose gradients are recorded: call_function
         builtin=BuiltinVariable,  # a builtin of Python's: fn, call_function
         constant=ConstantVariable,  # a value that is known: create
+        tensor=TensorVariable,  # a tensor: what ``attribute`` names
+        symbol=SymNodeVariable,  # a number that is not known, or a question about one: evaluate_expr
+        torch_context=TorchCtxManagerClassVariable,  # a class of torch's to be used by ``with``: call_function
         torch_function=TorchInGraphFunctionVariable,  # a function of torch's: value, call_function
         cached_function=WrapperUserFunctionVariable,  # a call of a functools.lru_cache: call_function, wrapper_obj
         frame=InstructionTranslator,  # what traces a frame: run, replace_tos_if_return_is_generator, what ``end`` names
@@ -332,7 +336,8 @@ def dynamo_classes() -> Any:
         inference_mode=InferenceModeVariable,  # torch.inference_mode in a forward: create
         inliner=InliningInstructionTranslator,  # build_inline_tracer, for each function that is traced within a frame
         random=RandomVariable,  # a random.Random: is_supported_random_obj
-        dictionary=ConstDictVariable,  # getitem_const_raise_exception_if_absent, install_dict_contains_guard
+        dictionary=ConstDictVariable,  # getitem_const_raise_exception_if_absent, install_dict_..._guard, call_method
+        list=CommonListMethodsVariable,  # a list or deque: call_method
         guards=GuardBuilder,  # what makes the guards: EQUALS_MATCH of constants, TYPE_MATCH
         guard_module=guards,  # makes tensors of numpy's values to guard them: from_numpy
         user_class=UserDefinedClassVariable,  # a class of the user's: call_function, var_getattr, value
@@ -412,6 +417,32 @@ def guard_identity(variable: Any) -> bool:
         return False
     install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
     return True
+
+
+def guard_order(variable: Any) -> None:
+    """Have dynamo guard the order of the keys where it guards the keys of a dict."""
+    with needed:
+        from torch._dynamo.source import is_constant_source
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+    if variable.source is not None and not is_constant_source(variable.source):
+        InstructionTranslator.current_tx().output.guard_on_key_order.add(variable.source)
+
+
+def guard_argument(variable: Any, frame: Any, guard_on: Callable[[Any, Any], None]) -> None:
+    """Have dynamo guard a tensor from outside of the frame in a way of ours: by ``guard_on(builder, guard)``.
+
+    Nothing for one that the frame computes, unless it is an argument again, such as ``x.contiguous()`` may be.
+    """
+    with needed:
+        from torch._dynamo.guards import install_guard
+    source = variable.source
+    if source is None:
+        value = variable.as_proxy().node.meta.get("example_value")
+        same = (each for each in frame.output.placeholders if each.meta.get("example_value") is value)
+        note = next(same, SimpleNamespace(meta={})).meta.get("grapharg")
+        source = None if note is None else note.source
+    if source is not None:
+        install_guard(source.make_guard(guard_on))
 
 
 def with_function(variable: Any, function: FunctionType) -> Any:

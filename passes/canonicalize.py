@@ -13,9 +13,9 @@ After::
 
 ``f(..., out=y)`` becomes ``write_out(y, f(...))`` in the same way. In-place ops that follow or promote (``relu_``,
 ``add_``, ``x[i] = y``) stay: they run in whatever dtype their target has. Of views and in-place ops, ``f(input=x)``
-becomes ``f(x)``: who asks what shares memory looks at the first argument. ``linear_cross_entropy`` becomes a product
-and a loss (head_losses), a binary cross entropy of a sigmoid that of its logits (logit_losses). Regions of the user's
-own autocast are resolved first (autocast_regions).
+becomes ``f(x)``: who asks what shares memory looks at the first argument. ``x.type(h.type())`` becomes ``x.to(h)``.
+``linear_cross_entropy`` becomes a product and a loss (head_losses), a binary cross entropy of a sigmoid that of its
+logits (logit_losses). Regions of the user's own autocast are resolved first (autocast_regions).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fxprec.passes.canonical.in_place import has_dtype_of_its_own, is_in_place, 
 from fxprec.passes.canonical.logit_losses import take_logits
 from fxprec.passes.canonical.rotary import recognize_rotary
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.graph.annotations import Op, notes
+from fxprec.passes.graph.annotations import Op, argument, notes
 from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.ops.aliases import outside_writes
 from fxprec.passes.ops.names import canonical_op, cast_target
@@ -51,6 +51,7 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
             continue
         if node.target is operator.imatmul:  # tensors have none: ``x @= y`` makes a new one, and rebinds the name
             node.target, changed = operator.matmul, True
+        changed |= _cast_by_tensor(node)
         op = canonical_op(node)
         if op is None:
             continue
@@ -101,6 +102,18 @@ def every_graph(gm: GraphModule) -> Iterator[GraphModule]:
     yield gm
     for sub in subgraphs(gm):
         yield from every_graph(sub)
+
+
+def _cast_by_tensor(node: Node) -> bool:
+    """Write ``x.to(h)`` for ``x.type(h.type())``, whose string would name the dtype that ``h`` has when it is low."""
+    named = argument(node, 1, "dtype") if node.target == "type" else None
+    if not isinstance(named, Node) or named.target != "type" or len(named.args) != 1 or named.kwargs:
+        return False
+    rest = {name: value for name, value in node.kwargs.items() if name != "dtype"}
+    node.target, node.args, node.kwargs = "to", (node.args[0], named.args[0], *node.args[2:]), rest
+    if not named.users:
+        node.graph.erase_node(named)
+    return True
 
 
 def _mark_derived(node: Node, context: Context) -> None:

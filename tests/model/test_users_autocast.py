@@ -262,3 +262,39 @@ def test_further_calls_find_their_graphs():
     for _ in range(3):
         converted(torch.randn(4, 8))
     assert len(fxprec.graphs(converted)) == graphs
+
+
+class Counted(Layers):
+    def __init__(self, asks):
+        super().__init__()
+        self.asks, self.n = asks, 0
+
+    def forward(self, x):
+        self.n += 1
+        with torch.autocast("cpu", BF16, enabled=self.asks(self, x)):
+            return self.a(x)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda self, x: x.shape[0] > 2,
+        lambda self, x: self.n > 3,
+        lambda self, x: not x.size(0) > 2,
+        lambda self, x: 2 < x.shape[0] < 5,
+    ],
+    ids=["a size", "a counter", "not", "a range"],
+)
+def test_whether_it_is_enabled_may_come_from_a_size_or_a_counter(asks):
+    """dynamo makes symbols of them, which no region takes."""
+    torch._dynamo.reset()
+    original = Counted(asks)
+    converted = fxprec.convert(copy.deepcopy(original), dtype=BF16, capture="dynamo").module
+    seen = set()
+    for rows in (2, 3, 1, 6, 2, 7, 4):
+        x = torch.randn(rows, 8)
+        want, got = original(x), converted(x)
+        seen.add(want.dtype)
+        assert got.dtype is want.dtype
+        torch.testing.assert_close(got, want, rtol=0, atol=0.05)
+    assert seen == {torch.float32, BF16} and len(fxprec.graphs(converted)) <= 5

@@ -363,3 +363,27 @@ def test_ports_of_nested_arguments():
     a, b, c, d = map(graph.placeholder, "abcd")
     node = graph.call_function(torch.add, ((a, [b, 1]), slice(None, c)), {"out": {"key": d}, "alpha": a})
     assert [*arg_nodes(node)] == [(0, a), (0, b), (1, c), ("out", d), ("alpha", a)]
+
+
+def test_a_cast_to_a_type_by_name_is_one_to_the_tensor_that_has_it(tools):
+    """The name stays where others read it."""
+
+    def function(x, y):
+        name = y.type()
+        return x.type(name), x.type(dtype=name, non_blocking=True)
+
+    def with_others(x, y):
+        name = y.type()
+        return x.type(name), name
+
+    for traced, lines in (
+        (function, ["%type_2 = to(%x, %y)", "%type_3 = to(%x, %y, non_blocking=True)"]),
+        (with_others, ["%type_1 = type(%y)", "%type_2 = to(%x, %y)"]),
+    ):
+        gm = symbolic_trace(traced)
+        assert canonicalize(gm, tools.context()).changed
+        found = [(node.name, node.target, *map(str, node.args)) for node in gm.graph.nodes if node.op == "call_method"]
+        assert [f"%{name} = {target}(%{', %'.join(args)}" for name, target, *args in found] == [
+            line.removesuffix(")").removesuffix(", non_blocking=True") for line in lines
+        ]
+        assert not canonicalize(gm, tools.context()).changed

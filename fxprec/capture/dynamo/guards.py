@@ -3,9 +3,10 @@
 ==================================  ==================================================================================
 ``self.shift = 0.0``, then ``-0.0``  equal, and ``x / self.shift`` is another
 ``(2,)``, then ``(2.0,)``             equal, and integers times that are floats; likewise ``{1}``, or the key of a dict
-``OrderedDict.move_to_end``          the same entries, in another order
+``OrderedDict.move_to_end``          the same entries, in another order (of other dicts: where code reads all keys)
 another function of the same code    equal, and its closure is another one: where two modules hold one function, dynamo
                                     asks one of them alone for what its closure holds
+an argument that is no leaf          where code asks for ``x.grad_fn`` or ``x.is_leaf``: of the same dtype and sizes
 ==================================  ==================================================================================
 
 The checks are leaves in dynamo's own tree of guards, where it guards such a value: a graph that fails one is captured
@@ -17,12 +18,14 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Final
 
-from fxprec.capture.guard_values import same, snapshot
+from torch import Tensor
+
+from fxprec.capture.guard_values import is_plain, same, snapshot
 from fxprec.torch_internals import add_guard, guarded_value
 
 _NUMBERS: Final = (bool, int, float, complex)
@@ -30,6 +33,8 @@ _SEQUENCES: Final = (tuple, list)
 #: Beside numbers, dynamo compares the elements of a set, and a member of a ``(str, Enum)`` equals its string.
 _OF_SETS: Final = (*_NUMBERS, str, bytes)
 _SETS: Final = (set, frozenset)
+#: What autograd knows of a tensor and dynamo's guard of tensors does not ask. (It does for requires_grad and grad.)
+_OF_AUTOGRAD: Final = frozenset({"is_leaf", "grad_fn", "_grad_fn", "_base"})
 
 
 def exact(builder: Any, guard: Any) -> None:
@@ -43,7 +48,7 @@ def exact(builder: Any, guard: Any) -> None:
 def exact_keys(builder: Any, guard: Any) -> None:
     """Of a value whose type dynamo guards: of dicts the order, and the types of the keys."""
     value = guarded_value(builder, guard)
-    if isinstance(value, OrderedDict) and len(value) > 1:
+    if isinstance(value, OrderedDict | defaultdict) and len(value) > 1:
         order = [*value]
         add_guard(builder, guard, lambda now: [*now] == order, f"the order of {order}")
     if isinstance(value, dict | set | frozenset) and is_ambiguous((*value,)):
@@ -62,6 +67,26 @@ def exact_closure(builder: Any, guard: Any) -> None:
     if isinstance(value, FunctionType) and value.__closure__:
         own = weakref.ref(value)
         add_guard(builder, guard, lambda now: now is own(), f"the very same function {value.__qualname__}")
+
+
+@functools.cache  # dynamo makes one guard of two that are added by the same function
+def exact_fact(name: str) -> Callable[[Any, Any], None] | None:
+    """Return what guards an attribute of tensors that code reads; None for one that dynamo guards itself."""
+    if name not in _OF_AUTOGRAD:
+        return None
+
+    def guard_on(builder: Any, guard: Any) -> None:
+        value = guarded_value(builder, guard)
+        if isinstance(value, Tensor):
+            then = _plain(getattr(value, name))
+            add_guard(builder, guard, lambda now: same(_plain(getattr(now, name)), then), f"{name} is {then}")
+
+    return guard_on
+
+
+def _plain(value: Any) -> Any:
+    """Return a plain value, and of an object only that it is one: a guard must not keep it alive."""
+    return value if is_plain(value) else ...
 
 
 def also(guard_on: Callable[..., None], further: Callable[[Any, Any], None]) -> Callable[..., None]:

@@ -12,11 +12,14 @@ Left to the interpreter, with a graph break whose reason the report has:
 - calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
 - generators that a function returns, which dynamo runs to their end and gives as an iterator over the values;
 - questions for the type or the methods of a NumPy scalar, which dynamo takes for an array;
+- ``x.retains_grad``, hooks and the like of a tensor, which dynamo asks a fake tensor;
 - ``str()`` of errors that have a text of their own, such as KeyError: dynamo gives that of their argument.
 
-And guarded: constants by type and sign (see ``guards``), a key that a dict did not have when it was asked,
-constants of classes (before torch 2.13); a float that is a zero, of which dynamo's symbols do not know the sign; and
-values of numpy as tensors outside of inference mode, as they were when the guard was made.
+And guarded: constants by type and sign (see ``guards``), a key that a dict did not have when it was asked, the order of
+its keys where all of them are read; constants of classes (before torch 2.13); what autograd knows of an argument, such
+as ``x.is_leaf``; a float that is a zero, of which dynamo's symbols do not know the sign; values of numpy as tensors
+outside of inference mode, as they were when the guard was made; and what a size or a counter tells a region of torch's,
+such as ``torch.autocast(..., enabled=x.shape[0] > 2)``: dynamo cannot take a symbol there.
 
 ``torch.compiler.is_compiling()`` is False in the user's code, as in eager mode. In installed packages it is True: they
 ask it to leave out what would break a graph and changes no result.
@@ -36,7 +39,7 @@ from torch import nn
 
 from fxprec.capture.dynamo.encoders import encoder_forward
 from fxprec.capture.dynamo.granted import Granted
-from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_keys
+from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_fact, exact_keys
 from fxprec.capture.dynamo.place import is_installed
 from fxprec.capture.guard_values import is_plain
 from fxprec.capture.tripwires import replaced
@@ -45,8 +48,10 @@ from fxprec.torch_internals import (
     GUARDS_CLASSES,
     dynamo_classes,
     function_behind,
+    guard_argument,
     guard_class_attribute,
     guard_identity,
+    guard_order,
     outlives_call,
     torch_dynamo,
     type_of_error,
@@ -59,6 +64,8 @@ from fxprec.torch_internals import (
 _IS_COMPILING: Final = ("is_compiling", "is_dynamo_compiling")
 #: Types of results that a graph can have as constants.
 _LITERALS: Final = frozenset({type(None), bool, int, float, complex, str})
+#: Attributes of a tensor that the fake tensor in whose place dynamo has does not take over.
+_NOT_OF_FAKES: Final = frozenset("retains_grad output_nr name _backward_hooks _post_accumulate_grad_hooks".split())
 #: Functions that change autocast's state, beside ``torch.autocast``.
 _SETS_AUTOCAST: Final = frozenset({"set_autocast_enabled", "set_autocast_dtype", "set_autocast_cache_enabled"})
 
@@ -129,6 +136,15 @@ def strict(granted: Granted) -> Iterator[None]:
         if key not in variable:
             variable.install_dict_contains_guard(frame, [key])
 
+    def takes_out(variable: Any, _frame: Any, name: str, *_: Any) -> None:
+        if name in ("pop", "popitem", "clear"):  # what is left goes back in the order that dynamo saw
+            variable.install_dict_keys_match_guard()
+
+    def extends(_list: Any, _frame: Any, _name: str, arguments: Any, *_: Any) -> None:
+        for each in map(unwrapped, arguments):
+            if isinstance(each, classes.dictionary):
+                each.install_dict_keys_match_guard()
+
     def asked(builtin: Any, _frame: Any, arguments: Any, *_: Any) -> None:
         variable: Any = unwrapped(arguments[0]) if arguments else None
         if builtin.fn in (isinstance, type) and isinstance(variable, classes.array) and variable.ndim == 0:
@@ -140,6 +156,12 @@ def strict(granted: Granted) -> Iterator[None]:
     def attribute_of_scalar(variable: Any, _frame: Any, name: str, *_: Any) -> None:
         if variable.ndim == 0 and not hasattr(sys.modules["numpy"].ndarray, name):
             raise breaks(f"{name} of a NumPy scalar (make it a Python number where it is set)")
+
+    def fact_of_tensor(variable: Any, frame: Any, name: str, *_: Any) -> None:
+        if name in _NOT_OF_FAKES:
+            raise breaks(f"{name} of a tensor")
+        if (guard_on := exact_fact(name)) is not None:
+            guard_argument(variable, frame, guard_on)
 
     def no_inference_mode(*_: Any, **__: Any) -> None:
         raise breaks("torch.inference_mode")
@@ -168,6 +190,9 @@ def strict(granted: Granted) -> Iterator[None]:
             (classes.guards, "CLOSURE_MATCH", also(classes.guards.CLOSURE_MATCH, exact_closure)),
             (numpy, "from_numpy", torch.inference_mode(False)(numpy.from_numpy)),
             _before(classes.dictionary, "getitem_const_raise_exception_if_absent", missing_key),
+            _before(classes.dictionary, "install_dict_keys_match_guard", guard_order),
+            _before(classes.dictionary, "call_method", takes_out),
+            _before(classes.list, "call_method", extends),
             (classes.cached_function, "call_function", call_of_cached),
             _before(classes.user_class, "call_function", call_of_class),
             _before(classes.autograd_function, "call_apply", apply),
@@ -177,9 +202,11 @@ def strict(granted: Granted) -> Iterator[None]:
             (classes.inliner, "build_inline_tracer", staticmethod(build_inline_tracer)),
             _before(classes.builtin, "call_function", asked),
             _before(classes.array, classes.attribute, attribute_of_scalar),
+            _before(classes.tensor, classes.attribute, fact_of_tensor),
             _zeros_as_constants(classes.argument),
             _integers_of_torchs_modules_as_constants(classes.arguments),
             _functions_of_torch(classes),
+            _arguments_of_regions_as_constants(classes),
             (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
             (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
             (classes.frame, classes.end, end_of_frame(getattr(classes.frame, classes.end))),
@@ -222,6 +249,20 @@ def _integers_of_torchs_modules_as_constants(builders: Any) -> tuple[Any, str, A
         return source.guard_source.is_unspecialized_builtin_nn_module() or is_constant(value, source)
 
     return builders, "is_int_specialization_case", is_int_specialization_case
+
+
+def _arguments_of_regions_as_constants(classes: Any) -> tuple[Any, str, Any]:
+    """Have what is given to ``torch.autocast`` and its kind be a constant, and guard what it came from."""
+    call = classes.torch_context.call_function
+
+    def known(variable: Any) -> Any:
+        symbol = variable.realize()
+        return classes.constant.create(symbol.evaluate_expr()) if isinstance(symbol, classes.symbol) else variable
+
+    def call_function(variable: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+        return call(variable, frame, [*map(known, args)], {name: known(each) for name, each in kwargs.items()})
+
+    return classes.torch_context, "call_function", call_function
 
 
 def _functions_of_torch(classes: Any) -> tuple[Any, str, Any]:

@@ -98,8 +98,8 @@ INPUTS = torch.randn(2, LENGTH, 8), torch.arange(LENGTH).repeat(2, 1), torch.one
 @pytest.mark.parametrize(
     ("spelling", "settings"),
     [
-        *((each, {}) for each in SPELLINGS if each != "type(h.type())"),
-        *((each, {"example_inputs": True, "level": "O2"}) for each in SPELLINGS if each != "type(h.type())"),
+        *((each, {}) for each in SPELLINGS),
+        *((each, {"example_inputs": True, "level": "O2"}) for each in SPELLINGS),
         *((each, {"capture": "dynamo"}) for each in DYNAMO),
         *((each, {"dtype": FP16}) for each in ("inv_freq @ ids.type_as(h)", "a float buffer")),
     ],
@@ -181,3 +181,14 @@ def test_an_override_stands(decided):
 def test_autocasts_placement_is_as_it_was(decided):
     found, _ = decided(lambda x, w, ids: ids.type_as(nn.functional.linear(x, w)) * 0.1, placement="autocast")
     assert found["type_as"].output is BF16
+
+
+@pytest.mark.parametrize("call", [lambda x, kind: x.type(kind), lambda x, kind: x.type(dtype=kind)], ids=["", "dtype="])
+@pytest.mark.parametrize("example_inputs", [None, INPUTS], ids=["", "example_inputs"])
+def test_integers_take_the_type_of_a_lowered_float_by_its_name(call, example_inputs):
+    """A linear reads them, whose dtype nobody could tell from a string."""
+    model = Model(lambda m, h, ids, mask: m.layer(call(ids[0, :8] % 2, h.type())))
+    expected = model(*INPUTS)[0]
+    found = fxprec.convert(model, example_inputs, dtype=BF16).module(*INPUTS)[0]
+    assert found.dtype is FP32
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
