@@ -24,8 +24,14 @@ The way there and back loses nothing. It is taken only where gradients are recor
 returned and read as well. Of memory that is written in place only those count that read it after the last write. A
 checkpoint's body that returns such a value gives it in the wider dtype itself, since its readers are in there.
 
-Not reached: at O3 the model's results are widened after its graphs; and ``h.contiguous()`` stands for ``h`` in the
-original where that is contiguous already, but not here.
+Not reached: at O3 a graph that was traced without inputs, whose results are widened after it.
+
+``h.contiguous()`` is ``h`` itself where that is contiguous already (``OpRule.itself``). Such an op is computed in the
+wider dtype, so that it gives itself back here where it does in the original::
+
+    %linear: bfloat16 = linear(%x_bf16, %w_bf16)            %linear: bfloat16 = linear(%x_bf16, %w_bf16)
+    %contiguous: bfloat16 = contiguous(%linear)        ->   %linear_f32: float32 = cast(%linear, torch.float32)
+    %contiguous_f32 = cast(%contiguous, torch.float32)      %contiguous: float32 = contiguous(%linear_f32)
 """
 
 from __future__ import annotations
@@ -38,15 +44,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, notes
+from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, argument, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.graph.returned import returned_values
 from fxprec.passes.insert_casts import actual_dtype
-from fxprec.passes.ops.aliases import alias_roots, written_by
+from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
 from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.table import facts_at
 
 _SHORT: Final = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
@@ -66,10 +73,12 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
 
 def _is_read_as_well(returned: Node) -> bool:
     """Return whether this is a cast of a low value that has other readers, or may have some in a checkpoint's body."""
-    source = _widened(returned)
-    if source is None:
-        return False
-    return any(len(same.users) > 1 for same in _same_tensor(source)) or _result_in_body(source) is not None
+    source = _widened(_very_tensor(returned))
+    while source is not None:
+        if any(len(same.users) > 1 for same in _same_tensor(source)) or _result_in_body(source) is not None:
+            return True
+        source = _given_back(source)
+    return False
 
 
 def _keep(gm: GraphModule, context: Context) -> bool:
@@ -77,11 +86,20 @@ def _keep(gm: GraphModule, context: Context) -> bool:
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     changed = _widen_results_of_bodies(gm, recorded)
     roots = alias_roots(gm.graph)
+    written = written_roots(gm.graph, roots)
+    found = []
+    for returned in map(_very_tensor, returned_values(gm.graph)):
+        source = _widened(returned)
+        if source is not None and recorded.get(source) and roots[source] not in written:
+            returned, moved = _compute_wide(returned, source)
+            changed |= moved
+        found.append(_very_tensor(returned))
+    roots = alias_roots(gm.graph)
     position = {node: number for number, node in enumerate(gm.graph.nodes)}
     last: dict[Node, Node] = {}  # root of memory -> the last node that writes to it
     for node in gm.graph.nodes:
         last.update((roots[target], node) for target in written_by(node))
-    for returned in returned_values(gm.graph):
+    for returned in found:
         source = _widened(returned)
         if source is None or source.op == "placeholder" or not recorded.get(source):  # or it was made here
             continue
@@ -98,6 +116,75 @@ def _keep(gm: GraphModule, context: Context) -> bool:
             _read_through(gm.graph, after, returned, readers)
             changed = True
     return changed
+
+
+def _given_back(node: Node) -> Node | None:
+    """Return the argument that an op gives back where there is nothing to do; None: it always makes something else."""
+    inner = node.args[0] if node.args else None
+    if not facts_at(node).itself or not isinstance(inner, Node) or node.all_input_nodes != [inner]:
+        return None
+    if cast_target(node) is not None or (facts_at(node).random and argument(node, 2, "training", True) is not False):
+        return None
+    original = inner.args[0] if _is_narrowed(inner) else inner  # a cast of ours states the dtype that it gives
+    alike = actual_dtype(inner) is actual_dtype(node) and notes(original).dtype == notes(node).dtype  # type: ignore[arg-type]
+    return inner if alike else None
+
+
+def _very_tensor(node: Node) -> Node:
+    """Return the first node whose tensor this may be."""
+    while (inner := _given_back(node)) is not None:
+        node = inner
+    return node
+
+
+def _compute_wide(returned: Node, source: Node) -> tuple[Node, bool]:
+    """Move the cast of a returned value above the ops that may give their very argument back.
+
+    Returns the cast, and whether it was moved.
+    """
+    graph, above = returned.graph, []
+    while (inner := _given_back(source)) is not None:
+        above.append(source)
+        source = inner
+    is_read = any(len(each.users) > 1 for each in (*above, source)) or _is_narrowed(source)
+    if not above or not is_read or source.op == "placeholder":
+        return returned, False
+    wide = _cast_beside(source, returned)
+    above[-1].replace_input_with(source, wide)
+    for node in above:
+        others = [user for user in node.users if user is not returned and user not in above]
+        low = _cast_back(node, node) if others else node
+        for user in others:
+            user.replace_input_with(node, low)
+    for node in above:
+        why = "what it may give back is returned in float32"
+        notes(node).precision = Precision.arriving(torch.float32, torch.float32, notes(node).precision.rule, why)
+        if "val" in node.meta:
+            node.meta["val"] = node.meta["val"].float()
+    returned.replace_all_uses_with(above[0])
+    graph.erase_node(returned)
+    return wide, True
+
+
+def _is_narrowed(node: Node) -> bool:
+    """Return whether this is a cast of ours of a value that is FP32."""
+    inner = node.args[0] if node.args else None
+    return notes(node).inserted and isinstance(inner, Node) and actual_dtype(inner) is torch.float32
+
+
+def _cast_beside(source: Node, returned: Node) -> Node:
+    """Return the value in the wider dtype: what it was cast from, or its cast, which comes right behind it."""
+    if _is_narrowed(source):
+        return source.args[0]  # type: ignore[return-value]
+    alike = (user for user in source.users if user.target is returned.target and user.args[1:] == returned.args[1:])
+    wide = next(alike, None)
+    if wide is None:
+        arguments = (source, *returned.args[1:])
+        wide = new_node(source.graph, "call_function", returned.target, arguments, {}, f"{source.name}_f32")
+        wide.meta.update(returned.meta)
+        wide.meta.update({each: source.meta[each] for each in _HANDED_ON if each in source.meta})
+    source.append(wide)
+    return wide
 
 
 def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> bool:

@@ -103,6 +103,7 @@ class OpRule:
         bits: given a dtype in the place of a shape, it reads the bits of its first argument as numbers of that dtype:
             the argument has its original dtype then, whatever else it is.
         same: the result holds the first argument's values, each in its place: a copy, a cast, a detached one.
+        itself: where there is nothing to do, the result is the first argument, the very tensor.
         exact: (views apart) the result is the same whether the input is rounded before or the result after: it only
             moves, selects or drops values. Sums do not: (x - mean) of a rounded x has lost its digits.
         reads_values: of an op without a tensor result: it reads the values all the same, or tells how many bytes one
@@ -172,6 +173,7 @@ class OpRule:
     wide: bool = False
     bits: bool = False
     same: bool = False
+    itself: bool = False
     squares: Squares | None = None
     fp32_ports: bool = False
     masks: tuple[int | str, ...] = ()

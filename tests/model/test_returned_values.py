@@ -84,6 +84,30 @@ def residual(m: Net, x: Tensor) -> Any:
     return m.b(y), h, y
 
 
+def contiguous(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    return m.b(h), h.contiguous()
+
+
+def itself_in_many_ways(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    g = F.dropout(h.contiguous().flatten(1), 0.5, False)
+    return m.b(h), g.cpu(), +h, torch.atleast_2d(g)
+
+
+def itself_read_again(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    g = h.contiguous()
+    return m.b(h) + m.b(g), g, h.resolve_conj()
+
+
+def contiguous_or_not(m: Net, x: Tensor) -> Any:
+    """Of the first eager has the very tensor, of the second a copy."""
+    h = m.a(x)
+    g = h.t()
+    return m.b(h) + g.sum(), h.contiguous(), g.contiguous()
+
+
 class Pair(NamedTuple):
     """What a forward may return: a named tuple, which a graph makes by a call."""
 
@@ -140,13 +164,16 @@ def stored(m: Net, x: Tensor) -> Any:
 
 FUNCTIONS = [
     product, activation, several, widened, normalized, pointwise, viewed, chunked, written, residual, named,
-    checkpointed, checkpointed_twice, broken, broken_later, stored,
+    checkpointed, checkpointed_twice, broken, broken_later, stored, contiguous, itself_in_many_ways, itself_read_again,
+    contiguous_or_not,
 ]  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "autocast's placement": {"placement": "autocast"},
     "O0": {"level": "O0"},
     "O2": {"level": "O2"},
+    "O3": {"level": "O3"},
+    "fused": {"fuse": True},
     "nothing fused": {"fuse": False},
     "dynamo": {"capture": "dynamo"},
     "low outputs": {"keep_output_dtype": False},
@@ -171,7 +198,8 @@ def gradients(model: Any, x: Tensor, call: str = "forward") -> list[Tensor | Non
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_gradients_of_what_is_returned(function: Callable[..., Any], settings: dict[str, Any]) -> None:
     original, x = Net(function), torch.randn(5, 4)
-    converted, _ = fxprec.convert(copy.deepcopy(original), dtype=BF16, **settings)
+    inputs = (x,) if settings.get("level") == "O3" else None  # whose weights are low: only inputs tell what is not
+    converted, _ = fxprec.convert(copy.deepcopy(original), inputs, dtype=BF16, **settings)
     expected = gradients(original, x)
     for ours, theirs in zip(gradients(converted, x), expected, strict=True):
         assert (ours is None) is (theirs is None)

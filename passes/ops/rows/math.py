@@ -73,7 +73,8 @@ MATH_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("add sub mul div clamp maximum minimum cat", any_format=True),
     # of one
     rows(Rule.FOLLOW, "exact, or one rounding", "neg nan_to_num", result="first"),
-    rows(Rule.FOLLOW, "gives its input back", "positive", result="first", view=True, same=True),
+    rows(Rule.FOLLOW, "gives its input back", "positive", result="first", view=True, same=True,
+         itself=True),
     rows(Rule.FOLLOW, "exact, or one rounding", "abs", result="real"),
     rows(Rule.FOLLOW, "one rounding", "sqrt deg2rad rad2deg", result="float"),
     rows(Rule.FOLLOW, "one rounding", "square", result="first", squares="always"),

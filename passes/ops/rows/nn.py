@@ -135,6 +135,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
            "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout", result="first",
          view=True, random=True, numbers="aside"),
     facts("relu dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout", exact=True),
+    facts("dropout alpha_dropout", itself=True),
     facts("tanh sigmoid softsign softmax softmin gumbel_softmax", saturates=True),
     facts("relu relu6 silu mish hardswish hardsigmoid selu", inplace=1),
     facts("leaky_relu elu celu", inplace=2),

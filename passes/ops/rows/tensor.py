@@ -37,6 +37,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.PROMOTE, "gives every tensor in its own dtype", "broadcast_tensors", result="first*", view=True),
     rows(Rule.PROMOTE, "its kernel wants one dtype: the widest wins", "meshgrid", result="first*", view=True),
     facts("alias detach contiguous resolve_conj resolve_neg as_subclass", same=True),
+    facts("flatten ravel atleast_1d atleast_2d atleast_3d contiguous resolve_conj resolve_neg", itself=True),
     facts("view", bits=True, special="bits"),
     facts("broadcast_tensors meshgrid", special="each"),
     facts("contiguous", boolean=True),
@@ -68,6 +69,7 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("clone masked_fill", boolean=True),
     # casts
     rows(Rule.KEEP, _CAST, "to", result="unknown", view=True, same=True, arrives=True, special="cast", rank="kept"),
+    facts("to", itself=True),
     facts("to", any_format=True, guard="x.float().clamp(-65504, 65504).to(torch.float16)  # the model itself casts to "
           "float16: clamp before that, or cast to torch.bfloat16"),
     # creation

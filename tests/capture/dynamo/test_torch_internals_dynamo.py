@@ -235,6 +235,42 @@ def test_a_constant_of_a_class_is_guarded_or_can_be(monkeypatch: pytest.MonkeyPa
     assert compiled(x).item() == 3
 
 
+@contract("fxprec", "guard_argument", "guard_order")
+def test_an_argument_and_the_order_of_a_dict_can_be_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = of_fxprec.dynamo_classes()
+    read, install = (
+        getattr(classes.tensor, classes.attribute), classes.dictionary.install_dict_keys_match_guard,
+    )  # fmt: skip
+
+    def is_leaf(builder: Any, guard: Any) -> None:
+        then = of_fxprec.guarded_value(builder, guard).is_leaf
+        of_fxprec.add_guard(builder, guard, lambda now: now.is_leaf is then, "is_leaf")
+
+    def attribute(variable: Any, frame: Any, name: str, *rest: Any) -> Any:
+        of_fxprec.guard_argument(variable, frame, is_leaf)
+        return read(variable, frame, name, *rest)
+
+    def keys(variable: Any) -> None:
+        of_fxprec.guard_order(variable)
+        install(variable)
+
+    monkeypatch.setattr(classes.tensor, classes.attribute, attribute)
+    monkeypatch.setattr(classes.dictionary, "install_dict_keys_match_guard", keys)
+
+    def asks(x: Tensor) -> tuple[Tensor, bool]:
+        return x * 1, x.is_leaf
+
+    def reads(given: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
+        return sum(given.values(), torch.zeros(1)), [*given]
+
+    leaf = torch.ones(1, requires_grad=True)
+    compiled = torch.compile(asks, backend="eager")
+    assert [compiled(x)[1] for x in (leaf, leaf * 1)] == [True, False]
+    compiled = torch.compile(reads, backend="eager")
+    for order in ("ab", "ba"):
+        assert compiled({name: torch.ones(1) for name in order})[1] == [*order]
+
+
 @contract("fxprec", "raw_environment")
 def test_the_environment_has_a_dict_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = of_fxprec.raw_environment(os.environ).copy()
