@@ -242,12 +242,12 @@ def test_an_argument_and_the_order_of_a_dict_can_be_guarded(monkeypatch: pytest.
         getattr(classes.tensor, classes.attribute), classes.dictionary.install_dict_keys_match_guard,
     )  # fmt: skip
 
-    def is_leaf(builder: Any, guard: Any) -> None:
-        then = of_fxprec.guarded_value(builder, guard).is_leaf
-        of_fxprec.add_guard(builder, guard, lambda now: now.is_leaf is then, "is_leaf")
+    def is_result(builder: Any, guard: Any) -> None:
+        then = of_fxprec.guarded_value(builder, guard).grad_fn is None
+        of_fxprec.add_guard(builder, guard, lambda now: (now.grad_fn is None) is then, "grad_fn")
 
     def attribute(variable: Any, frame: Any, name: str, *rest: Any) -> Any:
-        of_fxprec.guard_argument(variable, frame, is_leaf)
+        of_fxprec.guard_argument(variable, frame, is_result)
         return read(variable, frame, name, *rest)
 
     def keys(variable: Any) -> None:
@@ -258,17 +258,18 @@ def test_an_argument_and_the_order_of_a_dict_can_be_guarded(monkeypatch: pytest.
     monkeypatch.setattr(classes.dictionary, "install_dict_keys_match_guard", keys)
 
     def asks(x: Tensor) -> tuple[Tensor, bool]:
-        return x * 1, x.is_leaf
+        return x * 1, x.grad_fn is None
 
-    def reads(given: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
-        return sum(given.values(), torch.zeros(1)), [*given]
+    def reads(given: dict[str, Tensor]) -> Tensor:
+        names = tuple(given)
+        return given["a"] * ord(names[0])
 
     leaf = torch.ones(1, requires_grad=True)
     compiled = torch.compile(asks, backend="eager")
     assert [compiled(x)[1] for x in (leaf, leaf * 1)] == [True, False]
     compiled = torch.compile(reads, backend="eager")
-    for order in ("ab", "ba"):
-        assert compiled({name: torch.ones(1) for name in order})[1] == [*order]
+    for order in ("abc", "cba", "bca"):
+        assert compiled({name: torch.ones(1) for name in order}).item() == ord(order[0])
 
 
 @contract("fxprec", "raw_environment")
