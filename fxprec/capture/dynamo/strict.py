@@ -136,8 +136,9 @@ def strict(granted: Granted) -> Iterator[None]:
         if key not in variable:
             variable.install_dict_contains_guard(frame, [key])
 
-    def takes_out(variable: Any, _frame: Any, name: str, *_: Any) -> None:
-        if name in ("pop", "popitem", "clear"):  # what is left goes back in the order that dynamo saw
+    def hands_on_keys(variable: Any, _frame: Any, name: str, *_: Any) -> None:
+        # what is left goes back in the order that dynamo saw; torch 2.10 and 2.11 copy for "|" without a guard
+        if name in ("pop", "popitem", "clear", "__or__"):
             variable.install_dict_keys_match_guard()
 
     def extends(_list: Any, _frame: Any, _name: str, arguments: Any, *_: Any) -> None:
@@ -191,7 +192,7 @@ def strict(granted: Granted) -> Iterator[None]:
             (numpy, "from_numpy", torch.inference_mode(False)(numpy.from_numpy)),
             _before(classes.dictionary, "getitem_const_raise_exception_if_absent", missing_key),
             _before(classes.dictionary, "install_dict_keys_match_guard", guard_order),
-            _before(classes.dictionary, "call_method", takes_out),
+            _before(classes.dictionary, "call_method", hands_on_keys),
             _before(classes.list, "call_method", extends),
             (classes.cached_function, "call_function", call_of_cached),
             _before(classes.user_class, "call_function", call_of_class),

@@ -211,6 +211,8 @@ class Batch(nn.Module):
 @pytest.mark.parametrize("kind", [dict, lambda entries: collections.defaultdict(int, entries)], ids=["dict", "default"])
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_order_of_a_dict_counts_where_code_reads_all_keys(name, kind):
+    if name == "merged" and kind is not dict and torch.__version__ < "2.11":
+        pytest.skip("torch 2.10's dynamo fails on defaultdict | dict")
     torch._dynamo.reset()
     model = Batch(ORDERS[name])
     converted = fxprec.convert(copy.deepcopy(model), dtype=LOW, capture="dynamo").module
