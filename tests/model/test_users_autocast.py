@@ -119,7 +119,7 @@ class NotCompiled(Layers):
 
 class SetByHand(Layers):
     def forward(self, x):
-        before, dtype = False, BF16  # as they are: torch 2.10 breaks a graph where one asks
+        before, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", F16)
         try:
@@ -251,7 +251,8 @@ def test_the_report_says_whose_it_is():
     nodes = str(fxprec.report(check(Part)).nodes)
     assert "inside the user's own autocast: float16" in nodes and "the user's own autocast: float16" in nodes
     outside = str(fxprec.report(check(SetByHand)))
-    assert "torch.set_autocast_enabled: what follows runs under it" in outside
+    reasons = "torch.set_autocast_enabled: what follows runs under it", "Attempted to call function marked as skipped"
+    assert reasons[torch.__version__ < "2.12"] in outside  # which breaks the graph there by itself
     assert "it runs as the user's own torch.autocast says" in outside
     assert "torch.autocast says (runs" not in outside.replace("\n", " ")
 
