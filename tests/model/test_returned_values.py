@@ -170,6 +170,13 @@ def one_of_several_more(m: Net, x: Tensor) -> Any:
     return y, t.values, u.max, v[0], w[0]
 
 
+def there_and_back(m: Net, x: Tensor) -> Any:
+    """Nothing is lost on the way, which is the gradient's all the same."""
+    d, e = m.a(x).double(), m.a(x).exp().double()
+    f = m.a(x).exp().double().float()
+    return m.b(d.float()) + m.b(e.float()) + m.b(f).exp(), d, e, f
+
+
 def stored(m: Net, x: Tensor) -> Any:
     h = m.a(x)
     m.kept = h
@@ -179,7 +186,7 @@ def stored(m: Net, x: Tensor) -> Any:
 FUNCTIONS = [
     product, activation, several, widened, normalized, pointwise, viewed, chunked, written, residual, named,
     checkpointed, checkpointed_twice, broken, broken_later, stored, contiguous, itself_in_many_ways, itself_read_again,
-    contiguous_or_not, one_of_several, one_of_several_more,
+    contiguous_or_not, one_of_several, one_of_several_more, there_and_back,
 ]  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
