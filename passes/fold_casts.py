@@ -17,7 +17,7 @@ A narrowing cast followed by a widening one stays: it rounds. One that autograd 
 where its readers are recorded: it ends the gradient. Of two equal casts of one tensor the first serves both.
 The user's own cast stays where someone still reads it, or wants its dtype because it is the original one (an output),
 wherever its value is written to in place, and where it is returned, since a cast makes a copy and folding it would
-make an alias.
+make an alias. Who reads what is returned goes on reading it where gradients are recorded: it lies on their path.
 
 Where nobody knows a dtype the cast looks at run time. What is computed in the dtype of what it reads needs no second
 look: it is bfloat16, or no float that a cast is about::
@@ -36,6 +36,8 @@ Body of a checkpointed region, before and after (``%x_bf16`` is made by the call
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -45,6 +47,7 @@ from fxprec.passes.graph.annotations import UNKNOWN, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
+from fxprec.passes.graph.returned import returned_values
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.names import cast_target, dtype_argument
@@ -75,14 +78,15 @@ def _fold(gm: GraphModule, context: Context) -> int:
     written = written_roots(gm.graph, roots)
     made: dict[tuple[object, torch.dtype, bool], Node] = {}
     looked: dict[Node, torch.dtype] = {}
+    kept = {node for node in returned_values(gm.graph) if gradients[node] and _is_users_copy(node)}
     for node in list(gm.graph.nodes):
         if notes(node).dtype is UNKNOWN:
             folded += _looks_again(node, looked)
         target = _pure_target(node) if _is_cast(node) else None
-        if target is None or roots[node] in written:
+        if target is None or roots[node] in written or node in kept:
             continue
         key = (node.args[0], target, gradients[node])
-        source = _held_by(node, target, gradients) or made.get((*key[:2], True)) or made.setdefault(key, node)
+        source = _held_by(node, target, gradients, kept) or made.get((*key[:2], True)) or made.setdefault(key, node)
         if source is not node and not _copies_for_caller(node, source, roots):
             readers = [user for user in node.users if _may_read(user, node, source)]
             readers = [user for user in readers if gradients[node] or not gradients[user]]
@@ -116,13 +120,18 @@ def _is_cast(node: Node) -> bool:
     return notes(node).op.name == "to" and bool(node.args) and isinstance(node.args[0], Node)
 
 
-def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool]) -> Node | None:
-    """The earlier node that holds the very value of this cast already, its gradient too; None if there is none."""
+def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool], kept: Set[Node]) -> Node | None:
+    """The earlier node that holds the very value of this cast already, its gradient too; None if there is none.
+
+    ``kept``: copies of the user's that are returned: they lie on the gradient's path of who reads them.
+    """
     source = node.args[0]
     assert isinstance(source, Node)
     if _known(source) == target:
         return source
-    while _is_cast(source) and _pure_target(source) is not None and (gradients[source] or not gradients[node]):
+    while _is_cast(source) and source not in kept and _pure_target(source) is not None:
+        if gradients[node] and not gradients[source]:
+            return None
         inner = source.args[0]
         assert isinstance(inner, Node)
         if not _lossless(_known(inner), _known(source)):
@@ -135,7 +144,7 @@ def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool]) -> No
 
 def _may_read(user: Node, node: Node, source: Node) -> bool:
     """Not a reader that wants the original dtype of what it reads, if that differs; nor the caller of a user's copy."""
-    if user.op == "output" and not notes(node).inserted and _copied(node):
+    if user.op == "output" and _is_users_copy(node):
         return False
     if notes(node).dtype == notes(source).dtype:
         return True
@@ -147,12 +156,12 @@ def _may_read(user: Node, node: Node, source: Node) -> bool:
 def _copies_for_caller(node: Node, source: Node, roots: dict[Node, Node]) -> bool:
     """Whether the user's cast gives a copy of what belongs to the caller, who may write to either."""
     outside = roots[source].op in ("placeholder", "get_attr")
-    return outside and not notes(node).inserted and _copied(node)
+    return outside and _is_users_copy(node)
 
 
-def _copied(node: Node) -> bool:
-    """Whether the cast changed the dtype in the original program, and so made a tensor of its own."""
-    return notes(node).dtype != notes(node.args[0]).dtype  # type: ignore[union-attr]
+def _is_users_copy(node: Node) -> bool:
+    """Whether this is a cast that changed the dtype in the original program, and so made a tensor of its own."""
+    return _is_cast(node) and not notes(node).inserted and notes(node).dtype != notes(node.args[0]).dtype  # type: ignore[union-attr]
 
 
 def _pure_target(node: Node) -> torch.dtype | None:

@@ -84,6 +84,7 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
         changed |= insert_casts(sub, context).changed
     epochs = _Epochs(gm, context)
     for node in list(gm.graph.nodes):
+        epochs.transformed(node)
         changed |= (
             epochs.keep_digits(node)
             or epochs.cast_arguments(node)
@@ -173,6 +174,23 @@ class _Epochs:
         self.roots = alias_roots(gm.graph)
         self.written_roots = written_roots(gm.graph, self.roots)
         self.made: dict[Node, dict[tuple[Node, torch.dtype, object, bool], Node]] = {}
+        self.transforms: list[Node] = []
+        self.depth: dict[Node, int] = {}
+
+    def transformed(self, node: Node) -> None:
+        """Note which transforms of ``torch.func`` (``grad``, ``vmap``) a node is in: calls enter and leave them."""
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name.endswith("_increment_nesting"):
+            self.transforms.append(node)
+        elif name.endswith("_decrement_nesting") and self.transforms:
+            self.transforms.pop()
+        if self.transforms:
+            self.depth[node] = len(self.transforms)
+
+    def place(self, source: Node, reader: Node) -> Node:
+        """Return before what a cast comes: outside of transforms without its value, which wrap what they make."""
+        depth = self.depth.get(source, 0)
+        return self.transforms[depth] if depth < len(self.transforms) else reader
 
     def cast_arguments(self, node: Node) -> bool:
         wanted = wanted_dtypes(node)
@@ -199,7 +217,7 @@ class _Epochs:
         with_gradient = (source, wanted, function, True)
         key = with_gradient if with_gradient in made else (source, wanted, function, self.recorded[reader])
         if key not in made:
-            with self.graph.inserting_before(reader):
+            with self.graph.inserting_before(self.place(source, reader)):
                 name = f"{source.name}_{_SHORT[wanted]}"
                 new = new_node(self.graph, "call_function", function, (source, wanted), {}, name)
             new.meta.update(

@@ -51,7 +51,7 @@ def resolve_autocast_regions(gm: GraphModule, context: Context, within: bool = F
     depth = 0  # of borders within the region that is kept, its own included
     for node in gm.graph.nodes:
         enters, exits = (node.op == "call_function" and node.target is each for each in (enter_autocast, exit_autocast))
-        if depth or (enters and (within or _runs_as_written(node, context))):
+        if depth or (enters and (within or notes(node).as_written or _runs_as_written(node, context))):
             if not depth:
                 kept.append([])
             depth += enters - exits
@@ -125,8 +125,14 @@ def _mark_within(enter: Node) -> bool | torch.dtype:
 
 
 def _mark(node: Node, region: bool | torch.dtype, as_written: bool = False) -> None:
-    """Note the region of a node, and of all nodes in the bodies that it calls."""
+    """Note the region of a node of a graph that has its module, and of all nodes in the bodies that it calls.
+
+    The dtype that autocast gave a value is taken from the value that dynamo saw, which in a checkpoint's body nobody
+    has taken over as ``meta["val"]``.
+    """
     notes(node).autocast = region
+    if "example_value" in node.meta:
+        node.meta.setdefault("val", node.meta["example_value"])
     if as_written:
         notes(node).as_written = True
     if as_written or isinstance(region, torch.dtype):
@@ -144,7 +150,10 @@ def _make_body(gm: GraphModule, region: Sequence[Node]) -> GraphModule | None:
     if inside:
         read = dict.fromkeys(source for node in inside for source in node.all_input_nodes if source not in inside)
         given = [node for node in inside if any(user not in inside and user not in borders for user in node.users)]
-        body = GraphModule(gm, _body_graph(inside, read, given, _mark_within(enter)), "AutocastBody")
+        body = GraphModule(gm, _body_graph(inside, read, given), "AutocastBody")
+        for node in body.graph.nodes:
+            if node.op.startswith("call"):
+                _mark(node, _mark_within(enter), as_written=True)
         read = [node for node in read if body_of(node) is None]
         results = _call_body(gm, body, enter, next(reversed(inside)), read, given)
         for node, result in results.items():
@@ -154,9 +163,7 @@ def _make_body(gm: GraphModule, region: Sequence[Node]) -> GraphModule | None:
     return body
 
 
-def _body_graph(
-    inside: Iterable[Node], read: Iterable[Node], given: Iterable[Node], region: bool | torch.dtype
-) -> Graph:
+def _body_graph(inside: Iterable[Node], read: Iterable[Node], given: Iterable[Node]) -> Graph:
     graph, copies = Graph(), dict[Node, Node]()
     for node in sorted(read, key=lambda node: body_of(node) is not None):  # placeholders come first
         fetches = body_of(node) is not None
@@ -164,7 +171,6 @@ def _body_graph(
         copies[node].meta.update({key: node.meta[key] for key in _SEEN if key in node.meta})
     for node in inside:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        _mark(copies[node], region, as_written=True)
     graph.output(tuple(copies[node] for node in given))
     return graph
 

@@ -20,10 +20,14 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cast_if_float(x: object, dtype: torch.dtype) -> object:
-    """``cast`` for what nobody could know without inputs: what is no FP32, FP16 or BF16 tensor passes untouched."""
+    """``cast`` for what nobody could know without inputs: what is no FP32, FP16 or BF16 tensor passes untouched.
+
+    So does one of that dtype, without a call: ``to`` gives a new tensor for one of a ``torch.func`` transform that
+    ended, of which the gradient is asked.
+    """
     if isinstance(x, Proxy):
         return leaf(cast_if_float, x, dtype)
-    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in CASTABLE else x
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in CASTABLE and x.dtype != dtype else x
 
 
 def cast_each(values: Any, dtype: torch.dtype) -> Any:

@@ -156,6 +156,27 @@ def broken_later(m: Net, x: Tensor) -> Any:
     return y * 2, h
 
 
+def one_of_several(m: Net, x: Tensor) -> Any:
+    """Each access to a result gives the very tensor: by name, by position, from the end."""
+    t, u, v, w = m.a(x).topk(2), m.a(x).sort(), m.a(x).max(-1), m.a(x).cummax(-1)
+    y = m.b(m.a(x)) * (t.values.sum() + u[0].sum() + v[-2].sum() + w.values.sum())
+    return y, t.values, u.values, v[0], w[0]
+
+
+def one_of_several_more(m: Net, x: Tensor) -> Any:
+    t, u = m.a(x).median(-1), torch.aminmax(m.a(x), dim=-1)
+    v, w = F.max_pool1d(m.a(x), 2, return_indices=True), m.a(x).chunk(2, -1)
+    y = m.b(m.a(x)) * (t.values.sum() + u.max.sum() + v[0].sum() + (w[0] @ w[1].T).sum())
+    return y, t.values, u.max, v[0], w[0]
+
+
+def there_and_back(m: Net, x: Tensor) -> Any:
+    """Nothing is lost on the way, which is the gradient's all the same."""
+    d, e = m.a(x).double(), m.a(x).exp().double()
+    f = m.a(x).exp().double().float()
+    return m.b(d.float()) + m.b(e.float()) + m.b(f).exp(), d, e, f
+
+
 def stored(m: Net, x: Tensor) -> Any:
     h = m.a(x)
     m.kept = h
@@ -165,7 +186,7 @@ def stored(m: Net, x: Tensor) -> Any:
 FUNCTIONS = [
     product, activation, several, widened, normalized, pointwise, viewed, chunked, written, residual, named,
     checkpointed, checkpointed_twice, broken, broken_later, stored, contiguous, itself_in_many_ways, itself_read_again,
-    contiguous_or_not,
+    contiguous_or_not, one_of_several, one_of_several_more, there_and_back,
 ]  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -96,6 +97,29 @@ class Checkpointed(Layers):
         with torch.autocast("cpu", F16):
             y = checkpoint(lambda t: F.relu(self.b(t)), x, use_reentrant=False)
         return checkpoint(inside, x, use_reentrant=False), y
+
+
+def inside(m: Layers, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", F16):
+        return m.a(x)
+
+
+def inside_low(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.autocast("cpu", BF16):
+        h = m.a(x)
+    return h, h.float() * 8
+
+
+def inside_again(m: Layers, x: Tensor) -> Tensor:
+    return checkpoint(lambda t: inside(m, t).float() * 8, x, use_reentrant=False)
+
+
+def inside_other_regions(m: Layers, x: Tensor) -> tuple[Tensor, ...]:
+    with torch.autocast("cpu", enabled=False):
+        y = m.a(x) * 8
+    with torch.autocast("cpu", BF16):
+        z = m.b(x)
+    return y, z, m.c(x)
 
 
 class Broken(Layers):
@@ -214,9 +238,9 @@ def run(model: nn.Module, x: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor | 
     return tuple(output.detach() for output in outputs), [parameter.grad for parameter in model.parameters()]
 
 
-def check(kind: type[nn.Module], **options) -> nn.Module:
+def check(kind: type[nn.Module], inputs: Tensor | None = None, **options) -> nn.Module:
     torch.manual_seed(0)
-    original, x = kind(), torch.randn(4, 8)
+    original, x = kind(), torch.randn(4, 8) if inputs is None else inputs
     converted = fxprec.convert(copy.deepcopy(original), **{"dtype": BF16, **options})[0]
     (want, gradients), (got, own) = run(original, x), run(converted, x)
     assert [output.dtype for output in got] == [output.dtype for output in want]
@@ -239,6 +263,36 @@ def test_it_runs_as_the_user_says(kind, options):
 @pytest.mark.parametrize("kind", [Whole, Part, SameDtype, Nested, DecoratedParts, Checkpointed, Written, Decomposed])
 def test_whatever_the_settings(kind, options):
     check(kind, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"level": "O0"}, {"level": "O2"}], ids=str)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("function", [
+    lambda m, x: inside(m, x).float() * 8,
+    lambda m, x: inside(m, x).to(torch.float32) * 8,
+    lambda m, x: inside(m, x).type(torch.float32) * 8,
+    lambda m, x: inside(m, x).to(x.dtype) * 8,
+    lambda m, x: inside(m, x).type_as(x) * 8,
+    inside_low,
+    inside_again,
+])  # fmt: skip
+def test_what_a_checkpoint_casts_behind_a_region(function, reentrant, options):
+    class Checkpointing(Layers):
+        def forward(self, x):
+            return checkpoint(functools.partial(function, self), x, use_reentrant=reentrant)
+
+    check(Checkpointing, inputs=torch.randn(4, 8, requires_grad=True), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"level": "O0"}, {"level": "O2"}], ids=str)
+@pytest.mark.parametrize("function", [lambda m, x: m.a(x).float() * 8, inside_low, inside_other_regions])
+def test_a_checkpoint_within_a_region(function, options):
+    class Within(Layers):
+        def forward(self, x):
+            with torch.autocast("cpu", F16):
+                return checkpoint(functools.partial(function, self), x, use_reentrant=False)
+
+    check(Within, **options)
 
 
 @pytest.mark.filterwarnings("ignore::fxprec.SlowDtypeWarning")

@@ -146,6 +146,16 @@ def test_user_casts(folded, function, left, level):
     assert casts(folded(function, torch.randn(2, 4), level=level)) == left
 
 
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("function", [lambda d: (d.float() * 2.0, d), lambda d: (lambda f: (f * 2.0, f))(d.float())])
+def test_who_reads_a_copy_that_is_returned_goes_on_reading_it(folded, function, level):
+    def read(**settings):
+        gm = folded(lambda x: function((x * 2.0).double()), torch.randn(2, 4), level=level, **settings)
+        return gm.graph.output_node().args[0][0].args[0].name
+
+    assert read() == "float_1" and read(gradients=False) == "mul"
+
+
 def test_a_cast_that_looks_at_its_value_is_not_a_plain_one(tools):
     def f(q, mask):
         return F.linear(mask, q), F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
@@ -236,10 +246,11 @@ def test_a_reader_that_wants_the_users_dtype_keeps_the_cast(folded):
         z = F.linear(x, w).bfloat16()  # of an FP32 value, in the original program
         return z, F.linear(z, w)
 
-    gm = folded(f)
-    assert casts(gm) == ["bfloat16"]
-    nodes = {node.name: node for node in gm.graph.nodes}
-    assert nodes["linear_1"].args[0] is nodes["linear"]
+    for gradients in (True, False):
+        gm = folded(f, gradients=gradients)
+        assert casts(gm) == ["bfloat16"]
+        nodes = {node.name: node for node in gm.graph.nodes}
+        assert nodes["linear_1"].args[0] is nodes["bfloat16" if gradients else "linear"]
 
 
 def written_result(x, w):

@@ -1,0 +1,56 @@
+"""Let one node stand for each result of an op that gives several, however often and by whatever name it is read.
+
+In the original program both reads are the very tensor. Two nodes would get casts of their own, and what is returned of
+the one would not lie on the gradient's path of who reads the other (``keep_returned``)::
+
+    %topk: (float32, int64) = topk(%h, 2)           %topk: (float32, int64) = topk(%h, 2)
+    %a: float32 = getitem(%topk, 0)                 %a: float32 = getitem(%topk, 0)
+    %b: float32 = sum(%a)                      ->   %b: float32 = sum(%a)
+    %c: float32 = getattr(%topk, values)
+    return (%b, %c)                                 return (%b, %a)
+
+A part of a tensor, ``h[0]``, is a new tensor each time: that stays. Propagated dtypes tell the two apart.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from fxprec.passes.graph.annotations import NO_OP, notes
+from fxprec.passes.ops.spellings import RESULT_FIELDS
+
+
+def merge_accesses(gm: GraphModule) -> bool:
+    """Merge equal accesses in one graph whose dtypes are known; return whether there were any."""
+    first: dict[tuple[Node, int | str], Node] = {}
+    merged = False
+    for node in list(gm.graph.nodes):
+        place = _place(node)
+        earlier = node if place is None else first.setdefault(place, node)
+        if earlier is not node and not _may_change(earlier.args[0]):  # type: ignore[arg-type]
+            node.replace_all_uses_with(earlier)
+            gm.graph.erase_node(node)
+            merged = True
+    return merged
+
+
+def _place(node: Node) -> tuple[Node, int | str] | None:
+    """Return the op and which of its results a node stands for; None: it stands for something else."""
+    if notes(node).op.name not in ("getitem", "getattr") or len(node.args) != 2:
+        return None
+    source, place = node.args
+    if not isinstance(source, Node) or type(place) not in (int, str):
+        return None
+    dtypes = notes(source).dtype
+    if not isinstance(dtypes, tuple):
+        return None
+    if isinstance(place, str) and notes(source).op is not NO_OP:
+        place = RESULT_FIELDS.get(place, place)
+    if isinstance(place, int) and place < 0 and len(dtypes) > 1:  # of one: nobody may know how many there are
+        place += len(dtypes)
+    return source, place  # type: ignore[return-value]
+
+
+def _may_change(source: Node) -> bool:
+    """Return whether somebody may put another tensor at a place: an op gives a list now and then."""
+    return any(notes(user).op.in_place or user.op == "call_method" for user in source.users)
