@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -41,6 +42,18 @@ _definitions: Final[Any] = optional(
 
 #: Attributes that a graph module takes from its graph.
 OF_GRAPH: Final = frozenset({"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec"})
+
+
+def numpy_call(target: object) -> str | None:
+    """Return the name of what dynamo writes for a call of NumPy's: what it wraps, "attribute" of an attribute.
+
+    NumPy is traced into ops of torch inside of the wrapper, of which the graph tells nothing.
+    """
+    kind = target if isinstance(target, FunctionType) else type(target)
+    if kind.__module__ != "torch._dynamo.utils" or not kind.__name__.startswith("numpy_"):
+        return None
+    name = str(getattr(target, "__name__", ""))
+    return "attribute" if kind is target else name.removeprefix("wrapped_")
 
 
 def schema_of(op: OpOverload) -> Any:

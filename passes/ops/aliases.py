@@ -7,18 +7,31 @@ lies outside of the graph (inputs, parameters, buffers) and shares memory has on
     %b = placeholder                  # meta["memory"] = 0
     %low = cast(%b, torch.bfloat16)
     %c = mul_(%a, 2)                  # %low is stale from here on
+
+Of NumPy's calls, which dynamo traces, nobody says which return a view, or write (``fill``, ``out=``): each may.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
 
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.graph.annotations import Rule, arg_nodes, argument, notes
 from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.ops.table import facts_of
-from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
+from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, numpy_call, schema_of
+
+#: NumPy's calls that write nothing where no third array is given, and give an array of their own.
+_NUMPY_NEW: Final = frozenset(
+    "add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift eq ne lt le gt ge copy sum mean "
+    "max min std var all any item tolist".split()
+)
+#: And those that may give a view.
+_NUMPY_VIEWS: Final = frozenset(
+    "attribute getitem reshape flatten ravel transpose squeeze asarray array astype".split()
+)
 
 
 def alias_roots(graph: Graph, sources: Callable[[Node], Iterable[Node]] | None = None) -> dict[Node, Node]:
@@ -60,6 +73,10 @@ def shared_sources(node: Node) -> Iterator[Node]:
     if isinstance(node.target, HigherOrderOperator):
         yield from (operand for operand, _, given_back in _operands(node) if given_back)
         return
+    if (name := numpy_call(node.target)) is not None:
+        if name not in _NUMPY_NEW or _takes_out(node):
+            yield from node.all_input_nodes
+        return
     facts = facts_of(op.name)
     if not op.in_place and not facts.view:
         return
@@ -77,6 +94,9 @@ def written_by(node: Node) -> Iterator[Node]:
     op = notes(node).op
     if isinstance(node.target, HigherOrderOperator):
         yield from (operand for operand, written, _ in _operands(node) if written)
+    elif (name := numpy_call(node.target)) is not None:
+        if name not in _NUMPY_NEW | _NUMPY_VIEWS or _takes_out(node):
+            yield from node.all_input_nodes
     elif op.in_place:
         yield from (source for port, source in arg_nodes(node) if port == 0)
     elif (writes := facts_of(op.name).writes) is not None:
@@ -91,6 +111,11 @@ def written_by(node: Node) -> Iterator[Node]:
             for key in (position, each.name)
         }
         yield from (source for port, source in arg_nodes(node) if port in written)
+
+
+def _takes_out(node: Node) -> bool:
+    """Return whether a call of NumPy's may have been given an array for its result: ``np.add(a, b, a)``."""
+    return "out" in node.kwargs or any(port not in (0, 1) for port, _ in arg_nodes(node))
 
 
 def written_roots(graph: Graph, roots: Mapping[Node, Node]) -> set[Node]:

@@ -137,6 +137,7 @@ class OpRule:
         saturates: its results come so close to 1 (or -1) that low precision makes them that number.
         poles: ports at which such a number, or 1 minus it, meets a pole or an endless slope.
         accumulates: of many values it gives their sum, mean or product, and nothing else.
+        example: its first argument is an example of a shape and a dtype, whose values it does not read.
         counts: of constants it makes values that count: positions, running totals.
         periodic: its argument is an angle: bounded, and other where the argument is rounded.
         sums: it sums many values.
@@ -197,6 +198,7 @@ class OpRule:
     saturates: bool = False
     poles: tuple[int | str, ...] = ()
     accumulates: bool = False
+    example: bool = False
     counts: bool = False
     periodic: bool = False
     sums: bool = False

@@ -12,10 +12,12 @@ learned value takes them::
 
 Kinds of values are told apart in one walk forwards (``Origin``). An integer is a count; a bool or a number of eight
 bits (pixels, quantized weights) is none, as low precision has it exactly. Of float constants those count that hold
-integers alone. An input of which nobody knows whether it is an integer counts where the program casts it.
+integers alone, or are filled with one that is larger (``full_like(%h, 999.0)``). An input of which nobody knows whether
+it is an integer counts where the program casts it.
 
 A cast to the dtype of a low tensor is FP32 only where its digits matter: where somebody computes with the counts alone,
-computes in FP32, or returns them. A mask that a learned value is multiplied with stays as it was.
+compares them with each other, computes in FP32, or returns them. A mask that a learned value is multiplied with stays
+as it was.
 """
 
 from __future__ import annotations
@@ -71,13 +73,16 @@ class Origins:
             return
         for node in reversed(graph.nodes):
             origin = self._known[node]
-            if origin is Origin.COUNT or (origin is Origin.CONSTANT and is_castable(notes(node).dtype)):
+            if self._compares(node):
+                self._exact.add(node)
+            elif origin is Origin.COUNT or (origin is Origin.CONSTANT and is_castable(notes(node).dtype)):
                 if any(self._wants_digits(user, origin) for user in node.users):
                     self._exact.add(node)
 
     def counts(self, node: Node) -> bool:
         """Return whether what a node computes is a count, or a constant that goes into one."""
-        return self._known.get(node) is Origin.COUNT or node in self._exact
+        counted = self._known.get(node) is Origin.COUNT and not facts_at(node).example
+        return counted or node in self._exact
 
     def is_exact(self, node: Node) -> bool:
         """Return whether a value is (part of) a count, and somebody needs its digits."""
@@ -100,6 +105,8 @@ class Origins:
             return Origin.OTHER
         sources = [self._known.get(source, Origin.OTHER) for source in _values(node, row)]
         origin = max(sources, default=Origin.CONSTANT)
+        if row.example and origin is Origin.CONSTANT and _fills_with_count(node):
+            return Origin.COUNT
         if row.rule is Rule.LOW and Origin.INPUT in sources:  # a product takes no integers: it is a float input
             return Origin.OTHER
         if origin is not Origin.OTHER and (row.counts or (origin is Origin.INPUT and notes(node).op.name == "to")):
@@ -128,7 +135,17 @@ class Origins:
             return user in self._exact
         if user.op == "output" or isinstance(user.target, HigherOrderOperator):
             return True
-        return notes(user).dtype is not NON_TENSOR and (row.periodic or row.rule in (Rule.FULL, Rule.KEEP))
+        wants = row.periodic or row.rule in (Rule.FULL, Rule.KEEP) or user in self._exact
+        return notes(user).dtype is not NON_TENSOR and wants
+
+    def _compares(self, node: Node) -> bool:
+        """Return whether an op compares floats that count with counts or constants alone."""
+        row = facts_at(node)
+        if row.result != "bool" or row.numbers != "compared":
+            return False
+        values = [*_values(node, row)]
+        floats = any(is_castable(notes(each).dtype) for each in values)
+        return floats and max(self._known.get(each, Origin.OTHER) for each in values) is Origin.COUNT
 
 
 def _values(node: Node, row: OpRule) -> Iterator[Node]:
@@ -136,8 +153,16 @@ def _values(node: Node, row: OpRule) -> Iterator[Node]:
     for port, source in arg_nodes(node):
         info = notes(source).dtype
         reads = port == 0 if row.arrives else row.ports is None or port in row.ports
+        reads = reads and not (row.example and port in (0, "input", "self"))
         if reads and port not in row.places and info is not NON_TENSOR and info is not torch.bool:
             yield source
+
+
+def _fills_with_count(node: Node) -> bool:
+    """Return whether an op fills a tensor with an integer that bfloat16 may not hold, and FP32 does."""
+    number = next((each for each in (*node.args[:0:-1], *node.kwargs.values()) if type(each) in (int, float)), 0)
+    assert isinstance(number, int | float)
+    return facts_at(node).numbers == "fill" and 256 < abs(number) <= 1 << 24 and number == int(number)
 
 
 def _holds_counts(value: object) -> bool:

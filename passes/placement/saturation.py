@@ -11,7 +11,8 @@ pinned, as between an exponential and a sum (``pins``); the op that saturates re
 What a module returns is pinned as well where a saturated value is all that it holds: its loss is taken outside, and it
 is cast to FP32 anyway. So is what is written into other memory, or goes into another body or comes out of one. A
 softmax that weighs values (attention) or a sigmoid that gates them reaches no pole: a matrix product ends the search,
-and so does a weight, or another low value, that goes in.
+and so does a weight, or another low value, that goes in. A constant that is made like a low value (``ones_like(%h)``)
+is none of these: it reads no values, and is FP32 where it meets what is pinned.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fxprec.passes.graph.annotations import Rule, arg_nodes, argument, notes
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.rule import OpRule
 from fxprec.passes.ops.table import facts_at
-from fxprec.passes.placement.sites import carries_float
+from fxprec.passes.placement.sites import base_of, carries_float
 from fxprec.passes.torch_internals import HigherOrderOperator
 
 #: Why a value that is handed to others is FP32. What saturates before a pole has a reason of its own.
@@ -43,18 +44,27 @@ def saturating_chains(graph: Graph, returns: bool) -> dict[Node, str]:
         return {}
     after: set[Node] = set()
     low: set[Node] = set()  # values that may be low, and do not saturate
+    constants: set[Node] = set()
     for node in graph.nodes:
         row = facts_at(node)
+        sources = {*_floats(node)}
         if row.saturates or _leads_on(node, row, after, low):
             after.add(node)
         elif row.rule is Rule.LOW or notes(node).kind == "parameter":
             low.add(node)
-        elif row.rule in (Rule.FOLLOW, Rule.PROMOTE) and not low.isdisjoint(_floats(node)):
-            low.add(node)
+        elif row.rule in (Rule.FOLLOW, Rule.PROMOTE) and (sources or row.example):
+            if sources <= constants:
+                constants.add(node)
+            elif not low.isdisjoint(sources):
+                low.add(node)
+        if notes(node).op.in_place and not after.isdisjoint(sources):
+            written = {*_written(node, constants)}
+            after |= written
+            constants -= written
     reasons: dict[Node, str] = {}
     for node in reversed(graph.nodes):
-        if node in after:
-            found = (_reason(node, user, reasons, after, returns) for user in node.users)
+        if node in after or node in constants:
+            found = (_reason(node, user, reasons, after, constants, returns) for user in node.users)
             reason = next(filter(None, found), None)
             if reason is not None:
                 reasons[node] = reason
@@ -69,6 +79,16 @@ def _leads_on(node: Node, row: OpRule, after: set[Node], low: set[Node]) -> bool
     return _hands_on(node, row) and not after.isdisjoint(sources) and low.isdisjoint(sources)
 
 
+def _written(node: Node, constants: set[Node]) -> Iterator[Node]:
+    """Yield the constant that an op writes into, and the views through which it does: ``p = zeros_like(h); p[0] = q``.
+
+    What is written into another value is left: the memory holds that value, too.
+    """
+    while (base := base_of(node)) in constants and base is not node:
+        yield base
+        node = base
+
+
 def _hands_on(node: Node, row: OpRule) -> bool:
     """Return whether what goes in comes out, in steps that lose no more than rounding."""
     if notes(node).op.name == "to":
@@ -76,9 +96,15 @@ def _hands_on(node: Node, row: OpRule) -> bool:
     return row.rule in (Rule.FOLLOW, Rule.PROMOTE) or row.accumulates or (row.squares == "power" and not _is_pole(node))
 
 
-def _reason(node: Node, user: Node, reasons: dict[Node, str], after: set[Node], returns: bool) -> str | None:
-    """Return why a saturated value is FP32 because of one who reads it; None where that one does not mind."""
+def _reason(
+    node: Node, user: Node, reasons: dict[Node, str], after: set[Node], constants: set[Node], returns: bool
+) -> str | None:
+    """Return why a saturated value, or a constant, is FP32 because of one who reads it; None where it does not mind."""
     row = facts_at(user)
+    if node not in {*_floats(user)}:
+        return None
+    if node in constants:  # zeros and ones are the same in any dtype
+        return reasons.get(user) if facts_at(node).numbers is not None else None
     written = notes(user).op.in_place and user.args[0] is not node and row.rule is not Rule.KEEP
     if (user.op == "output" and returns) or written or isinstance(user.target, HigherOrderOperator):
         return _HANDED_OUT
@@ -88,7 +114,7 @@ def _reason(node: Node, user: Node, reasons: dict[Node, str], after: set[Node], 
     if reason != _HANDED_OUT:
         return reason
     # what is handed out must hold nothing else
-    alone = row.view or row.exact or len({*_floats(user)}) == 1
+    alone = row.view or row.exact or len({*_floats(user)} - constants) == 1
     return reason if alone else None
 
 
@@ -101,4 +127,8 @@ def _is_pole(node: Node) -> bool:
 
 
 def _floats(node: Node) -> Iterator[Node]:
-    return (source for _, source in arg_nodes(node) if carries_float(notes(source).dtype))
+    """Yield the floats whose values an op reads: no example of a shape and a dtype."""
+    example = facts_at(node).example
+    for port, source in arg_nodes(node):
+        if carries_float(notes(source).dtype) and not (example and port in (0, "input", "self")):
+            yield source

@@ -6,6 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -190,3 +191,23 @@ def test_torch_logs_what_fails_on_fake_tensors_only_where_asked():
         assert seen
     finally:
         log.removeHandler(listening)
+
+
+@contract("passes", "numpy_call")
+def test_numpy_calls_of_dynamo_tell_what_they_wrap() -> None:
+    found: list[str | None] = []
+
+    def look(gm: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        found.extend(of_passes.numpy_call(node.target) for node in gm.graph.nodes if node.op == "call_function")
+        return gm
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        a = x.numpy()
+        b = np.multiply(a.T, 2)
+        b += a
+        b.fill(2)
+        return torch.relu(torch.from_numpy(b))
+
+    torch.compile(f, backend=look)(torch.ones(2, 2))
+    assert [name for name in found if name is not None] == ["attribute", "multiply", "iadd", "fill"]
+    assert found[-1] is None

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ import fxprec.optim
 from fxprec.kernels.cpu.words import SAMPLES
 from fxprec.model.module import conversion_of
 from fxprec.shadows import ShadowStore
+from fxprec.testing import count_casts
 
 Write = Callable[[Tensor, Tensor], object]
 
@@ -371,3 +373,79 @@ def test_an_optimizer_of_ours_still_spares_the_copy():
     before = conversion_of(model).store.refreshes
     train(model, optimizer, x, steps=3)
     assert conversion_of(model).store.refreshes == before
+
+
+def numpy_with_out(weight: Tensor) -> None:
+    array = weight.detach().numpy()
+    np.multiply(array, 2, out=array)
+
+
+def numpy_with_positional_out(weight: Tensor) -> None:
+    array = np.asarray(weight.detach())
+    np.add(array, array, array)
+
+
+def numpy_through_a_view(weight: Tensor) -> None:
+    array = weight.detach().numpy().reshape(-1).T
+    array[:] = array * 2
+
+
+def numpy_augmented(weight: Tensor) -> None:
+    weight.detach().numpy()[...] *= 2
+
+
+def numpy_filled(weight: Tensor) -> None:
+    array = weight.detach().numpy()
+    array.T.fill(0.5)
+
+
+NUMPY_WRITES: tuple[Callable[[Tensor], object], ...] = (
+    numpy_with_out,
+    numpy_with_positional_out,
+    numpy_through_a_view,
+    numpy_augmented,
+    numpy_filled,
+    lambda weight: torch.from_numpy(weight.detach().numpy()).mul_(2),
+    lambda weight: torch.as_tensor(weight.detach()).mul_(2),
+)
+
+
+@pytest.mark.parametrize("write", NUMPY_WRITES, ids=lambda write: write.__name__)
+def test_a_forward_sees_what_it_writes_by_numpy(write: Callable[[Tensor], object]) -> None:
+    """dynamo traces NumPy into the graph, whose ops do not say what they write."""
+
+    def hook(layer: nn.Linear, _: object) -> None:
+        write(layer.weight)
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        layers[1].register_forward_pre_hook(hook)
+        return layers
+
+    plain, model, x = net(), fxprec.convert(net(), dtype=torch.bfloat16).module, torch.randn(4, 8)
+    for _ in range(3):
+        expected, found = plain(x), model(x)
+        assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_a_forward_that_reads_by_numpy_keeps_its_shadows() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = np.multiply(self.layer.weight.detach().numpy().sum(), 2) if self.numpy else 2.0
+            return self.layer(x) * torch.as_tensor(scale)
+
+    counts = []
+    for numpy in (True, False):
+        net = Scaled()
+        net.numpy = numpy
+        model = fxprec.convert(net, dtype=torch.bfloat16).module
+        model(torch.randn(4, 8))
+        with count_casts() as casts:
+            model(torch.randn(4, 8))
+        counts.append(casts.total)
+    assert counts[0] == counts[1]

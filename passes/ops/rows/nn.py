@@ -136,7 +136,7 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
          view=True, random=True, numbers="aside"),
     facts("relu dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout", exact=True),
     facts("dropout alpha_dropout", itself=True),
-    facts("tanh sigmoid softsign softmax softmin gumbel_softmax", saturates=True),
+    facts("tanh sigmoid softsign tanhshrink elu celu selu softmax softmin gumbel_softmax", saturates=True),
     facts("relu relu6 silu mish hardswish hardsigmoid selu", inplace=1),
     facts("leaky_relu elu celu", inplace=2),
     facts("threshold hardtanh dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", inplace=3),

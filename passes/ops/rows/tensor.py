@@ -85,6 +85,9 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.KEEP, _TABLE, "tril_indices triu_indices", result="int64"),
     rows(Rule.KEEP, _TABLE, "vander", result="first"),
     facts("full_like new_full", numbers="fill"),
+    facts("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided new fill "
+          "zero", example=True),
+    facts("as_tensor asarray from_numpy", view=True),
     facts("arange", special="sequence"),
     facts("arange range linspace logspace", counts=True),
     facts("range linspace logspace", special="float_sequence"),

@@ -81,6 +81,16 @@ SPELLINGS = {
     "a distance": lambda m, h, ids, mask: (ids[0, :9, None].to(h.dtype) - ids[0, -9:].to(h.dtype)) * 0.5,
     "what is returned": lambda m, h, ids, mask: ids.type_as(h),
     "a target": lambda m, h, ids, mask: torch.nn.functional.mse_loss(ids.type_as(h), ids.type_as(h) + 0.5),
+    "full_like": lambda m, h, ids, mask: turned(torch.full_like(h[..., :1], 999.0) * m.inv_freq),
+    "new_full": lambda m, h, ids, mask: turned(h.new_full((3, 1), 999) * m.inv_freq),
+    "equal": lambda m, h, ids, mask: (t := ids[0].type_as(h), (t[:, None] == t[None]).sum().float())[1],
+    "less": lambda m, h, ids, mask: ((ids.to(h.dtype) + 1) < 600).float(),
+    "equal, and read low": lambda m, h, ids, mask: (
+        t := ids[0].type_as(h),
+        m.layer(h * t[:, None]),
+        m.layer(h + t[:, None]),
+        (t[:, None] == t[None]).float(),
+    )[-1],
     "in place": in_place,
     "in a checkpoint": in_a_checkpoint,
 }
@@ -138,8 +148,9 @@ def decided(tools):
         lambda x, w, ids: (y := nn.functional.linear(x, w)) * (ids > 2).type_as(y),
         lambda x, w, ids: (y := nn.functional.linear(x, w)) * ids.unsqueeze(0).type_as(y).squeeze(0),
         lambda x, w, ids: (y := nn.functional.linear(x, w)) * (1 - (ids > 2).type_as(y)),
+        lambda x, w, ids: (y := nn.functional.linear(x, w)) * torch.full_like(y, 999.0),
     ],
-    ids=["a mask of integers", "of bools", "through views", "inverted"],
+    ids=["a mask of integers", "of bools", "through views", "inverted", "a factor"],
 )
 def test_a_mask_casts_nothing(decided, f):
     """A learned value is multiplied with a mask in its own dtype, as it was."""

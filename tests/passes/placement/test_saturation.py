@@ -148,6 +148,73 @@ def test_the_loss_of_returned_probabilities(spelling, settings):
     check(loss, settings, RETURNED[spelling])
 
 
+def written_like(h):
+    p = torch.zeros_like(h)
+    p[:, :8].copy_(h[:, :8].sigmoid())
+    return torch.log(1 - p + 1e-8)
+
+
+#: Constants that are made like a low value meet one that saturates.
+MADE_ALIKE = {
+    "ones_like": lambda h: torch.log(torch.ones_like(h) - h.sigmoid() + 1e-8),
+    "zeros_like + 1": lambda h: torch.log(torch.zeros_like(h) + 1 - h.sigmoid() + 1e-8),
+    "full_like": lambda h: torch.log(torch.full_like(h, 1.0) - h.sigmoid() + 1e-8),
+    "digits": lambda h: torch.log(torch.full_like(h, 1.0002) - h.sigmoid()),
+    "a product": lambda h: torch.log(torch.ones_like(h) * 1.0002 - h.sigmoid()),
+    "new_ones": lambda h: torch.log(h.new_ones(()) - h.sigmoid() + 1e-8),
+    "fill": lambda h: torch.log(torch.empty_like(h).fill_(1) - h.sigmoid() + 1e-8),
+    "where": lambda h: torch.log(torch.where(h > 0, 1 - h.sigmoid(), torch.ones_like(h)) + 1e-8),
+    "clamp": lambda h: torch.log(torch.clamp(1 - h.sigmoid(), min=torch.zeros_like(h)) + 1e-8),
+    "max": lambda h: torch.log(torch.max(1 - h.sigmoid(), torch.zeros_like(h)) + 1e-8),
+    "stack": lambda h: torch.log(torch.stack([h.sigmoid(), torch.ones_like(h) - h.sigmoid()]) + 1e-8),
+    "cat": lambda h: torch.log(torch.cat([1 - h.sigmoid(), h.new_zeros(8, 1)], 1) + 1e-8),
+    "lerp": lambda h: torch.log(torch.lerp(torch.ones_like(h), torch.zeros_like(h), h.sigmoid()) + 1e-8),
+    "addcmul": lambda h: torch.log(torch.addcmul(torch.ones_like(h), h.erf(), h.sigmoid(), value=-1) + 1e-8),
+    "written": written_like,
+}
+OF_POLES = {
+    "lgamma": lambda h: torch.lgamma(1 - h.sigmoid()),
+    "digamma": lambda h: torch.digamma(1 - h.sigmoid()),
+    "polygamma": lambda h: torch.polygamma(1, 1 - h.sigmoid()),
+    "x.polygamma": lambda h: (1 - h.sigmoid()).polygamma(1),
+    "mvlgamma": lambda h: torch.mvlgamma(1 - h.sigmoid(), 1),
+    "float_power": lambda h: torch.float_power(1 - h.sigmoid(), -1),
+    "divided by a float_power": lambda h: 1 / (1 - torch.float_power(h.sigmoid(), 2)),
+    "addcdiv": lambda h: torch.addcdiv(h.float(), torch.ones_like(h), 1 - h.sigmoid()),
+    "remainder": lambda h: torch.remainder(torch.ones(8, 16), 1 - h.sigmoid()).isfinite() * h.sigmoid(),
+    "atan2": lambda h: torch.atan2(1 - h.sigmoid(), 1 - (h - 1).sigmoid()) * h,
+    "hypot": lambda h: torch.hypot(1 - h.sigmoid(), 1 - h.sigmoid()) * h,
+    "tan": lambda h: torch.tan(torch.pi / 2 * torch.tanh(h / 2)),
+    "elu": lambda h: torch.log(F.elu(h) + 1 + 1e-6),
+    "an inverse of elu": lambda h: 1 / (F.elu(h) + 1 + 1e-6),
+    "celu": lambda h: torch.log(F.celu(h) + 1 + 1e-6),
+    "selu": lambda h: torch.log(F.selu(h) / 1.0507009873554805 + 1.6732632423543772 + 1e-5),
+    "tanhshrink": lambda h: torch.log(F.tanhshrink(h).abs() + 1e-8),
+}
+
+
+@pytest.mark.parametrize("f", [*MADE_ALIKE.values(), *OF_POLES.values()], ids=[*MADE_ALIKE, *OF_POLES])
+def test_poles_beside_float64(f):
+    class Poles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(16, 16)
+            self.l.weight.data.copy_(torch.eye(16))
+            self.l.bias.data.zero_()
+
+        def forward(self, x):
+            return f(self.l(x))
+
+    x = torch.linspace(-9, 9, 128).reshape(8, 16)
+    reference, model = Poles().double(), fxprec.convert(Poles(), dtype=BF16).module
+    expected, found = reference(x.double()), model(x)
+    assert (found - expected).norm() <= 0.04 * expected.norm()  # a pole of degree 2 doubles the error of h
+    expected.abs().sum().backward()
+    found.abs().sum().backward()
+    gradient = reference.l.weight.grad
+    assert (model.l.weight.grad - gradient).norm() <= 0.06 * gradient.norm()
+
+
 @pytest.fixture
 def decided(tools):
     def run(f, **settings):
@@ -156,6 +223,16 @@ def decided(tools):
         return {node.name: node.meta["precision"] for node in gm.graph.nodes if node.op.startswith("call")}, gm
 
     return run
+
+
+@pytest.mark.parametrize("f", [torch.atan, torch.expm1], ids=lambda f: f.__name__)
+def test_what_is_full_and_saturates_stays_so_up_to_the_pole(decided, f):
+    def saturated(x, w):
+        p = f(F.linear(x, w))
+        return torch.log(p + 1) + sum(F.linear(p + i, w) for i in range(2, 6))
+
+    found, _ = decided(saturated)
+    assert {found[name].output for name in (f.__name__, "add")} == {FP32}
 
 
 def test_a_pin_says_why(decided):
@@ -175,6 +252,10 @@ def test_a_pin_says_why(decided):
         (lambda x, w: torch.sigmoid(F.linear(x, w)) * torch.tanh(F.linear(x, w)), ["sigmoid", "tanh"]),
         (lambda x, w: F.group_norm(torch.tanh(F.linear(x, w)), 2, w[0]), ["tanh"]),
         (lambda x, w: F.linear(torch.dropout(torch.tanh(F.linear(x, w)), 0.1, True), w), ["tanh", "dropout"]),
+        (lambda x, w: F.linear(F.elu(F.linear(x, w)), w), ["elu"]),
+        (lambda x, w: (F.elu(F.linear(x, w)) + 1) @ (F.elu(F.linear(w, x)) + 1), ["elu", "add", "elu_1", "add_1"]),
+        (lambda x, w: torch.ones_like(F.linear(x, w)) - torch.sigmoid(F.linear(x, w)) @ w, ["ones_like", "sigmoid"]),
+        (lambda x, w: torch.log(torch.ones_like(a := F.linear(x, w)) * a.sigmoid() + a * 0), ["sigmoid", "mul"]),
     ],
     ids=[
         "a gate",
@@ -185,6 +266,10 @@ def test_a_pin_says_why(decided):
         "a cell's gates",
         "before a norm",
         "hidden",
+        "elu between products",
+        "a feature map of elu",
+        "a constant beside a product",
+        "low after all",
     ],
 )
 def test_what_reaches_no_pole_stays_low(decided, f, names):
