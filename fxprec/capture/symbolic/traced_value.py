@@ -9,6 +9,7 @@ the forward says                      plain ``torch.fx.Proxy``, and what these d
 ``hasattr(x, "decompose")``           says yes: the truth for arguments and weights
 ``x.requires_grad = True``            is lost: declines
 ``self.weight.shape``                 is a Proxy, which no ``if`` takes: the shape itself, guarded
+``x.dtype in {a, b}``, ``str(x)``     looks for the stand-in, prints it: declines
 ``a, b = x.shape``                    disassembles the forward each time: once
 ====================================  ==========================================================================
 """
@@ -100,6 +101,12 @@ class TracedValue(Proxy):
 
     def __len__(self) -> int:
         return self.tracer.decline("takes len() of a traced value")
+
+    def __hash__(self) -> int:
+        return object.__hash__(self) if self.tracer.ended else self.tracer.decline("hashes a traced value")
+
+    def __repr__(self) -> str:  # what str() and format() call; a scripted function's error too
+        return super().__repr__() if self.tracer.ended else self.tracer.decline("makes text of a traced value")
 
     def __int__(self) -> int:
         return self.tracer.decline("makes a Python number of a traced value")

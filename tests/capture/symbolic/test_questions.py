@@ -1,0 +1,86 @@
+"""What Python asks past ``__bool__``: of a stand-in it is answered as in the original, or the trace declines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxprec
+
+CPU = torch.device("cpu")
+DTYPES = {torch.float32, torch.float64}
+
+
+class Asking(nn.Module):
+    def __init__(self, asks: Callable[[Any, Tensor, Tensor], Any]):
+        super().__init__()
+        self.a, self.asks = nn.Linear(16, 16), asks
+        self.tab = {8: 2, 16: 5}
+        self.register_buffer("buf", torch.ones(1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.a(x) * (2 if self.asks(self, x, y) else 3)
+
+
+HASH = {
+    "dtype": lambda s, x, y: x.dtype in DTYPES,
+    "device of a result": lambda s, x, y: s.a(x).device in {CPU},
+    "dtype of a weight": lambda s, x, y: s.a.weight.dtype in {torch.float32},
+    "device": lambda s, x, y: x.device in {CPU},
+    "type of a device": lambda s, x, y: x.device.type in {"cpu"},
+    "shape": lambda s, x, y: x.shape in {(8, 16)},
+    "size()": lambda s, x, y: x.size() in {(8, 16)},
+    "ndim": lambda s, x, y: x.ndim in {2},
+    "dim()": lambda s, x, y: x.dim() not in {3},
+    "a size": lambda s, x, y: x.shape[0] in {8},
+    "a dict": lambda s, x, y: x.shape[0] in s.tab,
+    "not in a dict": lambda s, x, y: x.shape[0] not in s.tab,
+    "a result's size in a dict": lambda s, x, y: s.a(x).shape[0] in s.tab,
+    "get": lambda s, x, y: {8: 2}.get(x.shape[0], 3) == 2,
+    "subscript": lambda s, x, y: s.tab[x.shape[0]] == 2,
+    "len": lambda s, x, y: len({x.device, s.buf.device}) == 1,
+    "a tensor": lambda s, x, y: x in {y},
+}
+TEXT = {
+    "str": lambda s, x, y: str(x.device) == "cpu",
+    "repr": lambda s, x, y: repr(x.dtype) == "torch.float32",
+    "f-string": lambda s, x, y: {"8-16": 2}.get(f"{x.shape[0]}-{x.shape[1]}", 3) == 2,
+    "format": lambda s, x, y: format(x.shape[0]) == "8",
+    "format method": lambda s, x, y: "{}".format(x.dtype) == "torch.float32",  # noqa: UP032
+    "percent": lambda s, x, y: "%s" % x.dtype == "torch.float32",  # noqa: UP031
+    "in a list": lambda s, x, y: str([x.dtype]) == "[torch.float32]",
+    "of a result": lambda s, x, y: f"{s.a(x).device}" == "cpu",
+}
+
+
+def check(asks: Callable[..., Any], y: Callable[[Tensor], Tensor] = lambda x: x) -> tuple[str, ...]:
+    """Both answer alike; why the model was not captured statically."""
+    original, x = Asking(asks), torch.randn(8, 16)
+    model, _ = fxprec.convert(copy.deepcopy(original), dtype=torch.bfloat16)
+    other = y(x)
+    torch.testing.assert_close(model(x, other), original(x, other), rtol=5e-2, atol=5e-2, check_dtype=False)
+    return fxprec.report(model).headline.not_static
+
+
+@pytest.mark.parametrize("asks", HASH.values(), ids=HASH)
+def test_a_hash(asks: Callable[..., Any]) -> None:
+    assert "hashes a traced value" in check(asks)[0]
+
+
+@pytest.mark.parametrize("asks", TEXT.values(), ids=TEXT)
+def test_text(asks: Callable[..., Any]) -> None:
+    assert "text of a traced value" in check(asks)[0]
+
+
+def test_text_that_is_returned() -> None:
+    class Tells(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x * 2, str(x.dtype)
+
+    model = fxprec.convert(Tells(), dtype=torch.bfloat16).module
+    assert model(torch.randn(2, 2))[1] == "torch.float32"
