@@ -28,6 +28,7 @@ from torch.fx import Node
 from torch.fx.proxy import Attribute, Proxy
 from torch.overrides import is_tensor_method_or_property
 
+from fxprec.capture.symbolic.questions import asks_for_classes, classes_asked_for
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 from fxprec.torch_internals import for_fx, node_name_of
@@ -40,7 +41,8 @@ _IN_PLACE: Final = "add sub mul truediv floordiv mod pow matmul and or xor lshif
 _OF_AUTOGRAD: Final = frozenset({"grad", "grad_fn", "_grad", "_grad_fn", "_base", "_version", "names"})
 _NUMBER_METHODS: Final = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "item"})
 #: torch's own Python code that asks what a value is on the user's behalf.
-_ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, type(nn.Parameter).__instancecheck__.__code__})
+_OF_PARAMETER: Final = type(nn.Parameter).__instancecheck__.__code__
+_ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, _OF_PARAMETER})
 
 
 class TracedValue(Proxy):
@@ -64,12 +66,25 @@ class TracedValue(Proxy):
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        # isinstance() asks for it when the real type does not match; torch and fx get the real one. So does C code
-        # that the forward calls, which has no frame of its own: but then the forward need not name isinstance.
-        code = sys._getframe(1).f_code
-        if code in _ASKS_FOR_USER or ("isinstance" in code.co_names and self.tracer.lines.is_user(code)):
+        # isinstance() and case ask for it when the real type does not match; torch and fx get the real one. So does C
+        # code that the forward calls, which has no frame of its own: but then the forward need not name isinstance.
+        frame = sys._getframe(1)
+        code, is_user = frame.f_code, self.tracer.lines.is_user
+        if code in _ASKS_FOR_USER:
+            if code is _OF_PARAMETER and frame.f_back is not None and is_user(frame.f_back.f_code):
+                self._belongs_to(nn.Parameter)
             return self._claimed()
-        return type(self)
+        if not (asks_for_classes(code) and is_user(code)):
+            return type(self)
+        self._belongs_to(classes_asked_for(frame))
+        return self._claimed()
+
+    def _belongs_to(self, classes: Any) -> None:
+        """Decline where it takes more than being a tensor to tell whether this is an instance."""
+        several = classes if isinstance(classes, tuple) else getattr(classes, "__args__", (classes,))
+        for each in several:
+            if not isinstance(each, type) or (issubclass(each, Tensor) and each is not Tensor):
+                self.tracer.decline("asks for the type of a traced value")
 
     def _claimed(self) -> type:
         if not _is_tensor(self.node):
@@ -160,6 +175,9 @@ class TracedTensor(TracedValue):
     """A parameter or buffer: its shape is known, and guarded where the forward asks for it."""
 
     tensor: Tensor
+
+    def _belongs_to(self, classes: Any) -> None:
+        pass
 
     def _claimed(self) -> type:
         return type(self.tensor)

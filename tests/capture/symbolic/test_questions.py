@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxprec
@@ -16,11 +17,16 @@ CPU = torch.device("cpu")
 DTYPES = {torch.float32, torch.float64}
 
 
+class Special(Tensor):
+    pass
+
+
 class Asking(nn.Module):
     def __init__(self, asks: Callable[[Any, Tensor, Tensor], Any]):
         super().__init__()
         self.a, self.asks = nn.Linear(16, 16), asks
-        self.tab = {8: 2, 16: 5}
+        self.tab, self.kinds, self.mode, self.given = {8: 2, 16: 5}, (list, Tensor), max, None
+        self.layers = nn.ModuleList([nn.ReLU()])
         self.register_buffer("buf", torch.ones(1))
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
@@ -84,3 +90,70 @@ def test_text_that_is_returned() -> None:
 
     model = fxprec.convert(Tells(), dtype=torch.bfloat16).module
     assert model(torch.randn(2, 2))[1] == "torch.float32"
+
+
+IDENTITY = {
+    "two arguments": lambda s, x, y: x is y,
+    "not": lambda s, x, y: x is not y,
+    "contiguous": lambda s, x, y: x.contiguous() is x,
+    "the other way round": lambda s, x, y: x is x.contiguous(),
+    "to": lambda s, x, y: x.to("cpu") is x,
+    "a bool": lambda s, x, y: x.is_cuda is False,
+    "in a lambda": lambda s, x, y: (lambda: x is y)(),
+}
+TYPE = {
+    "is": lambda s, x, y: type(x) is Tensor,
+    "of a weight": lambda s, x, y: type(s.a.weight) is nn.Parameter,
+    "__class__": lambda s, x, y: x.__class__ is Tensor,
+    "name": lambda s, x, y: type(x).__name__ == "Tensor",
+    "issubclass": lambda s, x, y: issubclass(type(x), Tensor),
+    "in a tuple": lambda s, x, y: type(x) in (Tensor,),
+    "Parameter": lambda s, x, y: isinstance(y, nn.Parameter),
+    "subclass": lambda s, x, y: isinstance(y, Special),
+    "union": lambda s, x, y: isinstance(y, Special | None),
+}
+
+
+def case(s: Any, x: Tensor, y: Tensor) -> bool:
+    match x:
+        case torch.Tensor():
+            return True
+    return False
+
+
+STATIC = {
+    "None": lambda s, x, y: x is None or s.given is not None,
+    "isinstance": lambda s, x, y: isinstance(x, Tensor),
+    "isinstance of several": lambda s, x, y: isinstance(x, (list, Tensor)) and isinstance(x, Tensor | None),
+    "isinstance of an attribute": lambda s, x, y: isinstance(x, s.kinds),
+    "isinstance of a result": lambda s, x, y: isinstance(F.relu(x), torch.Tensor),
+    "case": case,
+    "enum": lambda s, x, y: s.mode is max,
+    "module": lambda s, x, y: s.given is s.a or type(s.a) is nn.Linear,
+    "child": lambda s, x, y: type(s.layers[0]) is nn.ReLU,
+    "a weight": lambda s, x, y: isinstance(s.a.weight, nn.Parameter),
+    "itself": lambda s, x, y: (lambda z: z is x)(x),
+}
+
+
+@pytest.mark.parametrize("asks", IDENTITY.values(), ids=IDENTITY)
+def test_identity(asks: Callable[..., Any]) -> None:
+    assert "by 'is'" in check(asks)[0]
+
+
+def test_identity_with_a_weight() -> None:
+    original, x = Asking(lambda s, x, y: y is s.a.weight), torch.randn(8, 16)
+    model = fxprec.convert(copy.deepcopy(original), dtype=torch.bfloat16).module
+    for each, one in ((original, original(x, original.a.weight)), (model, model(x, model.a.weight))):
+        torch.testing.assert_close(one, each.a(x) * 2, rtol=5e-2, atol=5e-2, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", TYPE)
+def test_type(name: str) -> None:
+    y = {"Parameter": nn.Parameter, "subclass": lambda x: x.as_subclass(Special)}.get(name, lambda x: x)
+    assert check(TYPE[name], y)
+
+
+@pytest.mark.parametrize("asks", STATIC.values(), ids=STATIC)
+def test_what_stays_static(asks: Callable[..., Any]) -> None:
+    assert not check(asks)
