@@ -6,7 +6,7 @@ the forward says                      plain ``torch.fx.Proxy``, and what these d
 ``x += y``                            records ``x = x + y``, though others may see x: records ``operator.iadd``
 ``x[i] = y``                          fails: records ``operator.setitem``
 ``isinstance(x, Tensor)``             says no: the truth where it is certain, otherwise declines
-``hasattr(x, "decompose")``           says yes: the truth for arguments and weights
+``hasattr(x, "decompose")``           says yes: the truth for weights, otherwise declines
 ``x.requires_grad = True``            is lost: declines
 ``self.weight.shape``                 is a Proxy, which no ``if`` takes: the shape itself, guarded
 ``x.dtype in {a, b}``, ``str(x)``     looks for the stand-in, prints it: declines
@@ -92,8 +92,14 @@ class TracedValue(Proxy):
         return Tensor
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or (self.node.op == "placeholder" and not hasattr(Tensor, name)):
-            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        if not name.startswith("__") and not hasattr(Tensor, name) and _is_tensor(self.node):
+            if self.tracer.lines.is_user(sys._getframe(1).f_code):
+                self.tracer.decline(f"asks for the attribute '{name}', which only a caller may have set on a tensor")
+        elif not name.startswith("__"):
+            return self._attribute(name)
+        raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+
+    def _attribute(self, name: str) -> TracedAttribute:
         if name in _OF_AUTOGRAD:
             self.tracer.decline(f"reads .{name} of a tensor")
         return TracedAttribute(self, name)
@@ -170,6 +176,11 @@ def _is_number(node: Node) -> bool:
 class TracedAttribute(Attribute, TracedValue):  # type: ignore[misc]
     """``x.shape`` or ``x.relu``, before it is known whether it is called."""
 
+    def _attribute(self, name: str) -> TracedAttribute:
+        if self.attr == "device" and name == "index":
+            self.tracer.decline("reads .index of a device, which may be None")
+        return super()._attribute(name)
+
 
 class TracedTensor(TracedValue):
     """A parameter or buffer: its shape is known, and guarded where the forward asks for it."""
@@ -214,9 +225,7 @@ class TracedTensor(TracedValue):
                 self.tracer.decline(f"reads the attribute '{name}' that somebody set on a parameter or buffer")
             self.tracer.recorder.asks_missing(self.tensor, name)
             raise AttributeError(f"'{type(self.tensor).__name__}' object has no attribute '{name}'")
-        if name in _OF_AUTOGRAD:
-            self.tracer.decline(f"reads .{name} of a tensor")
-        return TracedAttribute(self, name)
+        return self._attribute(name)
 
 
 class CheckedInput(TracedValue):

@@ -157,3 +157,38 @@ def test_type(name: str) -> None:
 @pytest.mark.parametrize("asks", STATIC.values(), ids=STATIC)
 def test_what_stays_static(asks: Callable[..., Any]) -> None:
     assert not check(asks)
+
+
+def with_mark(x: Tensor) -> Tensor:
+    marked = x.clone()
+    marked.mark = 1  # type: ignore[attr-defined]
+    return marked
+
+
+ATTRIBUTE = {
+    "getattr": lambda s, x, y: getattr(y, "mark", 0) == 1,
+    "hasattr": lambda s, x, y: hasattr(y, "mark"),
+    "hasattr of another": lambda s, x, y: hasattr(x, "mark"),
+    "hasattr of a result": lambda s, x, y: hasattr(F.relu(y), "mark"),
+    "index of a device": lambda s, x, y: x.device.index is None,
+    "callable": lambda s, x, y: callable(x),
+}
+
+
+@pytest.mark.parametrize("asks", ATTRIBUTE.values(), ids=ATTRIBUTE)
+def test_attribute(asks: Callable[..., Any]) -> None:
+    assert check(asks, with_mark)
+
+
+def test_an_attribute_that_a_base_class_gets_later() -> None:
+    class Base(nn.Module):
+        pass
+
+    class Model(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * getattr(self, "factor", 1)
+
+    model, x = fxprec.convert(Model(), dtype=torch.bfloat16).module, torch.randn(2, 2)
+    assert torch.equal(model(x), x)
+    Base.factor = 2  # type: ignore[attr-defined]
+    assert torch.equal(model(x), x * 2)
