@@ -1,9 +1,10 @@
-"""Questions about a stand-in that it never hears, ``a is b``, ``type(x)``, ``callable(x)``, or half, ``isinstance``.
+"""Questions that a stand-in never hears, ``a is b``, ``type(x)``, ``callable(x)``, patterns; or half, ``isinstance``.
 
 ::
 
-    if q is k:                    other stand-ins for what may be one tensor
-    if type(x) is torch.Tensor:   the stand-in's own type
+    if q is k:                      other stand-ins for what may be one tensor
+    if type(x) is torch.Tensor:     the stand-in's own type
+    match x.shape: case (b, c):     no sequence
 
 What such code asks about is read from its bytecode, backwards from the instruction that asks, and evaluated in the
 running frame as far as that runs nothing but look-ups.
@@ -27,7 +28,9 @@ UNKNOWN: Final = object()
 _ASKING: Final = frozenset({"type", "callable"})
 _IGNORED: Final = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "NOP", "NOT_TAKEN"})
 _ATTRIBUTES: Final = ("LOAD_ATTR", "LOAD_METHOD")
+_PATTERNS: Final = ("MATCH_SEQUENCE", "MATCH_MAPPING")
 _PAIRS: Final = frozenset({"BINARY_OP", "BINARY_SUBSCR", "COMPARE_OP", "CONTAINS_OP", "IS_OP"})
+_OPCODES: Final = frozenset(dis.opmap[name] for name in ("IS_OP", *_PATTERNS))
 #: What a stand-in may stand for.
 _KINDS: Final = (Tensor, torch.dtype, torch.layout, torch.memory_format, torch.device, int, float, str, tuple)
 
@@ -40,7 +43,7 @@ class Expression(NamedTuple):
 
 
 class Question(NamedTuple):
-    """``is`` of two, or a builtin of one; None for a part that cannot be read."""
+    """``is`` of two, a builtin or a pattern of one; None for a part that cannot be read."""
 
     offset: int
     by: str
@@ -50,7 +53,7 @@ class Question(NamedTuple):
 @lru_cache(maxsize=4096)
 def questions(code: CodeType) -> tuple[Question, ...]:
     """Find all in one code object, but for ``is None``."""
-    if not ({dis.opmap["IS_OP"]} & {*code.co_code[::2]} or _ASKING & {*code.co_names, *code.co_freevars}):
+    if _OPCODES.isdisjoint(code.co_code[::2]) and _ASKING.isdisjoint((*code.co_names, *code.co_freevars)):
         return ()
     found = []
     listed = _instructions(code)
@@ -59,10 +62,13 @@ def questions(code: CodeType) -> tuple[Question, ...]:
             parts = _parts(listed, place, 2)
             if not any(part is not None and _is_none(part.instruction) for part in parts):
                 found.append(Question(instruction.offset, "is", parts))
+        elif instruction.opname in _PATTERNS:
+            subject = place - (listed[place - 1].opname == "COPY")  # kept for the next case
+            found.append(Question(instruction.offset, "case of parts", _parts(listed, subject, 1)))
         elif instruction.opname == "CALL" and instruction.arg == 1:
-            argument, asking = reversed(_parts(listed, place, 2))
-            if asking is not None and asking.instruction.argval in _ASKING:
-                found.append(Question(instruction.offset, f"{asking.instruction.argval}()", (argument,)))
+            parts = _parts(listed, place, 2)
+            if parts[0] is not None and (asking := parts[0].instruction.argval) in _ASKING:  # x.type(dtype) too
+                found.append(Question(instruction.offset, f"{asking}()", parts))
     return tuple(found)
 
 
@@ -70,8 +76,10 @@ def unheard(question: Question, frame: FrameType) -> str | None:
     """Why a trace must not go on to this question in this frame, or None where its answer is the original's."""
     values = [_value(part, frame) for part in question.parts]
     if question.by != "is":
-        wrong = isinstance(values[0], Proxy) or values[0] is UNKNOWN
-        return f"asks {question.by} of a traced value" if wrong else None
+        wrong = isinstance(values[-1], Proxy) or values[-1] is UNKNOWN
+        if len(values) == 2 and values[0] is not type and values[0] is not callable:
+            return None
+        return f"asks for {question.by} of a traced value" if wrong else None
     one, other = values
     if one is other and one is not UNKNOWN:
         return None

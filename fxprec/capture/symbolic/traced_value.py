@@ -41,8 +41,7 @@ _IN_PLACE: Final = "add sub mul truediv floordiv mod pow matmul and or xor lshif
 _OF_AUTOGRAD: Final = frozenset({"grad", "grad_fn", "_grad", "_grad_fn", "_base", "_version", "names"})
 _NUMBER_METHODS: Final = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "item"})
 #: torch's own Python code that asks what a value is on the user's behalf.
-_OF_PARAMETER: Final = type(nn.Parameter).__instancecheck__.__code__
-_ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, _OF_PARAMETER})
+_ASKS_FOR_USER: Final = frozenset({torch.is_tensor.__code__, type(nn.Parameter).__instancecheck__.__code__})
 
 
 class TracedValue(Proxy):
@@ -68,23 +67,27 @@ class TracedValue(Proxy):
     def __class__(self) -> type:  # type: ignore[override]
         # isinstance() and case ask for it when the real type does not match; torch and fx get the real one. So does C
         # code that the forward calls, which has no frame of its own: but then the forward need not name isinstance.
-        frame = sys._getframe(1)
-        code, is_user = frame.f_code, self.tracer.lines.is_user
-        if code in _ASKS_FOR_USER:
-            if code is _OF_PARAMETER and frame.f_back is not None and is_user(frame.f_back.f_code):
-                self._belongs_to(nn.Parameter)
+        frame = asking = sys._getframe(1)
+        code = frame.f_code
+        if code.co_name == "__instancecheck__" and frame.f_back is not None:  # of a metaclass
+            asking = frame.f_back
+        if (asking is not frame or asks_for_classes(code)) and self.tracer.lines.is_user(asking.f_code):
+            self._belongs_to(classes_asked_for(asking))
             return self._claimed()
-        if not (asks_for_classes(code) and is_user(code)):
-            return type(self)
-        self._belongs_to(classes_asked_for(frame))
-        return self._claimed()
+        if code.co_filename == functools.__file__:
+            self.tracer.decline("chooses a function by the type of a traced value")
+        return self._claimed() if code in _ASKS_FOR_USER else type(self)
 
     def _belongs_to(self, classes: Any) -> None:
         """Decline where it takes more than being a tensor to tell whether this is an instance."""
         several = classes if isinstance(classes, tuple) else getattr(classes, "__args__", (classes,))
-        for each in several:
-            if not isinstance(each, type) or (issubclass(each, Tensor) and each is not Tensor):
-                self.tracer.decline("asks for the type of a traced value")
+        if not all(isinstance(each, type) and self._is_clear(each) for each in several):
+            self.tracer.decline("asks for the type of a traced value")
+
+    def _is_clear(self, cls: type) -> bool:
+        if issubclass(cls, Tensor):
+            return cls is Tensor
+        return issubclass(Tensor, cls) or not issubclass(type(self), cls)  # Callable
 
     def _claimed(self) -> type:
         if not _is_tensor(self.node):
@@ -187,8 +190,8 @@ class TracedTensor(TracedValue):
 
     tensor: Tensor
 
-    def _belongs_to(self, classes: Any) -> None:
-        pass
+    def _is_clear(self, cls: type) -> bool:
+        return issubclass(cls, Tensor) or super()._is_clear(cls)
 
     def _claimed(self) -> type:
         return type(self.tensor)

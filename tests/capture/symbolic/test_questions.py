@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -121,7 +123,44 @@ def case(s: Any, x: Tensor, y: Tensor) -> bool:
     return False
 
 
+def parts(s: Any, x: Tensor, y: Tensor) -> bool:
+    match x.shape:
+        case (_, _, _):
+            return False
+        case (_, _):
+            return True
+    return False
+
+
+def parts_of_an_attribute(s: Any, x: Tensor, y: Tensor) -> bool:
+    match s.kinds:
+        case (_, _):
+            return True
+    return False
+
+
+@functools.singledispatch
+def kind(x: Any) -> bool:
+    return False
+
+
+@kind.register
+def _(x: Tensor) -> bool:
+    return True
+
+
+OTHERS = {
+    "a pattern": parts,
+    "operator.is_": lambda s, x, y: operator.is_(x, y),
+    "singledispatch": lambda s, x, y: kind(x),
+    "Callable": lambda s, x, y: isinstance(x, Callable),
+    "Sequence": lambda s, x, y: isinstance(x.shape, Sequence),
+}
+
+
 STATIC = {
+    "a pattern": parts_of_an_attribute,
+    "Sequence": lambda s, x, y: isinstance(x, Sequence) or isinstance(x, Iterable),
     "None": lambda s, x, y: x is None or s.given is not None,
     "isinstance": lambda s, x, y: isinstance(x, Tensor),
     "isinstance of several": lambda s, x, y: isinstance(x, (list, Tensor)) and isinstance(x, Tensor | None),
@@ -132,6 +171,7 @@ STATIC = {
     "module": lambda s, x, y: s.given is s.a or type(s.a) is nn.Linear,
     "child": lambda s, x, y: type(s.layers[0]) is nn.ReLU,
     "a weight": lambda s, x, y: isinstance(s.a.weight, nn.Parameter),
+    "the method type": lambda s, x, y: x.type(y.dtype) is not None and s.a(x).type(y.dtype) is not None,
     "itself": lambda s, x, y: (lambda z: z is x)(x),
 }
 
@@ -152,6 +192,11 @@ def test_identity_with_a_weight() -> None:
 def test_type(name: str) -> None:
     y = {"Parameter": nn.Parameter, "subclass": lambda x: x.as_subclass(Special)}.get(name, lambda x: x)
     assert check(TYPE[name], y)
+
+
+@pytest.mark.parametrize("asks", OTHERS.values(), ids=OTHERS)
+def test_others(asks: Callable[..., Any]) -> None:
+    assert check(asks)
 
 
 @pytest.mark.parametrize("asks", STATIC.values(), ids=STATIC)
