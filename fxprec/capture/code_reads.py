@@ -19,7 +19,6 @@ import dis
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from types import CodeType
 from typing import Any, Final, Literal
 
@@ -28,7 +27,6 @@ _CLOSURES: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_O
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _SUPER: Final = frozenset({"LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "LOAD_ZERO_SUPER_ATTR", "LOAD_ZERO_SUPER_METHOD"})
 _CONSTANTS: Final = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
-_IS: Final = dis.opmap["IS_OP"]
 _WRITES: Final[dict[str, Literal["global", "closure"]]] = {
     "STORE_GLOBAL": "global",
     "DELETE_GLOBAL": "global",
@@ -72,7 +70,6 @@ class CodeReads:
         names: every attribute that is read of anything, with the offsets where.
         strings: the constants that may be names of attributes, as in ``getattr(cls, "scale")``.
         nested: code objects of the functions, lambdas, comprehensions and classes within.
-        identities: of each ``is`` the offsets, and the names that stand on its two sides.
     """
 
     reads: tuple[Read, ...]
@@ -80,7 +77,6 @@ class CodeReads:
     names: dict[str, tuple[int, ...]]
     strings: frozenset[str]
     nested: tuple[CodeType, ...]
-    identities: tuple[tuple[tuple[int, ...], frozenset[str]], ...] = ()
 
 
 @lru_cache(maxsize=4096)
@@ -132,28 +128,7 @@ def code_reads(code: CodeType) -> CodeReads:
     if chain is not None:
         reads.append(chain)
     nested = tuple(constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return CodeReads(
-        tuple(reads), tuple(writes), names, frozenset(strings_in(code.co_consts)), nested, tuple(_identities(code))
-    )
-
-
-def _identities(code: CodeType) -> Iterator[tuple[tuple[int, ...], frozenset[str]]]:
-    """Yield the offset of each ``is``, but for ``is None``, and the names in it, told by their places in the source."""
-    if _IS not in code.co_code[::2]:
-        return
-    instructions = list(dis.get_instructions(code))
-    for before, test in pairwise(instructions):
-        if test.opcode != _IS or test.positions is None or (before.opname == "LOAD_CONST" and before.argval is None):
-            continue
-        names = (each.argval for each in instructions if _lies_within(each.positions, test.positions))
-        yield (test.offset,), frozenset(name for name in names if isinstance(name, str))
-
-
-def _lies_within(inner: dis.Positions | None, outer: dis.Positions) -> bool:
-    if inner is None or None in inner or None in outer:
-        return False
-    begins = (outer.lineno, outer.col_offset) <= (inner.lineno, inner.col_offset)  # type: ignore[operator]
-    return begins and (inner.end_lineno, inner.end_col_offset) <= (outer.end_lineno, outer.end_col_offset)  # type: ignore[operator]
+    return CodeReads(tuple(reads), tuple(writes), names, frozenset(strings_in(code.co_consts)), nested)
 
 
 def strings_in(value: Any) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import operator
 import sys
 import types
 from typing import Any, Final
@@ -27,14 +28,14 @@ _NOT: Final = (
     *("torch.backends", "torch.cuda.memory", "torch.cuda.graphs", "torch.distributed.distributed_c10d"),
     *("torch.autograd.anomaly_mode", "torch.utils.deterministic"),
 )
-#: What looks at the interpreter's state, leaves something behind, or ends errors.
+#: What looks at the interpreter's state, leaves something behind, ends errors, or tells objects apart.
 _BUILTINS: Final = frozenset(
     map(
         id,
         (
             *(builtins.print, builtins.open, builtins.input, builtins.globals, builtins.locals, builtins.vars),
             *(builtins.dir, builtins.eval, builtins.exec, builtins.compile, builtins.id, builtins.breakpoint),
-            *(builtins.__import__, contextlib.suppress),
+            *(builtins.__import__, contextlib.suppress, operator.is_, operator.is_not),
         ),
     )
 )

@@ -198,9 +198,10 @@ def _hooks(called: Sequence[Reads]) -> _Check:
 def _missing(reads: Sequence[Reads]) -> _Check:
     names = [(vars(read.module), name, read) for read in reads for name in sorted(read.missing)]
     for read in reads:
-        attributes = vars(read.module)
+        attributes, classes = vars(read.module), original_class(read.module).__mro__
         for name in sorted(read.absent):
-            names += [(scope, name, read) for scope in (attributes, *map(attributes.__getitem__, PARTS))]
+            scopes = (attributes, *map(attributes.__getitem__, PARTS), *map(vars, classes))
+            names += [(scope, name, read) for scope in scopes]
     scopes, wanted = [scope for scope, _, _ in names], [name for _, name, _ in names]
     return _NoneOf(
         lambda: map(contains, scopes, wanted), lambda: (f"{read.label(name)} was set" for _, name, read in names)

@@ -21,18 +21,24 @@ _TOOLS: Final = (4, 3, 5, 2, 1, 0)
 #: The place of code that must not even be called.
 _START: Final = -1
 
+#: A reason, or what tells it of the frame that gets there.
+Why = str | Callable[[FrameType], str | None]
+
 
 class OpaqueCode:
     """A context: within it ``decline`` is called, in this thread, before a place is executed that was named to it."""
 
     def __init__(self, decline: Callable[[str], Any]) -> None:
         self._decline = decline
-        self._places: dict[int, tuple[CodeType, dict[int, str]]] = {}
+        self._places: dict[int, tuple[CodeType, dict[int, Why]]] = {}
         self._inside = False
         self._watch = (_Traced if _MONITORING is None else _Monitored)(self._reached)
 
-    def stop_at(self, code: CodeType, offsets: tuple[int, ...], why: str) -> None:
-        """Decline before one of these offsets of ``code`` is executed; with none, when it is called."""
+    def stop_at(self, code: CodeType, offsets: tuple[int, ...], why: Why) -> None:
+        """Decline before one of these offsets of ``code`` is executed; with none, when it is called.
+
+        ``why`` may depend on the frame, and be None there: the trace goes on.
+        """
         places = self._places.setdefault(id(code), (code, {}))[1]
         for offset in offsets or (_START,):
             places.setdefault(offset, why)
@@ -50,6 +56,11 @@ class OpaqueCode:
 
     def _reached(self, code: CodeType, offset: int) -> None:
         why = self._places[id(code)][1].get(offset)
+        if callable(why):
+            frame: Any = sys._getframe(1)
+            while frame.f_code is not code:
+                frame = frame.f_back
+            why = why(frame)
         if why is not None:
             self._decline(why)
 

@@ -37,6 +37,8 @@ from fxprec.capture.code_reads import Key, Read, code_reads, strings_in
 from fxprec.capture.containers import Contents
 from fxprec.capture.guard_values import CONTAINERS, contents, is_container, is_plain, snapshot
 from fxprec.capture.symbolic.handlers import ends_errors
+from fxprec.capture.symbolic.opaque_code import Why
+from fxprec.capture.symbolic.questions import questions, unheard
 from fxprec.capture.tripwires import unpatched
 from fxprec.capture.trusted import is_library, is_stdlib, is_torchs, is_trusted
 
@@ -45,11 +47,6 @@ _INSIDE: Final = frozenset(
     "__dict__ __globals__ __closure__ __code__ __defaults__ __kwdefaults__ __func__ __self__ __getattribute__ "
     "__subclasses__ f_back f_locals f_globals gi_frame cell_contents "
     "tolist numpy data_ptr untyped_storage storage __array__ __dlpack__".split()
-)
-#: Kinds of which there is one object a value: of a traced tensor's a trace has a stand-in, which ``is`` none of them.
-_SINGLE: Final = (torch.dtype, torch.layout, torch.memory_format)
-_SINGLETONS: Final = frozenset(
-    {"dtype", "layout", *(name for name, value in vars(torch).items() if type(value) in _SINGLE)}
 )
 #: In the namespace of every class, and of no interest.
 _OF_CLASSES: Final = frozenset(
@@ -137,7 +134,7 @@ class Surroundings:
 
     Args:
         stop_at: called with a code object, offsets in it (none: its very start) and a reason: the trace must not get
-            there.
+            there (or, where the reason is a function of the frame, if it gives one).
 
     Attributes:
         functions: those whose code was looked through.
@@ -147,7 +144,7 @@ class Surroundings:
         tensors: those that are no attributes, by id, with what people call them: no graph holds them, but their shapes.
     """
 
-    def __init__(self, stop_at: Callable[[types.CodeType, tuple[int, ...], str], None]) -> None:
+    def __init__(self, stop_at: Callable[[types.CodeType, tuple[int, ...], Why], None]) -> None:
         self._stop_at = stop_at
         self._expected: dict[tuple[int, Any], Expected] = {}
         self._looked_at: dict[int, tuple[Any, str | None]] = {}  # with the object, so that its id stays its own
@@ -305,9 +302,8 @@ class Surroundings:
                 self._stop_at(code, write.offsets, f"sets the {write.kind} variable {write.name}")
         if ends_errors(code):
             self._stop_at(code, (), "may end an error that an op raises")
-        for offsets, names in found.identities:
-            if not names.isdisjoint(_SINGLETONS) or any(type(scope.get(name)) in _SINGLE for name in names):
-                self._stop_at(code, offsets, "compares a dtype or layout by 'is'")
+        for question in questions(code):
+            self._stop_at(code, (question.offset,), functools.partial(unheard, question))
         for name in _INSIDE.intersection(found.names):
             self._stop_at(code, found.names[name], f"reads {name}, past all that is watched")
         if "__class__" in outer and (why := self.look_at(_content(outer["__class__"]))) is not None:

@@ -6,9 +6,10 @@ the forward says                      plain ``torch.fx.Proxy``, and what these d
 ``x += y``                            records ``x = x + y``, though others may see x: records ``operator.iadd``
 ``x[i] = y``                          fails: records ``operator.setitem``
 ``isinstance(x, Tensor)``             says no: the truth where it is certain, otherwise declines
-``hasattr(x, "decompose")``           says yes: the truth for arguments and weights
+``hasattr(x, "decompose")``           says yes: the truth for weights, otherwise declines
 ``x.requires_grad = True``            is lost: declines
 ``self.weight.shape``                 is a Proxy, which no ``if`` takes: the shape itself, guarded
+``x.dtype in {a, b}``, ``str(x)``     looks for the stand-in, prints it: declines
 ``a, b = x.shape``                    disassembles the forward each time: once
 ====================================  ==========================================================================
 """
@@ -27,6 +28,7 @@ from torch.fx import Node
 from torch.fx.proxy import Attribute, Proxy
 from torch.overrides import is_tensor_method_or_property
 
+from fxprec.capture.symbolic.questions import asks_for_classes, classes_asked_for
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 from fxprec.torch_internals import for_fx, node_name_of
@@ -63,12 +65,29 @@ class TracedValue(Proxy):
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        # isinstance() asks for it when the real type does not match; torch and fx get the real one. So does C code
-        # that the forward calls, which has no frame of its own: but then the forward need not name isinstance.
-        code = sys._getframe(1).f_code
-        if code in _ASKS_FOR_USER or ("isinstance" in code.co_names and self.tracer.lines.is_user(code)):
+        # isinstance() and case ask for it when the real type does not match; torch and fx get the real one. So does C
+        # code that the forward calls, which has no frame of its own: but then the forward need not name isinstance.
+        frame = asking = sys._getframe(1)
+        code = frame.f_code
+        if code.co_name == "__instancecheck__" and frame.f_back is not None:  # of a metaclass
+            asking = frame.f_back
+        if (asking is not frame or asks_for_classes(code)) and self.tracer.lines.is_user(asking.f_code):
+            self._belongs_to(classes_asked_for(asking))
             return self._claimed()
-        return type(self)
+        if code.co_filename == functools.__file__:
+            self.tracer.decline("chooses a function by the type of a traced value")
+        return self._claimed() if code in _ASKS_FOR_USER else type(self)
+
+    def _belongs_to(self, classes: Any) -> None:
+        """Decline where it takes more than being a tensor to tell whether this is an instance."""
+        several = classes if isinstance(classes, tuple) else getattr(classes, "__args__", (classes,))
+        if not all(isinstance(each, type) and self._is_clear(each) for each in several):
+            self.tracer.decline("asks for the type of a traced value")
+
+    def _is_clear(self, cls: type) -> bool:
+        if issubclass(cls, Tensor):
+            return cls is Tensor
+        return issubclass(Tensor, cls) or not issubclass(type(self), cls)  # Callable
 
     def _claimed(self) -> type:
         if not _is_tensor(self.node):
@@ -76,8 +95,14 @@ class TracedValue(Proxy):
         return Tensor
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or (self.node.op == "placeholder" and not hasattr(Tensor, name)):
-            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        if not name.startswith("__") and not hasattr(Tensor, name) and _is_tensor(self.node):
+            if self.tracer.lines.is_user(sys._getframe(1).f_code):
+                self.tracer.decline(f"asks for the attribute '{name}', which only a caller may have set on a tensor")
+        elif not name.startswith("__"):
+            return self._attribute(name)
+        raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+
+    def _attribute(self, name: str) -> TracedAttribute:
         if name in _OF_AUTOGRAD:
             self.tracer.decline(f"reads .{name} of a tensor")
         return TracedAttribute(self, name)
@@ -100,6 +125,12 @@ class TracedValue(Proxy):
 
     def __len__(self) -> int:
         return self.tracer.decline("takes len() of a traced value")
+
+    def __hash__(self) -> int:
+        return object.__hash__(self) if self.tracer.ended else self.tracer.decline("hashes a traced value")
+
+    def __repr__(self) -> str:  # what str() and format() call; a scripted function's error too
+        return super().__repr__() if self.tracer.ended else self.tracer.decline("makes text of a traced value")
 
     def __int__(self) -> int:
         return self.tracer.decline("makes a Python number of a traced value")
@@ -148,11 +179,19 @@ def _is_number(node: Node) -> bool:
 class TracedAttribute(Attribute, TracedValue):  # type: ignore[misc]
     """``x.shape`` or ``x.relu``, before it is known whether it is called."""
 
+    def _attribute(self, name: str) -> TracedAttribute:
+        if self.attr == "device" and name == "index":
+            self.tracer.decline("reads .index of a device, which may be None")
+        return super()._attribute(name)
+
 
 class TracedTensor(TracedValue):
     """A parameter or buffer: its shape is known, and guarded where the forward asks for it."""
 
     tensor: Tensor
+
+    def _is_clear(self, cls: type) -> bool:
+        return issubclass(cls, Tensor) or super()._is_clear(cls)
 
     def _claimed(self) -> type:
         return type(self.tensor)
@@ -189,9 +228,7 @@ class TracedTensor(TracedValue):
                 self.tracer.decline(f"reads the attribute '{name}' that somebody set on a parameter or buffer")
             self.tracer.recorder.asks_missing(self.tensor, name)
             raise AttributeError(f"'{type(self.tensor).__name__}' object has no attribute '{name}'")
-        if name in _OF_AUTOGRAD:
-            self.tracer.decline(f"reads .{name} of a tensor")
-        return TracedAttribute(self, name)
+        return self._attribute(name)
 
 
 class CheckedInput(TracedValue):

@@ -65,6 +65,7 @@ class ForwardTracer(fx.Tracer):
         attributes: value of every get_attr target: parameters, buffers, and tensors made while tracing.
         made: targets of the tensors that were made while tracing.
         declined: the first decline, even if the forward caught it.
+        ended: its values are of no more use.
     """
 
     #: For graph modules of ours: their nodes are to be traced like a forward, not copied.
@@ -90,7 +91,7 @@ class ForwardTracer(fx.Tracer):
         self._accepted: set[Any] = set()
         self._objects: dict[int, tuple[Any, fx.Node]] = {}
         self._unpacks: dict[CodeType, dict[int, int]] = {}
-        self._returning = self._ended = False
+        self._returning = self.ended = False
         self._thread = threading.get_ident()
         namespace = sys.modules.get(getattr(forward, "__module__", None) or "")
         if namespace is not None:  # there, functions imported from math by name are recorded too
@@ -120,7 +121,7 @@ class ForwardTracer(fx.Tracer):
             with replaced([(owner, attribute, leaves)]):
                 return super().trace(root, concrete_args)
         finally:
-            self._ended = True
+            self.ended = True
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         for name in self._names:
@@ -197,7 +198,7 @@ class ForwardTracer(fx.Tracer):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
-        if self._ended:
+        if self.ended:
             self.decline("uses a traced value that an earlier trace left behind")
         if kind == "call_function" and target not in self._accepted:
             self._accept(target)

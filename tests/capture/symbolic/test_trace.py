@@ -506,11 +506,16 @@ class TestSemantics:
 
         assert_equal_runs(Asks(), torch.randn(2))
 
-    def test_hasattr_of_an_argument(self) -> None:
-        def f(x: Tensor) -> Tensor:
-            return x.decompose() if hasattr(x, "decompose") else x + 1
+    def test_hasattr_of_a_weight(self) -> None:
+        class Asks(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(2))
 
-        assert torch.equal(capture(f).gm(torch.ones(1)), torch.full((1,), 2.0))
+            def forward(self, x: Tensor) -> Tensor:
+                return x * (2 if hasattr(self.weight, "decompose") else self.weight)
+
+        assert_equal_runs(Asks(), torch.randn(2))
 
     def test_shape_of_a_weight_steers(self) -> None:
         class Steers(nn.Module):

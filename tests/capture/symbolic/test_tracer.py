@@ -198,7 +198,7 @@ class TestCalls:
     @pytest.mark.filterwarnings("ignore:.torch.jit.script")
     def test_scripted_function(self) -> None:
         scripted = torch.jit.script(plus_one)
-        assert reason(Model(lambda self, x: scripted(x))).startswith("tracing failed with RuntimeError: plus_one()")
+        assert "text of a traced value" in reason(Model(lambda self, x: scripted(x)))  # of its error
 
     def test_higher_order_operators(self) -> None:
         body = lambda self, x: torch.cond(x.sum() > 0, lambda y: y, lambda y: -y, (x,))  # noqa: E731
