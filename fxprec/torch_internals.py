@@ -366,17 +366,28 @@ def tables_of_weights(gm: GraphModule) -> list[Any]:
 GUARDS_CLASSES: Final = torch.__version__ >= "2.13"
 
 
-def guard_class_attribute(variable: Any, found: Any, name: str) -> None:
-    """Guard the constant that dynamo reads of a class (``GUARDS_CLASSES`` where it does so itself)."""
+def guard_class_attribute(
+    variable: Any, found: Any, name: str, guard_on: Callable[[Any, Any], None] | None = None
+) -> None:
+    """Guard the constant that dynamo reads of a class (``GUARDS_CLASSES`` where it does so itself).
+
+    A value that wants another guard has it made by ``guard_on(builder, guard)``.
+    """
     with needed:
         from torch._dynamo.guards import GuardBuilder, install_guard
         from torch._dynamo.source import AttrSource
         from torch._dynamo.variables import ConstantVariable
     if variable.source is None or found.source is not None or name in ("__name__", "__qualname__"):
         return
-    if isinstance(found, ConstantVariable) or type(found).__name__ == "EnumVariable":  # which is a constant since
-        kind = GuardBuilder.CONSTANT_MATCH if isinstance(found, ConstantVariable) else GuardBuilder.ID_MATCH
-        install_guard(AttrSource(variable.source, name).make_guard(kind))
+    if guard_on is not None:
+        kind = guard_on
+    elif isinstance(found, ConstantVariable):
+        kind = GuardBuilder.CONSTANT_MATCH
+    elif type(found).__name__ == "EnumVariable":  # which is a constant since
+        kind = GuardBuilder.ID_MATCH
+    else:
+        return
+    install_guard(AttrSource(variable.source, name).make_guard(kind))
 
 
 def guarded_value(builder: Any, guard: Any) -> Any:

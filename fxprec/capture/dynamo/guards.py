@@ -45,6 +45,12 @@ def exact(builder: Any, guard: Any) -> None:
         add_guard(builder, guard, lambda now: same(now, then), f"the very same as {value!r}")
 
 
+def exact_contents(builder: Any, guard: Any) -> None:
+    """Of a container: what is in it."""
+    then = snapshot(guarded_value(builder, guard))
+    add_guard(builder, guard, lambda now: same(now, then), f"the same as {then!r}")
+
+
 def exact_keys(builder: Any, guard: Any) -> None:
     """Of a value whose type dynamo guards: of dicts the order, and the types of the keys."""
     value = guarded_value(builder, guard)

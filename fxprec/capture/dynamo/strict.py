@@ -39,9 +39,9 @@ from torch import nn
 
 from fxprec.capture.dynamo.encoders import encoder_forward
 from fxprec.capture.dynamo.granted import Granted
-from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_fact, exact_keys
+from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_contents, exact_fact, exact_keys
 from fxprec.capture.dynamo.place import is_installed
-from fxprec.capture.guard_values import is_plain
+from fxprec.capture.guard_values import is_container, is_plain
 from fxprec.capture.tripwires import replaced
 from fxprec.capture.trusted import is_library, is_torchs
 from fxprec.torch_internals import (
@@ -286,7 +286,9 @@ def _guarding_attributes(variables: Any) -> tuple[Any, str, Any]:
 
     def var_getattr(variable: Any, frame: Any, name: str) -> Any:
         found = read(variable, frame, name)
-        guard_class_attribute(variable, found, name)
+        value = getattr(variable.value, name, None)
+        contents = is_container(value) or type(value) is torch.Size
+        guard_class_attribute(variable, found, name, exact_contents if contents else None)
         return found
 
     return variables, "var_getattr", var_getattr
