@@ -44,7 +44,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
-from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, argument, notes
+from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
@@ -52,7 +52,7 @@ from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.graph.returned import returned_values
 from fxprec.passes.insert_casts import actual_dtype
 from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
-from fxprec.passes.ops.names import cast_target
+from fxprec.passes.ops.names import cast_target, is_idle_dropout
 from fxprec.passes.ops.table import facts_at
 
 _SHORT: Final = {torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -123,7 +123,7 @@ def _given_back(node: Node) -> Node | None:
     inner = node.args[0] if node.args else None
     if not facts_at(node).itself or not isinstance(inner, Node) or node.all_input_nodes != [inner]:
         return None
-    if cast_target(node) is not None or (facts_at(node).random and argument(node, 2, "training", True) is not False):
+    if cast_target(node) is not None or (facts_at(node).random and not is_idle_dropout(node)):
         return None
     original = inner.args[0] if _is_narrowed(inner) else inner  # a cast of ours states the dtype that it gives
     alike = actual_dtype(inner) is actual_dtype(node) and notes(original).dtype == notes(node).dtype  # type: ignore[arg-type]

@@ -32,8 +32,6 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.canonical.result_accesses import merge_accesses
-from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.dtypes.fake_results import fake_result, numel_of, value_dtype
 from fxprec.passes.dtypes.promotion import NUMBERS, RESULT_KINDS, Operands, first, is_zero_dim
@@ -68,14 +66,9 @@ _FLOAT_NUMBERS: Final = frozenset({"float", "truediv"})
 
 
 def propagate(gm: GraphModule, context: Context) -> PassResult:
-    """Annotate ``meta["dtype"]`` and ``meta["numel"]`` of every node, in the bodies of higher-order ops too.
-
-    Then accesses to the same one of several results become one (``canonical/result_accesses``): which values are
-    several is known here first.
-    """
+    """Annotate ``meta["dtype"]`` and ``meta["numel"]`` of every node, in the bodies of higher-order ops too."""
     _Walk(gm, context).run()
-    merged = [merge_accesses(each) for each in every_graph(gm)]
-    return PassResult(gm, changed=any(merged))
+    return PassResult(gm, changed=False)
 
 
 class _Walk:

@@ -22,6 +22,7 @@ from fxprec.passes.fold_casts import fold_casts
 from fxprec.passes.fuse import fuse
 from fxprec.passes.insert_casts import insert_casts
 from fxprec.passes.keep_returned import keep_returned
+from fxprec.passes.merge_results import merge_results
 from fxprec.passes.propagate import propagate
 from fxprec.passes.verify import check, verify
 
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 PIPELINE: Final[tuple[Pass, ...]] = (
     canonicalize,
     propagate,
+    merge_results,
     decide,
     insert_casts,
     fold_casts,

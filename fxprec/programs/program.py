@@ -20,7 +20,6 @@ from types import FunctionType, MappingProxyType
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -32,6 +31,7 @@ from fxprec.passes.graph.casts import cast, cast_if_float
 from fxprec.passes.graph.leaves import leaf, tracer_of
 from fxprec.passes.graph.new_node import new_node
 from fxprec.passes.ops.aliases import alias_roots, written_by
+from fxprec.passes.ops.names import is_idle_dropout
 from fxprec.passes.ops.table import facts_of
 from fxprec.passes.torch_internals import HigherOrderOperator
 from fxprec.torch_internals import checkpoint_context, tag_activation_checkpoint
@@ -95,7 +95,7 @@ def lift(gm: GraphModule, low: torch.dtype, executor: Executor = "eager", device
                 values[node] = placeholders["plain", weight_path(node)]
         elif node.op == "output":
             graph.output(map_arg(node.args[0], values.__getitem__))
-        elif _is_idle_dropout(node):
+        elif is_idle_dropout(node) and isinstance(node.args[0], Node):  # a call would cost as much as a cast
             values[node] = values[node.args[0]]
         else:
             args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
@@ -221,14 +221,6 @@ def is_weight_cast(node: Node, low: torch.dtype) -> bool:
     if not isinstance(source, Node) or source.op != "get_attr":
         return False
     return notes(source).kind == "parameter" and not notes(source).written
-
-
-def _is_idle_dropout(node: Node) -> bool:
-    """Whether it hands its very input on: not training, or a probability of 0. A call would cost as much as a cast."""
-    if node.target is not F.dropout or not node.args or not isinstance(node.args[0], Node):
-        return False
-    given: dict[str, object] = {**dict(zip(("input", "p", "training"), node.args, strict=False)), **node.kwargs}
-    return given.get("training", True) is False or given.get("p", 0.5) == 0
 
 
 def _bind_patched(graph: Graph) -> None:

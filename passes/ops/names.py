@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from fxprec.passes.graph.annotations import Op, argument
+from fxprec.passes.graph.annotations import Op, argument, notes
 from fxprec.passes.graph.casts import CASTS
 from fxprec.passes.ops.equations import Form, equation_of
 from fxprec.passes.ops.spellings import ALIASES, FIXED_CASTS
@@ -96,6 +96,13 @@ def cast_target(node: Node) -> torch.dtype | None:
     """The dtype that a node named "to" casts to; None where it only moves, or where the call does not say."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     return FIXED_CASTS.get(str(name)) or dtype_argument(node)
+
+
+def is_idle_dropout(node: Node) -> bool:
+    """Return whether this dropout hands its very input on: not training, or a probability of 0."""
+    if notes(node).op.name not in ("dropout", "alpha_dropout"):
+        return False
+    return argument(node, 2, "training") is False or argument(node, 1, "p") == 0
 
 
 def dtype_argument(node: Node) -> torch.dtype | None:

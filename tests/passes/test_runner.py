@@ -45,7 +45,7 @@ def never(gm, context):
 
 
 def test_the_order():
-    order = ["canonicalize", "propagate", "decide", "insert_casts", "fold_casts", "keep_returned", "fuse", "verify"]
+    order = "canonicalize propagate merge_results decide insert_casts fold_casts keep_returned fuse verify".split()
     assert [step.__name__ for step in PIPELINE] == order
 
 
@@ -106,7 +106,7 @@ def test_a_pass_that_breaks_an_invariant_is_named(tools, graphs):
 
     told = 'careless broke "every float edge has the dtype its reader wants": node linear, argument x: '
     with pytest.raises(fxprec.InvariantError, match="^" + re.escape(told) + "got float32, expected bfloat16"):
-        run_passes(gm, tools.context(), [*PIPELINE[:4], careless, never])
+        run_passes(gm, tools.context(), [*PIPELINE[:5], careless, never])
 
 
 def test_a_pass_that_changes_without_saying_so_is_found_out_at_the_end(tools):
@@ -121,19 +121,19 @@ def test_a_pass_that_changes_without_saying_so_is_found_out_at_the_end(tools):
         return PassResult(gm, False)
 
     with pytest.raises(fxprec.InvariantError, match=r'^verify broke "every float edge .*node linear, argument x'):
-        run_passes(tools.traced(f, *INPUTS), tools.context(), [*PIPELINE[:4], careless, PIPELINE[-1]])
+        run_passes(tools.traced(f, *INPUTS), tools.context(), [*PIPELINE[:5], careless, PIPELINE[-1]])
     with pytest.raises(RuntimeError, match="was used before it has been defined"):
         run_passes(tools.traced(f, *INPUTS), tools.context(), [reorder, PIPELINE[0]])
 
 
 def test_annotations_are_checked_on_the_result_of_the_pass_that_makes_them(tools):
     def decide(gm, context):  # which changes no graph, and forgets a node
-        PIPELINE[2](gm, context)
+        PIPELINE[3](gm, context)
         del next(iter(gm.graph.nodes)).meta["precision"]
         return PassResult(gm, False)
 
     with pytest.raises(fxprec.InvariantError, match=r"^decide broke .*node x: got no precision"):
-        run_passes(tools.traced(f, *INPUTS), tools.context(), [*PIPELINE[:2], decide, never])
+        run_passes(tools.traced(f, *INPUTS), tools.context(), [*PIPELINE[:3], decide, never])
 
 
 def test_a_graph_that_did_not_change_is_not_gone_over_again(tools, monkeypatch):
@@ -168,6 +168,7 @@ def test_a_line_is_logged_for_every_pass(tools):
     assert lines == [
         "canonicalize: unchanged, 5 nodes, T",
         "propagate: unchanged, 5 nodes, T",
+        "merge_results: unchanged, 5 nodes, T",
         "decide: unchanged, 5 nodes, T",
         "insert_casts: changed, 8 nodes, T",
         "fold_casts: unchanged, 8 nodes, T",

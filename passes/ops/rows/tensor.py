@@ -69,9 +69,8 @@ TENSOR_ROWS: Final[Mapping[str, OpRule]] = table(
     facts("clone masked_fill", boolean=True),
     # casts
     rows(Rule.KEEP, _CAST, "to", result="unknown", view=True, same=True, arrives=True, special="cast", rank="kept"),
-    facts("to", itself=True),
-    facts("to", any_format=True, guard="x.float().clamp(-65504, 65504).to(torch.float16)  # the model itself casts to "
-          "float16: clamp before that, or cast to torch.bfloat16"),
+    facts("to", any_format=True, itself=True, guard="x.float().clamp(-65504, 65504).to(torch.float16)  # the model "
+          "itself casts to float16: clamp before that, or cast to torch.bfloat16"),
     # creation
     rows(Rule.FOLLOW, "constants in the dtype of their example", "zeros_like ones_like empty_like full_like new_zeros "
          "new_ones new_empty new_full new_empty_strided new", ports=_SELF, result="first"),

@@ -16,12 +16,18 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
+from fxprec.passes.canonicalize import every_graph
+from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import NO_OP, notes
 from fxprec.passes.ops.spellings import RESULT_FIELDS
 
 
-def merge_accesses(gm: GraphModule) -> bool:
-    """Merge equal accesses in one graph whose dtypes are known; return whether there were any."""
+def merge_results(gm: GraphModule, context: Context) -> PassResult:
+    """Merge equal accesses, in the bodies of higher-order ops too."""
+    return PassResult(gm, any([_merge(each) for each in every_graph(gm)]))
+
+
+def _merge(gm: GraphModule) -> bool:
     first: dict[tuple[Node, int | str], Node] = {}
     merged = False
     for node in list(gm.graph.nodes):

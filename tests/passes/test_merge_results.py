@@ -1,4 +1,4 @@
-"""result_accesses: one node for each of several results, and as many as there are for parts of a tensor."""
+"""merge_results: one node for each of several results, and as many as there are for parts of a tensor."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, symbolic_trace
 
-from fxprec.passes.canonical.result_accesses import merge_accesses
 from fxprec.passes.canonicalize import canonicalize
+from fxprec.passes.merge_results import merge_results
 from fxprec.passes.propagate import propagate
 
 
 def accesses(gm: GraphModule, tools) -> int:
-    """The number of accesses that propagate leaves, in a graph that computes what it did."""
+    """The number of accesses that are left, in a graph that computes what it did."""
     context, x = tools.context(), torch.randn(4, 6)
     before = gm(x)
     canonicalize(gm, context)
     propagate(gm, context)
-    assert not merge_accesses(gm)
+    merge_results(gm, context)
+    assert not merge_results(gm, context).changed
     gm.graph.lint()
     gm.recompile()
     torch.testing.assert_close(gm(x), before)
