@@ -86,7 +86,12 @@ def residual(m: Net, x: Tensor) -> Any:
 
 def contiguous(m: Net, x: Tensor) -> Any:
     h = m.a(x)
-    return m.b(h), h.contiguous(), F.dropout(h, 0.0)
+    return m.b(h), h.contiguous()
+
+
+def idle_dropout(m: Net, x: Tensor) -> Any:
+    h = m.a(x)
+    return m.b(h), F.dropout(h, 0.0)
 
 
 def itself_in_many_ways(m: Net, x: Tensor) -> Any:
@@ -185,7 +190,7 @@ def stored(m: Net, x: Tensor) -> Any:
 
 FUNCTIONS = [
     product, activation, several, widened, normalized, pointwise, viewed, chunked, written, residual, named,
-    checkpointed, checkpointed_twice, broken, broken_later, stored, contiguous, itself_in_many_ways, itself_read_again,
+    checkpointed, checkpointed_twice, broken, broken_later, stored, contiguous, idle_dropout, itself_in_many_ways, itself_read_again,
     contiguous_or_not, one_of_several, one_of_several_more, there_and_back,
 ]  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
