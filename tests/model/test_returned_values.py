@@ -190,8 +190,8 @@ def stored(m: Net, x: Tensor) -> Any:
 
 FUNCTIONS = [
     product, activation, several, widened, normalized, pointwise, viewed, chunked, written, residual, named,
-    checkpointed, checkpointed_twice, broken, broken_later, stored, contiguous, idle_dropout, itself_in_many_ways, itself_read_again,
-    contiguous_or_not, one_of_several, one_of_several_more, there_and_back,
+    checkpointed, checkpointed_twice, broken, broken_later, stored, contiguous, idle_dropout, itself_in_many_ways,
+    itself_read_again, contiguous_or_not, one_of_several, one_of_several_more, there_and_back,
 ]  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
