@@ -63,7 +63,7 @@ from fxprec.passes.graph.annotations import (
 from fxprec.passes.graph.casts import cast, cast_each, cast_if_float, cast_saturating
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node
-from fxprec.passes.ops.aliases import alias_roots, written_by, written_roots
+from fxprec.passes.ops.aliases import written_by, written_memory
 from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import facts_at, facts_of
 from fxprec.passes.placement.origins import COUNTS
@@ -171,8 +171,7 @@ class _Epochs:
     def __init__(self, gm: GraphModule, context: Context) -> None:
         self.graph = gm.graph
         self.recorded = grad_mode_at_nodes(gm.graph, context.gradients)
-        self.roots = alias_roots(gm.graph)
-        self.written_roots = written_roots(gm.graph, self.roots)
+        self.roots, self.written_roots = written_memory(gm.graph)
         self.made: dict[Node, dict[tuple[Node, torch.dtype, object, bool], Node]] = {}
         self.transforms: list[Node] = []
         self.depth: dict[Node, int] = {}

@@ -27,7 +27,7 @@ from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.insert_casts import actual_dtype, original_dtype, wanted_dtypes
-from fxprec.passes.ops.aliases import alias_roots, written_by
+from fxprec.passes.ops.aliases import written_by, written_memory
 from fxprec.passes.ops.table import rule_of
 
 
@@ -126,22 +126,32 @@ def _as_torch_says(gm: GraphModule, context: Context) -> Iterator[Violation]:
 
 
 def _least_casts(gm: GraphModule, context: Context) -> Iterator[Violation]:
-    roots = alias_roots(gm.graph)
-    epoch: dict[Node, int] = {}
     gradients = grad_mode_at_nodes(gm.graph, context.gradients)
-    seen: set[tuple[Node, int, object, object, bool]] = set()
+    made: dict[tuple[object, ...], list[Node]] = {}
+    for node in gm.graph.nodes:
+        if node.target not in CASTS or not isinstance(source := node.args[0], Node):
+            continue
+        made.setdefault((source, node.args[1], node.target, gradients[node]), []).append(node)
+        if node.target is cast and actual_dtype(source) == node.args[1] and notes(source).dtype is not UNKNOWN:
+            yield Violation(node.name, f"{source.name} is {dtype_name(node.args[1])} already", "no cast")
+    again = {node: key for key, alike in made.items() if len(alike) > 1 for node in alike}
+    yield from _alike_in_an_epoch(gm, again) if again else ()
+
+
+def _alike_in_an_epoch(gm: GraphModule, casts: dict[Node, tuple[object, ...]]) -> Iterator[Violation]:
+    """Find casts of one key (what is read, how, in which grad mode) with no write to that memory between them."""
+    roots, _ = written_memory(gm.graph)
+    epoch: dict[Node, int] = {}
+    seen: set[tuple[object, ...]] = set()
     for node in gm.graph.nodes:
         for target in written_by(node):
             epoch[roots[target]] = epoch.get(roots[target], 0) + 1
-        if node.target not in CASTS or not isinstance(node.args[0], Node):
-            continue
-        source = node.args[0]
-        key = (source, epoch.get(roots[source], 0), node.args[1], node.target, gradients[node])
-        if key in seen:
-            yield Violation(node.name, f"a second cast of {source.name}", "one per dtype and mutation epoch")
-        seen.add(key)
-        if node.target is cast and actual_dtype(source) == node.args[1] and notes(source).dtype is not UNKNOWN:
-            yield Violation(node.name, f"{source.name} is {dtype_name(node.args[1])} already", "no cast")
+        if node in casts:
+            source = node.all_input_nodes[0]
+            key = (*casts[node], epoch.get(roots[source], 0))
+            if key in seen:
+                yield Violation(node.name, f"a second cast of {source.name}", "one per dtype and mutation epoch")
+            seen.add(key)
 
 
 INVARIANTS: Final = (
