@@ -22,11 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from fxprec.capture.trusted import is_torchs
+
 #: What evaluation cannot tell.
 UNKNOWN: Final = object()
+#: Where torch's own code asks for the class of a value, and not the frame that calls it.
+NOT_ASKED: Final = object()
 
 _ASKING: Final = frozenset({"type", "callable"})
-_IGNORED: Final = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "NOP", "NOT_TAKEN"})
+_IGNORED: Final = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "KW_NAMES", "NOP", "NOT_TAKEN"})
 _ATTRIBUTES: Final = ("LOAD_ATTR", "LOAD_METHOD")
 _PATTERNS: Final = ("MATCH_SEQUENCE", "MATCH_MAPPING")
 _PAIRS: Final = frozenset({"BINARY_OP", "BINARY_SUBSCR", "COMPARE_OP", "CONTAINS_OP", "IS_OP"})
@@ -89,16 +93,24 @@ def unheard(question: Question, frame: FrameType) -> str | None:
 
 
 def classes_asked_for(frame: FrameType) -> Any:
-    """The class, or classes, that ``isinstance`` or a ``case`` compares with where the frame is now; () for others."""
+    """Return the class, or classes, that ``isinstance`` or a ``case`` compares with where the frame is now.
+
+    C code has no frame of its own, so whoever it is asks in the name of its caller. torch's own must be told the truth
+    (NOT_ASKED): it takes what claims to be a Tensor for one in memory. Of others nobody knows for whom they ask
+    (``any(map(isinstance, ...))``): UNKNOWN.
+    """
     listed = _instructions(frame.f_code)
-    place = next((place for place, each in enumerate(listed) if each.offset == frame.f_lasti), 0)
+    # A call that ran often is at its PRECALL in Python 3.11, which is not listed: the CALL comes next.
+    place = next((place for place, each in enumerate(listed) if each.offset >= frame.f_lasti), len(listed) - 1)
     name, argument = listed[place].opname, listed[place].argval
     if name == "MATCH_CLASS":
         return _value(_parts(listed, place, 2)[0], frame)
-    if name == "CALL" and argument == 2:
-        called, _, classes = (_value(part, frame) for part in _parts(listed, place, 3))
-        return classes if called is UNKNOWN or called is isinstance else ()
-    return UNKNOWN if argument == "__class__" else ()
+    if name not in ("CALL", "CALL_KW"):
+        return UNKNOWN
+    called, *_, classes = (_value(part, frame) for part in _parts(listed, place, argument + 1 + (name == "CALL_KW")))
+    if called is isinstance:
+        return classes
+    return NOT_ASKED if called is not UNKNOWN and is_torchs(called) else UNKNOWN
 
 
 @lru_cache(maxsize=4096)

@@ -28,7 +28,7 @@ from torch.fx import Node
 from torch.fx.proxy import Attribute, Proxy
 from torch.overrides import is_tensor_method_or_property
 
-from fxprec.capture.symbolic.questions import asks_for_classes, classes_asked_for
+from fxprec.capture.symbolic.questions import NOT_ASKED, asks_for_classes, classes_asked_for
 from fxprec.passes.ops.names import canonical_op
 from fxprec.passes.ops.table import rule_of
 from fxprec.torch_internals import for_fx, node_name_of
@@ -65,14 +65,15 @@ class TracedValue(Proxy):
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        # isinstance() and case ask for it when the real type does not match; torch and fx get the real one. So does C
-        # code that the forward calls, which has no frame of its own: but then the forward need not name isinstance.
+        # isinstance() and case ask for it when the real type does not match; torch and fx get the real one.
         frame = asking = sys._getframe(1)
         code = frame.f_code
         if code.co_name == "__instancecheck__" and frame.f_back is not None:  # of a metaclass
             asking = frame.f_back
         if (asking is not frame or asks_for_classes(code)) and self.tracer.lines.is_user(asking.f_code):
-            self._belongs_to(classes_asked_for(asking))
+            if (classes := classes_asked_for(asking)) is NOT_ASKED:
+                return type(self)
+            self._belongs_to(classes)
             return self._claimed()
         if code.co_filename == functools.__file__:
             self.tracer.decline("chooses a function by the type of a traced value")
@@ -87,6 +88,8 @@ class TracedValue(Proxy):
     def _is_clear(self, cls: type) -> bool:
         if issubclass(cls, Tensor):
             return cls is Tensor
+        if isinstance(cls, type(torch.FloatTensor)):  # which asks a tensor in memory for its dtype
+            return False
         return issubclass(Tensor, cls) or not issubclass(type(self), cls)  # Callable
 
     def _claimed(self) -> type:

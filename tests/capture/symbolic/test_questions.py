@@ -113,7 +113,16 @@ TYPE = {
     "Parameter": lambda s, x, y: isinstance(y, nn.Parameter),
     "subclass": lambda s, x, y: isinstance(y, Special),
     "union": lambda s, x, y: isinstance(y, Special | None),
+    "FloatTensor": lambda s, x, y: isinstance(x, torch.FloatTensor),
+    "one of several": lambda s, x, y: isinstance(y, (list, Special)),
+    "a star": lambda s, x, y: isinstance(*(x, Tensor)),
+    "map": lambda s, x, y: any(map(isinstance, [x], [Tensor])),
+    "map to another": lambda s, x, y: any(map(isinstance, [y], [Special])),
 }
+#: Of those for which ``y`` is something else.
+OTHER_Y = {"Parameter": nn.Parameter} | dict.fromkeys(
+    ("subclass", "union", "one of several", "map to another"), lambda x: x.as_subclass(Special)
+)
 
 
 def case(s: Any, x: Tensor, y: Tensor) -> bool:
@@ -188,10 +197,54 @@ def test_identity_with_a_weight() -> None:
         torch.testing.assert_close(one, each.a(x) * 2, rtol=5e-2, atol=5e-2, check_dtype=False)
 
 
+def warmed(asks: Callable[..., Any]) -> Callable[..., Any]:
+    """Run it until Python has specialized its calls: a frame stands elsewhere then when ``isinstance`` asks."""
+    x = torch.randn(8, 16)
+    for _ in range(20):
+        asks(Asking(asks), x, x)
+    return asks
+
+
+@pytest.mark.parametrize("prepared", [lambda asks: asks, warmed], ids=["cold", "warm"])
 @pytest.mark.parametrize("name", TYPE)
-def test_type(name: str) -> None:
-    y = {"Parameter": nn.Parameter, "subclass": lambda x: x.as_subclass(Special)}.get(name, lambda x: x)
-    assert check(TYPE[name], y)
+def test_type(name: str, prepared: Callable[..., Any]) -> None:
+    assert check(prepared(TYPE[name]), OTHER_Y.get(name, lambda x: x))
+
+
+IN_C = {
+    "as_tensor": lambda h, y: torch.as_tensor(h),
+    "as_tensor by name": lambda h, y: torch.as_tensor(data=h, dtype=torch.float32),
+    "asarray": lambda h, y: torch.asarray(h),
+    "arange": lambda h, y: torch.arange(h.sum().abs() * 0 + 3),
+    "Tensor": lambda h, y: torch.Tensor(h),
+    "_make_subclass": lambda h, y: torch.Tensor._make_subclass(torch.Tensor, h.detach()),
+    "full": lambda h, y: torch.full((2,), y.sum()),
+    "indexed": lambda h, y: torch.arange(3)[(y[0, :2] > 9).long()],
+}
+
+
+@pytest.mark.parametrize("call", IN_C.values(), ids=IN_C)
+def test_c_code_that_a_forward_calls_is_not_told_of_a_tensor_in_memory(call: Callable[..., Any]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.a(x)
+            if isinstance(h, list):
+                return None
+            return h * 2, call(h, x)
+
+    original, x = Model(), torch.randn(8, 16)
+    try:
+        expected = original(x)
+    except TypeError:
+        with pytest.raises(TypeError):
+            fxprec.convert(original, dtype=torch.bfloat16).module(x)
+    else:
+        got = fxprec.convert(copy.deepcopy(original), dtype=torch.bfloat16).module(x)
+        torch.testing.assert_close(got, expected, rtol=5e-2, atol=5e-2, check_dtype=False)
 
 
 @pytest.mark.parametrize("asks", OTHERS.values(), ids=OTHERS)
