@@ -37,22 +37,25 @@ _Places = tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
 #: Names of the arguments that are tensors, and the constants that the others are.
 _Key = tuple[tuple[str, ...], Constants]
 
+_Kind = tuple[torch.dtype, bool]
+
 _dtype_of: Final = attrgetter("dtype")
 
 
 class OtherDtypes(Exception):
-    """The weights have other dtypes than when the graph was captured; nothing ran."""
+    """The weights take part in promotion otherwise than when the graph was captured; nothing ran."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticEntry:
     """One graph, ready to run: guards, program, and where its weights are read from at each call.
 
-    Reading by (dict, key) makes functional_call, parametrizations and replaced tensors count. ``dtypes``: the input
-    dtypes it was rewritten for; None: FP32 floats were assumed. ``memory``: how the inputs and the weights in
+    Reading by (dict, key) makes functional_call, parametrizations and replaced tensors count. ``kinds``: the inputs'
+    kinds that it was rewritten for; None: FP32 floats were assumed. ``memory``: how the inputs and the weights in
     ``watched`` share memory; None: the graph writes to none of them. ``most``: where regions were left out because they
     are small, elements of each input up to which they are (``few_elements``). ``wants_sizes``: regions would have been
-    left out if sizes had been known. ``layouts``: of the inputs, where one is sparse.
+    left out if sizes had been known. ``layouts``: of the inputs, where one is sparse. ``single``: place in ``plain`` of
+    each tensor of one element -> its dimensions: one of none takes part in promotion otherwise than one of some.
     """
 
     captured: Captured
@@ -60,17 +63,18 @@ class StaticEntry:
     plain: _Places
     low_dtypes: list[torch.dtype]
     plain_dtypes: list[torch.dtype]
-    dtypes: tuple[torch.dtype, ...] | None
+    kinds: list[_Kind] | None
     watched: _Places
     memory: SharedMemory | None
     most: tuple[int, ...] | None
     wants_sizes: bool
-    layouts: tuple[torch.layout, ...] | None = None
+    layouts: tuple[torch.layout, ...] | None
+    single: Mapping[int, int]
 
     @classmethod
     def of(cls, capture: StaticCapture, captured: Captured, tensors: tuple[Tensor, ...] | None) -> StaticEntry:
         """The entry of a trace and of what became of it; ``tensors`` as for ``StaticGraphs.trace``."""
-        dtypes = None if tensors is None else tuple(tensor.dtype for tensor in tensors)
+        kinds = None if tensors is None else _kinds(tensors)
         program, owners = captured.program, capture.owners
         low, plain = _places(owners, program.low), _places(owners, program.plain)
         watched = _places(owners, (*program.low, *program.watched))
@@ -88,12 +92,13 @@ class StaticEntry:
             plain,
             low_dtypes,
             plain_dtypes,
-            dtypes,
+            kinds,
             watched,
             memory,
             most,
             wanted,
             _layouts(tensors or ()),
+            {place: each.dim() for place, each in enumerate(map(getitem, *plain)) if each.numel() == 1},
         )
 
     def is_outgrown(self, tensors: tuple[Tensor, ...]) -> bool:
@@ -104,7 +109,7 @@ class StaticEntry:
         """Whether no call is better served by the other, for what is known of sizes."""
         if other.captured.training != self.captured.training:
             return False
-        return other.wants_sizes or (other.most is not None and self.most is None and other.dtypes == self.dtypes)
+        return other.wants_sizes or (other.most is not None and self.most is None and other.kinds == self.kinds)
 
     def serves(self, tensors: tuple[Tensor, ...] | None) -> bool:
         """Whether these inputs have the dtypes that the graph was rewritten for, what tracing read still holds, and
@@ -112,11 +117,11 @@ class StaticEntry:
         if tensors is not None:
             if self.wants_sizes or self.is_outgrown(tensors):
                 return False
-            if self.dtypes is None:
+            if self.kinds is None:
                 for tensor in tensors:
                     if tensor.dtype not in _ASSUMED or not tensor.dim():
                         return False
-            elif self.dtypes != tuple([tensor.dtype for tensor in tensors]):
+            elif self.kinds != _kinds(tensors):
                 return False
             if self.layouts != _layouts(tensors):
                 return False
@@ -134,6 +139,9 @@ class StaticEntry:
         plain = [*map(getitem, *self.plain)]
         if [*map(_dtype_of, plain)] != self.plain_dtypes:
             raise OtherDtypes
+        for place, dimensions in self.single.items():
+            if plain[place].dim() != dimensions:
+                raise OtherDtypes
         given = [*map(getitem, *self.low)]
         looked = store.looked
         low = store.read(given)
@@ -259,6 +267,11 @@ class StaticGraphs:
             return f"another value of the argument '{changing[0]}'"
         failing = [entry.captured.guards.failing() for entry in self._entries.get(key, ())]  # type: ignore[union-attr]
         return next((why for why in failing if why), f"other dtypes of {', '.join(names)}")
+
+
+def _kinds(tensors: tuple[Tensor, ...]) -> list[_Kind]:
+    """Return of each tensor what promotion goes by: its dtype, and whether it has no dimension."""
+    return [(tensor.dtype, not tensor.dim()) for tensor in tensors]
 
 
 def _layouts(tensors: tuple[Tensor, ...]) -> tuple[torch.layout, ...] | None:

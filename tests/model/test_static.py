@@ -121,3 +121,39 @@ def test_constants_in_place_of_tensors_are_told_apart():
     assert torch.equal(model(x, 1.5), x + 1.5)
     assert torch.equal(model(x, True), x + True)
     assert torch.equal(model(x, x), x + x)
+
+
+TWOS = {
+    "float64": torch.tensor(2.0).double(),
+    "float64 of a dimension": torch.tensor([2.0]).double(),
+    "float32": torch.tensor(2.0),
+    "float32 of a dimension": torch.tensor([2.0]),
+}
+
+
+class Minus(nn.Module):
+    """A product, and a number that is subtracted: an argument, or else a buffer."""
+
+    def __init__(self, y=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(2, 2)
+        self.register_buffer("y", y)
+
+    def forward(self, x, y=None):
+        return self.a(x) * 1000.3 - (self.y if y is None else y)
+
+
+@pytest.mark.parametrize("then", TWOS.values(), ids=TWOS)
+@pytest.mark.parametrize("first", TWOS.values(), ids=TWOS)
+@pytest.mark.parametrize("as_argument", [True, False], ids=["argument", "buffer"])
+def test_a_tensor_of_no_dimension_is_told_from_one_of_some(as_argument, first, then):
+    """Promotion tells them apart, and so does the dtype of the result."""
+    model = fxprec.convert(Minus(None if as_argument else first), dtype=torch.bfloat16).module
+    x = torch.ones(1, 2)
+    for y in (first, then):
+        if not as_argument:
+            model.y = y
+        got, expected = model(x, y if as_argument else None), Minus()(x, y)
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=0)
+    assert not fxprec.report(model).headline.not_static
