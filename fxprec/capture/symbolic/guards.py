@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fxprec.capture.guard_values import same
 from fxprec.capture.lookups import PARTS, Lookups
 from fxprec.capture.originals import original_class
-from fxprec.capture.symbolic.surroundings import Expected, Held, has_attributes
+from fxprec.capture.symbolic.surroundings import Expected, Held, Lacking, has_attributes
 from fxprec.capture.ties import Ties
 from fxprec.capture.trusted import is_torchs
 from fxprec.torch_internals import global_hooks
@@ -88,7 +88,7 @@ class Guards:
         reads: Sequence[Reads],
         expected: Sequence[Expected] = (),
         functions: Sequence[FunctionType] = (),
-        absent: Iterable[tuple[dict[str, Any], set[str]]] = (),
+        absent: Iterable[Lacking] = (),
         ties: Sequence[tuple[Slot, Slot]] = (),
         facts: Sequence[Fact] = (),
     ) -> None:
@@ -293,13 +293,13 @@ def _change_of_part(part: Expected) -> str | None:
     return f"{part.label} was replaced" if now is not part.value else None
 
 
-def _code(functions: Sequence[FunctionType], absent: Iterable[tuple[dict[str, Any], set[str]]]) -> Iterator[_Check]:
-    """The code of functions, which some tools replace in place, their defaults, builtins that no global hides.
+def _code(functions: Sequence[FunctionType], absent: Iterable[Lacking]) -> Iterator[_Check]:
+    """The code of functions, which some tools replace in place, their defaults, and what was asked for in vain.
 
     And torch's default dtype.
     """
     defaults = [(f, f.__defaults__, f.__kwdefaults__) for f in functions if f.__defaults__ or f.__kwdefaults__]
-    hidden = [(scope.keys(), frozenset(names)) for scope, names in absent]
+    hidden = [(each.scope.keys(), frozenset(each.names), each.label) for each in absent if each.names]
     yield _Same(
         lambda: [*map(_code_of, functions)],
         lambda place, _then, _now: f"the code of {functions[place].__qualname__} was replaced",
@@ -311,8 +311,8 @@ def _code(functions: Sequence[FunctionType], absent: Iterable[tuple[dict[str, An
         )
     if hidden:
         yield _NoneOf(
-            lambda: [not names.isdisjoint(hiding) for names, hiding in hidden],
-            lambda: (f"the global {min(names & hiding, default='')} was set" for names, hiding in hidden),
+            lambda: [not held.isdisjoint(names) for held, names, _ in hidden],
+            lambda: (f"{label}{min(names & held, default='')} was set" for held, names, label in hidden),
         )
     yield _Same(
         lambda: [torch.get_default_dtype()],

@@ -208,7 +208,7 @@ class Recorder:
             [*self._reads.values()],
             found.expected,
             found.functions,
-            found.absent.values(),
+            found.absent,
             self._ties,
             [*self._facts.values()],
         )

@@ -25,7 +25,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from typing import Any, Final, NamedTuple
 
@@ -117,6 +117,14 @@ class Held(NamedTuple):
     snapshot: Any
 
 
+class Lacking(NamedTuple):
+    """A namespace that must not get these names; ``label``, for people, stands before one of them."""
+
+    label: str
+    scope: Mapping[str, Any]
+    names: set[str]
+
+
 def _content(cell: types.CellType) -> Any:
     """What a closure cell holds; ``_MISSING`` where it was emptied."""
     try:
@@ -138,7 +146,6 @@ class Surroundings:
 
     Attributes:
         functions: those whose code was looked through.
-        absent: names that are builtins, by the globals that must not have them.
         contents: what containers held before the trace.
         asks_types: a function asks for the class of something.
         tensors: those that are no attributes, by id, with what people call them: no graph holds them, but their shapes.
@@ -150,7 +157,7 @@ class Surroundings:
         self._looked_at: dict[int, tuple[Any, str | None]] = {}  # with the object, so that its id stays its own
         self._codes: set[tuple[int, int, tuple[int, ...]]] = set()
         self._classes: set[type] = set()
-        self.absent: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self._builtins: dict[int, Lacking] = {}  # by the globals that must not hide them
         self._names: set[str] = set()
         self.functions: list[types.FunctionType] = []
         self.contents = Contents()
@@ -158,11 +165,21 @@ class Surroundings:
         self.asks_types = False
         self._depth = 0
         self._makes_names = False  # perhaps getattr(type(self), f"scale{i}")
+        self._asks_functions = False  # perhaps hasattr(function, "scale")
 
     @property
     def expected(self) -> list[Expected]:
         """What the graph holds only for."""
         return [*self._expected.values()]
+
+    @property
+    def absent(self) -> Iterator[Lacking]:
+        """What code asked for in vain, or may have: globals, and attributes of classes and functions."""
+        yield from self._builtins.values()
+        for cls in self._classes:
+            yield Lacking(f"{cls.__qualname__}.", vars(cls), self._names - vars(cls).keys() - _OF_CLASSES)
+        for function in self.functions if self._asks_functions else ():
+            yield Lacking(f"{function.__qualname__}.", vars(function), self._names - vars(function).keys())
 
     def look_at(self, value: Any, label: str = "") -> str | None:
         """Look through a value that traced code gets hold of. None, or why it is opaque: "an object (Random) ...".
@@ -240,6 +257,7 @@ class Surroundings:
 
     def _builtin(self, value: Any) -> str | None:
         self._makes_names = self._makes_names or value is getattr
+        self._asks_functions = self._asks_functions or value in (getattr, hasattr)
         owner = getattr(value, "__self__", None)
         if type(owner) in CONTAINERS:  # a bound method, such as cache.append
             return self._held([owner], getattr(value, "__qualname__", ""))
@@ -333,7 +351,7 @@ class Surroundings:
         if read.name in scope:
             value = scope[read.name]
             return self._root(f"the global {read.name}", scope, read.name, value, read)
-        self.absent.setdefault(id(scope), (scope, set()))[1].add(read.name)
+        self._builtins.setdefault(id(scope), Lacking("the global ", scope, set())).names.add(read.name)
         value = vars(builtins).get(read.name, _MISSING)
         if value is _MISSING:
             return None
@@ -377,6 +395,7 @@ class Surroundings:
                 return f"an attribute of {value.__qualname__}, whose metaclass {type(value).__qualname__} may run code"
             scope = _namespace(value, name)
             if scope is None:
+                self._asks_functions = self._asks_functions or isinstance(value, types.FunctionType)
                 if isinstance(value, types.ModuleType) and is_trusted(value):
                     return None  # such as torch._VF, made when it is asked for
                 break
@@ -425,7 +444,11 @@ class Surroundings:
         return next(filter(None, reasons), None)
 
     def reach_all(self, classes: Collection[type]) -> str | None:
-        """The classes of the model, where traced code may ask for them. Why that cannot be guarded, or None."""
+        """What traced code may ask the model's classes, and functions, for. Why that cannot be guarded, or None."""
+        for function in [*self.functions] if self._asks_functions else ():
+            for name in self._names & vars(function).keys():
+                if (why := self._chain(function.__qualname__, function, (name,))) is not None:
+                    return why
         if not self.asks_types:
             return None
         if self._makes_names:

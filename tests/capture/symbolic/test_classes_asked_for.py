@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import enum
 import operator
 
 import pytest
@@ -94,3 +95,79 @@ def test_a_change_of_the_class_is_followed(way: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Child, "scale", -1.0)
     check(torch.randn(4, 8))
     check(torch.randn(4, 8))
+
+
+class Settings:
+    pass
+
+
+class Whole:
+    factor = 1
+
+
+class Part(Whole):
+    pass
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+def helper():
+    """Has no attributes yet."""
+
+
+def asked_of(cls):
+    return getattr(cls, "factor", 1)
+
+
+def tried(self, x):
+    try:
+        return x * Settings.factor
+    except AttributeError:
+        return x
+
+
+def tried_of_a_function(self, x):
+    try:
+        return x * helper.factor
+    except AttributeError:
+        return x
+
+
+#: What asks, and whom: None for the class of the module.
+IN_VAIN = {
+    "hasattr": (lambda self, x: x * (Settings.factor if hasattr(Settings, "factor") else 1), Settings),
+    "getattr": (lambda self, x: x * getattr(Settings, "factor", 1), Settings),
+    "getattr in a helper": (lambda self, x: x * asked_of(Settings), Settings),
+    "try": (tried, Settings),
+    "a class that the module holds": (lambda self, x: x * getattr(self.held, "factor", 1), Settings),
+    "an Enum": (lambda self, x: x * (2 if hasattr(Kind, "factor") else 1), Kind),
+    "the module's class": (lambda self, x: x * getattr(type(self), "factor", 1), None),
+    "its __class__": (lambda self, x: x * getattr(self.__class__, "factor", 1), None),
+    "a class whose base has it": (lambda self, x: x * Part.factor, Part),
+    "a function": (lambda self, x: x * getattr(helper, "factor", 1), helper),
+    "hasattr of a function": (lambda self, x: x * (2 if hasattr(helper, "factor") else 1), helper),
+    "try of a function": (tried_of_a_function, helper),
+}
+
+
+@pytest.mark.parametrize("way", IN_VAIN)
+def test_an_attribute_that_comes_later_is_seen_and_one_that_goes(way: str) -> None:
+    forward, owner = IN_VAIN[way]
+
+    class Model(nn.Module):
+        held = Settings
+
+    Model.forward = forward
+    owner = Model if owner is None else owner
+    model, x = fxprec.convert(Model(), dtype=torch.bfloat16).module, torch.randn(2, 3)
+    for _ in range(2):
+        assert torch.equal(model(x), x)
+        owner.factor = 2
+        try:
+            assert torch.equal(model(x), x * 2)
+        finally:
+            del owner.factor
+    assert torch.equal(model(x), x)
+    assert not fxprec.report(model).headline.not_static
