@@ -279,9 +279,15 @@ class _Epochs:
         return True
 
     def keep_apart(self, node: Node) -> bool:
-        """A user's cast that copied in the original program copies still, where somebody writes to either side."""
+        """Let a user's cast that copied in the original program copy still, where it would give its input itself.
+
+        That matters where somebody writes to either side, and where the copy, made under ``no_grad``, has no gradient.
+        """
         op, source = notes(node).op, node.args[0] if node.args else None
-        if op.name != "to" or not isinstance(source, Node) or self.roots[node] not in self.written_roots:
+        if op.name != "to" or not isinstance(source, Node):
+            return False
+        ends_gradient = self.recorded[source] and not self.recorded[node]
+        if not ends_gradient and self.roots[node] not in self.written_roots:
             return False
         dtype, before = cast_target(node), notes(source).dtype
         if dtype is None or actual_dtype(source) != dtype or dtype == (torch.float32 if before is UNKNOWN else before):

@@ -88,7 +88,30 @@ class RealCasts(Model):
         return torch.relu(a) + torch.relu(b) + h
 
 
-MODELS = [SharedInput, OnlyInput, Nested, Inference, Decorated, TargetFirst, IdleCasts, RealCasts]
+class CastsToLow(Model):
+    """To the dtype that a product has in the rewritten graph: they make copies still."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        with torch.no_grad():
+            a, b, c = h.bfloat16(), h.to(torch.bfloat16), torch.relu(h).type(torch.bfloat16)
+        return a.float() + b.float() + c.float() + self.layer(h)
+
+
+class RoundTrips(Model):
+    """One half of each is under ``no_grad``: what comes back from it has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.layer(x))
+        with torch.no_grad():
+            a = h.double()
+        b = a.bfloat16()
+        return self.layer(b.float()) + self.layer(h)
+
+
+MODELS = [
+    SharedInput, OnlyInput, Nested, Inference, Decorated, TargetFirst, IdleCasts, RealCasts, CastsToLow, RoundTrips,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
