@@ -43,11 +43,26 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
         torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects what ``-m`` leaves out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with many slow tests first, then those with many: no process is left alone with a long one at the end."""
+    """Mark the core, and put files with many slow tests first, then those with many.
+
+    So no process is left alone with a long one at the end.
+    """
+    _mark_core(items)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("zoo"))
     size = Counter(item.path for item in items)
     items.sort(key=lambda item: (-slow[item.path], -size[item.path], item.path))
+
+
+def _mark_core(items: list[pytest.Item]) -> None:
+    """Mark what ``make check`` runs: of each test function the first case, unless it is slow."""
+    seen: set[str] = set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if function not in seen and not any(map(item.get_closest_marker, ("slow", "zoo", "gpu"))):
+            seen.add(function)
+            item.add_marker(pytest.mark.core)
 
 
 # An eighth of the time of all tests went into collections of what stays anyway.

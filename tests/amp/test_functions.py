@@ -155,6 +155,7 @@ def test_outside_of_models_they_cast_too(tools):
     assert SEEN == [(F32, F32), (BF16, BF16), (F32, torch.int64)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [False, True])
 def test_promoting_functions_get_arguments_of_one_dtype_in_a_model(breaks):
     """An op without a row; between graph breaks it would get a low activation and an FP32 weight."""

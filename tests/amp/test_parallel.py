@@ -206,6 +206,7 @@ def refused_by_initialize(tools, rank):
 class TestAverages:
     pytestmark = two_ranks
 
+    @pytest.mark.slow
     def test_gradients_are_those_of_one_process(self, ask_two, options, opt_level):
         ask_two(averages, options, opt_level)
 

@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
 
 
+@pytest.mark.slow
 def test_casts_of_a_12_layer_gpt():
     table = rows(12)
     casts = {variant: [int(figure) for figure in figures] for variant, *figures in table}
@@ -36,6 +37,7 @@ def test_bytes_of_a_training_step():
     assert traffic.markdown(table) in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_regions_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)
 

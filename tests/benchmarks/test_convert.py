@@ -165,6 +165,7 @@ def test_tables():
     assert [[*column.cells] for column in passes.columns][1] == ["105", "105", "1.00"]
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(convert, "stacks", lambda layers, limit: [stack(1000, 1.0, 9.0, 1.0)])
     derived = {"fused_gelu": {"nodes": 6, "first_ms": 13.0, "again_ms": 2.0}}

@@ -63,6 +63,7 @@ def test_what_compiles_is_measured_twice_and_written(
     assert "| model | autocast | O1 | O1, fuse=True |" in table and "| gpt | 0.20 | 0.50 | 0.75 (4.00) |" in table
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())
 def test_a_run_in_real_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert first.main(["--check"]) == 0

@@ -88,6 +88,7 @@ def test_integers_have_no_forms():
 # -- results, in the interpreter --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_forms_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)
 

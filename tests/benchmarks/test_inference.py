@@ -54,6 +54,7 @@ def test_a_file_has_every_sample():
     assert found().file == "inference-cpu-mlp"
 
 
+@pytest.mark.slow
 def test_a_run_of_everything_at_tiny_sizes_writes_where_it_is_told(tmp_path, capsys):
     assert inference.main(["--check", "--only", "mlp", "cnn", "--output", str(tmp_path)]) == 0
     (device,) = tmp_path.iterdir()
@@ -66,6 +67,7 @@ def test_a_run_of_everything_at_tiny_sizes_writes_where_it_is_told(tmp_path, cap
     assert "nothing is written" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_variant_that_fails_is_a_row(monkeypatch):
     def fails(model, inputs):
         raise RuntimeError("no such thing\nat all")
@@ -77,6 +79,7 @@ def test_a_variant_that_fails_is_a_row(monkeypatch):
     assert batch.rows[2].trouble == "failed: RuntimeError: no such thing" and batch.rows[2].samples is None
 
 
+@pytest.mark.slow
 def test_nothing_is_written_by_a_part(monkeypatch, capsys):
     monkeypatch.setattr(inference.results, "save", lambda *_: pytest.fail("written"))
     assert inference.main(["--check", "--only", "mlp"]) == 0

@@ -9,6 +9,7 @@ from benchmarks import inspection
 from benchmarks.inspection import CASES, look
 
 
+@pytest.mark.slow
 def test_a_row_is_what_there_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     report = fxprec.report

@@ -31,6 +31,7 @@ def frozen(request):
     gc.freeze()
 
 
+@pytest.mark.slow
 def test_variants_run_in_turns(frozen):
     ran: list[str] = []
 
@@ -47,6 +48,7 @@ def test_variants_run_in_turns(frozen):
     assert gc.isenabled() and (gc.get_freeze_count() > 0) is frozen
 
 
+@pytest.mark.slow
 def test_a_failure_leaves_the_collector_on(frozen):
     def clock(work, count):
         raise RuntimeError("broken")
@@ -154,6 +156,7 @@ def succeeds(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory as Linux counts it")
 def test_memory_is_given_back_when_asked():
     """Also from the middle of the heap, and though it is kept otherwise."""

@@ -30,6 +30,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # -- python -m benchmarks ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_dispatcher_lists_what_there_is(capsys):
     assert dispatcher.main([]) == 0
     listed = capsys.readouterr().out
@@ -87,6 +88,7 @@ def test_kernels_want_a_device(monkeypatch, capsys):
     assert raised.value.code == 2 and "names none of: cross_entropy, " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_kernel_runs_and_is_right(monkeypatch, capsys, tmp_path, dtype):
     on_the_host(monkeypatch, *PROBLEMS)
@@ -113,6 +115,7 @@ def test_regions_of_four_models_run(monkeypatch, capsys):
     assert all(f"{model}: fused_" in shown for model in ("GPT-2 small", "BERT-base", "Llama 1B", "ViT-B/16"))
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "benchmarks", "kernels", "--check", "--only", "max_pool2d"]

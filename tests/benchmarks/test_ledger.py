@@ -196,6 +196,7 @@ class Independent(nn.Module):
         return self.a(x) + self.b(x)
 
 
+@pytest.mark.slow
 def test_squares_predict_the_errors_of_other_samples():
     def batch(seed: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
@@ -230,6 +231,7 @@ def test_what_correlates_is_told():
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     arguments = ["--only", "mlp", "--size", "tiny", "--samples", "3", "--output", str(tmp_path)]
     assert ledger.main(arguments) == 0

@@ -214,6 +214,7 @@ def test_verdicts_on_the_budget():
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     arguments = ["--size", "tiny", "--only", "mlp", "gpt", "--variants", "o1", "o1-chunked"]
     assert memory.main([*arguments, "--output", str(tmp_path)]) == 0

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import others
 
 
+@pytest.mark.slow
 def test_a_model_trains_each_way() -> None:
     pytest.importorskip("transformers")
     seconds, losses = others.times(others.MODELS["opt"], True)

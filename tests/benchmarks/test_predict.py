@@ -268,6 +268,7 @@ def test_forms_are_the_fastest_the_slowest_and_some_between():
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @kernel_tools.compiles
 def test_the_command_writes_what_it_predicts(tmp_path, capsys):
     arguments = ["--predict", "H100", "H200", "--check", "--only", "max_pool2d", "--output", str(tmp_path)]

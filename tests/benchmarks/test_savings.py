@@ -20,6 +20,7 @@ def test_ranks_are_spearmans():
     assert rank([1.0, 1.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(0.8660, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_columns_are_judged_by_batches_that_were_not_audited():
     subject = small("mlp")
     found = judged("mlp", subject, 2, 6, 3)
@@ -50,6 +51,7 @@ def test_errors_of_outputs_are_those_of_all_their_elements():
     assert {row.saves for row in ledger.rows if row.override == nodes} == {found.overrides[0].saves}
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = ["--batches", "2", "--held-out", "4", "--overrides", "2", "--output", str(tmp_path)]
     assert savings.main(["--only", "recurrent", *options]) == 0

@@ -83,6 +83,7 @@ def test_the_share_of_the_peak():
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_comparison_is_written_and_drawn(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     names = ["fp32", "o1", "o1-own", "fp32-tf32"]
@@ -120,6 +121,7 @@ def failing(error):
     return build
 
 
+@pytest.mark.slow
 def test_a_variant_that_fails_is_a_row_and_the_rest_runs(capsys):
     refusing = Variant(
         "o1-pays", "x", failing(fxprec.ConversionError("no model\nof costs")), refuses=(fxprec.ConversionError,)
@@ -135,6 +137,7 @@ def test_a_variant_that_fails_is_a_row_and_the_rest_runs(capsys):
     assert "no such kernel" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_status_says_what_failed(monkeypatch, capsys):
     monkeypatch.setitem(VARIANTS, "o1", replace(VARIANTS["o1"], build=failing(RuntimeError("no such kernel"))))
     assert step.main(["--check", "--only", "mlp", "--variants", "o1"]) == 1
@@ -143,6 +146,7 @@ def test_the_status_says_what_failed(monkeypatch, capsys):
     assert step.main(["--check", "--only", "mlp", "--variants", "o1"]) == 0
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_fails(capsys):
     def build(workload, setup):
         made = VARIANTS[BASELINE].build(workload, setup)
@@ -206,6 +210,7 @@ def watched(variant, made: list[Step]):
     return replace(variant, build=build, counted=False)
 
 
+@pytest.mark.slow
 def test_all_have_done_the_same_steps():
     made: list[Step] = []
     plan = replace(ONE_STEP, schedule=Schedule(warm_up=3, rounds=2, steps=2, settle=1))
@@ -215,6 +220,7 @@ def test_all_have_done_the_same_steps():
     assert all(row.first is not None and 0 < row.first < 60 for row in found.rows)
 
 
+@pytest.mark.slow
 def test_builds_are_new_models_in_another_order_and_their_rounds_are_pooled():
     made: list[Step] = []
     plan = replace(ONE_STEP, schedule=Schedule(warm_up=1, rounds=4, steps=1, settle=0), builds=3, twice=())
@@ -229,6 +235,7 @@ def test_builds_are_new_models_in_another_order_and_their_rounds_are_pooled():
     assert found.as_dict()["builds"] == 3 and found.schedule.rounds == 6
 
 
+@pytest.mark.slow
 def test_a_variant_that_fails_when_it_is_built_again_has_no_figures():
     made: list[Step] = []
 

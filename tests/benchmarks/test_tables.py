@@ -252,6 +252,7 @@ def test_predictions(results):
     assert text.count("bfloat16; compiled by triton none; 2026-01-02, commit abc123.") == 2
 
 
+@pytest.mark.slow
 def test_predicted_steps(results):
     _save_steps(results)
     text, _ = rendered(page("predicted-steps", "predicted-parts"), results)

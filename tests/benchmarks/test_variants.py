@@ -37,6 +37,7 @@ def losses(variant, workload=MLP, steps=5, **setup):
 _SERVED = [v.name for v in VARIANTS.values() if not v.unserved(Setup(CPU)) and not v.inductor]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _SERVED)
 def test_every_variant_trains_alike(name):
     """From equal weights on equal data."""

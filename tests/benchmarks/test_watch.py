@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks import watch
 
 
+@pytest.mark.slow
 def test_a_run_at_tiny_sizes_writes_where_it_is_told(tmp_path, capsys):
     arguments = ["--size", "tiny", "--only", "mlp", "--level", "O0", "--seconds", "0.1", "--output", str(tmp_path)]
     assert watch.main(arguments) == 0

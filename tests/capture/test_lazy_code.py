@@ -151,6 +151,7 @@ class TestCollection:
             kept = [[] for _ in range(10_100)]
             assert freed and len(kept) == 10_100
 
+    @pytest.mark.slow
     def test_what_stays_is_old_at_the_end(self, monkeypatch):
         monkeypatch.setattr(collection, "_age_all", collection._Aging())
         before = gc.get_freeze_count()
@@ -162,6 +163,7 @@ class TestCollection:
         if before:  # by this suite
             gc.freeze()
 
+    @pytest.mark.slow
     def test_what_the_user_froze_stays_frozen_and_is_counted_once(self, monkeypatch):
         monkeypatch.setattr(collection, "_age_all", collection._Aging())
         gc.freeze()

@@ -291,6 +291,7 @@ def test_ranges(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert largest[1] == pytest.approx(1024 * largest[0], rel=0.01)
 
 
+@pytest.mark.slow
 def test_tune(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = ran(capsys, "tune", "nets:whole", "--error", "1e-4", "--output", "tuned.toml", "--batches", "8")
     assert (status, err) == (0, "written to tuned.toml\n") and out.startswith("an error of at most 0.0001")
@@ -299,6 +300,7 @@ def test_tune(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0 and "override" in out
 
 
+@pytest.mark.slow
 def test_a_page_of_a_tuned_model_compares(nets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("tune", "nets:whole", "--error", "1e-4", "--batches", "4", "--html", "tuned.html", "--output", "p.toml")
     assert ran(capsys, *asked)[0] == 0
@@ -308,6 +310,7 @@ def test_a_page_of_a_tuned_model_compares(nets: Path, capsys: pytest.CaptureFixt
     assert data["nodes"] == data_of(Path("as.html").read_text())["nodes"], "the page is of the policy that was found"
 
 
+@pytest.mark.slow
 def test_tune_says_what_it_does(nets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, None] = {}
     monkeypatch.setattr(Waiting, "say", lambda _, what: said.setdefault(what))
@@ -384,6 +387,7 @@ def test_batches_of_a_loader_and_no_more_than_wanted(nets: Path, monkeypatch: py
         load("nets", 1)
 
 
+@pytest.mark.slow
 def test_waiting_is_told_after_two_seconds_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -399,6 +403,7 @@ def test_waiting_is_told_after_two_seconds_only(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_as_a_process(nets: Path) -> None:
     command = [sys.executable, "-m", "fxprec", "locate", "nets.py:nan"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -224,6 +224,7 @@ def test_a_linear_layer_of_few_rows_is_between_one_row_and_several():
     assert seconds == sorted(seconds) and seconds[3] > 3 * seconds[0]
 
 
+@pytest.mark.slow
 def test_calibrate_measures_every_kind_of_work():
     found = calibrate("cpu", dtypes=(BF16,), quick=True)
     assert set(found.curves) == {FP32, BF16} and found.threads == torch.get_num_threads()
@@ -295,6 +296,7 @@ def test_what_a_busy_machine_disturbed_is_measured_again(size):
     assert disturbed.curves() == calm.curves()
 
 
+@pytest.mark.slow
 def test_a_machine_that_stays_busy_is_reported(monkeypatch):
     lasting = bench({2e-5: 1000})
     assert lasting.disturbed() == {1: [FP32]}
@@ -327,6 +329,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_measures_writes_and_shows(folder):
     into = folder / "here" / "costs.json"
     ran = command(folder, "--device", "cpu", "--threads", "1", "--quick", "--output", str(into))
@@ -349,6 +352,7 @@ def test_the_command_says_where_it_cannot_write(folder, monkeypatch, capsys):
     assert sorted(os.listdir(folder)) == ["directory", "file"], "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_the_command_shows_what_serves(folder, monkeypatch):
     threads = torch.get_num_threads()
     write(by_hand(), path_of("cpu"))

@@ -222,6 +222,7 @@ def assert_same(first, second, **tolerance):
         torch.testing.assert_close(value, second[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ddp_with_an_overflow_on_one_rank(ask_two, optimizer):
     (seen, one), (other_seen, other) = ask_two(under_ddp, optimizer)
@@ -229,6 +230,7 @@ def test_ddp_with_an_overflow_on_one_rank(ask_two, optimizer):
     assert_same(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "policy"), [*((optimizer, False) for optimizer in OPTIMIZERS), ("torch", True), ("clipping", True)]
 )
@@ -252,6 +254,7 @@ def test_pipeline_stages_of_which_one_has_the_loss(ask_two, optimizer):
     assert ask_two(stages, optimizer) == [(EXPECTED, True)] * WORLD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_tensor_parallel_training_is_that_of_one_process(ask_two, optimizer):
     for parallel, single in ask_two(tensor_parallel, optimizer):

@@ -246,6 +246,7 @@ def test_ddp_no_sync(ask_two, block):
     assert ask_two(no_sync, block) == [(False, True)] * WORLD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "called_before"), [*((block, False) for block in BLOCKS), ("dynamic", True)])
 def test_fsdp_per_block_and_around(ask_two, block, called_before):
     for trained, evaluated, shadows, in_net in ask_two(fsdp, block, called_before):

@@ -196,6 +196,7 @@ def test_damaged_files_are_passed_over_aloud_and_never_all_of_them(tmp_path: Pat
         example.newest(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:float16 on a CPU:UserWarning")
 def test_it_goes_on_at_another_level_and_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     size = ["--width", "2", "--batch", "4", "--every", "2", "--folder", str(tmp_path)]

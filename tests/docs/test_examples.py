@@ -41,6 +41,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, *arguments: str, units: bool) -> None:
     digits_cnn.main(["--epochs", "1", "--width", "4", *arguments])
 
 
+@pytest.mark.slow
 def test_digits_cnn_where_training_gains(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     demo(monkeypatch, "--seeds", "2", units=True)
     printed = capsys.readouterr().out
@@ -52,6 +53,7 @@ def test_digits_cnn_where_training_gains(capsys: pytest.CaptureFixture[str], mon
     assert "…" not in printed and max(map(len, told.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_digits_cnn_side_by_side(monkeypatch: pytest.MonkeyPatch):
     console = Console(quiet=True)
     fp32, converted = digits_cnn.side_by_side(digits_cnn.load(), 4, 1, 64, 1, {}, console)
@@ -68,6 +70,7 @@ def test_digits_cnn_side_by_side(monkeypatch: pytest.MonkeyPatch):
     assert converted.activation_bytes < 0.7 * fp32.activation_bytes
 
 
+@pytest.mark.slow
 def test_digits_cnn_where_training_would_lose(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     demo(monkeypatch, units=False)
     printed = capsys.readouterr().out
@@ -78,6 +81,7 @@ def test_digits_cnn_where_training_would_lose(capsys: pytest.CaptureFixture[str]
     assert "…" not in printed and max(map(len, told.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_digits_cnn_checked_where_training_would_lose():
     result = digits_cnn.checked(digits_cnn.load(), 4, 2, 32, {}, Console(quiet=True))
     assert result.images == 64 and abs(result.correct[0] - result.correct[1]) <= 3
@@ -85,6 +89,7 @@ def test_digits_cnn_checked_where_training_would_lose():
     assert result.activation_bytes[1] < 0.7 * result.activation_bytes[0]
 
 
+@pytest.mark.slow
 def test_digits_cnn_serves_from_low_weights_as_well():
     fp32, frozen = digits_cnn.serve(digits_cnn.load(), 256, 256, Console(quiet=True))
     assert fp32.weight_bytes == 4 * (784 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10)
@@ -93,6 +98,7 @@ def test_digits_cnn_serves_from_low_weights_as_well():
     assert fp32.seconds > 0 and frozen.seconds > 0
 
 
+@pytest.mark.slow
 def test_digits_cnn_finds_an_overflow_and_its_cure_cures(capsys: pytest.CaptureFixture[str]):
     finding = digits_cnn.find_overflow(digits_cnn.load(), Console())
     assert (finding.kind, finding.dtype, finding.op) == ("overflow", "float16", "matmul")
@@ -104,6 +110,7 @@ def test_digits_cnn_finds_an_overflow_and_its_cure_cures(capsys: pytest.CaptureF
     assert float(told) == pytest.approx(float(fp32), rel=0.01)
 
 
+@pytest.mark.slow
 def test_digits_cnn_with_the_policy_file(capsys: pytest.CaptureFixture[str]):
     digits_cnn.main(["--epochs", "1", "--width", "2", "--batch", "256", "--policy", "examples/policy.toml"])
     assert "DigitsCNN: O1, bfloat16" in capsys.readouterr().out
@@ -124,6 +131,7 @@ def test_what_the_policy_file_says():
     assert model(torch.randn(2, 1, 28, 28)).dtype is torch.float32
 
 
+@pytest.mark.slow
 def test_char_gpt(capsys: pytest.CaptureFixture[str]):
     size = ["--steps", "2", "--layers", "1", "--dim", "32"]
     converted = char_gpt.main(size)
@@ -212,6 +220,7 @@ def test_readme_reasons_and_assertions(capsys: pytest.CaptureFixture[str], elsew
     assert "def forward(self, input" in printed
 
 
+@pytest.mark.slow
 def test_readme_command_line(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
     names = pasted("# model.py")
     model, batches, _ = names["factory"]()
@@ -245,6 +254,7 @@ def test_readme_numbers(elsewhere: Path, capsys: pytest.CaptureFixture[str]):
     assert printed.endswith("\nNone\n")
 
 
+@pytest.mark.slow
 def test_readme_loops_of_torch_and_apex(elsewhere: Path):
     torchs = pasted("model = fxprec.revert(model)\noptimizer = torch.optim")
     assert torchs["scaler"].get_scale() == 65536 and not is_converted(torchs["model"])
@@ -259,6 +269,7 @@ def test_readme_training(elsewhere: Path):
     assert "unknown" not in str(fxprec.report(model).headline.activations)
 
 
+@pytest.mark.slow
 def test_all_blocks_of_readme_run_in_their_order(elsewhere: Path):
     assert blocks("python")[-1].startswith("fxprec.freeze(model)")
     names = pasted("fxprec.freeze(model)")
@@ -279,6 +290,7 @@ def test_links_lead_somewhere(page):
         assert target.startswith("https://") or (ROOT / page).parent.joinpath(target).exists(), target
 
 
+@pytest.mark.slow
 def test_the_cells_of_the_notebook_run_in_order(capsys: pytest.CaptureFixture[str]):
     cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text(encoding="utf-8"))["cells"]
     names: dict[str, Any] = {}

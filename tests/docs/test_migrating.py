@@ -52,6 +52,7 @@ def run(*numbers: int) -> dict[str, Any]:
     return space
 
 
+@pytest.mark.slow
 def test_all_blocks_run_in_order():
     space = run(*range(len(BLOCKS)))
     assert len(BLOCKS) == 11

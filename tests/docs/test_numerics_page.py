@@ -25,6 +25,7 @@ def blocks(language: str, heading: str) -> list[str]:
     return [code for own, code in found if own == language]
 
 
+@pytest.mark.slow
 def test_audit_locate_and_tune(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     model = fxprec.convert(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), dtype=torch.bfloat16)[0]

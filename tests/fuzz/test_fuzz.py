@@ -31,12 +31,14 @@ from tests.fuzz.worlds import World
 ARGUMENTS = {"other": "other=x(2, 1)", "ids": "ids=i(2, 2)", "bag": "bag=[1]"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 150, 50))
 def test_random_programs_are_right(first: int) -> None:
     wrong = [text for seed in range(first, first + 50) if (text := Kind("programs").wrong(seed))]
     assert not wrong, "\n\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 100, 50))
 def test_random_stateful_modules_are_right(first: int) -> None:
     wrong = [text for seed in range(first, first + 50) if (text := Kind("stateful").wrong(seed))]
@@ -183,6 +185,7 @@ def test_the_command_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Capture
     assert "3:5 done, 0 left" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_wrong_seed_is_shown_made_small_and_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(Guards, "failing", blind):
         seed = next(seed for seed in range(200) if Kind("stateful").wrong(seed))

@@ -237,6 +237,7 @@ def test_the_training_of_gpt2_at_a_tiny_size() -> None:
     assert {each.path for each in regions(fused.model)} == {"triton" if interpreting() else "aten"}
 
 
+@pytest.mark.slow
 def test_the_training_of_resnet_at_a_tiny_size() -> None:
     torch.manual_seed(0)
     model = zoo.resnet((1, 1), 8).to(memory_format=torch.channels_last).train()

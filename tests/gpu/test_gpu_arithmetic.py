@@ -85,6 +85,7 @@ def numbers(seed: int = 0) -> tuple[Tensor, ...]:
     return x, y, z
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

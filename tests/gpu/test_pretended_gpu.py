@@ -113,6 +113,7 @@ def test_a_number_a_row_may_be_stored_narrow_and_a_tile_not() -> None:
     assert [*narrow(load + tile, 16, 16)] == []
 
 
+@pytest.mark.slow
 @kernel_tools.compiles
 def test_what_is_wrong_fails(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_wrong.py").write_text(

@@ -469,6 +469,7 @@ def test_the_tests_of_all_kernels(device: str, arithmetic: Arithmetic) -> None:
     print(f"\n{arithmetic}: " + re.search(r"\d+ launches of .*", run.stdout)[0], run.stdout.splitlines()[-1])  # type: ignore[index]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(kernel_tools.INTERPRETING, reason="runs once, outside of the interpreter")
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)

@@ -92,6 +92,7 @@ def quoted_names(source: str) -> Iterator[str]:
                 yield from (name for name in re.findall(r"[A-Za-z_]\w*", quoted) if "_" in name.strip("_"))
 
 
+@pytest.mark.slow
 def test_names_in_backticks_are_names_of_something() -> None:
     repository = Path(__file__).parents[2]
     folders = [

@@ -6,12 +6,15 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import fxprec
 from fxprec import errors
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_warning_names_its_class() -> None:
     kinds = {name for name in errors.__all__ if issubclass(getattr(errors, name), errors.FxprecWarning)}
     given: set[str] = set()

@@ -66,6 +66,7 @@ def sources() -> Iterator[Path]:
             yield path
 
 
+@pytest.mark.slow
 def test_no_file_outside_of_the_op_table_has_a_list_of_ops():
     files = [*sources()]
     assert len(files) > 200

@@ -49,6 +49,7 @@ def run(version: str, more: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
+@pytest.mark.slow
 def test_the_import_warns_once_where_it_is_written() -> None:
     told = run("99.1.0")
     assert told.returncode == 0 and told.stderr.count("UntestedTorchWarning") == 1
@@ -56,6 +57,7 @@ def test_the_import_warns_once_where_it_is_written() -> None:
     assert run(TESTED_TORCH[-1]).stderr == ""
 
 
+@pytest.mark.slow
 def test_a_needed_name_that_moved_fails_the_import_by_name() -> None:
     failed = run("99.1.0", "del torch._C._len_torch_dispatch_stack; ")
     last = failed.stderr.strip().splitlines()[-1]
@@ -63,6 +65,7 @@ def test_a_needed_name_that_moved_fails_the_import_by_name() -> None:
     assert "_len_torch_dispatch_stack" in last and TESTED_TORCH[-1] in last
 
 
+@pytest.mark.slow
 def test_an_optional_name_that_moved_is_told_and_the_rest_goes_on() -> None:
     told = run(TESTED_TORCH[-1], "del torch._C._storage_Use_Count; ")
     assert told.returncode == 0 and "torch._C._storage_Use_Count: gradients" in told.stderr

@@ -27,6 +27,7 @@ from private_names import (
 # -- where they stand --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_other_file_names_something_private_of_torch_or_triton():
     own = defined_names(sources())
     found = [
@@ -77,11 +78,13 @@ def test_the_scan_lets_pass(line: str):
     assert private_names(line, {"_own"}) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floor", FLOORS)
 def test_each_name_that_is_taken_has_a_contract(floor: str):
     assert contracts()[floor] == taken_names()[floor]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floor", FLOORS)
 def test_no_name_is_there_for_nobody(floor: str):
     assert not unused_names(floor)

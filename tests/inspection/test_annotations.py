@@ -80,6 +80,7 @@ def test_they_hold(options):
     assert_annotations_hold(model, INPUTS[0], index=INPUTS[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["mincut", "autocast"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", MODELS)

@@ -101,6 +101,7 @@ def write(pytester: pytest.Pytester, source: str = TEST, overrides: str = "None"
     pytester.makepyfile(test_it=source.replace("{overrides}", overrides))
 
 
+@pytest.mark.slow
 def test_from_the_first_run_to_a_change(pytester: pytest.Pytester) -> None:
     write(pytester)
     missing = run(pytester)
@@ -153,6 +154,7 @@ def test_casts_that_come_and_go(pytester: pytest.Pytester) -> None:
     run(pytester).stdout.fnmatch_lines(["  - layers.0-2.norm  cast of layer_norm: float32 -> bfloat16"])
 
 
+@pytest.mark.slow
 def test_several_models_in_a_test(pytester: pytest.Pytester) -> None:
     both = """
         from models import *
@@ -176,6 +178,7 @@ def test_several_models_in_a_test(pytester: pytest.Pytester) -> None:
     assert "[low]" not in lock(pytester, "test_two").read_text()
 
 
+@pytest.mark.slow
 def test_nothing_passes_without_a_word(pytester: pytest.Pytester) -> None:
     write(
         pytester,
@@ -214,6 +217,7 @@ def test_nothing_passes_without_a_word(pytester: pytest.Pytester) -> None:
     assert not (pytester.path / "precision").exists(), "a test that fails writes nothing"
 
 
+@pytest.mark.slow
 def test_a_file_that_is_none(pytester: pytest.Pytester) -> None:
     write(pytester)
     lock(pytester).parent.mkdir(parents=True)
@@ -242,6 +246,7 @@ def test_net(precision_lock):
 """
 
 
+@pytest.mark.slow
 def test_files_of_tests_that_are_gone(pytester: pytest.Pytester) -> None:
     write(pytester, MANY)
     run(pytester, "--precision-lock-update").assert_outcomes(passed=5)
@@ -291,6 +296,7 @@ def test_with_several_processes(pytester: pytest.Pytester) -> None:
     run(pytester, "--precision-lock").assert_outcomes(passed=5)
 
 
+@pytest.mark.slow
 def test_graphs_modes_and_what_is_outside(pytester: pytest.Pytester) -> None:
     write(
         pytester,

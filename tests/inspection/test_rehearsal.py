@@ -262,6 +262,7 @@ def test_what_cannot_be_told_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fxprec.report(model).headline.rehearsal.unknown == why and why in str(fxprec.report(model))
 
 
+@pytest.mark.slow
 def test_where_parameters_became_low_autocast_is_told_with_fp32_ones() -> None:
     """At O3 and when frozen they take half the memory that autocast's masters take, which has copies on top."""
     torch.manual_seed(0)

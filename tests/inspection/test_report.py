@@ -267,6 +267,7 @@ def test_not_converted():
         fxprec.report(Net())
 
 
+@pytest.mark.slow
 def test_the_first_report_of_a_process_draws_no_random_numbers():
     """rich does when it is imported."""
     script = """

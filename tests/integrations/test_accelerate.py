@@ -154,6 +154,7 @@ def logged(trainer, what):
     return [entry[what] for entry in trainer.state.log_history if what in entry]
 
 
+@pytest.mark.slow
 def test_a_trainer_in_float16_as_in_fp32(tmp_path):
     plain = transformers.Trainer(gpt2(), arguments(tmp_path / "plain"), train_dataset=dataset())
     plain.train()

@@ -106,6 +106,7 @@ def test_an_overflow_is_skipped(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in module.net.state_dict().items())
 
 
+@pytest.mark.slow
 def test_manual_optimization(tmp_path):
     module = Module(manual=True)
     trained(module, tmp_path, plugins=MixedPrecision())
@@ -125,6 +126,7 @@ def test_a_second_fit_and_a_validation_keep_the_conversion_and_the_scaler(tmp_pa
         trained(module, tmp_path, plugins=MixedPrecision(torch.float16))
 
 
+@pytest.mark.slow
 def test_checkpoints_go_to_lightnings_plugin_and_back(tmp_path):
     from lightning.pytorch.plugins import MixedPrecision as Theirs
 

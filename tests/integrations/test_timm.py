@@ -80,6 +80,7 @@ def test_states_and_refusals():
         NativeScaler(other)
 
 
+@pytest.mark.slow
 def test_timm_itself_where_it_lies_beside_the_environment() -> None:
     """``make install`` of CI puts it there, with a torchvision that may be of another build than torch."""
     folder = Path(sys.prefix) / "timm"

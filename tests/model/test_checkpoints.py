@@ -202,6 +202,7 @@ def resumes_bit_for_bit(
     return straight, states
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:float16 on a CPU:UserWarning")
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
@@ -231,6 +232,7 @@ SCALERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:float16 on a CPU:UserWarning")
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_every_scaler_goes_on_from_every_point(scaler):
@@ -249,6 +251,7 @@ def test_every_scaler_goes_on_from_every_point(scaler):
         assert scales == [1024, 1024, 512, 256, 256, 128, 128]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.filterwarnings("ignore:float16 on a CPU:UserWarning")
 def test_what_convert_hands_back_goes_on_from_every_point(dtype):
@@ -258,6 +261,7 @@ def test_what_convert_hands_back_goes_on_from_every_point(dtype):
     assert bool(states[-1]) is (dtype is torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["torch AdamW fused", "AdamW"])
 def test_several_losses_go_on_from_every_point_before_and_after_unscaling(optimizer):
     case = Case(optimizer, scaler={**DYNAMIC, "num_losses": 2}, overflows=((1, 0), (2, 1), (4, 1)))

@@ -18,6 +18,7 @@ from fxprec import host_memory
 of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another malloc")
 
 
+@pytest.mark.slow
 @of_glibc
 def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
     """In a process of its own: what is told to malloc stays so."""
@@ -36,6 +37,7 @@ def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @of_glibc
 def test_of_what_a_step_frees_some_is_kept() -> None:
     """Steps of eleven blocks of 4 MB; not all of those of 32, and nothing where the user says so.

@@ -41,6 +41,7 @@ def same(ours, plain, x):
     assert torch.allclose(ours(x), plain(x), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["auto", "dynamo"])
 @pytest.mark.parametrize("early", [True, False], ids=["before the first call", "after"])
 @pytest.mark.parametrize("make", [Net, Branching])
@@ -81,6 +82,7 @@ def test_a_hook_that_stays_keeps_its_graphs():
     assert conversion_of(ours).captures == 1 and conversion_of(ours).methods["forward"].restarts == 0
 
 
+@pytest.mark.slow
 def test_a_hook_at_every_other_call_does_not_capture_for_ever():
     model, x = Branching(), torch.randn(4, 8)
     ours = converted(model)

@@ -102,6 +102,7 @@ class FailsLater(Counting):
         return self.head(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [FailsFirst, FailsAfterBreak, FailsTwice, FailsInChild, FailsLater])
 def test_what_dynamo_fails_at_runs_once(kind, tools, error="RuntimeError"):
     model = kind(error)
@@ -122,6 +123,7 @@ def test_what_dynamo_fails_at_runs_once(kind, tools, error="RuntimeError"):
     assert conversion_of(converted).net
 
 
+@pytest.mark.slow
 def test_what_dynamo_cuts_a_graph_at_runs_once(tools):
     test_what_dynamo_fails_at_runs_once(FailsAfterBreak, tools, "NotImplementedError")
 

@@ -71,6 +71,7 @@ def test_few_values_stay_static():
     assert len(fxprec.graphs(model)) <= 6
 
 
+@pytest.mark.slow
 def test_a_symbolic_capture_keeps_the_newest(tools):
     model, _ = fxprec.convert(Scheduled(), capture="symbolic")
     x = torch.randn(2, 8)
@@ -87,6 +88,7 @@ def test_a_trace_is_not_seen_by_the_users_dispatch_mode(tools):
     assert len(fxprec.graphs(model)) == 2
 
 
+@pytest.mark.slow
 def test_calls_from_other_threads_during_a_trace_are_lowered(tools):
     """Each dtype of the input makes a trace; meanwhile the other threads must find the module converted."""
     counts: dict[torch.dtype, int] = {}

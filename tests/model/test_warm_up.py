@@ -40,6 +40,7 @@ class Busy(nn.Module):
         return self.norm(self.fc(x)) * self.mask + self.wide.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["auto", "dynamo"])
 @pytest.mark.filterwarnings("error")
 def test_nothing_moves(tools, capture):

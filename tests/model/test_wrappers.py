@@ -207,6 +207,7 @@ def test_recursion_and_threads(tools):
     assert tools.matmul_dtypes(model, x) == {LOW: 3}
 
 
+@pytest.mark.slow
 def test_dynamic_captures_in_several_threads(tools):
     models = [fxprec.convert(Dynamic()).module for _ in range(4)]
     config = dict(torch._dynamo.config.get_config_copy())  # type: ignore[attr-defined]

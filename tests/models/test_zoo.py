@@ -74,6 +74,7 @@ class _Step:
 TWO_LAYERS = ("deepseek", "t5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_one_step(name, monkeypatch):
     monkeypatch.setitem(SIZE, "num_hidden_layers", 2 if name in TWO_LAYERS else 1)
@@ -100,6 +101,7 @@ def test_one_step(name, monkeypatch):
     assert conversion_of(converted).captures == captures, "an equal call is captured again"
 
 
+@pytest.mark.slow
 def test_generate_runs_in_our_graphs():
     torch.manual_seed(0)
     model = ZOO["gpt2"].build().eval()
@@ -123,6 +125,7 @@ def _features(model):
     return model.get_image_features(pixel_values=torch.ones(1, 3, 32, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "run", "what", "method"),
     [
@@ -142,6 +145,7 @@ def test_what_goes_around_forward_says_so_and_is_lowered_by_name(name, run, what
     assert heavy.found == 0
 
 
+@pytest.mark.slow
 def test_save_pretrained_round_trip(tmp_path):
     from transformers import BertForMaskedLM
 
@@ -155,6 +159,7 @@ def test_save_pretrained_round_trip(tmp_path):
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "vit"])
 @pytest.mark.filterwarnings("ignore:float16 on a CPU")
 def test_one_step_in_float16(name):
@@ -182,6 +187,7 @@ WITHOUT_DERIVATIVE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gradients"),
     [("deepseek", True), ("gan", False), ("mamba", False), ("wav2vec2", True)],
@@ -194,6 +200,7 @@ def test_the_error_ledger_adds_up(name, gradients):
     assert lacking == WITHOUT_DERIVATIVE.get(name, set())
 
 
+@pytest.mark.slow
 def test_a_unet_with_text_is_one_graph_and_has_its_users_paths():
     """Its helpers keep their results (functools.cache), and its class has a ``__getattr__`` of its own."""
     from diffusers import UNet2DConditionModel

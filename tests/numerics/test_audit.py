@@ -198,6 +198,7 @@ def test_the_reference_is_the_model_in_float64(name: str, level: str) -> None:
         assert gradients[path].norm == pytest.approx(parameter.grad.norm().item(), rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made_within", [False, True])
 def test_inference_mode_is_left_for_what_is_asked(made_within: bool) -> None:
     """It has no derivatives: all errors of the rows before were the loss's bend."""

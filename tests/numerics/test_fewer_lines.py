@@ -123,6 +123,7 @@ def test_many_layers_take_few_questions() -> None:
     assert len(asked) < 20
 
 
+@pytest.mark.slow
 def test_the_file_of_a_tuned_policy(tmp_path: Any) -> None:
     model = converted()
     tuned = tune(model, batches(8), F.cross_entropy, error=1e-7 + tune(

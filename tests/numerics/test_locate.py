@@ -70,6 +70,7 @@ def _in_graphs(model: nn.Module, fault: str) -> bool:
     return fault != "a function's own backward" or not fxprec.report(model).headline.net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_injected_faults(case: Case) -> None:
     function, kind, backward, _ = (FAULTS | NARROW)[case.fault]
@@ -106,6 +107,7 @@ def test_the_cure_can_be_pasted(fault: str, place: str) -> None:
     assert len(cured) == 1
 
 
+@pytest.mark.slow
 def test_where_a_node_cannot_be_named_others_cure() -> None:
     """``mul_`` behind the scores overflows next, and has another name where it has a dtype of its own."""
     model = made(NARROW["attention scores"].function, "written", F16, level="O2")
@@ -437,6 +439,7 @@ def autoencoder() -> nn.Module:
     return fxprec.convert(Autoencoder(), dtype=F16, methods=METHODS)[0]
 
 
+@pytest.mark.slow
 def test_another_method_runs_in_place_of_forward(autoencoder: nn.Module) -> None:
     x = torch.randn(4, 6)
     assert locate(autoencoder, (x,)) is None and locate(autoencoder, (x,), method="vae") is None

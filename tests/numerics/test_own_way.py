@@ -75,6 +75,7 @@ def made(between: Between) -> tuple[nn.Module, nn.Module]:
     return fxprec.convert(net, dtype=torch.bfloat16)[0], double
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", WAYS)
 def test_the_error_is_that_of_the_reference_of_its_own_way(name: str, gradients: bool) -> None:
@@ -101,6 +102,7 @@ def test_the_error_is_that_of_the_reference_of_its_own_way(name: str, gradients:
             assert ledger.parameters[path].norm == pytest.approx(norm, rel=1e-5, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_branch_that_goes_the_other_way_is_told_with_its_line() -> None:
     model, _ = made(branch)
     ledger = audit(model, [batch()], F.cross_entropy)

@@ -70,6 +70,7 @@ def test_the_column_is_what_the_override_is_measured_to_save(loss: Any, gradient
         assert measured[names] == pytest.approx(1 - left / start, abs=noise)
 
 
+@pytest.mark.slow
 def test_only_what_differs_is_compared() -> None:
     """The roundings of the first layer are drawn anew where the last is in FP32, and count for nothing."""
     model, given = made(), batches(6)
@@ -81,6 +82,7 @@ def test_only_what_differs_is_compared() -> None:
     assert row.saves == pytest.approx(mine / start, abs=1e-3) and row.saves_error is not None and row.saves_error > 0
 
 
+@pytest.mark.slow
 def test_rows_of_one_override_say_the_same_and_a_share_is_no_saving() -> None:
     """The low copy of a weight and the cast of an input go with the product; a tanh's rounding becomes its cast's."""
     rows = {row.node: row for row in audit(made(), batches(12), F.cross_entropy, savings=True).rows}
@@ -90,6 +92,7 @@ def test_rows_of_one_override_say_the_same_and_a_share_is_no_saving() -> None:
     assert rows["linear_2"].saves is not None and rows["linear_2"].saves > 1.2 * rows["linear_2"].share
 
 
+@pytest.mark.slow
 def test_what_decides_over_a_route_is_measured_although_it_has_no_row() -> None:
     ledger = audit(made(Routed), batches(24), F.cross_entropy, savings=2)
     assert "linear" not in {row.node for row in ledger.rows}
@@ -97,6 +100,7 @@ def test_what_decides_over_a_route_is_measured_although_it_has_no_row() -> None:
     assert gathered.op == "gather" and gathered.saves is not None and gathered.saves > 0.5
 
 
+@pytest.mark.slow
 def test_as_many_overrides_as_are_asked_for_are_tried() -> None:
     plain = audit(made(), batches(2), F.cross_entropy)
     assert all(row.saves is None and row.override == () for row in plain.rows)

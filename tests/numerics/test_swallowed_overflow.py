@@ -143,6 +143,7 @@ def checked(model: nn.Module, given: Any, **options: Any) -> tuple[str, ...]:
     return ledger.remarks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORWARD)
 def test_an_overflow_that_an_op_swallows_is_found_where_it_began(name: str) -> None:
     model, given = made(FORWARD[name]), batch(1e3)
@@ -196,6 +197,7 @@ def test_what_comes_of_it_later_is_not_blamed() -> None:
     assert "later log is not finite, and loss got that" in found.remarks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKWARD)
 def test_in_the_backward(name: str) -> None:
     class Own(torch.autograd.Function):

@@ -72,6 +72,7 @@ def under(tuned: Tuned, model: nn.Module, **settings: Any) -> nn.Module:
     return converted(model, policy=tuned.policy, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "capture"), [("O1", "auto"), ("O2", "auto"), ("O1", "dynamo")])
 def test_an_error_is_kept_to_in_less_time_than_all_in_fp32_takes(level: str, capture: Any) -> None:
     torch.manual_seed(0)
@@ -101,6 +102,7 @@ def test_an_error_is_kept_to_in_less_time_than_all_in_fp32_takes(level: str, cap
     assert {"mul"} <= tighter or {"linear_1"} <= tighter, "the branch that counts"
 
 
+@pytest.mark.slow
 def test_a_time_is_kept_to(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, data = converted(Net()), batches()
@@ -118,6 +120,7 @@ def test_a_time_is_kept_to(tmp_path: Any) -> None:
     assert tuned.to_toml().count("  # ") == len(tuned.overrides()) == len(tuned.policy.overrides)
 
 
+@pytest.mark.slow
 def test_it_tells_where_nothing_had_to_be_done_and_where_all_became_fp32() -> None:
     torch.manual_seed(0)
     model, data = converted(Net()), batches(8)
@@ -131,6 +134,7 @@ def test_it_tells_where_nothing_had_to_be_done_and_where_all_became_fp32() -> No
     assert not any(fp32 in remark for remark in study.remarks(wide, wide, wide, wide, None))
 
 
+@pytest.mark.slow
 def test_figures_are_what_they_say() -> None:
     torch.manual_seed(0)
     model, data = converted(Net()), batches(16)
@@ -171,6 +175,7 @@ class Stream(nn.Module):
         return self.head(stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", ["plain", "views", "twice"])
 def test_a_stream_in_fp32_is_rounded_for_its_branches_only(reads: str) -> None:
     """What low branches of it lose is a tenth of what the stream would lose itself, and predicted as such."""
@@ -197,6 +202,7 @@ def test_a_stream_in_fp32_is_rounded_for_its_branches_only(reads: str) -> None:
     assert measured / 1.5 < math.sqrt(stream.square + study.constant) < measured * 1.5
 
 
+@pytest.mark.slow
 def test_two_calibrations_agree() -> None:
     torch.manual_seed(0)
     model = converted(Net())
@@ -229,6 +235,7 @@ def test_convert_that_comes_to_more_than_was_decided_says_so(monkeypatch: pytest
     assert f"comes to an error of {tuned.tuned.predicted_error:.3g}" in missed(tuned)[0]
 
 
+@pytest.mark.slow
 def test_what_overflows_stays_in_fp32() -> None:
     class Large(nn.Module):
         def __init__(self) -> None:
@@ -249,6 +256,7 @@ def test_what_overflows_stays_in_fp32() -> None:
     assert {computes(again)[name] for name in ("mul", "mul_1")} == {"float32"}
 
 
+@pytest.mark.slow
 def test_what_overflows_and_is_made_finite_again_stays_in_fp32() -> None:
     class Divided(nn.Module):
         def __init__(self) -> None:
@@ -266,6 +274,7 @@ def test_what_overflows_and_is_made_finite_again_stays_in_fp32() -> None:
     assert tuned.tuned.measured_error is not None and tuned.tuned.measured_error < 1e-3
 
 
+@pytest.mark.slow
 def test_what_has_no_cost_stays_low_and_is_told_once() -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:
@@ -285,6 +294,7 @@ def test_what_has_no_cost_stays_low_and_is_told_once() -> None:
         tune(converted(Attending()), batches(2), F.cross_entropy, error=1e-30)
 
 
+@pytest.mark.slow
 def test_outputs_dicts_and_forwards_without_gradients() -> None:
     torch.manual_seed(0)
     model = converted(Net()).eval()
@@ -306,6 +316,7 @@ class Attends(nn.Module):
         return self.last(self.norm(x + (q @ k.mT).softmax(-1) @ v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "made",
     [lambda: nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(16, 16), nn.GELU())]), Attends],
@@ -407,6 +418,7 @@ def test_conversions_that_cannot_be_tuned(settings: dict[str, Any], text: str) -
         tune(converted(Net(), **settings), batches(), F.cross_entropy, time=1.0)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_missed_where_it_is_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search goes by predictions of the batches that were audited."""
     model = converted(Net())
@@ -436,6 +448,7 @@ def test_a_budget_that_is_missed_where_it_is_measured_is_told(monkeypatch: pytes
     assert "a step takes 3.000 of the time before, at most 1.5 was asked" in remark
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "call"),
     [

@@ -130,6 +130,7 @@ def test_counters_are_float32_whatever_the_default_is(dtype: torch.dtype):
     assert [(step.item(), step.dtype, step.dim()) for step in steps_of(ours)] == [(301, torch.float32, 0)] * 4
 
 
+@pytest.mark.slow
 def test_a_compiled_step_counts():
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(2)]
     compiled, plain = (optim.AdamW([parameter]) for parameter in parameters)

@@ -50,6 +50,7 @@ def launched(optimizer):
     return bool(optimizer._plans._plans)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     kernel_tools.run_in_the_interpreter(__file__)
 

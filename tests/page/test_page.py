@@ -137,6 +137,7 @@ def large(rows_wanted: int) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.slow
 def test_a_page_of_ten_thousand_nodes_all_measured_is_below_a_megabyte() -> None:
     data = large(10_000)
     page = render(data, [])

@@ -71,6 +71,7 @@ class PreNorm(nn.Module):
 IDS = torch.arange(6).view(1, 6)
 
 
+@pytest.mark.slow
 def test_the_annotations(decided):
     class Model(nn.Module):
         def __init__(self):
@@ -117,6 +118,7 @@ def test_the_residual_stream_is_fp32_at_o1_and_low_at_o2(decided):
         assert norms == {(expected, BF16 if level == "O3" else FP32, expected)}
 
 
+@pytest.mark.slow
 def test_casts_of_a_twelve_layer_transformer(casts):
     model = PreNorm(12)
     assert casts(model, IDS, level="O1") == (24, 24 * 48)  # behind every norm
@@ -505,6 +507,7 @@ def calls_to_decide(tools, nodes, level, placement):
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["mincut", "autocast"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_work_grows_with_the_nodes(tools, placement, level):

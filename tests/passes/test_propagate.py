@@ -87,6 +87,7 @@ def agree(got: DTypeInfo, want: DTypeInfo) -> bool:
     return got == want or one_for_all
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
 def test_dtypes_are_those_of_real_execution(dtype: torch.dtype) -> None:

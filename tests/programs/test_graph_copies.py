@@ -318,6 +318,7 @@ def test_a_tracer_may_be_given_keywords():
     assert torch.equal(fx.symbolic_trace(Named())(x, mask), case.gm(x, mask))
 
 
+@pytest.mark.slow
 def test_another_process_loads_it(tmp_path):
     case = Case("regions", False)
     expected = case.gm(X)

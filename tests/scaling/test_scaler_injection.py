@@ -133,6 +133,7 @@ def check(plan, interval=3):
 PLACES = [(loss, i, j) for loss in range(LOSSES) for i in Training.REACHES[loss] for j in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 def test_one_bad_gradient_anywhere(value):
     for place, iteration in itertools.product(PLACES, range(ITERATIONS)):
@@ -143,6 +144,7 @@ def test_no_bad_gradient():
     check([{}] * 7)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     plan=st.lists(

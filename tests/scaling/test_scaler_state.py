@@ -91,6 +91,7 @@ def test_saved_and_loaded_at_every_boundary(style, options):
     assert len(scales) > 1 or not options["dynamic"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
 def test_saved_once_in_the_middle_of_hysteresis_and_of_an_accumulation(fused):
     options = {**OPTIONS[0], "hysteresis": 3, "recheck": True, "max_scale": 2.0**11}

@@ -13,6 +13,7 @@ from fxprec.shadows import ShadowStore
 by_device = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 
 
+@pytest.mark.slow
 def test_the_store_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

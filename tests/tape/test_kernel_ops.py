@@ -78,6 +78,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 }
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)
 

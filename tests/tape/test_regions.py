@@ -20,6 +20,7 @@ from kernel_tools import DEVICES, run_in_the_interpreter
 cases = pytest.mark.parametrize("device", DEVICES)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)
 

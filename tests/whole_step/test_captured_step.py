@@ -89,6 +89,7 @@ def test_weights_are_copied_once_a_step_whatever_the_micro_batches() -> None:
     assert store.refreshes == before + 1
 
 
+@pytest.mark.slow
 def test_without_a_graph_the_call_is_the_usual_loop_too() -> None:
     for name in OPTIMIZERS:
         step = side_by_side(Training(name), Training(name), batches(2))

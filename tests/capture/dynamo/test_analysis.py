@@ -81,6 +81,7 @@ def test_a_dynamic_forward_is_captured_at_its_first_call(tools):
     assert "up.weight" in [node.target for node in converted.graph.find_nodes(op="get_attr")]
 
 
+@pytest.mark.slow
 def test_every_conversion_of_one_class_is_lowered(tools):
     x = torch.randn(4, 8)
     for _ in range(12):
@@ -217,6 +218,7 @@ def test_recurrent_models(tools, kind):
     assert len(fxprec.graphs(converted)) >= 1
 
 
+@pytest.mark.slow
 def test_transformer_encoder_trains_and_evaluates(tools):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

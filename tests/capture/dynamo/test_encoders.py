@@ -53,6 +53,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor", "ignore:The PyTorch API of nested", "ignore::fxprec.ServiceWarning"
 )

@@ -208,6 +208,7 @@ def test_a_name_that_appears_in_a_module_s_own_dict(compute):
             each.child.later = 3.0
 
 
+@pytest.mark.slow
 def test_what_keeps_changing_runs_in_the_net_at_last():
     def count(self, x):
         os.environ[KEY] = str(int(os.environ.get(KEY, "0")) + 1)
@@ -308,6 +309,7 @@ def test_each_object_that_lacks_an_attribute_is_asked():
         assert not torch.allclose(converted(x), before, rtol=0.1)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_dropped_is_not_kept_by_what_it_was_granted():
     model = fxprec.convert(Model(_own_vars), dtype=LOW, capture="dynamo").module
     model(torch.randn(4, 8))

@@ -502,6 +502,7 @@ assert variables.unpatched_nn_module_call is own
 """
 
 
+@pytest.mark.slow
 @contract("fxprec", "dynamo_sees_torchs_own_call")
 def test_dynamo_that_is_imported_in_a_trace_takes_no_tracer_for_torch() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", _IMPORTS_DYNAMO], check=True)

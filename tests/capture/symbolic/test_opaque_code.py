@@ -85,6 +85,7 @@ def test_one_within_another() -> None:
         function()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("set_function", [sys.settrace, sys.setprofile])
 def test_a_debugger_goes_on_being_called(set_function: Callable[[Any], None]) -> None:
     """Coverage's function too, or a profiler's: the same one afterwards, and told of what ran within."""

@@ -93,6 +93,7 @@ def test_second_derivatives() -> None:
     assert all(off(each, right) < 2.0**-6 for each, right in zip(own, exact, strict=True))
 
 
+@pytest.mark.slow
 def test_the_ops_are_torchs_to_every_tracer() -> None:
     given = tensors(4, (9, 9), (5, 5), False, True)
     torch.library.opcheck(depthwise._op.op, (*given, [1, 1], [2, 2], [1, 1]))

@@ -55,6 +55,7 @@ def seed_of(value: int, device: str = "cpu") -> Tensor:
     return torch.tensor([value], dtype=torch.int64, device=device)
 
 
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

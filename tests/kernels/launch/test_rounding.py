@@ -48,6 +48,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int
     return c
 
 
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

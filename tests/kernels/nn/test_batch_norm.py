@@ -38,6 +38,7 @@ LAYOUTS = [
 SMALL = ((4, 6, 5, 3), True)
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

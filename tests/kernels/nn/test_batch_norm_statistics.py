@@ -18,6 +18,7 @@ LAYOUTS = [((2, 16, 61, 83), True), ((37, 200), False), ((5, 3, 31, 77), False),
 EPS = 1e-5
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

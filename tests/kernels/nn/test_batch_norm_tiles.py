@@ -34,6 +34,7 @@ def places(cut: Tiles) -> list[tuple[int, int, int, int]]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.tuples(st.integers(1, 70), st.integers(1, 5000), st.integers(1, 3000)),

@@ -12,6 +12,7 @@ from fxprec.kernels.nn.column_sums import TILE, add_parts, finish_kernel
 F16, F32 = torch.float16, torch.float32
 
 
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

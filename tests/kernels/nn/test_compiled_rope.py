@@ -67,6 +67,7 @@ def test_any_layout_comes_back_in_its_own(name: str, interleaved: bool) -> None:
         assert torch.equal(*(torch.autograd.grad(each, x, dy, retain_graph=True)[0] for each in (y, right)))
 
 
+@pytest.mark.slow
 def test_queries_and_keys_of_their_own_heads_and_any_derivative() -> None:
     (cos, sin), q, k = tables((5, 8), F32), torch.randn(2, 4, 5, 16).bfloat16(), torch.randn(2, 1, 5, 16)
     q, k = q.requires_grad_(), k.requires_grad_()

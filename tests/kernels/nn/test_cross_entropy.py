@@ -39,6 +39,7 @@ KINDS = [
 SHAPES = [(1, 1), (7, 33), (3, 1040), (2, 1025), (1, 4096), (2, 5001), (1, 8208)]
 
 
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

@@ -24,6 +24,7 @@ every_form = pytest.mark.parametrize("device", FORMS)
 by_hand = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="what torch does around the op, not the kernel")
 
 
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

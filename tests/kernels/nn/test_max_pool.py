@@ -51,6 +51,7 @@ def values(shape: tuple[int, ...], device: str, dtype: torch.dtype = F32, steps:
     return x.to(there(device), dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

@@ -119,6 +119,7 @@ JOINED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tensors", "dim"), JOINED.values(), ids=JOINED)
 def test_joined_as_torch_does_and_gradients_lie_as_the_tensors(tensors: list[Tensor], dim: int) -> None:
     assert joins(tensors, dim)

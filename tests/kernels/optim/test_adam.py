@@ -118,6 +118,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

@@ -15,6 +15,7 @@ SHAPES = [(5, 3), (), (8192,), (20001,), (300, 7)]
 by_device = pytest.mark.parametrize("device", kernel_tools.DEVICES)
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

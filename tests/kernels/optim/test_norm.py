@@ -39,6 +39,7 @@ def exact(tensors: list[Tensor | None], factor: float = 1.0) -> float:
     return sum((t.double() * factor).square().sum().item() for t in tensors if t is not None)
 
 
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

@@ -104,6 +104,7 @@ def torchs(case: Problem, settings: SgdSettings, lr: float, first: bool) -> None
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

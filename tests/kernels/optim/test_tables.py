@@ -252,6 +252,7 @@ def test_lists_that_do_not_fit_are_refused(lists: dict[str, object], error: type
         MultiTensorPlan(**{"params": [torch.zeros(3)], **lists})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_without_triton_everything_imports_and_torchs_kernels_update() -> None:
     program = """
 import sys

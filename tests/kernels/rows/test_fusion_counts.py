@@ -33,6 +33,7 @@ outside = pytest.mark.skipif(kernel_tools.INTERPRETING, reason="wants to be outs
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")  # of the interpreter
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

@@ -217,6 +217,7 @@ def both(model: Model, context: Context, shapes: bool) -> tuple[list[Any], list[
     return everything(model, gm), wanted
 
 
+@pytest.mark.slow
 @outside
 @given(PROGRAMS, CONTEXTS, st.booleans())
 @FEW
@@ -227,6 +228,7 @@ def test_regions_that_run_op_by_op_change_no_bit(model: Model, context: Context,
         assert torch.equal(own.nan_to_num(), other.nan_to_num())
 
 
+@pytest.mark.slow
 @outside
 @given(PROGRAMS, st.booleans())
 @FEW
@@ -236,6 +238,7 @@ def test_nor_any_gradient(model: Model, shapes: bool) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @outside
 def test_every_row_operation_joins_a_region() -> None:
     alone = set()
@@ -248,6 +251,7 @@ def test_every_row_operation_joins_a_region() -> None:
     assert alone == others | {"softmax_rows", "detach", "written_view"}
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

@@ -24,6 +24,7 @@ _REASONS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
     suppress_health_check=[*HealthCheck], phases=(Phase.generate, Phase.shrink),

@@ -33,6 +33,7 @@ _REASONS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 
@@ -63,6 +64,7 @@ def test_kernels_are_as_exact_as_the_ops(device: str, made: Any) -> None:
     tools.check_errors(found, eager, exact, low, 2.0**-9)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(kernel_tools.INTERPRETING, reason="runs once, outside of the interpreter")
 @settings(max_examples=150, **_SETTINGS)
 @given(made=random.regions(casts=False))

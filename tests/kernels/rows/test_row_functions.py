@@ -40,6 +40,7 @@ def _reduce(x_ptr, out_ptr, FUNCTION: constexpr, ROWS: constexpr, COLUMNS: const
     tl.store(out_ptr + rows[:, None], FUNCTION(x))
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

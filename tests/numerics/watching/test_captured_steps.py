@@ -118,6 +118,7 @@ def side_by_side(
 # -- steps that are sound ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sound_steps_are_those_of_a_graph_that_nobody_watches(name: str, recorder: Any) -> None:
     ends = []
@@ -133,6 +134,7 @@ def test_sound_steps_are_those_of_a_graph_that_nobody_watches(name: str, recorde
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "name"),
     [(f, name) for f in FAULTS for name in OPTIMIZERS if f == "forward" or name in (tools.OURS, tools.THEIRS)],
@@ -147,6 +149,7 @@ def test_a_fault_is_skipped_and_explained_as_in_a_loop(fault: str, name: str, re
     assert recorder.recordings == 1  # no change of anything that a graph takes as given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_under_a_loss_scaler(fault: str, recorder: Any) -> None:
     data = [*batches(3), faulty(fault), *batches(2)]
@@ -154,6 +157,7 @@ def test_a_fault_under_a_loss_scaler(fault: str, recorder: Any) -> None:
     assert trip.finding is not None and trip.finding.phase == FAULTS[fault][2] and trip.finding.scale == 1.0
 
 
+@pytest.mark.slow
 def test_what_float16_cannot_hold(recorder: Any) -> None:
     data = batches(3)
     data[1][0][:, 2] = 6e4
@@ -161,6 +165,7 @@ def test_what_float16_cannot_hold(recorder: Any) -> None:
     assert trip.finding is not None and (trip.finding.kind, trip.finding.fails_in_fp32) == ("overflow", False)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fxprec.GradientsWarning")
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_loss_scale_that_is_too_large(dynamic: bool, recorder: Any) -> None:
@@ -174,12 +179,14 @@ def test_a_loss_scale_that_is_too_large(dynamic: bool, recorder: Any) -> None:
     assert kinds == ([] if dynamic else [("scale too large", 2.0**30)] * 3 + [None] * 2)
 
 
+@pytest.mark.slow
 def test_the_micro_batch_is_named(recorder: Any) -> None:
     data = [*batches(2, 8), faulty("forward", 8), *batches(1, 8)]
     (trip,) = side_by_side(Training(), Training(), data, parts=4)
     assert (trip.call, trip.calls) == (0, 4) and trip.finding is not None
 
 
+@pytest.mark.slow
 def test_faults_in_a_row(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     again, runs = KeptIteration.run_again, []
     monkeypatch.setattr(KeptIteration, "run_again", lambda *args: (runs.append(args), again(*args)))
@@ -191,6 +198,7 @@ def test_faults_in_a_row(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None
 # -- the host hears of it later ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("ticks", [0, 1, 2], ids=["at once", "before the next step", "after it"])
 def test_nothing_moves_until_the_host_has_heard_of_it(
@@ -213,6 +221,7 @@ def test_nothing_moves_until_the_host_has_heard_of_it(
     assert watcher.findings[0].op == "div" and watcher.steps == 6 and recorder.recordings == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "loss"])
 def test_a_late_replay_has_the_batch_the_random_numbers_and_the_buffers_of_the_step(
     where: str, recorder: Any, monkeypatch: pytest.MonkeyPatch
@@ -270,6 +279,7 @@ def test_a_late_replay_has_the_batch_the_random_numbers_and_the_buffers_of_the_s
 # -- graphs, and who watches -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [True, False], ids=["of one optimizer", "of all"])
 def test_a_graph_for_those_who_watch_and_one_for_those_who_do_not(optimizer: bool, recorder: Any) -> None:
     eager, captured = Training(), Training()
@@ -287,6 +297,7 @@ def test_a_graph_for_those_who_watch_and_one_for_those_who_do_not(optimizer: boo
     assert found[0] == found[1] and len(found[0]) == 1
 
 
+@pytest.mark.slow
 def test_steps_of_a_loop_between_those_of_a_graph(recorder: Any) -> None:
     eager, captured, told = Training(), Training(), []
     for training, graphs in ((eager, False), (captured, True)):
@@ -315,6 +326,7 @@ def test_graphs_of_dynamo(recorder: Any) -> None:
     assert recorder.recordings == 1 and not captured.model.__dict__["_fxprec"].net
 
 
+@pytest.mark.slow
 def test_two_models_in_one_step(recorder: Any) -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -410,6 +422,7 @@ def test_a_replay_that_fails_is_told(recorder: Any) -> None:
     assert (trip.finding, trip.why, trip.calls) == (None, "the replay failed: 'gone'", 1)
 
 
+@pytest.mark.slow
 def test_an_error_comes_out_of_the_step(recorder: Any) -> None:
     training = Training()
     with training.watched(on_finding="raise"):
@@ -435,6 +448,7 @@ def test_what_was_held_is_not_held_by_the_next_watch(recorder: Any, monkeypatch:
         assert not same(dict(training.model.named_parameters()), before)
 
 
+@pytest.mark.slow
 def test_a_replay_leaves_a_loss_as_it_was(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody watches it: its attributes, gradients and hooks."""
 

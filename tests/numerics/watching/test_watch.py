@@ -268,6 +268,7 @@ def test_what_float16_cannot_hold(fault: str, dynamic: bool) -> None:
     assert found.cure.startswith("fxprec.convert(model, dtype=torch.float16, policy=")
 
 
+@pytest.mark.slow
 def test_a_fault_in_the_first_step() -> None:
     """Whatever state an optimizer makes in its first step is that of the first one that runs."""
     for make in OPTIMIZERS.values():
@@ -319,6 +320,7 @@ def test_a_backward_fault_of_one_micro_batch() -> None:
     )
 
 
+@pytest.mark.slow
 def test_random_numbers_and_buffers_are_those_of_the_step() -> None:
     """The fault is there for some dropout masks and some values of a buffer only; the replay has the very same."""
 

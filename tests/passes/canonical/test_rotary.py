@@ -25,6 +25,7 @@ X, W = torch.randn(2, 3, 5, 8), torch.randn(8, 8)
 COS, SIN = torch.randn(2, 1, 5, 8), torch.randn(2, 1, 5, 8)
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

@@ -58,6 +58,7 @@ def names(gm) -> list[str]:
     return [node.name for node in gm.graph.find_nodes(op="call_module")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fewest")
 def test_a_region_of_few_elements_is_left_with_its_bias_in_the_product(tools):
     plain = tools.rewritten(tools.traced(activated, X, W, B), tools.context(device="cuda"), until="fuse")

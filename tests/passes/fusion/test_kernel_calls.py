@@ -34,6 +34,7 @@ X, WEIGHT = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
 CHANNELS = [torch.zeros(4), torch.ones(4), torch.randn(4), torch.randn(4)]
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     kernel_tools.run_in_the_interpreter(__file__)
 

@@ -366,6 +366,7 @@ def test_a_cast_that_another_op_pays_for_is_not_counted(tools):
     assert "takes 1.64 us in float32, 8 us in bfloat16 with its casts" in small.why
 
 
+@pytest.mark.slow
 def test_the_bodies_of_checkpointed_regions():
     class Checkpointed(Block):
         def forward(self, x):
@@ -463,6 +464,7 @@ def test_copies_and_pickles_decide_alike():
         assert products(other) == ["float32"] and "made by hand" in fxprec.report(other).headline.costs
 
 
+@pytest.mark.slow
 def test_the_same_every_time():
     costs = device(rate(1e2), 5.0, cast=1.0)
     x = torch.randn(9, 16)

@@ -38,6 +38,7 @@ def lawful(problem: CutProblem, full: list[bool]) -> bool:
     return pinned and closed
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(problems())
 def test_costs_what_brute_force_costs(problem):
