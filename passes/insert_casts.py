@@ -227,7 +227,7 @@ class _Epochs:
                 inserted=True,
             )
             made[key] = new
-            self.roots[new] = self.roots[source]
+            self.roots[new], self.recorded[new] = self.roots[source], self.recorded[reader]
         return made[key]
 
     def written(self, node: Node) -> None:
@@ -302,7 +302,7 @@ class _Epochs:
         function = cast_if_float if notes(node).dtype is UNKNOWN else cast
         with self.graph.inserting_after(node):
             new = self.graph.call_function(function, (node, dtype))
-        self.roots[new] = self.roots[node]
+        self.roots[new], self.recorded[new] = self.roots[node], self.recorded[node]
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         new.meta = node.meta | {
             "op": Op("to"),
