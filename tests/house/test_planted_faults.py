@@ -41,22 +41,32 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_fault_is_found_by_the_first_test_that_fails(project: Path) -> None:
     fault = planted.Fault("passes", "twice is thrice", "doubled.py", "2 * x", "3 * x", "tests")
-    assert planted.look_for(fault, core=False).found_by == "tests/test_doubled.py::test_doubled"
+    assert planted.look_for(fault).found_by == "tests/test_doubled.py::test_doubled"
     assert "2 * x" in (project / "doubled.py").read_text()  # the tree itself is as it was
 
 
-def test_a_fault_that_no_test_finds_is_told(project: Path) -> None:
+@pytest.mark.parametrize("which", ["all", "near"])
+def test_a_fault_that_no_test_finds_is_told(project: Path, which: str) -> None:
     fault = planted.Fault("passes", "half is a third", "doubled.py", "x / 2", "x / 3", "tests")
-    assert planted.look_for(fault, core=False).found_by == ""
+    assert planted.look_for(fault, which).found_by == ""
+
+
+def test_only_the_tests_that_are_asked_for_run(project: Path) -> None:
+    (project / "tests/elsewhere").mkdir()
+    (project / "tests/elsewhere/test_nothing.py").write_text("def test_nothing():\n    pass\n")
+    subprocess.run("git add -A", cwd=project, shell=True, check=True)
+    fault = planted.Fault("passes", "twice is thrice", "doubled.py", "2 * x", "3 * x", "tests/elsewhere")
+    assert planted.look_for(fault, "near").found_by == ""
+    assert planted.look_for(fault).found_by == "tests/test_doubled.py::test_doubled"
 
 
 def test_a_row_that_no_longer_fits_is_an_error(project: Path) -> None:
     fault = planted.Fault("passes", "gone", "doubled.py", "4 * x", "3 * x", "tests")
     with pytest.raises(ValueError, match=re.escape("doubled.py has 0 times '4 * x', for 'gone': change its row")):
-        planted.look_for(fault, core=False)
+        planted.look_for(fault)
 
 
 def test_a_run_that_tells_nothing_is_an_error(project: Path) -> None:
     fault = planted.Fault("passes", "no such folder", "doubled.py", "2 * x", "3 * x", "elsewhere")
     with pytest.raises(RuntimeError, match="ended with 4"):
-        planted.look_for(fault, core=False)
+        planted.look_for(fault)

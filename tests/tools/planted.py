@@ -3,6 +3,7 @@
 A command, from the root of the project::
 
     python tests/tools/planted.py                  each fault against all tests, those near it first
+    python tests/tools/planted.py --near           against those near it alone
     python tests/tools/planted.py --core           against those of ``make check`` alone
     python tests/tools/planted.py --only 3 17      some of them, by their place in the table
 
@@ -72,15 +73,15 @@ def faults() -> list[Fault]:
     return [Fault(**row) for row in tomllib.loads(TABLE.read_text())["fault"]]
 
 
-def look_for(fault: Fault, core: bool) -> Outcome:
-    """Plant a fault in a copy and run tests until one fails."""
+def look_for(fault: Fault, which: str = "all") -> Outcome:
+    """Plant a fault in a copy and run tests until one fails: "all", those "near" it, or the "core"."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "project"
         copy_project(copy)
         path = copy / fault.file
         path.write_text(fault.planted(path.read_text()))
-        runs = [["-m", "core"]] if core else [["-n", "0", fault.near], []]
+        runs = {"core": [["-m", "core"]], "near": [[fault.near]], "all": [[fault.near], []]}[which]
         found_by = next(filter(None, (_first_failure(copy, run) for run in runs)), "")
     return Outcome(fault.room, fault.says, found_by, round(time.perf_counter() - started, 1))
 
@@ -116,7 +117,9 @@ def _first_failure(copy: Path, arguments: list[str]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its status."""
     parser = argparse.ArgumentParser(description="Plant faults one at a time, and say which the tests find.")
-    parser.add_argument("--core", action="store_true", help="the tests of make check alone")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--core", action="store_const", dest="which", const="core", help="the tests of make check alone")
+    which.add_argument("--near", action="store_const", dest="which", const="near", help="the tests near each alone")
     parser.add_argument("--only", nargs="+", type=int, metavar="N", help="some, by their place in the table, from 1 on")
     parser.add_argument("--output", type=Path, metavar="FILE", help="what was found, as JSON")
     asked = parser.parse_args(arguments)
@@ -124,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [table[number - 1] for number in asked.only] if asked.only else table
     outcomes: list[Outcome] = []
     for fault in chosen:
-        outcomes.append(outcome := look_for(fault, asked.core))
+        outcomes.append(outcome := look_for(fault, asked.which or "all"))
         print(f"{outcome.seconds:6.1f} s  {fault.room:9} {fault.says}: {outcome.found_by or 'NOT FOUND'}", flush=True)
         if asked.output is not None:
             asked.output.write_text(json.dumps([asdict(each) for each in outcomes], indent=1) + "\n")
