@@ -299,11 +299,12 @@ def dynamo_classes() -> Any:
     """Classes of dynamo's that decide what it takes, and what it looks at before it uses a graph again."""
     with needed:
         from torch._dynamo import guards
-        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.exc import ObservedAttributeError, Unsupported
         from torch._dynamo.guards import GuardBuilder
         from torch._dynamo.output_graph import SubgraphTracer
         from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
-        from torch._dynamo.variables import builder
+        from torch._dynamo.variables import builder, dicts, user_defined
+        from torch._dynamo.variables import builtin as builtins_of_dynamo
         from torch._dynamo.variables.builder import VariableBuilder
         from torch._dynamo.variables.builtin import BuiltinVariable
         from torch._dynamo.variables.constant import ConstantVariable
@@ -315,10 +316,12 @@ def dynamo_classes() -> Any:
         from torch._dynamo.variables.misc import AutogradFunctionVariable, RandomVariable
         from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
         from torch._dynamo.variables.torch import TorchCtxManagerClassVariable, TorchInGraphFunctionVariable
-        from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+        from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
+    objects = sys.modules.get("torch._dynamo.variables.object_protocol")  # torch 2.13 and later
     return SimpleNamespace(
+        absent=ObservedAttributeError,  # what it raises where an object has no attribute
         argument=VariableBuilder,  # makes a variable of a value from outside of the frame: wrap_symfloat, of a float
-        arguments=builder,  # where it is: is_int_specialization_case, which integers are constants
+        arguments=builder,  # where it is: is_int_specialization_case, which integers are constants; make_dupe_guard
         array=NumpyNdarrayVariable,  # an array or scalar of NumPy's: ndim, and what ``attribute`` names
         attribute="var_getattr" if hasattr(NumpyNdarrayVariable, "var_getattr") else "tp_getattro_impl",  # since 2.14
         autograd_function=AutogradFunctionVariable,  # a class of autograd.Function: fn_cls, call_apply
@@ -332,8 +335,15 @@ def dynamo_classes() -> Any:
         cached_function=WrapperUserFunctionVariable,  # a call of a functools.lru_cache: call_function, wrapper_obj
         frame=InstructionTranslator,  # what traces a frame: run, replace_tos_if_return_is_generator, what ``end`` names
         end=InstructionTranslator._return.__name__,  # for the end of a frame
+        # where vt_identity_compare(left, right) is: whether two variables are one object, a constant or None
+        comparing=[each for each in (objects, builtins_of_dynamo) if hasattr(each, "vt_identity_compare")],
+        instance_dict=getattr(dicts, "DunderDictVariable", None),  # of an object: items.item is the object's variable
+        object=UserDefinedObjectVariable,  # an object of the user's: value, what ``attribute`` names, hash_impl,
+        # richcompare_impl (before torch 2.13: get_python_hash)
         generator=LocalGeneratorObjectVariable,  # one that a frame gives away: reconstruct
         inference_mode=InferenceModeVariable,  # torch.inference_mode in a forward: create
+        # of a signature from outside, without guards: is_matching_object
+        signature=getattr(user_defined, "InspectVariable", None),
         inliner=InliningInstructionTranslator,  # build_inline_tracer, for each function that is traced within a frame
         random=RandomVariable,  # a random.Random: is_supported_random_obj
         dictionary=ConstDictVariable,  # getitem_const_raise_exception_if_absent, install_dict_..._guard, call_method
@@ -420,14 +430,53 @@ def function_behind(variable: Any) -> FunctionType | None:
     return function if isinstance(function, FunctionType) else None
 
 
-def guard_identity(variable: Any) -> bool:
-    """Have dynamo guard that a variable stands for the very same object. Return whether it knows where that is from."""
+def guard_identity(source: Any) -> bool:
+    """Have dynamo guard that a source gives the very same object. Return whether there is one."""
     with needed:
-        from torch._dynamo.guards import GuardBuilder, install_guard
-    if variable.source is None:
-        return False
-    install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
-    return True
+        from torch._dynamo.guards import GuardBuilder
+    if source is not None:
+        guard_source(source, GuardBuilder.ID_MATCH)
+    return source is not None
+
+
+def guard_source(source: Any, guard_on: Callable[[Any, Any], None]) -> None:
+    """Have dynamo guard what comes from a source of its own in a way of ours: by ``guard_on(builder, guard)``."""
+    with needed:
+        from torch._dynamo.guards import install_guard
+    install_guard(source.make_guard(guard_on))
+
+
+def guard_absence(source: Any, value: Any, name: str) -> None:
+    """Have dynamo guard that an object has no attribute of a name; where its class has a ``__getattr__``, its dict.
+
+    Nothing where it or its class has one, or a property of its class fails: dynamo traces that.
+    """
+    with needed:
+        from torch._dynamo.guards import GuardBuilder
+    found = inspect.getattr_static(value, name, None)
+    if not hasattr(type(value), "__getattr__") and (found is None or inspect.ismemberdescriptor(found)):
+        guard_source(source, functools.partial(GuardBuilder.HASATTR, attr=name))
+    elif found is None and hasattr(value, "__dict__"):
+        guard_source(source, functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name))
+
+
+def add_relation(builder: Any, guard: Any, source: Any, relation: Callable[[Any, Any], Any]) -> None:
+    """One more check: a relation of what a guard is about to what ``source`` gives has the very result that it has now.
+
+    After all other checks, of which each is about one of the two.
+    """
+    with needed:
+        from torch._dynamo.guards import _get_closure_vars
+    other = source.make_guard(guard.create_fn)
+    then = relation(builder.get(guard), builder.get(other))
+    known = {**_get_closure_vars(), "___fxprec_check": lambda left, right: relation(left, right) is then}
+    expression = f"___fxprec_check({builder.arg_ref(guard)}, {builder.arg_ref(other)})"
+    builder.add_python_lambda_leaf_guard_to_root([expression], [expression], known)
+
+
+def is_key_of_dict(source: Any) -> bool:
+    """Whether something comes from among the keys of a dict, which dynamo guards with the dict."""
+    return bool(source.is_dict_key())
 
 
 def guard_order(variable: Any) -> None:

@@ -63,6 +63,7 @@ class Granted:
     """
 
     def __init__(self) -> None:
+        #: Code, and the id of its globals, that was looked at since the latest frame was taken.
         self._seen: set[tuple[CodeType, int]] = set()
         #: class -> name -> what it has there, inherited or not, before a descriptor makes anything of it.
         self._methods: dict[type, dict[str, Any]] = {}
@@ -121,6 +122,7 @@ class Granted:
         """dynamo takes a frame with these globals and local variables."""
         modules = {name for name, value in variables.items() if isinstance(value, nn.Module)}
         self.kept = modules.union(code.co_freevars).intersection(variables)
+        self._seen.clear()  # since the last one they may have lost a name
         values = [*variables.values()]
         self._runs(code, scope, values, [variables[name] for name in self.kept])
         for value in values:

@@ -40,6 +40,7 @@ from torch import nn
 from fxprec.capture.dynamo.encoders import encoder_forward
 from fxprec.capture.dynamo.granted import Granted
 from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_contents, exact_fact, exact_keys
+from fxprec.capture.dynamo.objects import guarding_objects
 from fxprec.capture.dynamo.place import is_installed
 from fxprec.capture.guard_values import is_container, is_plain
 from fxprec.capture.tripwires import replaced
@@ -95,7 +96,7 @@ def strict(granted: Granted) -> Iterator[None]:
             value = cached(*arguments, **named) if plain else object()
         except Exception:  # no constants, or an error that the interpreter raises again
             value = object()
-        if type(value) not in _LITERALS or not guard_identity(variable):
+        if type(value) not in _LITERALS or not guard_identity(variable.source):
             raise breaks(f"a call of {cached.__qualname__}, which keeps its results (functools.lru_cache)")
         granted.result(functools.partial(cached, *arguments, **named), cached.__qualname__, value)
         return classes.constant.create(value)
@@ -186,6 +187,7 @@ def strict(granted: Granted) -> Iterator[None]:
     numpy = classes.guard_module
     with replaced(
         [
+            *guarding_objects(),
             (classes.guards, "EQUALS_MATCH", also(classes.guards.EQUALS_MATCH, exact)),
             (classes.guards, "TYPE_MATCH", also(classes.guards.TYPE_MATCH, exact_keys)),
             (classes.guards, "CLOSURE_MATCH", also(classes.guards.CLOSURE_MATCH, exact_closure)),

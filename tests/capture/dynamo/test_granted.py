@@ -208,6 +208,34 @@ def test_a_name_that_appears_in_a_module_s_own_dict(compute):
             each.child.later = 3.0
 
 
+SETTINGS = types.SimpleNamespace()
+
+
+def _optional_setting():
+    try:
+        return SETTINGS.later
+    except AttributeError:
+        return 2.0
+
+
+@pytest.mark.parametrize(
+    "ask",
+    (lambda: vars(SETTINGS).get("later", 2.0), lambda: SETTINGS.__dict__.get("later", 2.0), _optional_setting),
+    ids=["vars", "__dict__", "try"],
+)
+def test_a_name_that_comes_and_goes(ask):
+    """Where it is gone, dynamo compiles once more under what it was granted before, and takes that for granted, too."""
+    torch._dynamo.reset()
+    vars(SETTINGS).clear()
+    model = Model(lambda s, x: x * ask())
+    converted = fxprec.convert(copy.deepcopy(model), dtype=LOW, capture="dynamo").module
+    x = torch.randn(4, 8)
+    for there in (False, True) * 3:
+        vars(SETTINGS).clear()
+        vars(SETTINGS).update({"later": 8.0} if there else {})
+        assert torch.allclose(converted(x), model(x), rtol=0.1, atol=0.1)
+
+
 @pytest.mark.slow
 def test_what_keeps_changing_runs_in_the_net_at_last():
     def count(self, x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import os
 import random
 import subprocess
@@ -163,7 +164,7 @@ def test_another_function_can_be_traced_in_a_methods_place(monkeypatch: pytest.M
 
     def built(parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
         if of_fxprec.function_behind(function) is forward:
-            assert of_fxprec.guard_identity(args[0])
+            assert of_fxprec.guard_identity(args[0].source)
             function = of_fxprec.with_function(function, other)
         return build(parent, function, args, *rest, **more)
 
@@ -270,6 +271,52 @@ def test_an_argument_and_the_order_of_a_dict_can_be_guarded(monkeypatch: pytest.
     compiled = torch.compile(reads, backend="eager")
     for order in ("abc", "cba", "bca"):
         assert compiled({name: torch.ones(1) for name in order}).item() == ord(order[0])
+
+
+@contract("fxprec", "guard_source", "guard_absence", "add_relation", "is_key_of_dict")
+def test_objects_can_be_guarded_by_what_they_lack_and_are_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = of_fxprec.dynamo_classes()
+    build, read = classes.inliner.build_inline_tracer, getattr(classes.object, classes.attribute)
+    keys: list[bool] = []
+
+    def built(parent: Any, function: Any, args: Any, *rest: Any, **more: Any) -> Any:
+        one, other = (each.source for each in args)
+
+        def guard_on(builder: Any, guard: Any) -> None:
+            of_fxprec.add_relation(builder, guard, other, operator.is_)
+
+        of_fxprec.guard_source(one, guard_on)
+        keys.extend(map(of_fxprec.is_key_of_dict, (one, other)))
+        return build(parent, function, args, *rest, **more)
+
+    def attribute(variable: Any, frame: Any, name: str, *rest: Any) -> Any:
+        try:
+            return read(variable, frame, name, *rest)
+        except classes.absent:
+            of_fxprec.guard_absence(variable.source, variable.value, name)
+            raise
+
+    def same(one: types.SimpleNamespace, other: types.SimpleNamespace) -> bool:
+        try:
+            return one.answer
+        except AttributeError:
+            return False
+
+    monkeypatch.setattr(classes.inliner, "build_inline_tracer", staticmethod(built))
+    monkeypatch.setattr(classes.object, classes.attribute, attribute)
+    first, second = types.SimpleNamespace(), types.SimpleNamespace()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(gm)
+        return gm.forward
+
+    compiled = torch.compile(lambda x, one, other: (x * 1, same(one, other)), backend=backend)
+    for other in (second, types.SimpleNamespace(), first, second):
+        assert compiled(torch.ones(1), first, other)[1] is False
+    assert len(graphs) == 2 and not any(keys)
+    first.answer = True
+    assert compiled(torch.ones(1), first, second)[1] is True
 
 
 @contract("fxprec", "raw_environment")

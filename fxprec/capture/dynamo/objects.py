@@ -1,0 +1,194 @@
+"""What code asks of objects of the user's that dynamo answers as it compiles, and guards by their types alone.
+
+=========================================  =============================================================================
+``mode is SLOW``, ``mode in [SLOW]``       whether the two are one object; ``==``, where their class has no ``__eq__``
+``mode in {SLOW}``, ``FACTORS.get(mode)``  which object it is, by which it is hashed
+``price > Decimal(2)``                     what a class of C's says of its values
+``try: config.scale``, except              that the object has no such attribute
+``inspect.signature`` of an argument       all that is read of it, as of any object
+``vars(config).get("scale")``              whether its dict has the key; where all of them are read, which they are
+=========================================  =============================================================================
+
+A comparison is guarded by its result: an object that is made for each call, and is another than ``SLOW`` each time, has
+one graph. One that is looked up by its hash has one graph for each object, up to dynamo's limit, and then none.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import defaultdict
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any, Final
+
+from torch import nn
+
+from fxprec.torch_internals import (
+    add_guard,
+    add_relation,
+    dynamo_classes,
+    guard_absence,
+    guard_identity,
+    guard_source,
+    guarded_value,
+    is_key_of_dict,
+    unwrapped,
+)
+
+#: Of which dynamo guards itself which object it is, or the capture does: which modules are one.
+_GUARDED: Final = (type, ModuleType, nn.Module)
+
+
+def guarding_objects() -> list[tuple[Any, str, Any]]:
+    """Return what to put in the places of dynamo's for one compilation: owner, name and replacement."""
+    classes = dynamo_classes()
+    #: Where else an object is from that dynamo met before, by where it met it first.
+    others: defaultdict[Any, dict[Any, None]] = defaultdict(dict)
+
+    def again(make_guard: Callable[..., Any]) -> Callable[..., Any]:
+        def met_again(source: Any, first: Any) -> Any:
+            if first is not None and first != source:
+                others[first][source] = None
+            return make_guard(source, first)
+
+        return met_again
+
+    def identity(compare: Callable[..., Any]) -> Callable[..., Any]:
+        def compared(left: Any, right: Any) -> Any:
+            answer = compare(left, right)
+            one, other = unwrapped(left), unwrapped(right)
+            if answer is not None and _may_be_one(one, other):
+                sources = [*others[one.source]] if one.source == other.source else [other.source]
+                for source in sources:
+                    guard_source(one.source, _related(operator.is_, source))
+            return answer
+
+        return compared
+
+    def hashed(hash_of: Callable[..., Any]) -> Callable[..., Any]:
+        def found(variable: Any, *args: Any) -> Any:
+            if variable.source is not None and not isinstance(type(variable.value).__hash__, FunctionType):
+                for source in (variable.source, *others[variable.source]):
+                    if not is_key_of_dict(source):  # dynamo guards those with the dict
+                        guard_identity(source)
+            return hash_of(variable, *args)
+
+        return found
+
+    def compared_by_its_class(compare: Callable[..., Any]) -> Callable[..., Any]:
+        def compared(variable: Any, frame: Any, other: Any, operation: str) -> Any:
+            method = getattr(type(variable.value), operation)
+            if _is_of_c(variable, method, operation):
+                operands = variable, unwrapped(other)
+                if any(each.source is None and not each.is_python_constant() for each in operands):
+                    raise classes.graph_break(f"{operation} of a {type(variable.value).__name__} that the code makes")
+                _guard_result(functools.partial(_asked, method), *operands)
+            return compare(variable, frame, other, operation)
+
+        return compared
+
+    def attribute(read: Callable[..., Any]) -> Callable[..., Any]:
+        def found(variable: Any, frame: Any, name: str) -> Any:
+            value, lacks = variable.value, hasattr(type(variable.value), "__getattr__")  # perhaps: it is called then
+            try:
+                return read(variable, frame, name)
+            except classes.absent:
+                lacks = True
+                raise
+            finally:
+                if lacks and variable.source is not None and not isinstance(value, nn.Module):
+                    guard_absence(variable.source, value, name)
+
+        return found
+
+    def has_key(variable: Any, _frame: Any, arguments: list[Any]) -> None:
+        if variable.source is not None:
+            guard_source(variable.items.item.source, _has_key(arguments[0].as_python_constant()))
+
+    def has_keys(variable: Any) -> None:
+        if variable.source is not None:
+            guard_source(variable.items.item.source, _has_keys)
+
+    around = [
+        (classes.arguments, "make_dupe_guard", again),
+        *((module, "vt_identity_compare", identity) for module in classes.comparing),
+        (classes.object, "hash_impl", hashed),
+        (classes.object, "richcompare_impl", compared_by_its_class),
+        (classes.object, classes.attribute, attribute),
+        (classes.instance_dict, "install_dict_contains_guard", lambda _: has_key),
+        (classes.instance_dict, "install_dict_keys_match_guard", lambda _: has_keys),
+        (classes.signature, "is_matching_object", lambda _: staticmethod(lambda value: False)),
+    ]  # what a torch has not, it does in another way
+    return [(owner, name, wrap(getattr(owner, name))) for owner, name, wrap in around if hasattr(owner, name)]
+
+
+def _may_be_one(one: Any, other: Any) -> bool:
+    """Whether two variables of dynamo's can stand for one object in another call: both are from outside of the frame.
+
+    Not where their types differ, which dynamo guards.
+    """
+    if one.source is None or other.source is None or isinstance(getattr(one, "value", None), _GUARDED):
+        return False
+    try:
+        return one.python_type() is other.python_type()
+    except NotImplementedError:
+        return True
+
+
+def _is_of_c(variable: Any, method: Any, operation: str) -> bool:
+    """Whether objects of a class are compared by code that is not Python's, from what dynamo does not look at."""
+    return (
+        not isinstance(method, FunctionType)
+        and method is not getattr(object, operation)
+        and getattr(variable, "_base_vt", None) is None
+    )
+
+
+def _asked(method: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+    try:
+        return method(one, other)
+    except Exception:  # as dynamo has it
+        return NotImplemented
+
+
+def _guard_result(relation: Callable[[Any, Any], Any], one: Any, other: Any) -> None:
+    """Guard what a relation of two objects gives; one that the frame makes is the same at each call."""
+    if one.source is not None and other.source is not None:
+        guard_source(one.source, _related(relation, other.source))
+    elif one.source is not None:
+        value = other.get_real_python_backed_value()
+        guard_source(one.source, _answers(lambda now: relation(now, value)))
+    elif other.source is not None:
+        value = one.get_real_python_backed_value()
+        guard_source(other.source, _answers(lambda now: relation(value, now)))
+
+
+def _related(relation: Callable[[Any, Any], Any], source: Any) -> Callable[[Any, Any], None]:
+    def guard_on(builder: Any, guard: Any) -> None:
+        add_relation(builder, guard, source, relation)
+
+    return guard_on
+
+
+def _answers(ask: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    def guard_on(builder: Any, guard: Any) -> None:
+        then = ask(guarded_value(builder, guard))
+        add_guard(builder, guard, lambda now: ask(now) is then, f"another object answers {then}")
+
+    return guard_on
+
+
+@functools.cache  # dynamo makes one guard of two that are added by the same function
+def _has_key(key: str) -> Callable[[Any, Any], None]:
+    def guard_on(builder: Any, guard: Any) -> None:
+        there = key in vars(guarded_value(builder, guard))
+        text = f"{key!r} is {'' if there else 'not '}in its __dict__"
+        add_guard(builder, guard, lambda now: (key in vars(now)) is there, text)
+
+    return guard_on
+
+
+def _has_keys(builder: Any, guard: Any) -> None:
+    keys = [*vars(guarded_value(builder, guard))]
+    add_guard(builder, guard, lambda now: [*vars(now)] == keys, f"its __dict__ has {keys}")
