@@ -6,9 +6,11 @@ import copy
 import decimal
 import fractions
 import inspect
+import math
 import types
 import weakref
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -86,6 +88,18 @@ ARGUMENTS = {
     "functions of the same code": (lambda _, held: held is SAME_CODE, _made(), SAME_CODE),
     "bound to": (lambda _, method: method.__self__ is SLOW, FAST.method, SLOW.method),
     "weak": (lambda _, reference: reference() is SLOW, weakref.ref(FAST), weakref.ref(SLOW)),
+    "zero of numpy": (lambda _, value: math.copysign(1, value) < 0, numpy.float64(0.0), numpy.float64(-0.0)),
+    "zero of numpy as a float": (
+        lambda _, value: math.copysign(1, float(value)) < 0,
+        numpy.float64(0.0),
+        numpy.float64(-0.0),
+    ),
+    "buffer": (lambda _, value: isinstance(value, nn.Buffer), torch.ones(1), nn.Buffer(torch.ones(1))),
+    "one of two": (
+        lambda _, value: isinstance(value, (nn.Buffer, nn.Parameter)),
+        torch.ones(1),
+        nn.Buffer(torch.ones(1)),
+    ),
     "decimal": (lambda _, value: value > 1, decimal.Decimal(1), decimal.Decimal(2)),
     "equal decimal": (lambda _, value: value == decimal.Decimal("0.5"), decimal.Decimal("0.7"), decimal.Decimal("0.5")),
     "decimal and fraction": (
