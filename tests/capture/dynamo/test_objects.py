@@ -162,6 +162,17 @@ def test_another_object_where_it_was_found(name, first):
         torch.testing.assert_close(converted(x), model(x), rtol=0.1, atol=0.1)
 
 
+def test_an_argument_that_is_a_global_is_told_from_one_that_is_not():
+    """dynamo reads the second of the two by way of the first."""
+    model = Asks(lambda _, mode: mode is not SLOW and MODE is SLOW)
+    converted = _converted(model)
+    x = torch.randn(2, 4)
+    for value in (FAST, SLOW, FAST, SLOW):
+        _set_mode(None, value)
+        torch.testing.assert_close(converted(x, FAST), model(x, FAST), rtol=0.1, atol=0.1)
+    _set_mode(None, FAST)
+
+
 def test_a_new_object_each_time_is_another_one_in_the_same_graph():
     model = Asks(lambda _, mode: mode is SLOW or mode == FAST or mode in [FAST, SLOW])
     converted = _converted(model)
