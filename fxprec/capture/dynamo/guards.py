@@ -2,6 +2,7 @@
 
 ==================================  ==================================================================================
 ``self.shift = 0.0``, then ``-0.0``  equal, and ``x / self.shift`` is another
+``np.float64(0.0)``, then ``-0.0``    equal, and ``math.copysign`` tells them apart
 ``(2,)``, then ``(2.0,)``             equal, and integers times that are floats; likewise ``{1}``, or the key of a dict
 ``OrderedDict.move_to_end``          the same entries, in another order (of other dicts: where code reads all keys)
 another function of the same code    equal, and its closure is another one: where two modules hold one function, dynamo
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -93,6 +95,21 @@ def exact_fact(name: str) -> Callable[[Any, Any], None] | None:
 def _plain(value: Any) -> Any:
     """Return a plain value, and of an object only that it is one: a guard must not keep it alive."""
     return value if is_plain(value) else ...
+
+
+def is_zero_of_numpy(value: Any) -> bool:
+    """Whether it is a floating-point zero of numpy's, which dynamo takes for an array and compares by ``==``."""
+    return value.ndim == 0 and value.dtype.kind in "fc" and value == 0
+
+
+def has_sign(zero: Any) -> bool:
+    """Whether such a zero, or a part of it, is negative."""
+    return any(math.copysign(1, part) < 0 for part in (zero.real, zero.imag))
+
+
+def exact_zero(builder: Any, guard: Any) -> None:
+    """Of a zero of numpy's without a sign: no zero with one."""
+    add_guard(builder, guard, lambda now: not (now == 0 and has_sign(now)), "no -0.0")
 
 
 def also(guard_on: Callable[..., None], further: Callable[[Any, Any], None]) -> Callable[..., None]:

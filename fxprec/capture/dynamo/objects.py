@@ -2,6 +2,7 @@
 
 =========================================  =============================================================================
 ``mode is SLOW``, ``mode in [SLOW]``       whether the two are one object; ``==``, where their class has no ``__eq__``
+``mode`` and a global that are one object  that they are, as the code reads the one by the other
 ``mode in {SLOW}``, ``FACTORS.get(mode)``  which object it is, by which it is hashed
 ``price > Decimal(2)``                     what a class of C's says of its values
 ``try: config.scale``, except              that the object has no such attribute
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import defaultdict
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -43,14 +43,13 @@ _GUARDED: Final = (type, ModuleType, nn.Module)
 def guarding_objects() -> list[tuple[Any, str, Any]]:
     """Return what to put in the places of dynamo's for one compilation: owner, name and replacement."""
     classes = dynamo_classes()
-    #: Where else an object is from that dynamo met before, by where it met it first.
-    others: defaultdict[Any, dict[Any, None]] = defaultdict(dict)
+    one_as = functools.cache(lambda source: _related(operator.is_, source))  # dynamo makes one guard of two by the same
 
     def again(make_guard: Callable[..., Any]) -> Callable[..., Any]:
         def met_again(source: Any, first: Any) -> Any:
-            if first is not None and first != source:
-                others[first][source] = None
-            return make_guard(source, first)
+            """Guard also that a local and a global are one object, which dynamo takes for granted once they were."""
+            guard = make_guard(source, first)
+            return one_as(first) if guard is None and first is not None and first != source else guard
 
         return met_again
 
@@ -58,20 +57,17 @@ def guarding_objects() -> list[tuple[Any, str, Any]]:
         def compared(left: Any, right: Any) -> Any:
             answer = compare(left, right)
             one, other = unwrapped(left), unwrapped(right)
-            if answer is not None and _may_be_one(one, other):
-                sources = [*others[one.source]] if one.source == other.source else [other.source]
-                for source in sources:
-                    guard_source(one.source, _related(operator.is_, source))
+            if answer is not None and _may_be_one(one, other) and one.source != other.source:
+                guard_source(one.source, one_as(other.source))
             return answer
 
         return compared
 
     def hashed(hash_of: Callable[..., Any]) -> Callable[..., Any]:
         def found(variable: Any, *args: Any) -> Any:
-            if variable.source is not None and not isinstance(type(variable.value).__hash__, FunctionType):
-                for source in (variable.source, *others[variable.source]):
-                    if not is_key_of_dict(source):  # dynamo guards those with the dict
-                        guard_identity(source)
+            by_identity = not isinstance(type(variable.value).__hash__, FunctionType)
+            if variable.source is not None and by_identity and not is_key_of_dict(variable.source):
+                guard_identity(variable.source)  # dynamo guards keys with their dict
             return hash_of(variable, *args)
 
         return found

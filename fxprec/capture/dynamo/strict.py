@@ -12,6 +12,7 @@ Left to the interpreter, with a graph break whose reason the report has:
 - calls of classes whose metaclass has a ``__call__`` of its own, which dynamo leaves out;
 - generators that a function returns, which dynamo runs to their end and gives as an iterator over the values;
 - questions for the type or the methods of a NumPy scalar, which dynamo takes for an array;
+- ``isinstance(x, nn.Buffer)``, which an attribute of the tensor tells, and -0.0 as a NumPy scalar, whose sign it drops;
 - ``x.retains_grad``, hooks and the like of a tensor, which dynamo asks a fake tensor;
 - ``str()`` of errors that have a text of their own, such as KeyError: dynamo gives that of their argument.
 
@@ -32,14 +33,25 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxprec.capture.dynamo.encoders import encoder_forward
 from fxprec.capture.dynamo.granted import Granted
-from fxprec.capture.dynamo.guards import also, exact, exact_closure, exact_contents, exact_fact, exact_keys
+from fxprec.capture.dynamo.guards import (
+    also,
+    exact,
+    exact_closure,
+    exact_contents,
+    exact_fact,
+    exact_keys,
+    exact_zero,
+    has_sign,
+    is_zero_of_numpy,
+)
 from fxprec.capture.dynamo.objects import guarding_objects
 from fxprec.capture.dynamo.place import is_installed
 from fxprec.capture.guard_values import is_container, is_plain
@@ -53,6 +65,7 @@ from fxprec.torch_internals import (
     guard_class_attribute,
     guard_identity,
     guard_order,
+    guard_source,
     outlives_call,
     torch_dynamo,
     type_of_error,
@@ -147,8 +160,16 @@ def strict(granted: Granted) -> Iterator[None]:
             if isinstance(each, classes.dictionary):
                 each.install_dict_keys_match_guard()
 
-    def asked(builtin: Any, _frame: Any, arguments: Any, *_: Any) -> None:
+    def asked(builtin: Any, frame: Any, arguments: Any, *_: Any) -> None:
         variable: Any = unwrapped(arguments[0]) if arguments else None
+        of_users = not is_installed(frame.f_code.co_filename)
+        if (
+            builtin.fn is isinstance
+            and of_users
+            and isinstance(variable, classes.tensor)
+            and _asks_itself(arguments[1])
+        ):
+            raise breaks("isinstance() of a tensor and a class that looks at more than its type")
         if builtin.fn in (isinstance, type) and isinstance(variable, classes.array) and variable.ndim == 0:
             raise breaks("a question for the type of a NumPy scalar (make it a Python number where it is set)")
         kind = type_of_error(variable) if builtin.fn is str else None
@@ -158,6 +179,13 @@ def strict(granted: Granted) -> Iterator[None]:
     def attribute_of_scalar(variable: Any, _frame: Any, name: str, *_: Any) -> None:
         if variable.ndim == 0 and not hasattr(sys.modules["numpy"].ndarray, name):
             raise breaks(f"{name} of a NumPy scalar (make it a Python number where it is set)")
+
+    def scalar_of_numpy(maker: Any, value: Any) -> None:
+        if not is_zero_of_numpy(value):
+            return
+        if has_sign(value):
+            raise breaks("-0.0 as a NumPy scalar (make it a Python number where it is set)")
+        guard_source(maker.source, exact_zero)
 
     def fact_of_tensor(variable: Any, frame: Any, name: str, *_: Any) -> None:
         if name in _NOT_OF_FAKES:
@@ -207,6 +235,7 @@ def strict(granted: Granted) -> Iterator[None]:
             _before(classes.array, classes.attribute, attribute_of_scalar),
             _before(classes.tensor, classes.attribute, fact_of_tensor),
             _zeros_as_constants(classes.argument),
+            _before(classes.argument, "wrap_numpy_ndarray", scalar_of_numpy),
             _integers_of_torchs_modules_as_constants(classes.arguments),
             _functions_of_torch(classes),
             _arguments_of_regions_as_constants(classes),
@@ -228,6 +257,21 @@ def _before(owner: Any, name: str, first: Callable[..., None]) -> tuple[Any, str
         return original(*args, **kwargs)
 
     return owner, name, staticmethod(both) if isinstance(inspect.getattr_static(owner, name), staticmethod) else both
+
+
+def _asks_itself(kinds: Any) -> bool:
+    """Whether one of these classes of tensors decides by itself what is one: nn.Buffer, by an attribute of tensors."""
+    try:
+        kinds = kinds.as_python_constant()
+    except NotImplementedError:
+        return False
+    return any(
+        issubclass(kind, Tensor)
+        and not issubclass(kind, nn.Parameter)  # whose instances have its type, but for wrappers, which dynamo asks
+        and isinstance(type(kind).__instancecheck__, FunctionType)
+        for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
+        if isinstance(kind, type)
+    )
 
 
 def _zeros_as_constants(builder: Any) -> tuple[Any, str, Any]:

@@ -6,9 +6,11 @@ import copy
 import decimal
 import fractions
 import inspect
+import math
 import types
 import weakref
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -86,6 +88,18 @@ ARGUMENTS = {
     "functions of the same code": (lambda _, held: held is SAME_CODE, _made(), SAME_CODE),
     "bound to": (lambda _, method: method.__self__ is SLOW, FAST.method, SLOW.method),
     "weak": (lambda _, reference: reference() is SLOW, weakref.ref(FAST), weakref.ref(SLOW)),
+    "zero of numpy": (lambda _, value: math.copysign(1, value) < 0, numpy.float64(0.0), numpy.float64(-0.0)),
+    "zero of numpy as a float": (
+        lambda _, value: math.copysign(1, float(value)) < 0,
+        numpy.float64(0.0),
+        numpy.float64(-0.0),
+    ),
+    "buffer": (lambda _, value: isinstance(value, nn.Buffer), torch.ones(1), nn.Buffer(torch.ones(1))),
+    "one of two": (
+        lambda _, value: isinstance(value, (nn.Buffer, nn.Parameter)),
+        torch.ones(1),
+        nn.Buffer(torch.ones(1)),
+    ),
     "decimal": (lambda _, value: value > 1, decimal.Decimal(1), decimal.Decimal(2)),
     "equal decimal": (lambda _, value: value == decimal.Decimal("0.5"), decimal.Decimal("0.7"), decimal.Decimal("0.5")),
     "decimal and fraction": (
@@ -146,6 +160,17 @@ def test_another_object_where_it_was_found(name, first):
         for each in (model, converted):
             put(each, values[number])
         torch.testing.assert_close(converted(x), model(x), rtol=0.1, atol=0.1)
+
+
+def test_an_argument_that_is_a_global_is_told_from_one_that_is_not():
+    """dynamo reads the second of the two by way of the first."""
+    model = Asks(lambda _, mode: mode is not SLOW and MODE is SLOW)
+    converted = _converted(model)
+    x = torch.randn(2, 4)
+    for value in (FAST, SLOW, FAST, SLOW):
+        _set_mode(None, value)
+        torch.testing.assert_close(converted(x, FAST), model(x, FAST), rtol=0.1, atol=0.1)
+    _set_mode(None, FAST)
 
 
 def test_a_new_object_each_time_is_another_one_in_the_same_graph():
