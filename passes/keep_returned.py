@@ -73,7 +73,7 @@ def keep_returned(gm: GraphModule, context: Context) -> PassResult:
 
 def _is_read_as_well(returned: Node) -> bool:
     """Return whether this is a cast of a low value that has other readers, or may have some in a checkpoint's body."""
-    source = _widened(_very_tensor(returned))
+    source = widened(_very_tensor(returned))
     while source is not None:
         if any(len(same.users) > 1 for same in _same_tensor(source)) or _result_in_body(source) is not None:
             return True
@@ -89,7 +89,7 @@ def _keep(gm: GraphModule, context: Context) -> bool:
     written = written_roots(gm.graph, roots)
     found = []
     for returned in map(_very_tensor, returned_values(gm.graph)):
-        source = _widened(returned)
+        source = widened(returned)
         if source is not None and recorded.get(source) and roots[source] not in written:
             returned, moved = _compute_wide(returned, source)
             changed |= moved
@@ -100,7 +100,7 @@ def _keep(gm: GraphModule, context: Context) -> bool:
     for node in gm.graph.nodes:
         last.update((roots[target], node) for target in written_by(node))
     for returned in found:
-        source = _widened(returned)
+        source = widened(returned)
         if source is None or source.op == "placeholder" or not recorded.get(source):  # or it was made here
             continue
         after = last.get(roots[source], source)
@@ -198,7 +198,7 @@ def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> 
     """
     changed = False
     for returned in returned_values(gm.graph):
-        result = _widened(returned)
+        result = widened(returned)
         if result is None or not recorded[result]:
             continue
         inner = _result_in_body(result)
@@ -250,7 +250,7 @@ def _same_tensor(node: Node) -> list[Node]:
     return found
 
 
-def _widened(node: Node) -> Node | None:
+def widened(node: Node) -> Node | None:
     """Return the low value that a node widens and the original program had as it was; None: it does something else."""
     source = node.args[0] if node.args else None
     if notes(node).op.name != "to" or not isinstance(source, Node) or notes(node).dtype != notes(source).dtype:

@@ -24,6 +24,7 @@ from fxprec.passes.insert_casts import insert_casts
 from fxprec.passes.keep_returned import keep_returned
 from fxprec.passes.merge_results import merge_results
 from fxprec.passes.propagate import propagate
+from fxprec.passes.share_returned import share_returned
 from fxprec.passes.verify import check, verify
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     insert_casts,
     fold_casts,
     keep_returned,
+    share_returned,
     fuse,
     verify,
 )
