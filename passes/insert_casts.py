@@ -63,6 +63,7 @@ from fxprec.passes.graph.annotations import (
 from fxprec.passes.graph.casts import cast, cast_each, cast_if_float, cast_saturating
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.new_node import new_node
+from fxprec.passes.graph.wide_state import WITH_WIDE_STATE
 from fxprec.passes.ops.aliases import written_by, written_memory
 from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import facts_at, facts_of
@@ -92,6 +93,7 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
             or epochs.keep_apart(node)
         )
         changed |= _name_dtype_of_bits(node)
+        changed |= _widen_state(node)
         epochs.written(node)
         annotations = notes(node)
         dtype = annotations.root_dtype
@@ -109,6 +111,16 @@ def _name_dtype_of_bits(node: Node) -> bool:
     asked = next(source for source in node.all_input_nodes if source.args[:2] == (reference, "dtype"))
     node.args = map_arg(node.args, lambda source: dtype if source is asked else source)  # type: ignore[assignment]
     node.kwargs = map_arg(node.kwargs, lambda source: dtype if source is asked else source)  # type: ignore[assignment]
+    return True
+
+
+def _widen_state(node: Node) -> bool:
+    """Keep the state of a recurrent op wide between its low products."""
+    precision = notes(node).precision
+    if not facts_at(node).wide_state or isinstance(precision.reads, Arrival) or precision.reads == precision.output:
+        return False
+    node.op, node.target = "call_function", WITH_WIDE_STATE[notes(node).op.name]
+    node.kwargs = {**node.kwargs, "state": precision.output}
     return True
 
 

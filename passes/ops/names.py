@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from fxprec.passes.graph.annotations import Op, argument, notes
 from fxprec.passes.graph.casts import CASTS
+from fxprec.passes.graph.wide_state import WITH_WIDE_STATE
 from fxprec.passes.ops.equations import Form, equation_of
 from fxprec.passes.ops.spellings import ALIASES, FIXED_CASTS
 from fxprec.passes.torch_internals import (
@@ -187,6 +188,7 @@ def _functions() -> dict[Any, Op]:
     """Every Python function and builtin of torch that is an op, by identity. Built at first use."""
     found = {function: Op(name) for function, name in _EXPLICIT if function is not None}
     found |= dict.fromkeys(CASTS, Op("to"))
+    found |= {function: Op(name) for name, function in WITH_WIDE_STATE.items()}
     for function, op in (*_operators(), *_namespaces()):
         found.setdefault(function, op)
     return found

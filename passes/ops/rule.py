@@ -99,6 +99,8 @@ class OpRule:
         rank: "reduced": the result is 0-dim where the call names no dimension; "kept": where all its tensors are.
         float_number: of numbers it gives a Python float.
         wide: a LOW op whose kernel puts out FP32, whatever it reads.
+        wide_state: a wide op that carries a state: its products read low, its state stays FP32 where the kernel allows
+            (``graph.wide_state`` has its call).
         view: the result may alias the first argument.
         bits: given a dtype in the place of a shape, it reads the bits of its first argument as numbers of that dtype:
             the argument has its original dtype then, whatever else it is.
@@ -172,6 +174,7 @@ class OpRule:
     form_of: str | None = None
     writes: Writes | None = None
     wide: bool = False
+    wide_state: bool = False
     bits: bool = False
     same: bool = False
     itself: bool = False

@@ -113,8 +113,6 @@ _SPELLINGS: Final = {
     "scaled_dot_product_attention": "scaled_dot_product_flash_attention scaled_dot_product_flash_attention_for_cpu "
     "scaled_dot_product_efficient_attention scaled_dot_product_cudnn_attention scaled_dot_product_attention_math "
     "scaled_dot_product_fused_attention_overrideable",
-    "lstm_cell": "thnn_fused_lstm_cell",
-    "gru_cell": "thnn_fused_gru_cell",
     # private twins (a leading underscore is dropped first) and copies of views
     "view": "unsafe_view view_element_type",
     "reshape": "reshape_alias reshape_copy",

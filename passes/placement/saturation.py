@@ -92,7 +92,7 @@ def _written(node: Node, constants: set[Node]) -> Iterator[Node]:
 def _hands_on(node: Node, row: OpRule) -> bool:
     """Return whether what goes in comes out, in steps that lose no more than rounding."""
     if notes(node).op.name == "to":
-        return cast_target(node) in (None, torch.float32)
+        return cast_target(node) in (None, torch.float32, torch.float64)
     return row.rule in (Rule.FOLLOW, Rule.PROMOTE) or row.accumulates or (row.squares == "power" and not _is_pole(node))
 
 
@@ -130,5 +130,6 @@ def _floats(node: Node) -> Iterator[Node]:
     """Yield the floats whose values an op reads: no example of a shape and a dtype."""
     example = facts_at(node).example
     for port, source in arg_nodes(node):
-        if carries_float(notes(source).dtype) and not (example and port in (0, "input", "self")):
+        dtype = notes(source).dtype
+        if (carries_float(dtype) or dtype is torch.float64) and not (example and port in (0, "input", "self")):
             yield source

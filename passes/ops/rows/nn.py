@@ -11,9 +11,14 @@ from fxprec.passes.ops.rule import Epilogue, OpRule, Writes, facts, rows, table
 _INPUT: Final = (0, "input")
 #: Running statistics, in torch.nn.functional's order of arguments and in aten's.
 _STATISTICS: Final = (1, 2, 3, 4, "running_mean", "running_var")
+#: Of a recurrent cell: what its products read.
+_CELL: Final = (0, "input", 2, 3, 4, 5, "w_ih", "w_hh", "b_ih", "b_hh")
 _TENSOR_CORES: Final = "matrix units multiply low inputs and accumulate in FP32"
 _CONVOLUTION: Final = "a convolution is a matrix product: low inputs, FP32 accumulation"
 _RECURRENT: Final = "matrix products dominate; the fused kernels accumulate in FP32"
+_GATED: Final = (
+    "low products around a state that its gates keep: the state, and so the results, are FP32, or it would drift"
+)
 _ATTENTION: Final = "matrix products around a softmax that the kernel computes in FP32"
 _NORM: Final = "the variance sums squares: FP32 inside, running statistics and affine parameters stay FP32"
 _SOFTMAX: Final = "exponentials and their sum overflow or vanish in low precision"
@@ -42,9 +47,13 @@ NN_ROWS: Final[Mapping[str, OpRule]] = table(
     rows(Rule.LOW, _CONVOLUTION, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution "
          "conv_tbc", result="tensors"),
     rows(Rule.LOW, _RECURRENT, "lstm", result=("tensors",) * 3),
-    rows(Rule.LOW, _RECURRENT, "gru rnn_tanh rnn_relu lstm_cell", result=("tensors",) * 2),
-    rows(Rule.LOW, _RECURRENT, "gru_cell rnn_tanh_cell rnn_relu_cell", result="tensors"),
-    rows(Rule.LOW, _RECURRENT, "cudnn_rnn miopen_rnn", result="unknown"),
+    rows(Rule.LOW, _RECURRENT, "rnn_tanh rnn_relu", result=("tensors",) * 2),
+    rows(Rule.LOW, _RECURRENT, "rnn_tanh_cell rnn_relu_cell", result="tensors"),
+    rows(Rule.LOW, _RECURRENT, "cudnn_rnn miopen_rnn thnn_fused_gru_cell thnn_fused_lstm_cell", result="unknown"),
+    rows(Rule.LOW, _GATED, "gru", ports=(0, "input", 2, 3, "params"), result=("tensors",) * 2),
+    rows(Rule.LOW, _GATED, "gru_cell", ports=_CELL, result="tensors"),
+    rows(Rule.LOW, _GATED, "lstm_cell", ports=_CELL, result=("tensors",) * 2),
+    facts("gru gru_cell lstm_cell", wide=True, wide_state=True, saturates=True),
     rows(Rule.LOW, _ATTENTION, "scaled_dot_product_attention transformer_encoder_layer_fwd", result="tensors"),
     rows(Rule.LOW, _ATTENTION, "multi_head_attention_forward native_multi_head_attention", result=("tensors",) * 2),
     rows(Rule.LOW, "a select and a product: low as under autocast, its one weight is lowered with it", "prelu",

@@ -184,6 +184,7 @@ OF_POLES = {
     "remainder": lambda h: torch.remainder(torch.ones(8, 16), 1 - h.sigmoid()).isfinite() * h.sigmoid(),
     "atan2": lambda h: torch.atan2(1 - h.sigmoid(), 1 - (h - 1).sigmoid()) * h,
     "hypot": lambda h: torch.hypot(1 - h.sigmoid(), 1 - h.sigmoid()) * h,
+    "double": lambda h: torch.log(1 - h.sigmoid().double() + 1e-12),
     "tan": lambda h: torch.tan(torch.pi / 2 * torch.tanh(h / 2)),
     "elu": lambda h: torch.log(F.elu(h) + 1 + 1e-6),
     "an inverse of elu": lambda h: 1 / (F.elu(h) + 1 + 1e-6),

@@ -1,0 +1,61 @@
+"""Recurrent ops whose products are low and whose state is FP32, as eager autocast runs them on a CPU.
+
+A state that is carried over hundreds of steps drifts where each step rounds it. Autocast's lists do not name these ops
+on a CPU: it lowers the products inside, and what a gate leaves of the state stays FP32. A kernel that takes one dtype
+for all (cuDNN's) gets it, as it does under autocast there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch.fx import Proxy
+
+from fxprec.passes.graph.leaves import leaf
+from fxprec.passes.torch_internals import tree_map
+
+
+def gru(x: Any, *args: Any, state: torch.dtype, **kwargs: Any) -> Any:
+    """``torch.gru`` of a low ``x`` and low weights, with a state, and results, in that dtype."""
+    if isinstance(x, Proxy):
+        return leaf(gru, x, *args, state=state, **kwargs)
+    return _apart(torch.gru, x, args, kwargs, state)
+
+
+def gru_cell(x: Any, *args: Any, state: torch.dtype, **kwargs: Any) -> Any:
+    """``torch.gru_cell``, likewise."""
+    if isinstance(x, Proxy):
+        return leaf(gru_cell, x, *args, state=state, **kwargs)
+    return _apart(torch.gru_cell, x, args, kwargs, state)
+
+
+def lstm_cell(x: Any, *args: Any, state: torch.dtype, **kwargs: Any) -> Any:
+    """``torch.lstm_cell``, likewise."""
+    if isinstance(x, Proxy):
+        return leaf(lstm_cell, x, *args, state=state, **kwargs)
+    return _apart(torch.lstm_cell, x, args, kwargs, state)
+
+
+def _apart(
+    op: Callable[..., Any], x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], state: torch.dtype
+) -> Any:
+    """Call the op with its products apart from its state, or all in one dtype where one kernel does both."""
+    if x.device.type == "cpu":
+        first = 1 if args and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point() else 0  # of a batch
+        args = tuple(tree_map(lambda each: _in(each, state), a) if i == first else a for i, a in enumerate(args))
+        kwargs = {name: tree_map(lambda each: _in(each, state), a) if name == "hx" else a for name, a in kwargs.items()}
+        with torch.autocast("cpu", x.dtype, cache_enabled=False):
+            return op(x, *args, **kwargs)
+    args, kwargs = tree_map(lambda each: _in(each, x.dtype), (args, kwargs))
+    return tree_map(lambda each: _in(each, state), op(x, *args, **kwargs))
+
+
+def _in(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+#: By the name in the op table.
+WITH_WIDE_STATE: Final = MappingProxyType({"gru": gru, "gru_cell": gru_cell, "lstm_cell": lstm_cell})
