@@ -274,3 +274,32 @@ def test_without_gradients_nothing_is_cast_back() -> None:
     with torch.no_grad():
         model, _ = fxprec.convert(Net(product), (torch.randn(5, 4),), dtype=BF16)
     assert casts(model) == 0
+
+
+VIEWS = {
+    "a row": lambda h: h[0],
+    "columns": lambda h: h[:, 1:],
+    "a view of a view": lambda h: h.view(-1)[3:].view(-1, 1),
+    "transposed": lambda h: h.T,
+    "one of several": lambda h: h.chunk(2, -1)[1],
+}
+
+
+@pytest.mark.parametrize("capture", ["static", "dynamo", "examples"])
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_returned_view_shares_memory_with_a_returned_value(view: Any, gradients: bool, capture: str) -> None:
+    x = torch.randn(2, 4)
+    original = Net(lambda m, x: (h := m.a(x), view(h)))
+    settings = {"dynamo": {"capture": "dynamo"}, "examples": {"example_inputs": (x,)}}.get(capture, {})
+    results = []
+    with torch.set_grad_enabled(gradients):
+        for model in (original, fxprec.convert(copy.deepcopy(original), dtype=BF16, **settings).module):
+            whole, part = model(x)
+            if gradients:
+                results += torch.autograd.grad(part.sum(), whole, retain_graph=True)
+            with torch.no_grad():
+                whole.mul_(3)
+            results.append(part.detach().clone())
+    expected, got = results[: len(results) // 2], results[len(results) // 2 :]
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)

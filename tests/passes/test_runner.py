@@ -45,8 +45,9 @@ def never(gm, context):
 
 
 def test_the_order():
-    order = "canonicalize propagate merge_results decide insert_casts fold_casts keep_returned fuse verify".split()
-    assert [step.__name__ for step in PIPELINE] == order
+    assert [step.__name__ for step in PIPELINE] == (
+        "canonicalize propagate merge_results decide insert_casts fold_casts keep_returned share_returned fuse verify"
+    ).split()
 
 
 def test_every_pass_gets_what_the_one_before_gave(tools):
@@ -173,6 +174,7 @@ def test_a_line_is_logged_for_every_pass(tools):
         "insert_casts: changed, 8 nodes, T",
         "fold_casts: unchanged, 8 nodes, T",
         "keep_returned: unchanged, 8 nodes, T",
+        "share_returned: unchanged, 8 nodes, T",
         "fuse: unchanged, 8 nodes, T",
         "verify: unchanged, 8 nodes, T",
     ]

@@ -1,0 +1,112 @@
+"""share_returned: a returned view of a returned value is a view of what is returned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxprec.passes.graph.text import format_graph
+from fxprec.passes.runner import run_passes
+from fxprec.passes.share_returned import share_returned
+from fxprec.passes.verify import verify
+
+X, W, V = torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
+
+
+@pytest.fixture
+def shared(tools):
+    """Return the text of a traced function's graph behind the pass, "" where nothing changed; run the pass twice."""
+
+    def share(function, **settings):
+        ctx = tools.context(**settings)
+        before, gm = (tools.rewritten(tools.traced(function, X, W, V), ctx, until="keep_returned") for _ in range(2))
+        changed = share_returned(gm, ctx).changed
+        assert changed is (format_graph(gm) != format_graph(before))
+        assert not share_returned(gm, ctx).changed
+        run_passes(gm, ctx, [verify])
+        for ours, theirs in zip(gm(X, W, V), before(X, W, V), strict=True):
+            assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+        return format_graph(gm) if changed else ""
+
+    return share
+
+
+def first_row(x, w, v):
+    h = F.linear(x, w)
+    return h, h[0]
+
+
+def test_the_graph_after(shared):
+    lines = shared(first_row).splitlines()
+    assert lines[-4:] == [
+        "%linear: bfloat16 = linear(%x_bf16, %w_bf16)",
+        "%linear_f32: float32 = to(%linear, torch.float32)",
+        "%getitem_1: float32 = getitem(%linear_f32, 0)",
+        "return (%linear_f32, %getitem_1)",
+    ]
+
+
+def before_its_base(x, w, v):
+    h = F.linear(x, w)
+    return h[0], h
+
+
+def of_a_view(x, w, v):
+    h = F.linear(x, w)
+    return h, h.view(-1)[3:], h.t()
+
+
+def read_as_well(x, w, v):
+    h = F.linear(x, w)
+    row = h[:, :]
+    return h, row, F.linear(row, v)
+
+
+def some_of_several(x, w, v):
+    h = F.linear(x, w)
+    halves = h.chunk(2, -1)
+    return h, halves[0], halves[1]
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("function", [first_row, before_its_base, of_a_view, read_as_well, some_of_several])
+def test_it_shares_memory_and_costs_no_cast(tools, shared, function, gradients):
+    text = shared(function, gradients=gradients)
+    ctx = tools.context(gradients=gradients)
+    before = format_graph(tools.rewritten(tools.traced(function, X, W, V), ctx, until="keep_returned"))
+    assert text.count("= to(") < before.count("= to(")
+    results = tools.rewritten(tools.traced(function, X, W, V), ctx)(X, W, V)
+    views = results[:2] if function is read_as_well else results
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 1
+
+
+def alone(x, w, v):
+    h = F.linear(x, w)
+    return h[0], F.linear(h, v)
+
+
+def apart(x, w, v):
+    h = F.linear(x, w)
+    return h[:1], h[1:]
+
+
+def written(x, w, v):
+    h = F.linear(x, w)
+    row = h[0]
+    h.add_(1)
+    return h, row
+
+
+def copied(x, w, v):
+    h = F.linear(x, w)
+    return h, h[0].clone(), torch.relu(h)
+
+
+@pytest.mark.parametrize("function", [alone, apart, written, copied])
+def test_others_are_as_they_were(shared, function):
+    assert shared(function) == ""
+
+
+def test_nothing_happens_at_o0(shared):
+    assert shared(first_row, level="O0") == ""
