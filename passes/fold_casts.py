@@ -49,7 +49,7 @@ from fxprec.passes.graph.fetched import body_of
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.returned import returned_values
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
-from fxprec.passes.ops.aliases import alias_roots, written_roots
+from fxprec.passes.ops.aliases import alias_roots, written_memory
 from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import facts_of
 
@@ -74,8 +74,9 @@ def fold_casts(gm: GraphModule, context: Context) -> PassResult:
 def _fold(gm: GraphModule, context: Context) -> int:
     folded = 0
     gradients = grad_mode_at_nodes(gm.graph, context.gradients)
-    roots = alias_roots(gm.graph)
-    written = written_roots(gm.graph, roots)
+    copies = any(map(_is_users_copy, gm.graph.nodes))  # else nobody asks who shares memory that nobody writes to
+    roots, written = written_memory(gm.graph)
+    roots = alias_roots(gm.graph) if copies and not written else roots
     made: dict[tuple[object, torch.dtype, bool], Node] = {}
     looked: dict[Node, torch.dtype] = {}
     kept = {node for node in returned_values(gm.graph) if gradients[node] and _is_users_copy(node)}
@@ -196,8 +197,7 @@ def _hoist(gm: GraphModule) -> int:
     calls = _calls(gm)
     if not calls:
         return 0
-    roots = alias_roots(gm.graph)
-    written = written_roots(gm.graph, roots)
+    roots, written = written_memory(gm.graph)
     hoisted = 0
     for call, body in calls:
         inputs = body.graph.find_nodes(op="placeholder")

@@ -123,22 +123,26 @@ def written_roots(graph: Graph, roots: Mapping[Node, Node]) -> set[Node]:
     return {roots[target] for node in graph.nodes for target in written_by(node)}
 
 
-def written_memory(graph: Graph) -> tuple[dict[Node, Node], set[Node]]:
+def written_memory(
+    graph: Graph, sources: Callable[[Node], Iterable[Node]] | None = None
+) -> tuple[dict[Node, Node], set[Node]]:
     """Return node -> the root of its memory, and the written roots, for those who ask what a write makes stale.
 
     Most graphs write nowhere: then nothing becomes stale, whoever shares memory, and each node is its own root.
+
+    Args:
+        sources: as for ``alias_roots``.
     """
     targets = [target for node in graph.nodes for target in written_by(node)]
     if not targets:
         return {node: node for node in graph.nodes}, set()
-    roots = alias_roots(graph)
+    roots = alias_roots(graph, sources)
     return roots, {roots[target] for target in targets}
 
 
 def outside_writes(gm: GraphModule) -> set[Node]:
     """The inputs, parameters and buffers whose memory the graph may write to."""
-    roots = alias_roots(gm.graph)
-    written = written_roots(gm.graph, roots)
+    roots, written = written_memory(gm.graph)
     return {node for node, root in roots.items() if root in written and node.op in ("placeholder", "get_attr")}
 
 

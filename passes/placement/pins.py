@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import NO_OP, Rule, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.passes.ops.aliases import alias_roots, shared_sources, written_roots
+from fxprec.passes.ops.aliases import shared_sources, written_memory
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.ops.spellings import VIEW_ATTRIBUTES
 from fxprec.passes.ops.table import facts_at
@@ -112,9 +112,8 @@ def exp_chains(graph: Graph) -> set[Node]:
 
 def written_classes(graph: Graph) -> dict[Node, Node]:
     """Member -> root of every class of nodes that share memory which is written in place."""
-    root = alias_roots(graph, _shares_memory_of)
-    written = written_roots(graph, root)
-    return {node: base for node, base in root.items() if base in written}
+    roots, written = written_memory(graph, _shares_memory_of)
+    return {node: root for node, root in roots.items() if root in written}
 
 
 def _shares_memory_of(node: Node) -> Iterator[Node]:
