@@ -102,8 +102,12 @@ class Outcome(NamedTuple):
 
 def invoke(op: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
     """Methods of the class are called on the instance: they would not take a traced value."""
-    method = isinstance(op, types.MethodDescriptorType | types.WrapperDescriptorType)
-    return getattr(first, op.__name__)(*args, **kwargs) if method else op(first, *args, **kwargs)
+    return getattr(first, op.__name__)(*args, **kwargs) if is_method(op) else op(first, *args, **kwargs)
+
+
+def is_method(op: Any) -> bool:
+    """Ask in a frame of its own: in one that names ``isinstance`` a trace tells no C code what a value is."""
+    return isinstance(op, types.MethodDescriptorType | types.WrapperDescriptorType)
 
 
 def program(op: Callable[..., Any], sample: Any, arrival: str) -> Program:
