@@ -339,7 +339,8 @@ def dynamo_classes() -> Any:
         comparing=[each for each in (objects, builtins_of_dynamo) if hasattr(each, "vt_identity_compare")],
         instance_dict=getattr(dicts, "DunderDictVariable", None),  # of an object: items.item is the object's variable
         object=UserDefinedObjectVariable,  # an object of the user's: value, what ``attribute`` names, hash_impl,
-        # richcompare_impl (before torch 2.13: get_python_hash)
+        # what ``comparison`` names (before torch 2.13: get_python_hash)
+        comparison="tp_" * hasattr(UserDefinedObjectVariable, "tp_richcompare_impl") + "richcompare_impl",  # since 2.14
         generator=LocalGeneratorObjectVariable,  # one that a frame gives away: reconstruct
         inference_mode=InferenceModeVariable,  # torch.inference_mode in a forward: create
         # of a signature from outside, without guards: is_matching_object

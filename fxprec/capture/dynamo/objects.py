@@ -110,7 +110,7 @@ def guarding_objects() -> list[tuple[Any, str, Any]]:
         (classes.arguments, "make_dupe_guard", again),
         *((module, "vt_identity_compare", identity) for module in classes.comparing),
         (classes.object, "hash_impl", hashed),
-        (classes.object, "richcompare_impl", compared_by_its_class),
+        (classes.object, classes.comparison, compared_by_its_class),
         (classes.object, classes.attribute, attribute),
         (classes.instance_dict, "install_dict_contains_guard", lambda _: has_key),
         (classes.instance_dict, "install_dict_keys_match_guard", lambda _: has_keys),
