@@ -265,4 +265,6 @@ def test_an_attribute_that_comes_and_goes(cls, name, holder):
         elif "scale" in getattr(settings, "__dict__", ("scale",)) and hasattr(settings, "scale"):
             del settings.scale
         torch.testing.assert_close(converted(x, settings), model(x, settings), rtol=0.1, atol=0.1)
-    assert fxprec.graphs(converted) and not conversion_of(converted).net
+    assert fxprec.graphs(converted)
+    # dynamo reads no whole __dict__ before torch 2.13: the interpreter does
+    assert not conversion_of(converted).net or (name in ("length", "all") and torch.__version__ < "2.13")
