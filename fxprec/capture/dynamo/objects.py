@@ -130,9 +130,10 @@ def guarding_objects() -> list[tuple[Any, str, Any]]:
 
     def key_of_object(has: Callable[..., Any]) -> Callable[..., Any]:
         def has_key_in_dict(variable: Any, frame: Any, key: Any) -> Any:
-            if variable.source is not None:
+            there = has(variable, frame, key)
+            if variable.source is not None and there is (key in vars(variable.value)):  # else the code has set it
                 guard_source(variable.source, _has_key(key))
-            return has(variable, frame, key)
+            return there
 
         return has_key_in_dict
 
@@ -145,16 +146,13 @@ def guarding_objects() -> list[tuple[Any, str, Any]]:
         (classes.instance_dict, "install_dict_contains_guard", lambda _: has_key),
         (classes.instance_dict, "install_dict_keys_match_guard", lambda _: has_keys),
         (classes.signature, "is_matching_object", lambda _: staticmethod(lambda value: False)),
-        *(
-            []
-            if classes.comparing
-            else [  # before torch 2.13
-                (classes.builtin, "call_function", identity_by_builtin),
-                (classes.object, "call_method", identity_by_method),
-                (classes.object, "has_key_in_generic_dict", key_of_object),
-            ]
-        ),
     ]  # what a torch has not, it does in another way
+    if not classes.comparing:  # before torch 2.13
+        around += [
+            (classes.builtin, "call_function", identity_by_builtin),
+            (classes.object, "call_method", identity_by_method),
+            (classes.object, "has_key_in_generic_dict", key_of_object),
+        ]
     return [(owner, name, wrap(getattr(owner, name))) for owner, name, wrap in around if hasattr(owner, name)]
 
 
