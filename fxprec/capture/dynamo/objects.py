@@ -36,8 +36,8 @@ from fxprec.torch_internals import (
     unwrapped,
 )
 
-#: Of which dynamo guards itself which object it is, or the capture does: which modules are one.
-_GUARDED: Final = (type, ModuleType, nn.Module)
+#: Of which dynamo guards itself which object it is.
+_GUARDED: Final = (type, ModuleType)
 
 
 def guarding_objects() -> list[tuple[Any, str, Any]]:

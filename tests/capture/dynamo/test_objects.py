@@ -36,6 +36,7 @@ def _made():
 
 
 SAME_CODE = _made()
+CHILD = nn.Linear(4, 4)
 
 
 class Asks(nn.Module):
@@ -86,6 +87,9 @@ ARGUMENTS = {
     "list": (lambda _, held: held is LIST, [1.0], LIST),
     "dict": (lambda _, held: held is DICT, {"a": 1.0}, DICT),
     "functions of the same code": (lambda _, held: held is SAME_CODE, _made(), SAME_CODE),
+    "module": (lambda _, child: child is CHILD, nn.Linear(4, 4), CHILD),
+    "elements": (lambda _, mode: [mode] == [SLOW] and (1, mode) == (1, SLOW), FAST, SLOW),
+    "key of an argument": (lambda _, held: SLOW in held, {FAST: 1}, {SLOW: 1}),
     "bound to": (lambda _, method: method.__self__ is SLOW, FAST.method, SLOW.method),
     "weak": (lambda _, reference: reference() is SLOW, weakref.ref(FAST), weakref.ref(SLOW)),
     "zero of numpy": (lambda _, value: math.copysign(1, value) < 0, numpy.float64(0.0), numpy.float64(-0.0)),
