@@ -78,6 +78,8 @@ def guarding_objects() -> list[tuple[Any, str, Any]]:
 
     def identity_by_method(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(variable: Any, frame: Any, name: str, arguments: Any, kwargs: Any) -> Any:
+            if name == "__ne__" and type(variable.value).__ne__ is object.__ne__:  # dynamo: what it does not implement
+                raise classes.graph_break(f"__ne__ of a {type(variable.value).__name__}, which its class has not")
             answer = call(variable, frame, name, arguments, kwargs)
             if name == "__eq__" and type(variable.value).__eq__ is object.__eq__:
                 guard_whether_one(variable, *arguments)

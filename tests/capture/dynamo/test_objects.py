@@ -77,6 +77,7 @@ ARGUMENTS = {
     "default": (lambda _, mode: _default(mode), FAST, SLOW),
     "==": (lambda _, mode: mode == SLOW, FAST, SLOW),
     "!=": (lambda _, mode: mode != SLOW, FAST, SLOW),
+    "__ne__": (lambda _, mode: mode.__ne__(SLOW) is False, FAST, SLOW),
     "in a list": (lambda _, mode: mode in [SLOW], FAST, SLOW),
     "in a tuple": (lambda _, mode: mode in (None, SLOW), FAST, SLOW),
     "in a set": (lambda _, mode: mode in {SLOW}, FAST, SLOW),
