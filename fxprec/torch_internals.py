@@ -338,8 +338,11 @@ def dynamo_classes() -> Any:
         # where vt_identity_compare(left, right) is: whether two variables are one object, a constant or None
         comparing=[each for each in (objects, builtins_of_dynamo) if hasattr(each, "vt_identity_compare")],
         instance_dict=getattr(dicts, "DunderDictVariable", None),  # of an object: items.item is the object's variable
-        object=UserDefinedObjectVariable,  # an object of the user's: value, what ``attribute`` names, hash_impl,
-        # richcompare_impl (before torch 2.13: get_python_hash)
+        # an object of the user's: value, what ``attribute``, ``comparison`` and ``hash`` name;
+        # before torch 2.13, which has neither comparing nor instance_dict: call_method, has_key_in_generic_dict
+        object=UserDefinedObjectVariable,
+        hash="hash_impl" if hasattr(UserDefinedObjectVariable, "hash_impl") else "get_python_hash",  # before 2.13
+        comparison="tp_" * hasattr(UserDefinedObjectVariable, "tp_richcompare_impl") + "richcompare_impl",  # since 2.14
         generator=LocalGeneratorObjectVariable,  # one that a frame gives away: reconstruct
         inference_mode=InferenceModeVariable,  # torch.inference_mode in a forward: create
         # of a signature from outside, without guards: is_matching_object
@@ -453,9 +456,13 @@ def guard_absence(source: Any, value: Any, name: str) -> None:
     """
     with needed:
         from torch._dynamo.guards import GuardBuilder
+        from torch._dynamo.source import AttrSource
     found = inspect.getattr_static(value, name, None)
     if not hasattr(type(value), "__getattr__") and (found is None or inspect.ismemberdescriptor(found)):
-        guard_source(source, functools.partial(GuardBuilder.HASATTR, attr=name))
+        if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
+            guard_source(source, functools.partial(GuardBuilder.HASATTR, attr=name))
+        else:  # torch < 2.13
+            guard_source(AttrSource(source, name), GuardBuilder.HASATTR)
     elif found is None and hasattr(value, "__dict__"):
         guard_source(source, functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name))
 

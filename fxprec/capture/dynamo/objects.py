@@ -36,8 +36,8 @@ from fxprec.torch_internals import (
     unwrapped,
 )
 
-#: Of which dynamo guards itself which object it is, or the capture does: which modules are one.
-_GUARDED: Final = (type, ModuleType, nn.Module)
+#: Of which dynamo guards itself which object it is.
+_GUARDED: Final = (type, ModuleType)
 
 
 def guarding_objects() -> list[tuple[Any, str, Any]]:
@@ -53,15 +53,39 @@ def guarding_objects() -> list[tuple[Any, str, Any]]:
 
         return met_again
 
+    def guard_whether_one(left: Any, right: Any) -> None:
+        one, other = unwrapped(left), unwrapped(right)
+        if _may_be_one(one, other) and one.source != other.source:
+            guard_source(one.source, one_as(other.source))
+
     def identity(compare: Callable[..., Any]) -> Callable[..., Any]:
         def compared(left: Any, right: Any) -> Any:
             answer = compare(left, right)
-            one, other = unwrapped(left), unwrapped(right)
-            if answer is not None and _may_be_one(one, other) and one.source != other.source:
-                guard_source(one.source, one_as(other.source))
+            if answer is not None:
+                guard_whether_one(left, right)
             return answer
 
         return compared
+
+    def identity_by_builtin(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(builtin: Any, frame: Any, arguments: Any, kwargs: Any) -> Any:
+            answer = call(builtin, frame, arguments, kwargs)
+            if builtin.fn in (operator.is_, operator.is_not):
+                guard_whether_one(*arguments)
+            return answer
+
+        return called
+
+    def identity_by_method(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(variable: Any, frame: Any, name: str, arguments: Any, kwargs: Any) -> Any:
+            if name == "__ne__" and type(variable.value).__ne__ is object.__ne__:  # dynamo: what it does not implement
+                raise classes.graph_break(f"__ne__ of a {type(variable.value).__name__}, which its class has not")
+            answer = call(variable, frame, name, arguments, kwargs)
+            if name == "__eq__" and type(variable.value).__eq__ is object.__eq__:
+                guard_whether_one(variable, *arguments)
+            return answer
+
+        return called
 
     def hashed(hash_of: Callable[..., Any]) -> Callable[..., Any]:
         def found(variable: Any, *args: Any) -> Any:
@@ -106,16 +130,31 @@ def guarding_objects() -> list[tuple[Any, str, Any]]:
         if variable.source is not None:
             guard_source(variable.items.item.source, _has_keys)
 
+    def key_of_object(has: Callable[..., Any]) -> Callable[..., Any]:
+        def has_key_in_dict(variable: Any, frame: Any, key: Any) -> Any:
+            there = has(variable, frame, key)
+            if variable.source is not None and there is (key in vars(variable.value)):  # else the code has set it
+                guard_source(variable.source, _has_key(key))
+            return there
+
+        return has_key_in_dict
+
     around = [
         (classes.arguments, "make_dupe_guard", again),
         *((module, "vt_identity_compare", identity) for module in classes.comparing),
-        (classes.object, "hash_impl", hashed),
-        (classes.object, "richcompare_impl", compared_by_its_class),
+        (classes.object, classes.hash, hashed),
+        (classes.object, classes.comparison, compared_by_its_class),
         (classes.object, classes.attribute, attribute),
         (classes.instance_dict, "install_dict_contains_guard", lambda _: has_key),
         (classes.instance_dict, "install_dict_keys_match_guard", lambda _: has_keys),
         (classes.signature, "is_matching_object", lambda _: staticmethod(lambda value: False)),
     ]  # what a torch has not, it does in another way
+    if not classes.comparing:  # before torch 2.13
+        around += [
+            (classes.builtin, "call_function", identity_by_builtin),
+            (classes.object, "call_method", identity_by_method),
+            (classes.object, "has_key_in_generic_dict", key_of_object),
+        ]
     return [(owner, name, wrap(getattr(owner, name))) for owner, name, wrap in around if hasattr(owner, name)]
 
 

@@ -213,37 +213,40 @@ def strict(granted: Granted) -> Iterator[None]:
         return trace(parent, function, args, *rest, **more)
 
     numpy = classes.guard_module
-    with replaced(
-        [
-            *guarding_objects(),
-            (classes.guards, "EQUALS_MATCH", also(classes.guards.EQUALS_MATCH, exact)),
-            (classes.guards, "TYPE_MATCH", also(classes.guards.TYPE_MATCH, exact_keys)),
-            (classes.guards, "CLOSURE_MATCH", also(classes.guards.CLOSURE_MATCH, exact_closure)),
-            (numpy, "from_numpy", torch.inference_mode(False)(numpy.from_numpy)),
-            _before(classes.dictionary, "getitem_const_raise_exception_if_absent", missing_key),
-            _before(classes.dictionary, "install_dict_keys_match_guard", guard_order),
-            _before(classes.dictionary, "call_method", hands_on_keys),
-            _before(classes.list, "call_method", extends),
-            (classes.cached_function, "call_function", call_of_cached),
-            _before(classes.user_class, "call_function", call_of_class),
-            _before(classes.autograd_function, "call_apply", apply),
-            _before(classes.applied_function, "call_function", recorded_apply),
-            *([] if GUARDS_CLASSES else [_guarding_attributes(classes.user_class)]),
-            (classes.inference_mode, "create", staticmethod(no_inference_mode)),
-            (classes.inliner, "build_inline_tracer", staticmethod(build_inline_tracer)),
-            _before(classes.builtin, "call_function", asked),
-            _before(classes.array, classes.attribute, attribute_of_scalar),
-            _before(classes.tensor, classes.attribute, fact_of_tensor),
-            _zeros_as_constants(classes.argument),
-            _before(classes.argument, "wrap_numpy_ndarray", scalar_of_numpy),
-            _integers_of_torchs_modules_as_constants(classes.arguments),
-            _functions_of_torch(classes),
-            _arguments_of_regions_as_constants(classes),
-            (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
-            (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
-            (classes.frame, classes.end, end_of_frame(getattr(classes.frame, classes.end))),
-            _before(classes.generator, "reconstruct", no_generator),
-        ]
+    # one after the other: what comes before a call comes before the guards of objects too
+    with (
+        replaced(guarding_objects()),
+        replaced(
+            [
+                (classes.guards, "EQUALS_MATCH", also(classes.guards.EQUALS_MATCH, exact)),
+                (classes.guards, "TYPE_MATCH", also(classes.guards.TYPE_MATCH, exact_keys)),
+                (classes.guards, "CLOSURE_MATCH", also(classes.guards.CLOSURE_MATCH, exact_closure)),
+                (numpy, "from_numpy", torch.inference_mode(False)(numpy.from_numpy)),
+                _before(classes.dictionary, "getitem_const_raise_exception_if_absent", missing_key),
+                _before(classes.dictionary, "install_dict_keys_match_guard", guard_order),
+                _before(classes.dictionary, "call_method", hands_on_keys),
+                _before(classes.list, "call_method", extends),
+                (classes.cached_function, "call_function", call_of_cached),
+                _before(classes.user_class, "call_function", call_of_class),
+                _before(classes.autograd_function, "call_apply", apply),
+                _before(classes.applied_function, "call_function", recorded_apply),
+                *([] if GUARDS_CLASSES else [_guarding_attributes(classes.user_class)]),
+                (classes.inference_mode, "create", staticmethod(no_inference_mode)),
+                (classes.inliner, "build_inline_tracer", staticmethod(build_inline_tracer)),
+                _before(classes.builtin, "call_function", asked),
+                _before(classes.array, classes.attribute, attribute_of_scalar),
+                _before(classes.tensor, classes.attribute, fact_of_tensor),
+                _zeros_as_constants(classes.argument),
+                _before(classes.argument, "wrap_numpy_ndarray", scalar_of_numpy),
+                _integers_of_torchs_modules_as_constants(classes.arguments),
+                _functions_of_torch(classes),
+                _arguments_of_regions_as_constants(classes),
+                (classes.random, "is_supported_random_obj", staticmethod(lambda value: False)),
+                (classes.frame, "replace_tos_if_return_is_generator", lambda frame: None),
+                (classes.frame, classes.end, end_of_frame(getattr(classes.frame, classes.end))),
+                _before(classes.generator, "reconstruct", no_generator),
+            ]
+        ),
     ):
         yield
 
