@@ -481,6 +481,12 @@ def add_relation(builder: Any, guard: Any, source: Any, relation: Callable[[Any,
     builder.add_python_lambda_leaf_guard_to_root([expression], [expression], known)
 
 
+def looks_into(variable: Any) -> bool:
+    """Whether dynamo has a variable of an object's built-in part, as of a subclass of ``dict``, and compares that."""
+    names = ("_base_vt", "_dict_vt", "_list_vt", "_set_vt", "_tuple_vt")  # the latter before torch 2.13
+    return any(getattr(variable, name, None) is not None for name in names)
+
+
 def is_key_of_dict(source: Any) -> bool:
     """Whether something comes from among the keys of a dict, which dynamo guards with the dict."""
     return bool(source.is_dict_key())

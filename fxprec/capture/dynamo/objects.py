@@ -33,6 +33,7 @@ from fxprec.torch_internals import (
     guard_source,
     guarded_value,
     is_key_of_dict,
+    looks_into,
     unwrapped,
 )
 
@@ -173,11 +174,8 @@ def _may_be_one(one: Any, other: Any) -> bool:
 
 def _is_of_c(variable: Any, method: Any, operation: str) -> bool:
     """Whether objects of a class are compared by code that is not Python's, from what dynamo does not look at."""
-    return (
-        not isinstance(method, FunctionType)
-        and method is not getattr(object, operation)
-        and getattr(variable, "_base_vt", None) is None
-    )
+    of_python = isinstance(method, FunctionType) or method is getattr(object, operation)
+    return not of_python and not looks_into(variable)
 
 
 def _asked(method: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:

@@ -273,6 +273,26 @@ def test_an_argument_and_the_order_of_a_dict_can_be_guarded(monkeypatch: pytest.
         assert compiled({name: torch.ones(1) for name in order}).item() == ord(order[0])
 
 
+@contract("fxprec", "looks_into")
+def test_the_built_in_part_of_an_object_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named(dict[str, int]):
+        name = "ab"
+
+    classes = of_fxprec.dynamo_classes()
+    read = getattr(classes.object, classes.attribute)
+    seen: dict[str, bool] = {}
+
+    def attribute(variable: Any, *args: Any) -> Any:
+        seen[type(variable.value).__name__] = of_fxprec.looks_into(variable)
+        return read(variable, *args)
+
+    monkeypatch.setattr(classes.object, classes.attribute, attribute)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, one, other: x * len(one.name) * other.scale, backend="eager")
+    assert compiled(torch.ones(1), Named(), types.SimpleNamespace(scale=3)).item() == 6
+    assert seen["SimpleNamespace"] is False and seen.get("Named", True)  # a class of its own reads it in some torch
+
+
 @contract("fxprec", "guard_source", "guard_absence", "add_relation", "is_key_of_dict")
 def test_objects_can_be_guarded_by_what_they_lack_and_are_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = of_fxprec.dynamo_classes()
