@@ -54,13 +54,12 @@ def _share(gm: GraphModule, context: Context) -> bool:
         return False
     recorded = grad_mode_at_nodes(gm.graph, context.gradients)
     roots, written = written_memory(gm.graph)
-    changed = False
+    now: dict[Node, Node] = {}  # what became of a cast that others are views of
     for wide, views, base in found:
         alike = len({recorded[node] for node in (wide, *views, base)}) == 1
         if alike and roots[base] not in written:
-            _view_of(base, views, wide)
-            changed = True
-    return changed
+            now[wide] = _view_of(now.get(base, base), views, wide)
+    return bool(now)
 
 
 def _views(casts: dict[Node, Node]) -> list[tuple[Node, list[Node], Node]]:
@@ -88,12 +87,11 @@ def _viewed(node: Node) -> Node | None:
     return node.all_input_nodes[0]
 
 
-def _view_of(base: Node, views: list[Node], wide: Node) -> None:
-    """Put views of ``base``, which is a cast, in the place of the cast ``wide`` of the last of ``views``."""
-    graph, source = wide.graph, base.args[0]
-    assert isinstance(source, Node)
-    if wide < base:
-        source.append(base)
+def _view_of(base: Node, views: list[Node], wide: Node) -> Node:
+    """Put views of ``base`` in the place of the cast ``wide`` of the last of ``views``; return the last of them."""
+    graph = wide.graph
+    if wide < base:  # which is a cast still: others are where the cast was that they replaced
+        base.all_input_nodes[0].append(base)
     read = views[0].all_input_nodes[0]
     now = {read: base}
     for view in views:
@@ -114,3 +112,4 @@ def _view_of(base: Node, views: list[Node], wide: Node) -> None:
     for low in (*reversed(views), read):
         if not low.users:
             graph.erase_node(low)
+    return now[views[-1]]

@@ -57,6 +57,22 @@ def of_a_view(x, w, v):
     return h, h.view(-1)[3:], h.t()
 
 
+def of_each_other(x, w, v):
+    h = F.linear(x, w)
+    most = h[:, 1:]
+    return h, most, most[1:]
+
+
+def of_each_other_the_other_way(x, w, v):
+    h, most, part = of_each_other(x, w, v)
+    return part, most, h
+
+
+def of_each_other_between(x, w, v):
+    h, most, part = of_each_other(x, w, v)
+    return most, part, h
+
+
 def read_as_well(x, w, v):
     h = F.linear(x, w)
     row = h[:, :]
@@ -69,8 +85,14 @@ def some_of_several(x, w, v):
     return h, halves[0], halves[1]
 
 
+SHARING = [
+    first_row, before_its_base, of_a_view, of_each_other, of_each_other_the_other_way, of_each_other_between,
+    read_as_well, some_of_several,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("function", [first_row, before_its_base, of_a_view, read_as_well, some_of_several])
+@pytest.mark.parametrize("function", SHARING)
 def test_it_shares_memory_and_costs_no_cast(tools, shared, function, gradients):
     text = shared(function, gradients=gradients)
     ctx = tools.context(gradients=gradients)
