@@ -35,7 +35,7 @@ from fxprec.passes.canonical.logit_losses import take_logits
 from fxprec.passes.canonical.rotary import recognize_rotary
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import Op, argument, notes
-from fxprec.passes.graph.fetched import body_of
+from fxprec.passes.graph.fetched import bodies_in, body_of
 from fxprec.passes.ops.aliases import outside_writes
 from fxprec.passes.ops.names import canonical_op, cast_target
 from fxprec.passes.ops.table import facts_of
@@ -84,8 +84,10 @@ def canonicalize(gm: GraphModule, context: Context) -> PassResult:
 
 def subgraphs(gm: GraphModule) -> Iterator[GraphModule]:
     """The graphs below ``gm``, once each: bodies that higher-order ops call (checkpoints, branches, loops), regions."""
-    nodes = (node for op in ("get_attr", "call_module") for node in gm.graph.find_nodes(op=op, sort=False))
-    found = {node: graph for node in nodes if (graph := subgraph_of(gm, node)) is not None}
+    found = bodies_in(gm)
+    for node in gm.graph.find_nodes(op="call_module"):
+        if (region := subgraph_of(gm, node)) is not None:
+            found[node] = region
     yield from {id(found[node]): found[node] for node in sorted(found)}.values()
 
 

@@ -45,7 +45,7 @@ from fxprec.passes.canonicalize import subgraphs
 from fxprec.passes.context import Context, PassResult
 from fxprec.passes.graph.annotations import UNKNOWN, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
-from fxprec.passes.graph.fetched import body_of
+from fxprec.passes.graph.fetched import bodies_in
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
 from fxprec.passes.graph.returned import returned_values
 from fxprec.passes.insert_casts import actual_dtype, wanted_dtypes
@@ -64,7 +64,7 @@ def fold_casts(gm: GraphModule, context: Context) -> PassResult:
     folded += _fold(gm, context)
     erased = 0
     for node in reversed(list(gm.graph.nodes)):
-        if _is_cast(node) and not node.users and (notes(node).inserted or cast_target(node) is not None):
+        if not node.users and _is_cast(node) and (notes(node).inserted or cast_target(node) is not None):
             gm.graph.erase_node(node)
             erased += 1
     gm.meta["folded"] = gm.meta.get("folded", 0) + folded
@@ -73,8 +73,9 @@ def fold_casts(gm: GraphModule, context: Context) -> PassResult:
 
 def _fold(gm: GraphModule, context: Context) -> int:
     folded = 0
+    casts = dict.fromkeys(filter(_is_cast, gm.graph.nodes))
     gradients = grad_mode_at_nodes(gm.graph, context.gradients)
-    copies = any(map(_is_users_copy, gm.graph.nodes))  # else nobody asks who shares memory that nobody writes to
+    copies = any(map(_is_users_copy, casts))  # else nobody asks who shares memory that nobody writes to
     roots, written = written_memory(gm.graph)
     roots = alias_roots(gm.graph) if copies and not written else roots
     made: dict[tuple[object, torch.dtype, bool], Node] = {}
@@ -83,7 +84,7 @@ def _fold(gm: GraphModule, context: Context) -> int:
     for node in list(gm.graph.nodes):
         if notes(node).dtype is UNKNOWN:
             folded += _looks_again(node, looked)
-        target = _pure_target(node) if _is_cast(node) else None
+        target = _pure_target(node) if node in casts else None
         if target is None or roots[node] in written or node in kept:
             continue
         key = (node.args[0], target, gradients[node])
@@ -214,9 +215,8 @@ def _hoist(gm: GraphModule) -> int:
 def _calls(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
     """Calls of exactly one body that is called exactly once, and was decided as part of this graph."""
     calls = []
-    for node in gm.graph.find_nodes(op="get_attr"):
-        body = body_of(node)
-        if body is not None and len(node.users) == 1:
+    for node, body in bodies_in(gm).items():
+        if len(node.users) == 1:
             (call,) = node.users
             precision = notes(call).precision
             if call.args and call.args[0] is node and precision.rule is Rule.FOLLOW:

@@ -86,16 +86,14 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
     epochs = _Epochs(gm, context)
     for node in list(gm.graph.nodes):
         epochs.transformed(node)
-        changed |= (
-            epochs.keep_digits(node)
-            or epochs.cast_arguments(node)
-            or epochs.keep_recorded(node)
-            or epochs.keep_apart(node)
-        )
-        changed |= _name_dtype_of_bits(node)
-        changed |= _widen_state(node)
-        epochs.written(node)
+        changed |= epochs.keep_digits(node) or epochs.cast_arguments(node) or epochs.keep_users_cast(node)
         annotations = notes(node)
+        row = facts_of(annotations.op.name)
+        if row.bits:
+            changed |= _name_dtype_of_bits(node)
+        if row.wide_state:
+            changed |= _widen_state(node)
+        epochs.written(node)
         dtype = annotations.root_dtype
         if dtype is not None:
             del annotations.root_dtype
@@ -106,7 +104,7 @@ def insert_casts(gm: GraphModule, context: Context) -> PassResult:
 def _name_dtype_of_bits(node: Node) -> bool:
     """Let ``x.view(y.dtype)`` name the dtype that ``y`` had in the original program: here it may be low."""
     reference, dtype = dtype_reference(node), notes(node).dtype
-    if reference is None or not facts_at(node).bits or not isinstance(dtype, torch.dtype):
+    if reference is None or not isinstance(dtype, torch.dtype):
         return False
     asked = next(source for source in node.all_input_nodes if source.args[:2] == (reference, "dtype"))
     node.args = map_arg(node.args, lambda source: dtype if source is asked else source)  # type: ignore[assignment]
@@ -117,7 +115,7 @@ def _name_dtype_of_bits(node: Node) -> bool:
 def _widen_state(node: Node) -> bool:
     """Keep the state of a recurrent op wide between its low products."""
     precision = notes(node).precision
-    if not facts_at(node).wide_state or isinstance(precision.reads, Arrival) or precision.reads == precision.output:
+    if isinstance(precision.reads, Arrival) or precision.reads == precision.output:
         return False
     node.op, node.target = "call_function", WITH_WIDE_STATE[notes(node).op.name]
     node.kwargs = {**node.kwargs, "state": precision.output}
@@ -140,7 +138,10 @@ def original_dtype(info: DTypeInfo | None) -> torch.dtype | None:
 
 
 def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
-    """(port, source) -> the dtype in which ``node`` wants that castable argument; absent: as it comes."""
+    """(port, source) -> the dtype in which ``node`` wants that castable argument, in the order of the arguments.
+
+    Absent: as it comes.
+    """
     annotations = notes(node)
     reads = annotations.precision.reads
     if reads is Arrival.AS_IT_ARRIVES:
@@ -156,12 +157,14 @@ def wanted_dtypes(node: Node) -> dict[tuple[int | str, Node], torch.dtype]:
         if reads is Arrival.ORIGINAL or (row.ports is not None and port not in row.ports):
             wanted[port, source] = torch.float32 if row.fp32_ports else original
         else:
+            wanted[port, source] = reads
             data.append((port, source))
-    if isinstance(reads, Arrival):
-        return wanted
-    if row.native_promotion:
-        data = _not_promoted(data, reads, op)
-    return wanted | dict.fromkeys(data, reads)
+    if row.native_promotion and not isinstance(reads, Arrival):
+        still = _not_promoted(data, reads, op)
+        for each in data:
+            if each not in still:
+                wanted.pop(each, None)
+    return wanted
 
 
 def _not_promoted(data: list[tuple[int | str, Node]], reads: torch.dtype, op: Op) -> list[tuple[int | str, Node]]:
@@ -204,22 +207,27 @@ class _Epochs:
         return self.transforms[depth] if depth < len(self.transforms) else reader
 
     def cast_arguments(self, node: Node) -> bool:
+        """Let a node read every argument in the dtype that it wants."""
         wanted = wanted_dtypes(node)
-        if not wanted:
+        images = {(port, source): self.cast(source, dtype, node, port) for (port, source), dtype in wanted.items()}
+        ports = {port for (port, source), image in images.items() if image is not source}
+        if not ports:
             return False
-        before = node.all_input_nodes
 
         def convert(port: int | str, argument: Argument) -> Argument:
-            return map_arg(argument, lambda source: self.cast(source, wanted.get((port, source)), node, port))
+            if port not in ports:
+                return argument
+            return map_arg(argument, lambda source: images.get((port, source), source))
 
         node.args = tuple(convert(i, a) for i, a in enumerate(node.args))
         node.kwargs = {k: convert(k, a) for k, a in node.kwargs.items()}
-        return node.all_input_nodes != before
+        return True
 
-    def cast(self, source: Node, wanted: torch.dtype | None, reader: Node, port: int | str) -> Node:
+    def cast(self, source: Node, wanted: torch.dtype, reader: Node, port: int | str) -> Node:
+        """Return what a reader gets for an argument that it wants in a dtype: a cast, or the argument itself."""
         info = notes(source).dtype
         unknown = info is UNKNOWN or (isinstance(info, tuple) and UNKNOWN in info)
-        if wanted is None or original_dtype(info) is None or (actual_dtype(source) == wanted and not unknown):
+        if original_dtype(info) is None or (actual_dtype(source) == wanted and not unknown):
             return source
         function = cast_each if isinstance(info, tuple) else cast_if_float if unknown else cast
         if port in facts_at(reader).masks and wanted is not torch.float32:
@@ -272,10 +280,16 @@ class _Epochs:
             node.kwargs = {name: each for name, each in node.kwargs.items() if each is not reference}
         return True
 
-    def keep_recorded(self, node: Node) -> bool:
+    def keep_users_cast(self, node: Node) -> bool:
+        """Let a cast that the user wrote go on sharing memory, or a gradient, with what it casts, or not, as it did."""
+        source = node.args[0] if node.args else None
+        if notes(node).op.name != "to" or not isinstance(source, Node):
+            return False
+        return self.keep_recorded(node, source) or self.keep_apart(node, source)
+
+    def keep_recorded(self, node: Node, source: Node) -> bool:
         """A user's cast that did nothing in the original program, and converts now, must not end a gradient."""
-        op, source = notes(node).op, node.args[0] if node.args else None
-        if op.name != "to" or not isinstance(source, Node) or self.roots[node] in self.written_roots:
+        if self.roots[node] in self.written_roots:
             return False
         if self.recorded[node] or not self.recorded[source] or len(node.args) > 2 or node.kwargs.keys() - {"dtype"}:
             return False
@@ -290,14 +304,11 @@ class _Epochs:
         self.graph.erase_node(node)
         return True
 
-    def keep_apart(self, node: Node) -> bool:
+    def keep_apart(self, node: Node, source: Node) -> bool:
         """Let a user's cast that copied in the original program copy still, where it would give its input itself.
 
         That matters where somebody writes to either side, and where the copy, made under ``no_grad``, has no gradient.
         """
-        op, source = notes(node).op, node.args[0] if node.args else None
-        if op.name != "to" or not isinstance(source, Node):
-            return False
         ends_gradient = self.recorded[source] and not self.recorded[node]
         if not ends_gradient and self.roots[node] not in self.written_roots:
             return False

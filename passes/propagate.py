@@ -49,7 +49,7 @@ from fxprec.passes.graph.annotations import (
     nested,
     notes,
 )
-from fxprec.passes.graph.fetched import attribute_of, body_of
+from fxprec.passes.graph.fetched import attributes_in, body_of
 from fxprec.passes.ops.table import OVERLOAD_RESULTS, facts_at, facts_of, rule_of
 from fxprec.passes.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, schema_of
 
@@ -77,6 +77,7 @@ class _Walk:
     def __init__(self, gm: GraphModule, context: Context) -> None:
         self.gm = gm
         self.context = context
+        self.fetched = dict(attributes_in(gm))
         self.facts = Facts(context.low, context.policy.lowers_parameters)
 
     def run(self) -> DTypeInfo:
@@ -110,7 +111,7 @@ class _Walk:
         return torch.int64 if _is_index(node) else UNKNOWN
 
     def _attribute(self, node: Node) -> DTypeInfo:
-        value, annotations = attribute_of(node), notes(node)
+        value, annotations = self.fetched[node], notes(node)
         annotations.numel = numel_of(value)
         if not isinstance(value, torch.Tensor):
             return NON_TENSOR
@@ -216,7 +217,8 @@ def _gives_sparse(node: Node) -> bool:
     facts = facts_of(notes(node).op.name)
     if facts.layout is not None and facts.layout != "mixed":
         return facts.layout == "sparse"
-    tensors = [notes(source).sparse for source in node.all_input_nodes if notes(source).dtype is not NON_TENSOR]
+    sources = [notes(source) for source in node.all_input_nodes]
+    tensors = [source.sparse for source in sources if source.dtype is not NON_TENSOR]
     if not any(tensors) or notes(node).dtype is NON_TENSOR:
         return False
     mixed = facts.layout == "mixed" or rule_of(notes(node).op.name) is None

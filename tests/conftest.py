@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,8 @@ from fxprec.programs.shapes import propagate_shapes
 from two_ranks import two_ranks
 
 torch.set_num_threads(1)  # the tensors are tiny: threads cost more than they give, much more beside other work
+
+os.environ.setdefault("FXPREC_VERIFY_EACH", "1")  # a pass that breaks an invariant is named (passes/runner.py)
 
 # After a compilation dynamo times its guards, for a line in its log, and flushes the processor's caches before that:
 # up to 36 ms. Replaced before dynamo, which is imported later, takes it over.

@@ -30,7 +30,7 @@ class ModelState(Contents):
             self.add(module.__dict__, partial(_different, path))
         for path, module in named:
             for name, value in module.__dict__.items():
-                if is_container(value) and not is_plain(value):
+                if is_container(value) and not (value and is_plain(value)):
                     of_parts = name in PARTS
                     self.add_nested(value, partial(_different, path) if of_parts else partial(_contents_of, path, name))
 

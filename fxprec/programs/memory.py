@@ -14,8 +14,7 @@ Other graphs are right for all, and are not asked. Tensors share memory where th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -24,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.canonicalize import every_graph
 from fxprec.passes.graph.annotations import notes
+from fxprec.passes.graph.fetched import attributes_in
 
 #: Where memory starts and ends.
 _Span = tuple[int, int]
@@ -38,7 +38,7 @@ def mark_shared(gm: GraphModule, inputs: Mapping[Node, Any]) -> None:
     Args:
         inputs: placeholder -> its value, as far as there is a call.
     """
-    values = {node: value for node, value in (*inputs.items(), *_held(gm)) if isinstance(value, Tensor)}
+    values = {node: value for node, value in (*inputs.items(), *attributes_in(gm)) if isinstance(value, Tensor)}
     pattern = _pattern([*map(_span, values.values())])
     shared = {first for position, first in enumerate(pattern) if position != first}
     for node, first in zip(values, pattern, strict=True):
@@ -55,7 +55,7 @@ def mark_all_shared(gm: GraphModule) -> None:
 
 def constants_of(gm: GraphModule) -> list[Tensor]:
     """The tensors that a graph holds itself, and those of the bodies that it calls."""
-    return [value for each in every_graph(gm) for _, value in _held(each) if isinstance(value, Tensor)]
+    return [value for each in every_graph(gm) for _, value in attributes_in(each) if isinstance(value, Tensor)]
 
 
 class SharedMemory:
@@ -155,12 +155,3 @@ def _pointers(weights: Sequence[Tensor]) -> list[int]:
         return [*map(_pointer, weights)]
     except (RuntimeError, NotImplementedError):  # under a transform of torch.func
         return [_span(weight)[0] for weight in weights]
-
-
-def _held(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
-    owners: dict[str, Any] = {"": gm}
-    for node in gm.graph.find_nodes(op="get_attr"):
-        path, _, name = str(node.target).rpartition(".")
-        if path not in owners:
-            owners[path] = reduce(lambda owner, part: getattr(owner, part, None), path.split("."), gm)
-        yield node, getattr(owners[path], name, None)

@@ -150,8 +150,8 @@ def without_autocast(function: Callable[..., Any], device: str) -> Callable[...,
 
 def _is_mixed_norm(node: Node) -> bool:
     """Return whether its kernel reads low values beside FP32 weights or statistics: norms of a CPU."""
-    precision = notes(node).precision
-    return bool(facts_of(notes(node).op.name).mixed) and precision.output in (torch.float16, torch.bfloat16)
+    annotations = notes(node)
+    return bool(facts_of(annotations.op.name).mixed) and annotations.precision.output in (torch.float16, torch.bfloat16)
 
 
 def _regions(gm: GraphModule) -> dict[str, FusedRegion]:

@@ -47,8 +47,10 @@ def call_depthwise(graph: Graph, low: torch.dtype) -> bool:
     """Replace what is computed low and may gain, by the weight's sizes if they are known. Returns whether any was."""
     changed = False
     for node in graph.nodes:
+        if node.op != "call_function" or notes(node).op.name != "conv2d":
+            continue
         decided = notes(node).precision
-        if notes(node).op.name != "conv2d" or node.op != "call_function" or decided.compute is not low:
+        if decided.compute is not low:
             continue
         numbers = [argument(node, 3 + i, name, default) for i, (name, default) in enumerate(_DEFAULTS.items())]
         if not all(map(_are_numbers, numbers)) or numbers[-1] == 1 or not _may_gain(node, *numbers[:3]):

@@ -28,8 +28,8 @@ def accumulate_wide(gm: GraphModule) -> bool:
     changed = False
     for node in gm.graph.nodes:
         annotations = notes(node)
-        row, precision = facts_of(annotations.op.name), annotations.precision
-        if not row.dtype_keyword or precision.reads is precision.output:
+        precision = annotations.precision
+        if not facts_of(annotations.op.name).dtype_keyword or precision.reads is precision.output:
             continue
         reads_low = isinstance(precision.reads, torch.dtype)
         if reads_low and precision.output is torch.float32 and node.kwargs.get("dtype") is None:

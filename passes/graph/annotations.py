@@ -7,6 +7,7 @@ writes all of that node's; of the others it writes its own fields only.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -240,6 +241,7 @@ _INTERNAL: Final = frozenset({"_modules", "_parameters", "_buffers", "__dict__",
 _NOWHERE: Final = "_empty_nn_module_stack_from_metadata_hook"
 
 
+@functools.lru_cache(maxsize=1 << 12)  # of every node of a module it is asked several times
 def clean_path(name: str) -> str:
     """Return a path as the user knows it, from any way in which a capture writes it.
 

@@ -89,7 +89,7 @@ def shared_sources(node: Node) -> Iterator[Node]:
 
 def written_by(node: Node) -> Iterator[Node]:
     """The arguments that a call writes to, as far as its name or schema tells."""
-    if not (node.args or node.kwargs):
+    if not node.op.startswith("call"):
         return
     op = notes(node).op
     if isinstance(node.target, HigherOrderOperator):
@@ -133,7 +133,8 @@ def written_memory(
     Args:
         sources: as for ``alias_roots``.
     """
-    targets = [target for node in graph.nodes for target in written_by(node)]
+    calls = (node for node in graph.nodes if node.op.startswith("call"))
+    targets = [target for node in calls for target in written_by(node)]
     if not targets:
         return {node: node for node in graph.nodes}, set()
     roots = alias_roots(graph, sources)

@@ -52,7 +52,7 @@ def facts_of(name: str) -> OpRule:
 
 def facts_at(node: Node) -> OpRule:
     """``facts_of`` the op of a node."""
-    return facts_of(notes(node).op.name)
+    return OP_TABLE.get(notes(node).op.name, _NOTHING_KNOWN)
 
 
 _NOTHING_KNOWN: Final = OpRule(Rule.KEEP, "")

@@ -89,8 +89,9 @@ class Origins:
         return node in self._exact
 
     def _origin(self, node: Node, operands: Mapping[Node, Node]) -> Origin:
-        info = notes(node).dtype
-        if notes(node).kind == "parameter":
+        annotations = notes(node)
+        info = annotations.dtype
+        if annotations.kind == "parameter":
             return Origin.OTHER
         if isinstance(info, torch.dtype) and not (info.is_floating_point or info.is_complex):
             return Origin.CONSTANT if info in _EXACT else Origin.COUNT
@@ -100,7 +101,7 @@ class Origins:
             return self._known.get(operands[node], Origin.OTHER)
         if node.op in ("placeholder", "get_attr"):
             return self._from_outside(node)
-        row = rule_of(notes(node).op.name)
+        row = rule_of(annotations.op.name)
         if row is None or row.random or isinstance(node.target, HigherOrderOperator):
             return Origin.OTHER
         sources = [self._known.get(source, Origin.OTHER) for source in _values(node, row)]
@@ -109,7 +110,7 @@ class Origins:
             return Origin.COUNT
         if row.rule is Rule.LOW and Origin.INPUT in sources:  # a product takes no integers: it is a float input
             return Origin.OTHER
-        if origin is not Origin.OTHER and (row.counts or (origin is Origin.INPUT and notes(node).op.name == "to")):
+        if origin is not Origin.OTHER and (row.counts or (origin is Origin.INPUT and annotations.op.name == "to")):
             return Origin.COUNT
         periodic = row.periodic or (isinstance(info, torch.dtype) and info.is_complex)
         return Origin.CONSTANT if periodic and origin is not Origin.OTHER else origin

@@ -97,6 +97,8 @@ def overflowing_square(site: Site, context: Context) -> str | None:
 
 def exp_chains(graph: Graph) -> set[Node]:
     """The ops between an exponential and a reduction of it."""
+    if not any(facts_at(node).exponential for node in graph.nodes):
+        return set()
     after: set[Node] = set()
     for node in graph.nodes:
         if facts_at(node).rule in (Rule.FOLLOW, Rule.PROMOTE) and any(

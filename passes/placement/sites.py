@@ -162,7 +162,8 @@ def names_dtype(node: Node) -> bool:
 
 def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, output: torch.dtype | None) -> Precision:
     """What is decided of a node. ``reads``: the dtype that it asks for, ``output``: that of its float; None: none."""
-    info = notes(node).dtype
+    annotations = notes(node)
+    info = annotations.dtype
     if output is None and isinstance(info, torch.dtype) and info.is_floating_point:
         output = info
     compute = reads or (output if node.op.startswith("call") else None)
@@ -171,6 +172,6 @@ def precision_of(node: Node, rule: Rule, why: str, reads: torch.dtype | None, ou
     if output is torch.float64:  # of float64, which nothing casts, whatever the rule
         compute = output
     arrival = reads or (Arrival.ORIGINAL if rule is Rule.KEEP else Arrival.AS_IT_ARRIVES)
-    if facts_at(node).arrives or not node.all_input_nodes or notes(node).as_written:
+    if not node.all_input_nodes or annotations.as_written or facts_of(annotations.op.name).arrives:
         arrival = Arrival.AS_IT_ARRIVES
     return Precision(arrival, compute, output, rule, why)

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec.passes.canonical.autocast_regions import is_kept_region
 from fxprec.passes.context import Context
 from fxprec.passes.graph.annotations import CASTABLE, Rule, leaves, notes
-from fxprec.passes.graph.fetched import body_of
+from fxprec.passes.graph.fetched import bodies_in, body_of
 from fxprec.passes.graph.text import dtype_name
 from fxprec.passes.ops.names import cast_target
 from fxprec.passes.placement.sites import (
@@ -237,8 +237,7 @@ def _bodies(node: Node) -> list[GraphModule]:
 
 def _body_calls(gm: GraphModule) -> Counter[int]:
     """How often each body (by id) is called from this graph."""
-    found = ((body_of(node), node) for node in gm.graph.find_nodes(op="get_attr"))
-    return Counter({id(body): len(node.users) for body, node in found if body is not None})
+    return Counter({id(body): len(node.users) for node, body in bodies_in(gm).items()})
 
 
 def _runs_bodies(node: Node) -> bool:

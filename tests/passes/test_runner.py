@@ -145,6 +145,22 @@ def test_a_graph_that_did_not_change_is_not_gone_over_again(tools, monkeypatch):
     assert linted == [8, 8]  # after insert_casts, and at the end
 
 
+def test_for_users_the_result_alone_is_checked(tools, monkeypatch):
+    def careless(gm, context):
+        node = next(node for node in gm.graph.nodes if node.name == "linear")
+        node.replace_input_with(node.args[0], node.args[0].args[0])
+        return PassResult(gm, True)
+
+    monkeypatch.delenv("FXPREC_VERIFY_EACH")
+    linted = []
+    lint = Graph.lint
+    monkeypatch.setattr(Graph, "lint", lambda graph: linted.append(len(graph.nodes)) or lint(graph))
+    run_passes(tools.traced(f, *INPUTS), tools.context())
+    assert linted == [8]  # at the end
+    with pytest.raises(fxprec.InvariantError, match=r'^verify broke "every float edge .*node linear, argument x'):
+        run_passes(tools.traced(f, *INPUTS), tools.context(), [*PIPELINE[:5], careless, *PIPELINE[5:]])
+
+
 def test_an_invariant_counts_from_the_pass_on_that_sets_it_up(tools):
     def forgetful(gm, context):
         for node in gm.graph.nodes:

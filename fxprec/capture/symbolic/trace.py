@@ -176,14 +176,12 @@ def _leave_contexts(error: BaseException) -> None:
 
 def _check_constants(tracer: ForwardTracer, graph: fx.Graph) -> None:
     """Decline a graph that would change a constant, or give one away: the next call would not get it afresh."""
-    constants: set[fx.Node] = set()
-    fresh: set[fx.Node] = set()  # of tensors that the original makes anew at each call
+    constants = {node for node in graph.find_nodes(op="get_attr", sort=False) if notes(node).kind == "constant"}
+    if not constants:
+        return
+    fresh = {node for node in constants if node.target in tracer.made}  # the original makes them anew at each call
     for node in graph.nodes:
         if node.op == "get_attr":
-            if notes(node).kind == "constant":
-                constants.add(node)
-                if node.target in tracer.made:
-                    fresh.add(node)
             continue
         if node.op == "output":
             if fresh.intersection(node.all_input_nodes):
