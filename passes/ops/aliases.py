@@ -14,6 +14,7 @@ Of NumPy's calls, which dynamo traces, nobody says which return a view, or write
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import BuiltinFunctionType
 from typing import Final
 
 from torch.fx import Graph, GraphModule, Node
@@ -92,9 +93,10 @@ def written_by(node: Node) -> Iterator[Node]:
     if not node.op.startswith("call"):
         return
     op = notes(node).op
-    if isinstance(node.target, HigherOrderOperator):
+    by_name = isinstance(node.target, str | BuiltinFunctionType)  # as most are: it has no body, and no schema
+    if not by_name and isinstance(node.target, HigherOrderOperator):
         yield from (operand for operand, written, _ in _operands(node) if written)
-    elif (name := numpy_call(node.target)) is not None:
+    elif not by_name and (name := numpy_call(node.target)) is not None:
         if name not in _NUMPY_NEW | _NUMPY_VIEWS or _takes_out(node):
             yield from node.all_input_nodes
     elif op.in_place:
@@ -103,7 +105,7 @@ def written_by(node: Node) -> Iterator[Node]:
         flag = argument(node, *writes.flag)
         if flag is not None and flag is not False:
             yield from (source for port, source in arg_nodes(node) if port in writes.ports)
-    elif (overload := _overload(node.target)) is not None and schema_of(overload).is_mutable:
+    elif not by_name and (overload := _overload(node.target)) is not None and schema_of(overload).is_mutable:
         written = {
             key
             for position, each in enumerate(schema_of(overload).arguments)
