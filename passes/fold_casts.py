@@ -41,9 +41,8 @@ from collections.abc import Set
 import torch
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.canonicalize import subgraphs
-from fxprec.passes.context import Context, PassResult
-from fxprec.passes.graph.annotations import UNKNOWN, Precision, Rule, notes
+from fxprec.passes.context import Context, PassResult, bodies_first
+from fxprec.passes.graph.annotations import UNKNOWN, Precision, Rule, graph_notes, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.fetched import bodies_in
 from fxprec.passes.graph.grad_mode import grad_mode_at_nodes
@@ -54,20 +53,17 @@ from fxprec.passes.ops.names import cast_target, dtype_argument
 from fxprec.passes.ops.table import facts_of
 
 
+@bodies_first
 def fold_casts(gm: GraphModule, context: Context) -> PassResult:
-    """Fold identities and round trips; hoist casts of subgraph operands. ``gm.meta["folded"]`` counts what went."""
-    folded = 0
-    for sub in subgraphs(gm):
-        before = sub.meta.get("folded", 0)
-        folded += fold_casts(sub, context).gm.meta["folded"] - before
+    """Fold identities and round trips, and hoist casts of what bodies read; ``graph_notes(gm).folded`` counts folds."""
     hoisted = _hoist(gm)
-    folded += _fold(gm, context)
+    folded = _fold(gm, context)
     erased = 0
     for node in reversed(list(gm.graph.nodes)):
         if not node.users and _is_cast(node) and (notes(node).inserted or cast_target(node) is not None):
             gm.graph.erase_node(node)
             erased += 1
-    gm.meta["folded"] = gm.meta.get("folded", 0) + folded
+    graph_notes(gm).folded += folded
     return PassResult(gm, folded + hoisted + erased > 0)
 
 

@@ -42,8 +42,7 @@ from typing import Final
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.passes.canonicalize import subgraphs
-from fxprec.passes.context import Context, PassResult
+from fxprec.passes.context import Context, PassResult, bodies_last
 from fxprec.passes.graph.annotations import UNKNOWN, Op, Precision, Rule, notes
 from fxprec.passes.graph.casts import CASTS, cast, cast_if_float
 from fxprec.passes.graph.fetched import body_of
@@ -59,16 +58,12 @@ _SHORT: Final = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _HANDED_ON: Final = ("nn_module_stack", "stack_trace", "numel", "val")
 
 
+@bodies_last
 def keep_returned(gm: GraphModule, context: Context) -> PassResult:
     """Route the readers of each low value that is returned in a wider dtype through what is returned."""
-    if context.policy.level == "O0":
+    if context.policy.level == "O0" or not any(map(_is_read_as_well, returned_values(gm.graph))):
         return PassResult(gm, False)
-    changed = False
-    if any(map(_is_read_as_well, returned_values(gm.graph))):
-        changed = _keep(gm, context)
-    for body in subgraphs(gm):
-        changed |= keep_returned(body, context).changed
-    return PassResult(gm, changed)
+    return PassResult(gm, _keep(gm, context))
 
 
 def _is_read_as_well(returned: Node) -> bool:

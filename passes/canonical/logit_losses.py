@@ -24,8 +24,9 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.graph.annotations import Op, notes
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 from fxprec.passes.ops.names import cast_target
@@ -35,15 +36,17 @@ from fxprec.passes.ops.table import facts_at
 INSTEAD: Final = "in place of binary_cross_entropy of a sigmoid"
 
 
-def take_logits(graph: Graph) -> bool:
-    """Replace binary cross entropies of sigmoids. True where there were any."""
+@bodies_first
+def take_logits(gm: GraphModule, context: Context) -> PassResult:
+    """Replace binary cross entropies of sigmoids, but at O0, which changes nothing."""
+    graph = gm.graph
     losses = [node for node in graph.nodes if notes(node).op.name == "binary_cross_entropy"]
     losses = [
         node for node in losses if node.target in (F.binary_cross_entropy, torch.ops.aten.binary_cross_entropy.default)
     ]
     found = [(loss, chain) for loss in losses if (chain := _to_sigmoid(loss)) is not None]
-    if not found:
-        return False
+    if not found or context.policy.level == "O0":
+        return PassResult(gm, False)
     roots = alias_roots(graph)
     written = written_roots(graph, roots)
     changed = False
@@ -52,7 +55,7 @@ def take_logits(graph: Graph) -> bool:
             continue
         _rewrite(graph, loss, chain)
         changed = True
-    return changed
+    return PassResult(gm, changed)
 
 
 def _to_sigmoid(loss: Node) -> list[Node] | None:

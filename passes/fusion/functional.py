@@ -12,10 +12,11 @@ last write: then there is no way to see the difference.
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from torch.fx import GraphModule, Node
 
 from fxprec.kernels.rows.program.lowering import LOWERINGS
 from fxprec.passes.canonical.in_place import out_of_place
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.fusion.effects import stretches
 from fxprec.passes.fusion.row_operations import INTEGERS
 from fxprec.passes.graph.annotations import NO_OP, notes
@@ -25,8 +26,12 @@ from fxprec.passes.ops.aliases import alias_roots, written_by
 from fxprec.passes.ops.table import rule_of
 
 
-def make_functional(graph: Graph) -> bool:
-    """Replace in-place row operations by functional ones where nobody can tell. True where any was replaced."""
+@bodies_first
+def make_functional(gm: GraphModule, context: Context) -> PassResult:
+    """Replace in-place row operations by functional ones where regions are formed and nobody can tell."""
+    if not context.regions:
+        return PassResult(gm, False)
+    graph = gm.graph
     written = [(target, node) for node in graph.nodes for target in written_by(node)]
     roots = alias_roots(graph) if written else {}
     writes: dict[Node, list[Node]] = {}
@@ -53,7 +58,7 @@ def make_functional(graph: Graph) -> bool:
                     user.replace_input_with(current, node)
             current = node
         changed = True
-    return changed
+    return PassResult(gm, changed)
 
 
 def _maker(writer: Node) -> Node:

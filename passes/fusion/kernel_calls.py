@@ -29,20 +29,22 @@ With compiled loops losses and max poolings do, each from a size on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node, Proxy
+from torch.fx import GraphModule, Node, Proxy
 
 from fxprec.kernels.launch.observers import COMPILER, DUAL, SCRIPT, TRANSFORM, watcher
 from fxprec.kernels.launch.operands import suits_loops
+from fxprec.passes.context import Context, PassResult, bodies_first
 from fxprec.passes.fusion.few_elements import FEWEST, is_large
 from fxprec.passes.graph.annotations import CASTABLE, Precision, notes
 from fxprec.passes.graph.casts import cast
 from fxprec.passes.graph.leaves import is_served, leaf
+from fxprec.passes.graph.returned import returned_with_gradient
 from fxprec.passes.ops.aliases import alias_roots, written_roots
 
 _LOW: Final = (torch.float16, torch.bfloat16)
@@ -164,19 +166,19 @@ def _is_long(logits: Any, many: int, classes: int) -> bool:
     )
 
 
-def call_kernels(
-    graph: Graph, by: Literal["triton", "loops", "aten"] = "triton", returned: Collection[Node] = ()
-) -> tuple[bool, list[str]]:
+@bodies_first
+def call_kernels(gm: GraphModule, context: Context) -> PassResult:
     """Replace batch norms (with a residual sum and relu), group norms (with silu), cross entropies, max poolings.
 
-    Args:
-        by: what runs: Triton's kernels; C++ loops; or torch's ops, where only losses gain, of logits that were cast.
-        returned: what the graph returns while gradients are recorded: a call reads such a value, never what it casts.
-
-    Returns:
-        whether any was replaced; and "node: reason" for those that the kernels do not take.
+    What runs goes by what fused regions run as: Triton's kernels; C++ loops; and where there are no regions torch's
+    ops, where only losses gain, of logits that were cast. A call reads what is returned with a gradient as it is
+    returned, never what that was cast from.
     """
-    changed, declined = False, []
+    by = context.regions or ("aten" if context.native_mixed else "")
+    if not by or (context.regions == "aten"):
+        return PassResult(gm, False)
+    graph, returned = gm.graph, returned_with_gradient(gm.graph, context.gradients)
+    changed, declined = False, list[str]()
     kernels = _BY[by]
     calls = [(node, op) for node in graph.nodes if (op := notes(node).op).name in kernels]
     roots = alias_roots(graph) if calls else {}
@@ -196,7 +198,7 @@ def call_kernels(
             declined.append(f"{node.name}: {op.name} of what the graph writes to in place")
         else:
             changed |= kernels[op.name](node, arguments, source, lambda each: roots.get(each) not in written)
-    return changed, declined
+    return PassResult(gm, changed, tuple(declined))
 
 
 def _read(arguments: dict[str, Any]) -> list[Node]:

@@ -1,21 +1,22 @@
-"""What the passes write on a node: typed, each field with the pass that writes it.
+"""What the passes write on a node, and of a graph: typed, each field with the pass that writes it.
 
 ``notes(node)`` reads and writes them; they lie in ``node.meta`` under their names (``node.meta["precision"]``), so that
-they travel with every copy of the node that torch.fx makes. A pass that makes a node, or makes another one of it,
-writes all of that node's; of the others it writes its own fields only.
+they travel with every copy of the node that torch.fx makes. ``graph_notes(gm)`` does so with ``gm.meta``. A pass that
+makes a node, or makes another one of it, writes all of that node's; of the others it writes its own fields only.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 #: Dtypes that a policy may change. float64, integers, bool and complex are never touched.
 CASTABLE: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -106,8 +107,8 @@ _new: Final = object.__new__
 class Annotations:
     """The annotations of one node: a typed view of ``node.meta``, which torch.fx copies with the node.
 
-    Its attributes *are* the entries of that dict. Each field names the pass that writes it, and what it is where nobody
-    did.
+    Its attributes *are* the entries of that dict. Each field names the pass that writes it (of ``fused`` one of many),
+    and what it is where nobody did.
     """
 
     def __delattr__(self, field: str) -> None:
@@ -121,7 +122,7 @@ class Annotations:
     #: Equal for inputs, parameters and buffers that share memory; None where nothing does.
     memory: Annotated[Any, "capture"] = None
     #: The canonical op.
-    op: Annotated[Op, "canonicalize"] = NO_OP
+    op: Annotated[Op, "canonicalize", "make_functional"] = NO_OP
     #: Whether the graph writes to the memory of this input, parameter or buffer.
     written: Annotated[bool, "canonicalize"] = False
     #: False within ``autocast(enabled=False)``: the node keeps its original dtype. A dtype within the user's own
@@ -155,8 +156,10 @@ class Annotations:
     inserted: Annotated[bool, "insert_casts"] = False
     #: Whether the node is a cast by which others read a value as it is returned.
     returns: Annotated[bool, "keep_returned"] = False
-    #: Which kernel serves the node, in words. In a frozen model ``pack`` writes it, too.
-    fused: Annotated[str, "fuse"] = ""
+    #: Which kernel serves the node, in words.
+    fused: Annotated[
+        str, "accumulate_wide", "call_attention", "call_kernels", "fuse", "align_rows", "move_wide", "pack"
+    ] = ""
     #: The name of the region that the node is in.
     region: Annotated[str, "fuse"] = ""
     #: In a region: "stored" if the value leaves it, "kept" if not; "" outside.
@@ -180,6 +183,42 @@ def notes(node: Node) -> Annotations:
     """
     view = _new(Annotations)
     view.__dict__ = node.meta
+    return view
+
+
+class GraphAnnotations:
+    """The annotations of a graph as a whole: a typed view of ``graph_module.meta``.
+
+    Each field names the pass that writes it, and what it is where nobody did. A graph and the bodies that it calls have
+    their own.
+    """
+
+    #: "pass: node: reason" for every rewrite that a pass saw and did not make. Of the bodies too.
+    declined: Annotated[Sequence[str], "runner"] = ()
+    #: The costs by which ops that do not pay stayed FP32, in words; "": none.
+    costs: Annotated[str, "decide"] = ""
+    #: Whether those counted a backward pass.
+    counts_backward: Annotated[bool, "decide"] = False
+    #: Casts, the user's and ours, that others read no longer.
+    folded: Annotated[int, "fold_casts"] = 0
+    #: Of the graph of a fused region: its name.
+    region: Annotated[str, "fuse"] = ""
+    #: Of all the regions that were found, fused or not.
+    region_names: Annotated[Sequence[str], "fuse"] = ()
+    #: Elements of the largest region that is left to torch's ops because it has few.
+    largest_left: Annotated[int | None, "fuse"] = None
+    #: Whether regions were fused that would be left to torch's ops if it were known that they are small.
+    wants_sizes: Annotated[bool, "fuse"] = False
+    #: What makes the packed weights that the graph takes, in their order.
+    packings: Annotated[Sequence[Any], "pack"] = ()
+    #: Name of each node that runs on packed weights -> the ops that joined it.
+    packed: Annotated[Mapping[str, Sequence[str]], "pack"] = MappingProxyType({})
+
+
+def graph_notes(gm: GraphModule) -> GraphAnnotations:
+    """Return what the passes wrote of a graph as a whole; assigning to a field writes it."""
+    view = _new(GraphAnnotations)
+    view.__dict__ = gm.meta
     return view
 
 

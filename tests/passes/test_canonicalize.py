@@ -15,14 +15,23 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 
 from fxprec.errors import PolicyError
 from fxprec.kernels.rows.run.region import FusedRegion
-from fxprec.passes.canonicalize import canonicalize, every_graph, subgraphs
+from fxprec.passes import canonicalize as canonical
+from fxprec.passes.canonical.autocast_regions import resolve_autocast_regions
+from fxprec.passes.context import PassResult
 from fxprec.passes.graph.annotations import arg_nodes
+from fxprec.passes.graph.subgraphs import every_graph, subgraphs
 from fxprec.passes.graph.text import format_graph
 from fxprec.passes.policy.policy import Policy
 
 ATEN = torch.ops.aten
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 BF16 = torch.bfloat16
+
+
+def canonicalize(gm, context) -> PassResult:
+    """What the pipeline begins with."""
+    passes = (resolve_autocast_regions, canonical.canonicalize)
+    return PassResult(gm, any([step(gm, context).changed for step in passes]))
 
 
 def built(build, inputs: str = "xy") -> GraphModule:

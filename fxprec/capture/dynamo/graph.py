@@ -21,9 +21,9 @@ from torch.fx.node import map_arg
 
 from fxprec.capture.lazy_code import attach
 from fxprec.capture.state_names import attribute_path
-from fxprec.passes.canonicalize import subgraph_of
 from fxprec.passes.graph.annotations import clean_path, notes
 from fxprec.passes.graph.exact_graph import LazyGraphModule
+from fxprec.passes.graph.subgraphs import subgraph_of
 
 #: Of a placeholder in our copy: where its value came from, as ``source_of`` writes it.
 SOURCE: Final = "argument_source"
