@@ -196,28 +196,43 @@ def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> 
         result = widened(returned)
         if result is None or not recorded[result]:
             continue
-        inner = _result_in_body(result)
-        if inner is None or len(inner.users) == 1:
+        results = _levels(result)
+        inner = results.pop()
+        if not results:
             continue
         body, end = inner.graph, inner.graph.output_node()
         with body.inserting_before(end):
             wide = new_node(body, "call_function", cast, (inner, torch.float32), {}, f"{inner.name}_f32")
         wide.meta.update(returned.meta)
-        results = end.args[0]
-        if isinstance(results, Node):
+        given = end.args[0]
+        if isinstance(given, Node):
             end.args = (wide,)
         else:
-            end.args = (tuple(wide if each is inner else each for each in results),)  # type: ignore[union-attr]
-        others = [user for user in result.users if user is not returned]
-        low = _cast_back(result, result) if others else result
-        notes(result).precision = notes(returned).precision
-        result.meta.update({each: returned.meta[each] for each in ("val",) if each in returned.meta})
+            end.args = (tuple(wide if each is inner else each for each in given),)  # type: ignore[union-attr]
+        for each in results:
+            others = [user for user in each.users if user is not returned and user.op != "output"]
+            low = _cast_back(each, each) if others else each
+            notes(each).precision = notes(returned).precision
+            each.meta.update({key: returned.meta[key] for key in ("val",) if key in returned.meta})
+            for reader in others:
+                reader.replace_input_with(each, low)
         returned.replace_all_uses_with(result)
         gm.graph.erase_node(returned)
-        for reader in others:
-            reader.replace_input_with(result, low)
         changed = True
     return changed
+
+
+def _levels(result: Node) -> list[Node]:
+    """Return the nodes that stand for a result of a checkpoint, from the caller's to the innermost that others read.
+
+    Checkpoints lie within checkpoints: each hands on what the one in it returned. Of no checkpoint: one node.
+    """
+    found = [result]
+    while (inner := _result_in_body(found[-1])) is not None:
+        found.append(inner)
+    while len(found) > 1 and len(found[-1].users) == 1:
+        found.pop()
+    return found
 
 
 def _result_in_body(result: Node) -> Node | None:
