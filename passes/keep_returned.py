@@ -171,8 +171,7 @@ def _cast_beside(source: Node, returned: Node) -> Node:
     """Return the value in the wider dtype: what it was cast from, or its cast, which comes right behind it."""
     if _is_narrowed(source):
         return source.args[0]  # type: ignore[return-value]
-    alike = (user for user in source.users if user.target is returned.target and user.args[1:] == returned.args[1:])
-    wide = next(alike, None)
+    wide = next((user for user in source.users if _is_alike(user, returned, source)), None)
     if wide is None:
         arguments = (source, *returned.args[1:])
         wide = new_node(source.graph, "call_function", returned.target, arguments, {}, f"{source.name}_f32")
@@ -180,6 +179,14 @@ def _cast_beside(source: Node, returned: Node) -> Node:
         wide.meta.update({each: source.meta[each] for each in _HANDED_ON if each in source.meta})
     source.append(wide)
     return wide
+
+
+def _is_alike(user: Node, returned: Node, source: Node) -> bool:
+    """Return whether a user of ``source`` gives what the returned cast would, one that the user wrote included."""
+    if user.target is returned.target and user.args[1:] == returned.args[1:]:
+        return True
+    only_casts = len(user.args) <= 2 and not user.kwargs.keys() - {"dtype"}
+    return widened(user) is source and only_casts and cast_target(user) is torch.float32
 
 
 def _widen_results_of_bodies(gm: GraphModule, recorded: Mapping[Node, bool]) -> bool:

@@ -338,3 +338,25 @@ def test_what_a_checkpoint_within_checkpoints_returns_lies_on_the_path(depth, re
         grads.append((h.grad, each.get_parameter("a.weight").grad))
     for own, other in zip(*grads, strict=True):
         assert (own - other).norm() <= 0.05 * other.norm()
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+@pytest.mark.parametrize("wide", [lambda h: h.float(), lambda h: h.to(torch.float32)], ids=["float", "to"])
+def test_a_cast_that_did_nothing_is_the_value_itself(wide, capture):
+    """``h.float()`` and ``h.contiguous()`` are ``h`` in FP32: one tensor, one gradient."""
+
+    def function(m: Net, x: Tensor) -> Any:
+        h = m.a(x)
+        u, v = wide(h), h.contiguous()
+        return m.b(v).sum() + u.sum(), h, v
+
+    torch.manual_seed(0)
+    net, plain = Net(function), Net(function)
+    plain.load_state_dict(net.state_dict())
+    lowered, _ = fxprec.convert(net, dtype=BF16, capture=capture)
+    found = []
+    for each in (lowered, plain):
+        y, h, v = each(torch.ones(2, 4))
+        found.append(torch.autograd.grad(y, v)[0])
+        assert h is v
+    assert torch.allclose(*found, rtol=2e-2, atol=1e-2)
