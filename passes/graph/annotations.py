@@ -238,6 +238,8 @@ def leaves(argument: Any) -> Iterator[Any]:
         argument = (argument.start, argument.stop, argument.step)
     elif isinstance(argument, dict):
         argument = argument.values()
+    elif isinstance(argument, range):
+        argument = tuple(argument[:1])  # a thousand integers are no more than one of them
     elif not isinstance(argument, tuple | list):
         yield argument
         return

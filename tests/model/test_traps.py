@@ -338,3 +338,18 @@ def test_a_version_counter_is_asked_of_the_tensor_itself():
 
     torch.manual_seed(0)
     both(Versions(), torch.ones(2, 4), tolerance=0.1)
+
+
+def test_a_range_is_integers():
+    """dynamo hands ``torch.as_tensor`` the range itself."""
+
+    class Offsets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.fc(x)
+            return h + torch.as_tensor(range(4)).to(h) + torch.as_tensor(range(0), device=h.device).numel()
+
+    both(Offsets(), torch.ones(2, 4), capture="dynamo")
