@@ -62,12 +62,12 @@ class Context:
     casts_fuse: bool = False
 
     def choice(self, region: str) -> bool | None:
-        """Whether the region of this name is to be fused, as the user says; None: says nothing."""
+        """Return whether the user wants the region of this name fused; None where the settings say nothing of it."""
         return next((yes for pattern, yes in reversed(self.region_choices) if fnmatchcase(region, pattern)), None)
 
 
 class PassResult(NamedTuple):
-    """What a pass hands back. ``declined``: 'node: reason' for every rewrite it saw and did not make."""
+    """Result of a pass. ``declined``: 'node: reason' for every rewrite that it saw and did not make."""
 
     gm: GraphModule
     changed: bool

@@ -141,7 +141,7 @@ def _held_by(node: Node, target: torch.dtype, gradients: dict[Node, bool], kept:
 
 
 def _may_read(user: Node, node: Node, source: Node) -> bool:
-    """Not a reader that wants the original dtype of what it reads, if that differs; nor the caller of a user's copy."""
+    """Return whether a reader may read ``source`` instead: it wants no other original dtype, and is owed no copy."""
     if user.op == "output" and _is_users_copy(node):
         return False
     if notes(node).dtype == notes(source).dtype:
@@ -152,13 +152,13 @@ def _may_read(user: Node, node: Node, source: Node) -> bool:
 
 
 def _copies_for_caller(node: Node, source: Node, roots: dict[Node, Node]) -> bool:
-    """Whether the user's cast gives a copy of what belongs to the caller, who may write to either."""
+    """Return whether the user's cast gives a copy of what belongs to the caller, who may write to either."""
     outside = roots[source].op in ("placeholder", "get_attr")
     return outside and _is_users_copy(node)
 
 
 def _is_users_copy(node: Node) -> bool:
-    """Whether this is a cast that changed the dtype in the original program, and so made a tensor of its own."""
+    """Return whether this is a cast that changed the dtype in the original program, and so made a tensor of its own."""
     return _is_cast(node) and not notes(node).inserted and notes(node).dtype != notes(node.args[0]).dtype  # type: ignore[union-attr]
 
 

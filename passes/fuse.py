@@ -84,7 +84,7 @@ def fuse(gm: GraphModule, context: Context) -> PassResult:
 
 
 def region_names(gm: GraphModule) -> list[str]:
-    """Of all the regions that were found in a graph and the bodies it calls, fused or not."""
+    """Return the names of all regions that were found in a graph and the bodies it calls, fused or not."""
     return [name for graph in every_graph(gm) for name in graph_notes(graph).region_names]
 
 
@@ -95,7 +95,7 @@ def largest_left(gm: GraphModule) -> int | None:
 
 
 def wants_sizes(gm: GraphModule) -> bool:
-    """Whether regions were fused that would be left to torch's ops if it were known that they are small."""
+    """Return whether regions were fused that would be left to torch's ops if their few elements were known."""
     return any(graph_notes(graph).wants_sizes for graph in every_graph(gm))
 
 
@@ -255,5 +255,5 @@ class _Seeds:
 
 
 def _is_tensor(argument: object) -> bool:
-    """With dimensions: a number may lie on another device."""
+    """Return whether this is a tensor with dimensions: a 0-dim one may lie on another device."""
     return isinstance(argument, Node) and isinstance(notes(argument).dtype, torch.dtype) and not is_zero_dim(argument)

@@ -142,7 +142,7 @@ class _Packer:
         return readers[0] if [*arg_nodes(readers[0])].count((0, node)) == 1 or node in readers[0].args else None
 
     def _other_operand(self, product: Product, user: Node, how: str) -> Node | None:
-        """Where the two can be one kernel, which runs when both are there.
+        """Return the operand that may join a product in one kernel, which runs when both are there.
 
         A convolution's sum, where its channels are not in groups; oneDNN has none for transposed ones. Linears gain
         nothing: oneDNN's kernel reads the other operand as slowly as another pass over memory does (0.92 to 1.07 times
@@ -243,7 +243,7 @@ class _Packer:
         notes(node).fused = f"oneDNN, on a weight packed once{joined}"
 
     def _put_formats_back(self) -> None:
-        """What convolutions leave in channels_last goes so to whom it does not matter to."""
+        """Copy what convolutions leave in channels_last for readers to whom the order matters."""
         origins: dict[Node, tuple[Node, ...]] = {}
         weights = {product.node: product.weight for product in self.products if product.conv is not None}
         restored: dict[Node, Node] = {}

@@ -32,7 +32,7 @@ from fxprec.passes.ops.table import rule_of
 
 
 class Violation(NamedTuple):
-    """One node that breaks an invariant."""
+    """Violation of an invariant by one node."""
 
     node: str
     got: str

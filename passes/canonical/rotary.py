@@ -140,7 +140,7 @@ class _Half:
 
 
 def _half(node: Any) -> _Half | None:
-    """Of ``x[..., :n]``, ``x[..., ::2]`` and the like, parts of ``chunk(x, 2, -1)`` and of ``split(x, (n, n), -1)``."""
+    """Match half of a tensor: ``x[..., :n]``, ``x[..., ::2]``, a part of ``chunk(x, 2, -1)`` or ``split``."""
     if not _is(node, "getitem"):
         return None
     source, index = node.args

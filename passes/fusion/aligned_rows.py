@@ -74,7 +74,7 @@ def align_rows(gm: GraphModule, context: Context) -> PassResult:
 
 
 def _takes_pitch(reader: Node, columns: int) -> bool:
-    """Whether all the same comes of rows that lie apart: a view that cuts them would fail, a user would see it."""
+    """Return whether a reader gives the same for rows that lie apart; a view that cuts them would fail."""
     name = notes(reader).op.name
     if reader.target in CASTS or reader.target in (cross_entropy, F.cross_entropy) or name == "fused_region":
         return True
@@ -88,7 +88,7 @@ def _last(sizes: Any) -> Any:
 
 
 def weight_sizes(node: Node) -> tuple[int, ...] | None:
-    """Of the weight of a linear or convolution, below its cast; None where nobody knows."""
+    """Return the sizes of the weight of a linear or convolution, below its cast; None where nobody knows."""
     weight = argument(node, 1, "weight")
     if isinstance(weight, Node) and weight.target in CASTS:
         weight = weight.args[0]

@@ -99,7 +99,7 @@ def _is_convolution(node: Node, low: torch.dtype) -> bool:
 
 
 def _may_read_either(node: Node) -> bool:
-    """Whether what comes out is no image, and the order does not matter: a size, a mean over pixels."""
+    """Return whether a reader gives no image, and the same for either order: a size, a mean over pixels."""
     if notes(node).op.name == "getattr":
         return argument(node, 1, "name") in ("shape", "ndim", "dtype", "device")
     shape = _shape(node)
@@ -107,7 +107,7 @@ def _may_read_either(node: Node) -> bool:
 
 
 def _copy(graph: Graph, source: Node, last: bool) -> Node:
-    """One copy of a value in the other layout, for all that read it from there on."""
+    """Make one copy of a value in the other layout, for all that read it from there on."""
     suffix = "last" if last else "first"
     name = f"{source.name}_{suffix}"
     known = next((user for user in source.users if user.name == name), None)

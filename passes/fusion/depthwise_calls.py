@@ -81,6 +81,6 @@ def _are_numbers(size: object) -> bool:
 
 
 def _two(size: Any) -> tuple[int, int]:
-    """As torch reads a size: one number is both."""
+    """Return a size of two dimensions as a pair: torch takes one number for both."""
     values = tuple(size) if isinstance(size, tuple | list) else (size,)
     return values[0], values[-1]

@@ -62,7 +62,7 @@ def make_functional(gm: GraphModule, context: Context) -> PassResult:
 
 
 def _maker(writer: Node) -> Node:
-    """What the first of several writes, each to the result of the one before, writes to."""
+    """Return the node that made the memory which the first of several writes, each to the result before, writes to."""
     target = writer
     while notes(target).op.in_place and isinstance(target.args[0], Node):
         target = target.args[0]
@@ -70,18 +70,18 @@ def _maker(writer: Node) -> Node:
 
 
 def _fresh(node: Node) -> bool:
-    """Whether the result is memory of its own: of an op that we know, and no view or tuple of views."""
+    """Return whether the result is memory of its own: of an op that we know, and no view or tuple of views."""
     row = rule_of(notes(node).op.name)
     return row is not None and (not row.view or _converts(node))
 
 
 def _converts(node: Node) -> bool:
-    """Whether it is a cast of ours to another dtype: always a copy."""
+    """Return whether it is a cast of ours to another dtype: always a copy."""
     return node.target is cast and actual_dtype(node.all_input_nodes[0]) not in (None, actual_dtype(node))
 
 
 def _can_change(node: Node) -> bool:
-    """Whether it is an in-place row operation whose result has the dtype of what it writes to, and how to say so."""
+    """Return whether this is an in-place row operation whose result has the dtype of what it writes to."""
     op = notes(node).op
     if op is NO_OP or not op.in_place or op.name not in LOWERINGS:
         return False

@@ -25,7 +25,7 @@ SPARSE: Final = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc,
 
 
 class Rule(StrEnum):
-    """What a policy says of an op (DESIGN: the op table)."""
+    """Rule of a policy for an op (the op table: ``passes/ops/rule.py``)."""
 
     LOW = "low"
     FULL = "full"
@@ -59,7 +59,7 @@ NO_OP: Final = Op("")
 
 
 class Arrival(StrEnum):
-    """What a node reads that asks for no dtype of its own."""
+    """Dtypes in which a node reads that asks for none of its own."""
 
     AS_IT_ARRIVES = "as it arrives"
     ORIGINAL = "its original dtype"
@@ -67,7 +67,7 @@ class Arrival(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What ``decide`` says of one node.
+    """Decision of ``decide`` for one node.
 
     Attributes:
         reads: the dtype that the node's float data ports take, cast where they have another (its other float arguments
@@ -87,7 +87,7 @@ class Precision:
 
     @classmethod
     def arriving(cls, compute: torch.dtype | None, output: torch.dtype | None, rule: Rule, why: str) -> Precision:
-        """Of a node that takes everything as it arrives."""
+        """Make the decision for a node that takes everything as it arrives."""
         return cls(Arrival.AS_IT_ARRIVES, compute, output, rule, why)
 
     def __setstate__(self, state: list[Any]) -> None:
@@ -172,12 +172,12 @@ class Annotations:
     bias_of: Annotated[Any, "fuse"] = None
 
     def state(self, field: str) -> bool:
-        """Whether somebody wrote that field."""
+        """Return whether somebody wrote that field."""
         return field in self.__dict__
 
 
 def notes(node: Node) -> Annotations:
-    """What the passes wrote on a node.
+    """Return the annotations of a node; assigning to a field writes it.
 
     It is asked a hundred times a node, so the view is made in the shortest way: without a call of ``__init__``.
     """
@@ -223,7 +223,7 @@ def graph_notes(gm: GraphModule) -> GraphAnnotations:
 
 
 def is_castable(info: DTypeInfo | None) -> bool:
-    """Whether a value of this original dtype is (or, when unknown, may be) a float that a policy can cast."""
+    """Return whether a value of this original dtype is (or, when unknown, may be) a float that a policy can cast."""
     return info is UNKNOWN or (isinstance(info, torch.dtype) and info in CASTABLE)
 
 
@@ -233,7 +233,7 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 
 
 def leaves(argument: Any) -> Iterator[Any]:
-    """What nested arguments are made of."""
+    """Yield the leaves of nested arguments."""
     if isinstance(argument, slice):
         argument = (argument.start, argument.stop, argument.step)
     elif isinstance(argument, dict):
