@@ -9,9 +9,8 @@ A table stands between two comments, and everything between them is generated::
     <!-- end -->
 
 There are ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy TASK [DTYPE]``, ``convert``, ``convert-budgets``,
-``ledger QUESTION``, ``tuning``, ``inference SIZE``, ``watch SIZE [LEVEL]``, ``hotspots SIZE [DTYPE]``, ``forms
-[DTYPE]``, ``predicted [DTYPE]``, ``predicted-forms [DTYPE]``, ``predicted-steps [DTYPE]``, ``predicted-parts
-[DTYPE]``; the dtype is bfloat16 where none is named.
+``ledger QUESTION``, ``tuning``, ``inference SIZE``, ``watch SIZE [LEVEL]``, ``hotspots SIZE [DTYPE]`` and
+``forms [DTYPE]``; the dtype is bfloat16 where none is named.
 Where there are results of several devices, ``device=NAME`` says which. Below each table stand device, versions, date
 and commit. A ratio within the noise is printed as "=", never as a win.
 """
@@ -27,8 +26,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from benchmarks.measure.results import RESULTS, ROOT, ResultsError, load
-from benchmarks.predict.compared import Compared
-from benchmarks.reports import predicted
 from benchmarks.reports.forms import Timed
 from benchmarks.workloads.regions import MODELS, slug
 from benchmarks.workloads.subjects import ADDED_UP, SMALL
@@ -456,91 +453,6 @@ def _forms(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
     return f"{_markdown(columns, rows)}\n{meaning}. {dtype}; {_measured(found)}.\n"
 
 
-def _predicted(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
-    """A row a pass of a kernel: microseconds, and in brackets how many times what its bytes take, on each machine."""
-    data = _prediction("predicted", "kernels", words, root)
-    machines = sorted({row["machine"] for row in data["rows"]})
-    passes: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for row in data["rows"]:
-        passes.setdefault((row["kernel"], row["shape"], row["direction"]), {})[row["machine"]] = row
-    rows = []
-    for key, of in passes.items():
-        figures = [
-            "" if each is None or each["us"] is None else f"{each['us']:.0f} ({each['us'] / each['bound']:.2f})"
-            for each in map(of.get, machines)
-        ]
-        rows.append((*key, *figures, of[machines[-1]]["why"] if machines[-1] in of else ""))
-    heads = [f"{machine}, us" for machine in machines]
-    table = _markdown(("kernel", "shape", "pass", *heads, f"why, {machines[-1]}"), rows)
-    meaning = (
-        "Predicted, not measured. In brackets: over what the bytes take that must be moved, at the rate of a large "
-        "copy; why: where that is more than 1.15"
-    )
-    return f"{table}\n{meaning}. {data['dtype']}; {_compiled(data['environment'])}.\n"
-
-
-def _predicted_forms(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
-    """A row a kernel whose forms were measured, and one for all."""
-    data = _prediction("predicted-forms", "forms", words, root)
-    rows, every = [], []
-    for each in data["kernels"]:
-        compared = Compared(each["model"], each["region"], each["direction"], tuple(map(tuple, each["times"])), 0)
-        every += compared.ratios
-        rows.append(
-            (each["model"], f"`{each['region']}`", each["direction"], str(len(compared.times)),
-             *_spread(compared.ratios), _percent(compared.ordered), f"{compared.pick:.2f}")
-        )  # fmt: skip
-    rows.append(("all", "", "", str(len(every)), *_spread(every), "", ""))
-    columns = ("model", "region", "pass", "forms", "mean", "from", "to", "ordered", "the form it picks")
-    meaning = (
-        f"Predicted over measured times of forms on {data['measured']}: geometric mean, least and most; ordered: of "
-        "two forms whose times lie 5 % apart, how often the model says which is faster; the form it picks: its "
-        "measured time over that of the fastest"
-    )
-    return f"{_markdown(columns, rows)}\n{meaning}. {data['dtype']}; {_compiled(data['environment'])}.\n"
-
-
-def _predicted_steps(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
-    """A row a model and GPU."""
-    data = predicted.found(_only_dtype("predicted-steps", words), root)
-    rows = [*predicted.steps(data, root)]
-    return _predicted_table(data, predicted.STEPS, rows, predicted.meaning_of_steps(rows))
-
-
-def _predicted_parts(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
-    """A row a model and side."""
-    data = predicted.found(_only_dtype("predicted-parts", words), root)
-    return _predicted_table(data, predicted.PARTS, predicted.parts(data, root), predicted.MEANING_OF_PARTS)
-
-
-def _predicted_table(
-    data: Mapping[str, Any], columns: Sequence[str], rows: Iterable[Sequence[str]], meaning: str
-) -> str:
-    return f"{_markdown(columns, rows)}\n{meaning}. {data['dtype']}; {_compiled(*data['environments'])}.\n"
-
-
-def _spread(ratios: Sequence[float]) -> tuple[str, str, str]:
-    return f"{statistics.geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-
-
-def _prediction(name: str, file: str, words: Sequence[str], root: pathlib.Path) -> dict[str, Any]:
-    return load(f"{file}-{_only_dtype(name, words)}", "predicted", root)
-
-
-def _only_dtype(name: str, words: Sequence[str]) -> str:
-    if len(words) > 1:
-        raise ResultsError(f"{' '.join(words)!r}: a table is '{name} [DTYPE]'")
-    return words[0] if words else "bfloat16"
-
-
-def _compiled(*environments: Mapping[str, Any]) -> str:
-    tritons, dates, commits = (
-        ", ".join(sorted({each[key][:length] for each in environments}))
-        for key, length in (("triton", None), ("date", 10), ("commit", None))
-    )
-    return f"compiled by triton {tritons}; {dates}, commit {commits}"
-
-
 def _form(cells: Sequence[float]) -> str:
     return str(Timed(cells[0], *map(int, cells[1:])))
 
@@ -562,10 +474,6 @@ TABLES: Final[dict[str, Callable[[Sequence[str], str | None, pathlib.Path], str]
     "watch": _watch,
     "hotspots": _hotspots,
     "forms": _forms,
-    "predicted": _predicted,
-    "predicted-forms": _predicted_forms,
-    "predicted-steps": _predicted_steps,
-    "predicted-parts": _predicted_parts,
 }
 
 
