@@ -138,6 +138,32 @@ def test_step(results):
     )
 
 
+def test_only_some_columns(results):
+    text, _ = rendered(page("step cpu only=o1-own"), results)
+    assert "| model |  | autocast, ms | O1, own optimizer |\n" in text and "| mlp | mlp's | 12.3 | = |\n" in text
+    text, _ = rendered(page("inference cpu only=frozen,fp32"), results)
+    assert "| model | batch | autocast, ms | frozen |\n" in text
+
+
+def test_gains(results):
+    """A row a device and use: geometric mean, extremes, and how many are faster, alike and slower."""
+    text, _ = rendered(page("gains"), results)
+    row = "| Some-CPU-2-threads | training: `convert(model)` | 1.05 | 0.90 to 1.23 | 1 / 0 / 1 | 2.13.0; 2026-01-02 |\n"
+    assert row in text
+    assert "| inference: `freeze(model)` | 2.01 | 1.01 to 4.00 | 1 / 1 / 0 |" in text
+    with pytest.raises(ResultsError, match="no results of step or inference"):
+        rendered(page("gains device=GPU"), results)
+
+
+def test_a_page_of_a_device_has_its_tables(results):
+    gpu = step("mlp", 0.02, {"o1": {"ratio": ratio(1.5, "faster")}}) | {"environment": ENVIRONMENT | {"device": "GPU"}}
+    save("step-cpu-bfloat16-mlp", gpu, results)
+    with pytest.raises(ResultsError, match="say which with device=NAME"):
+        rendered(page("step cpu"), results)
+    assert "| mlp | mlp's | 12.3 | **1.50** |" in rendered(page("step cpu"), results, "GPU")[0]
+    assert "**1.23**" in rendered(page("step cpu device=Some-CPU-2-threads"), results, "GPU")[0]
+
+
 def test_memory(results):
     text, _ = rendered(page("memory cpu bfloat16"), results)
     assert "| model |  | autocast, MB | O1 |\n" in text
@@ -231,10 +257,12 @@ def test_several_devices(results):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (page("stp cpu"), "no table 'stp'; there are step, memory, accuracy, convert"),
+        (page("stp cpu"), "no table 'stp'; there are gains, step, memory, accuracy, convert"),
         (page("step gpu"), "no results of step-gpu-bfloat16-mlp: 'python -m benchmarks step' writes them"),
         (page("step cpu device=X"), "no results of 'step-cpu-bfloat16-mlp' on 'X': there are results of Some-CPU"),
         (page("step"), r"a table is 'step SIZE \[DTYPE\]'"),
+        (page("step cpu only=o1,o9"), "only=o9: there are fp32, compile"),
+        (page("gains cpu"), "'gains' takes nothing but device=NAME"),
         (page("watch"), r"a table is 'watch SIZE \[LEVEL\]'"),
         (page("watch cpu"), "no results of watch-cpu-O1-mlp: 'python -m benchmarks watch' writes them"),
         (page("hotspots"), r"a table is 'hotspots SIZE \[DTYPE\]'"),
