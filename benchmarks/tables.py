@@ -12,7 +12,7 @@ There are ``gains``, ``step SIZE [DTYPE]``, ``memory SIZE [DTYPE]``, ``accuracy 
 ``convert``, ``convert-budgets``, ``ledger QUESTION``, ``tuning``, ``inference SIZE``, ``watch SIZE [LEVEL]``,
 ``hotspots SIZE [DTYPE]`` and ``forms [DTYPE]``; the dtype is bfloat16 where none is named. Where several devices have
 results, ``device=NAME`` says which; on a page beside the results, ``benchmarks/results/DEVICE/README.md``, it is that
-one. ``only=o1,o1-fused`` leaves out the columns of other variants, of ``step`` and of ``inference``. Below each table
+one. ``only=o1,o1-fused`` leaves out other variants, of ``step``, ``inference`` and ``gains``. Below each table
 stand device, versions, date and commit. A ratio within the noise is printed as "=", never as a win.
 """
 
@@ -177,10 +177,11 @@ _GAINS: Final = (
 
 def _gains(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
     """Return a row for each device and use: how much faster its models are, and how many are not."""
+    words, chosen = _only(words, {gain.meaning: gain.variant for gain in _GAINS})
     _none("gains", words)
     rows = []
     for folder in sorted({path.parent.name for path in root.glob("*/*.json")}):
-        for gain in _GAINS:
+        for gain in (gain for gain in _GAINS if gain.meaning in chosen):
             there = [f"{gain.files}-{name}" for name in NAMES]
             found = [load(file, folder, root) for file in there if (root / folder / f"{file}.json").is_file()]
             cases = [batch["variants"] for data in found for batch in data.get("batches", [data])]
@@ -194,7 +195,9 @@ def _gains(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
                     ", ".join(sorted({data["environment"][key][:length] for data in found}))
                     for key, length in (("torch", None), ("date", 10))
                 )
-                rows.append((folder, gain.meaning, *spread, " / ".join(map(str, counts)), f"{torchs}; {dates}"))
+                rows.append(
+                    (_title(root / folder), gain.meaning, *spread, " / ".join(map(str, counts)), f"{torchs}; {dates}")
+                )
     if not rows:
         raise ResultsError("no results of step or inference: 'python -m benchmarks step' writes them")
     columns = ("device", "what", "mean", "least to most", "faster / = / slower", "torch; measured")
@@ -203,6 +206,12 @@ def _gains(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
         "also over batches), and how many are faster, within the noise, and slower"
     )
     return f"{_markdown(columns, rows)}\n{meaning}.\n"
+
+
+def _title(folder: pathlib.Path) -> str:
+    """Return the heading of a device's page; without one, the name of its folder."""
+    page = folder / "README.md"
+    return page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") if page.is_file() else folder.name
 
 
 def _memory(words: Sequence[str], device: str | None, root: pathlib.Path) -> str:
