@@ -35,7 +35,7 @@ from benchmarks.workloads.training import NAMES
 __all__ = ["PAGES", "TABLES", "main", "rendered"]
 
 PAGES: Final = (
-    ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "numerics.md",
+    ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "numerics_mathematics.md",
     *sorted(RESULTS.glob("*/README.md")),
 )  # fmt: skip
 _MARKED: Final = re.compile(r"(<!-- table: ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -27,6 +27,8 @@ PAGES: Final = {
     "Frameworks": "docs/frameworks.md",
     "From the command line": "docs/command_line.md",
     "Numbers explained": "docs/numerics.md",
+    "A step that is not finite": "docs/watch.md",
+    "The mathematics of numerics": "docs/numerics_mathematics.md",
     "Coming from torch.amp or apex": "docs/migrating.md",
     "Which op runs in which precision": "docs/precision.md",
     "Fusion": "docs/fusion.md",
