@@ -1,7 +1,7 @@
 """Put a model and the random number generators back as they were before a trace, and say what had moved.
 
-Tracing runs the user's forward once, with stand-ins for tensors. What it writes (a step counter, a cached mask, a list
-of statistics, which would hold stand-ins) must not stay; and a graph that leaves the write out would be wrong.
+Tracing runs the user's forward once, with proxies for tensors. What it writes (a step counter, a cached mask, a list
+of statistics, which would hold proxies) must not stay; and a graph that leaves the write out would be wrong.
 """
 
 from __future__ import annotations

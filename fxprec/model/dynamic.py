@@ -126,7 +126,7 @@ class DynamicGraphs:
         """What is no longer as dynamo takes for granted, so that all has to be captured anew; None: nothing."""
         if self._capture is None or self._ties is None:
             return None
-        return self._capture.granted.changed() or (None if self._ties.hold() else self._ties.change())
+        return self._capture.extra_guards.changed() or (None if self._ties.hold() else self._ties.change())
 
     def rewritten(self, gm: GraphModule, inputs: list[Any], part: str) -> Callable[..., Any]:
         """dynamo's backend: rewrite one graph, and run it on dynamo's arguments with shadows in the weights' places."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxprec.capture.stand_ins import stand_ins
+from fxprec.capture.input_copies import copied_inputs
 from fxprec.capture.untouched import ModelState, RandomState
 from fxprec.errors import FxprecError
 from fxprec.model.conversion import Conversion
@@ -37,8 +37,8 @@ def warm_up(module: nn.Module, conversion: Conversion, example_inputs: Sequence[
     _same_device(module, conversion, args, kwargs)
     try:
         if any(is_lazy(parameter) for parameter in module.parameters()):
-            _materialize(module, conversion, *stand_ins(module, args, kwargs))
-        args, kwargs = stand_ins(module, args, kwargs)
+            _materialize(module, conversion, *copied_inputs(module, args, kwargs))
+        args, kwargs = copied_inputs(module, args, kwargs)
         with _untouched(module), unlogged():
             module(*args, **kwargs)
     except FxprecError:

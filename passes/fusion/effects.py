@@ -37,8 +37,8 @@ def memory_of(graph: Graph) -> tuple[dict[Node, Node], set[Node]]:
     return roots, written
 
 
-def stretches(graph: Graph) -> dict[Node, int]:
-    """Node -> the number of its stretch: the part of the graph between two calls of functions that are no known ops.
+def segments(graph: Graph) -> dict[Node, int]:
+    """Node -> the number of its segment: the part of the graph between two calls of functions that are no known ops.
 
     Such a call may write to any memory, or switch a mode (``torch._C._set_grad_enabled``, by which dynamo writes
     ``torch.no_grad``): nothing may be moved across.

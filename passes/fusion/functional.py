@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from fxprec.kernels.rows.program.lowering import LOWERINGS
 from fxprec.passes.canonical.in_place import out_of_place
 from fxprec.passes.context import Context, PassResult, bodies_first
-from fxprec.passes.fusion.effects import stretches
+from fxprec.passes.fusion.effects import segments
 from fxprec.passes.fusion.row_operations import INTEGERS
 from fxprec.passes.graph.annotations import NO_OP, notes
 from fxprec.passes.graph.casts import cast
@@ -39,10 +39,10 @@ def make_functional(gm: GraphModule, context: Context) -> PassResult:
         writes.setdefault(roots[target], []).append(node)
     changed = False
     position = {node: number for number, node in enumerate(graph.nodes)}
-    stretch = stretches(graph)
+    segment = segments(graph)
     for writers in writes.values():
         last, root = writers[-1], _maker(writers[0])
-        if any(_maker(node) is not root for node in writers) or stretch[last] != stretch[root]:
+        if any(_maker(node) is not root for node in writers) or segment[last] != segment[root]:
             continue
         if not _fresh(root) or notes(root).op.in_place or not all(map(_can_change, writers)):
             continue

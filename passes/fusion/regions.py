@@ -26,7 +26,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.passes.fusion.effects import memory_of, stretches
+from fxprec.passes.fusion.effects import memory_of, segments
 from fxprec.passes.fusion.row_operations import drops, is_row_operation, reduced_dimensions
 from fxprec.passes.graph.annotations import arg_nodes, notes
 from fxprec.passes.ops.table import facts_of
@@ -49,13 +49,13 @@ class Region:
         nodes: of the region.
         reduced: how many trailing dimensions its reductions run over; 0 without any.
         shape: that its values broadcast to; None where that of one of them is not known.
-        stretch: of the graph in which all of them lie (``effects.stretches``).
+        segment: of the graph in which all of them lie (``effects.segments``).
     """
 
     nodes: list[Node] = field(default_factory=list)
     reduced: int = 0
     shape: Shape | None = None
-    stretch: int = 0
+    segment: int = 0
 
     @property
     def name(self) -> str:
@@ -95,13 +95,13 @@ def find_regions(
     """
     gains = gains or saves
     roots, written = memory_of(graph)
-    stretch = stretches(graph)
+    segment = segments(graph)
     level: dict[Node, int] = {}
     region: dict[Node, Region] = {}
     for node in graph.nodes:
         sources = [*node.all_input_nodes, *order.get(node, ())]
         joins = takes(node) and not any(roots[each] in written for each in (node, *sources))
-        own = Region([node], max(0, reduced_dimensions(node)), _shape(node), stretch[node]) if joins else None
+        own = Region([node], max(0, reduced_dimensions(node)), _shape(node), segment[node]) if joins else None
         level[node] = max(
             (level[source] + 1 if source in returned else _after(source, own, level, region) for source in sources),
             default=0,
@@ -150,7 +150,7 @@ def _merged(parts: list[Region]) -> Region | None:
     """All of them as one region, which is the largest of them; None where that cannot be."""
     reduced, shape, size = parts[0].reduced, parts[0].shape, len(parts[0].nodes)
     for each in parts[1:]:
-        together = _together(Region([], reduced, shape, parts[0].stretch), each)
+        together = _together(Region([], reduced, shape, parts[0].segment), each)
         size += len(each.nodes)
         if together is None or size > _MOST:
             return None
@@ -167,7 +167,7 @@ def _together(a: Region, b: Region) -> tuple[int, Shape | None] | None:
     """(reduced, shape) of both as one region; None where that cannot be."""
     if (
         len(a.nodes) + len(b.nodes) > _MOST
-        or a.stretch != b.stretch
+        or a.segment != b.segment
         or (a.reduced and b.reduced and a.reduced != b.reduced)
     ):
         return None
@@ -217,15 +217,15 @@ def _parts(region: Region) -> list[Region]:
         return []
     first = [node for node in region.nodes if node in apart]
     rest = [node for node in region.nodes if node not in apart]
-    return [part for nodes in (first, rest) for part in _parts(_region(nodes, region.stretch))]
+    return [part for nodes in (first, rest) for part in _parts(_region(nodes, region.segment))]
 
 
-def _region(nodes: list[Node], stretch: int) -> Region:
+def _region(nodes: list[Node], segment: int) -> Region:
     reduced = max(0, *map(reduced_dimensions, nodes)) if nodes else 0
     shape: Shape | None = ()
     for each in map(_shape, nodes):
         shape = None if shape is None or each is None else _broadcast(shape, each)
-    return Region(nodes, reduced, shape, stretch)
+    return Region(nodes, reduced, shape, segment)
 
 
 def saves(region: Region) -> bool:

@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 from fxprec.capture.collection import fewer_collections
 from fxprec.capture.dynamo.as_original import traced
-from fxprec.capture.dynamo.granted import Granted
+from fxprec.capture.dynamo.extra_guards import ExtraGuards
 from fxprec.capture.dynamo.place import place
 from fxprec.capture.dynamo.strict import strict
 from fxprec.capture.locks import CAPTURING
@@ -116,15 +116,15 @@ class DynamoCapture:
         fullgraph: refuse graph breaks.
 
     Attributes:
-        granted: what it takes for granted, beside dynamo's guards.
+        extra_guards: what it takes for granted, beside dynamo's guards.
     """
 
     def __init__(self, function: Callable[..., Any], receiver: GraphReceiver, *, fullgraph: bool = False) -> None:
         backend = _Backend(receiver)
         context = torch_dynamo().optimize(backend, nopython=fullgraph, **_OF_ITS_OWN)
         twin = _own_code(function)
-        self.granted = Granted()
-        self._compiling = _Compiling(context.callback, backend, twin, self.granted)  # type: ignore[attr-defined]
+        self.extra_guards = ExtraGuards()
+        self._compiling = _Compiling(context.callback, backend, twin, self.extra_guards)  # type: ignore[attr-defined]
         context.callback = self._compiling  # type: ignore[attr-defined]
         self._run = context(twin)
 
@@ -226,7 +226,7 @@ class _Compiling:
     whole forward again would repeat what it wrote. ``first`` tells, in each thread, of a failure before anything ran.
     """
 
-    def __init__(self, inner: Any, backend: _Backend, function: types.FunctionType, granted: Granted) -> None:
+    def __init__(self, inner: Any, backend: _Backend, function: types.FunctionType, extra_guards: ExtraGuards) -> None:
         self._inner = inner
         self._backend = backend
         self._function = function
@@ -235,7 +235,7 @@ class _Compiling:
         self.first = _FirstFrame()
         self._torchdynamo_orig_backend = inner  # dynamo's cache compares backends through this name
         self.skipped: list[types.CodeType] = []
-        self._granted = weakref.ref(granted)  # it holds the model's attributes, and dynamo this, for good
+        self._extra_guards = weakref.ref(extra_guards)  # it holds the model's attributes, and dynamo this, for good
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         if _marks_tensors(frame):
@@ -243,20 +243,20 @@ class _Compiling:
         if others := self._backend.receiver.under_others():
             self._backend.receiver.in_net(_place(frame.f_code), others)
             return passed_frame()
-        granted = self._granted()
-        assert granted is not None  # it belongs to what runs this very call
+        extra_guards = self._extra_guards()
+        assert extra_guards is not None  # it belongs to what runs this very call
         with (
             CAPTURING,
             self._backend.receiver.seeing_through(),
             _configured(),
-            strict(granted),
+            strict(extra_guards),
             fewer_collections(),
             warnings.catch_warnings(),
         ):
             for message in _NOISE:
                 warnings.filterwarnings("ignore", message=message)
             self._backend.listen()
-            granted.frame(frame.f_code, frame.f_globals, frame.f_locals)
+            extra_guards.frame(frame.f_code, frame.f_globals, frame.f_locals)
             self._backend.within = "" if self._is_first(frame) else f"a piece begins in {_place(frame.f_code)}"
             try:
                 result = traced(

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.capture.dynamo.encoders import encoder_forward
-from fxprec.capture.dynamo.granted import Granted
+from fxprec.capture.dynamo.extra_guards import ExtraGuards
 from fxprec.capture.dynamo.guards import (
     also,
     exact,
@@ -85,11 +85,11 @@ _SETS_AUTOCAST: Final = frozenset({"set_autocast_enabled", "set_autocast_dtype",
 
 
 @contextlib.contextmanager
-def strict(granted: Granted) -> Iterator[None]:
+def strict(extra_guards: ExtraGuards) -> Iterator[None]:
     """Within the block what dynamo compiles keeps to the interpreter. Under the lock of captures.
 
     Args:
-        granted: gets what dynamo inlines.
+        extra_guards: gets what dynamo inlines.
     """
     classes = dynamo_classes()
     breaks = classes.graph_break
@@ -111,7 +111,7 @@ def strict(granted: Granted) -> Iterator[None]:
             value = object()
         if type(value) not in _LITERALS or not guard_identity(variable.source):
             raise breaks(f"a call of {cached.__qualname__}, which keeps its results (functools.lru_cache)")
-        granted.result(functools.partial(cached, *arguments, **named), cached.__qualname__, value)
+        extra_guards.result(functools.partial(cached, *arguments, **named), cached.__qualname__, value)
         return classes.constant.create(value)
 
     applying: Any = None
@@ -200,8 +200,10 @@ def strict(granted: Granted) -> Iterator[None]:
         first = getattr(function, "obj", None)
         first = next(iter(args), None) if first is None else first
         value, owners = (None, []) if first is None else value_behind(first)
-        lasts = outlives_call(first, granted.kept)
-        granted.inlined(function_behind(function), function.get_code(), function.get_globals(), value, owners, lasts)
+        lasts = outlives_call(first, extra_guards.kept)
+        extra_guards.inlined(
+            function_behind(function), function.get_code(), function.get_globals(), value, owners, lasts
+        )
 
     trace = classes.inliner.build_inline_tracer
 

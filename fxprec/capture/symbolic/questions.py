@@ -1,9 +1,9 @@
-"""Questions that a stand-in never hears, ``a is b``, ``type(x)``, ``callable(x)``, patterns; or half, ``isinstance``.
+"""Questions that a proxy never hears, ``a is b``, ``type(x)``, ``callable(x)``, patterns; or half, ``isinstance``.
 
 ::
 
-    if q is k:                      other stand-ins for what may be one tensor
-    if type(x) is torch.Tensor:     the stand-in's own type
+    if q is k:                      other proxies for what may be one tensor
+    if type(x) is torch.Tensor:     the proxy's own type
     match x.shape: case (b, c):     no sequence
 
 What such code asks about is read from its bytecode, backwards from the instruction that asks, and evaluated in the
@@ -35,7 +35,7 @@ _ATTRIBUTES: Final = ("LOAD_ATTR", "LOAD_METHOD")
 _PATTERNS: Final = ("MATCH_SEQUENCE", "MATCH_MAPPING")
 _PAIRS: Final = frozenset({"BINARY_OP", "BINARY_SUBSCR", "COMPARE_OP", "CONTAINS_OP", "IS_OP"})
 _OPCODES: Final = frozenset(dis.opmap[name] for name in ("IS_OP", *_PATTERNS))
-#: What a stand-in may stand for.
+#: What a proxy may stand for.
 _KINDS: Final = (Tensor, torch.dtype, torch.layout, torch.memory_format, torch.device, int, float, str, tuple)
 
 

@@ -1,4 +1,4 @@
-"""The stand-ins for tensors while a forward is traced: fx's Proxy without its silent wrong turns.
+"""The proxies for tensors while a forward is traced: fx's Proxy without its silent wrong turns.
 
 ====================================  ==========================================================================
 the forward says                      plain ``torch.fx.Proxy``, and what these do instead
@@ -9,7 +9,7 @@ the forward says                      plain ``torch.fx.Proxy``, and what these d
 ``hasattr(x, "decompose")``           says yes: the truth for weights, otherwise declines
 ``x.requires_grad = True``            is lost: declines
 ``self.weight.shape``                 is a Proxy, which no ``if`` takes: the shape itself, guarded
-``x.dtype in {a, b}``, ``str(x)``     looks for the stand-in, prints it: declines
+``x.dtype in {a, b}``, ``str(x)``     looks for the proxy, prints it: declines
 ``a, b = x.shape``                    disassembles the forward each time: once
 ====================================  ==========================================================================
 """

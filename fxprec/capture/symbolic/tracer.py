@@ -264,7 +264,7 @@ class ForwardTracer(fx.Tracer):
         return self.decline("branches on a traced value")
 
     def _weight(self, tensor: Tensor) -> TracedValue | None:
-        """The stand-in of a parameter or buffer, one however often it is read; None for another tensor."""
+        """The proxy of a parameter or buffer, one however often it is read; None for another tensor."""
         found = self.recorder.slots.get(id(tensor))
         if found is None:
             return None
@@ -323,8 +323,8 @@ class ForwardTracer(fx.Tracer):
                 return forward(input)
             dim = self.create_proxy("call_method", "dim", (input,), {})
             self.create_proxy("call_function", check_dim, (dim, *ranks), {})
-            stand_in = CheckedInput(input.node, self)
-            stand_in.rank, stand_in.channels = ranks[0], norm.num_features
-            return forward(stand_in)
+            proxy = CheckedInput(input.node, self)
+            proxy.rank, proxy.channels = ranks[0], norm.num_features
+            return forward(proxy)
 
         return checked

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fxprec import torch_internals as of_fxprec
 from fxprec.capture.dynamo import analysis as dynamo
-from fxprec.capture.dynamo.granted import Granted
+from fxprec.capture.dynamo.extra_guards import ExtraGuards
 from fxprec.capture.dynamo.strict import strict
 from private_names import contract
 
@@ -79,7 +79,7 @@ def test_what_dynamo_takes_liberties_with_can_be_refused() -> None:
         compiled = torch.compile(function, backend="eager", fullgraph=True)
         compiled(torch.ones(1))
         torch._dynamo.reset()
-        with strict(Granted()), pytest.raises(_errors().TorchDynamoException):
+        with strict(ExtraGuards()), pytest.raises(_errors().TorchDynamoException):
             compiled(torch.ones(1))
 
 
@@ -143,10 +143,10 @@ def test_errors_scalars_and_questions_for_the_compiler_are_seen() -> None:
     for function in (text, kind, method, asks):
         assert torch.compile(function, backend="eager")(x)[1] != function(x)[1]
         torch._dynamo.reset()
-        with strict(Granted()):
+        with strict(ExtraGuards()):
             assert torch.compile(function, backend="eager")(x)[1] == function(x)[1]
     compiled = torch.compile(sign, backend="eager")
-    with strict(Granted()):
+    with strict(ExtraGuards()):
         assert [compiled(x, number)[1] for number in (2.0, 3.0, -0.0, 0.0)] == [False, False, True, False]
 
 

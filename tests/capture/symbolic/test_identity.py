@@ -1,4 +1,4 @@
-"""A dtype or layout that is compared by ``is``: a trace has a stand-in for it, so it declines, and dynamo answers."""
+"""A dtype or layout that is compared by ``is``: a trace has a proxy for it, so it declines, and dynamo answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python asks past ``__bool__``: of a stand-in it is answered as in the original, or the trace declines."""
+"""What Python asks past ``__bool__``: of a proxy it is answered as in the original, or the trace declines."""
 
 from __future__ import annotations
 

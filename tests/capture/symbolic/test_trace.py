@@ -309,7 +309,7 @@ def test_the_stack_of_modules_is_what_fx_says_it_is() -> None:
 
 
 class TestTorchFunctions:
-    """Each way in which a call reaches a stand-in is recorded as fx records it."""
+    """Each way in which a call reaches a proxy is recorded as fx records it."""
 
     @pytest.mark.parametrize(
         "forward",

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.fx import symbolic_trace
 
 from fxprec.errors import InvariantError
-from fxprec.passes.fusion.effects import memory_of, order_of_effects, sort, stretches
+from fxprec.passes.fusion.effects import memory_of, order_of_effects, segments, sort
 
 X = torch.randn(4, 4)
 
@@ -69,7 +69,7 @@ def test_stretches_end_at_calls_that_nobody_knows(tools):
     with gm.graph.inserting_before(add):
         gm.graph.call_function(torch._C._set_grad_enabled, (False,))
     tools.rewritten(gm, tools.context(), until="canonicalize")
-    found = {node.name: number for node, number in stretches(gm.graph).items()}
+    found = {node.name: number for node, number in segments(gm.graph).items()}
     assert found == {"x": 0, "relu": 0, "_set_grad_enabled": 1, "add": 1, "output": 1}
 
 

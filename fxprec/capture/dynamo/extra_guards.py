@@ -53,7 +53,7 @@ class _Ask(NamedTuple):
     expected: Any
 
 
-class Granted:
+class ExtraGuards:
     """Guards of one capture that dynamo does not make; ``changed()`` is None while all of them hold.
 
     Collecting needs the lock of captures.

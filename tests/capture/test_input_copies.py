@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec.capture.stand_ins import stand_ins
+from fxprec.capture.input_copies import copied_inputs
 
 LOW = torch.bfloat16
 
@@ -118,7 +118,7 @@ def test_copies_are_as_the_inputs():
         torch.ones(2, dtype=torch.complex64).conj(), model,
     )  # fmt: skip
     torch._dynamo.mark_dynamic(base, 0)
-    args, kwargs = stand_ins(model, inputs, {"again": base})
+    args, kwargs = copied_inputs(model, inputs, {"again": base})
     for given, made in zip(inputs, args, strict=True):
         if isinstance(given, torch.Tensor):
             facts = [(t.shape, t.dtype, t.layout, t.requires_grad, type(t), t.is_leaf) for t in (given, made)]
@@ -128,7 +128,7 @@ def test_copies_are_as_the_inputs():
     assert args[1].data_ptr() == args[2].data_ptr() == args[0].data_ptr() != base.data_ptr()
     assert args[3].untyped_storage().nbytes() == 32
     assert all(args[i] is inputs[i] for i in (6, 7, 10, 12)), "the model's own, and what cannot be copied"
-    (small,), _ = stand_ins(model, (torch.zeros(1000)[:2],), {})
+    (small,), _ = copied_inputs(model, (torch.zeros(1000)[:2],), {})
     assert small.untyped_storage().nbytes() == 8, "a view is not copied with all that is around it"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-def stand_ins(
+def copied_inputs(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Copies that a capture cannot tell from the inputs: sizes, strides, and which of them share memory are the same.

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxprec
-from fxprec.capture.dynamo.granted import Granted
+from fxprec.capture.dynamo.extra_guards import ExtraGuards
 from fxprec.model.module import conversion_of
 
 LOW = torch.bfloat16
@@ -348,17 +348,17 @@ def test_a_model_that_is_dropped_is_not_kept_by_what_it_was_granted():
 
 
 def test_a_super_call_asks_each_class_that_could_come_before():
-    granted = Granted()
-    granted.inlined(Base.forward, Base.forward.__code__, globals(), None, [Child], False)
-    assert granted.changed() is None
+    extra = ExtraGuards()
+    extra.inlined(Base.forward, Base.forward.__code__, globals(), None, [Child], False)
+    assert extra.changed() is None
     for owner in (Child, Between, Base):
         had, plain = "forward" in vars(owner), owner.forward
         owner.forward = lambda self, x: x
-        assert "was replaced" in (granted.changed() or "")
+        assert "was replaced" in (extra.changed() or "")
         owner.forward = plain
         if not had:
             del owner.forward
-    assert granted.changed() is None
+    assert extra.changed() is None
 
 
 def test_functions_are_inlined_whatever_their_first_argument():
