@@ -72,5 +72,5 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    """What users import, without what it is made of."""
+    """List what users import, without what it is made of."""
     return [*__all__, "__version__"]

@@ -37,7 +37,7 @@ _Module = TypeVar("_Module", bound=nn.Module, covariant=True)
 
 
 class Converted(NamedTuple, Generic[_Module]):
-    """What ``convert`` returns: ``model, scaler = fxprec.convert(model)``."""
+    """Result of ``convert``: ``model, scaler = fxprec.convert(model)``."""
 
     module: _Module
     scaler: LossScaler

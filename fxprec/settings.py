@@ -31,7 +31,7 @@ Fuse = bool | Literal["auto", "aten"] | Mapping[str, bool]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a conversion was asked to do; picklable, so that a saved or copied model can redo it.
+    """Settings of a conversion; picklable, so that a saved or copied model can be converted likewise.
 
     ``methods``: names of the methods besides forward, as ``MethodName`` writes them.
 
@@ -72,12 +72,12 @@ class Settings:
 
     @property
     def pays(self) -> bool:
-        """Whether ops are left in FP32 where lowering them loses time: then a graph is captured with its sizes."""
+        """Flag: ops stay in FP32 where lowering them loses time. Then a graph is captured with its sizes."""
         return self.lower != "always" and self.policy.level != "O0"
 
     @property
     def why_slow(self) -> str:
-        """Why the low dtype is slow here: a CPU without units for it, unless costs decide what is lowered. "" else."""
+        """Reason why the low dtype is slow here, a CPU without units for it and without costs; "" where it is not."""
         if self.device != "cpu" or self.policy.level == "O0":
             return ""
         if self.dtype is torch.float16:
@@ -101,7 +101,7 @@ class Settings:
         return self.lower if isinstance(self.lower, DeviceCosts) else costs_of(self.device, self.dtype)
 
     def context(self, gradients: bool = True, by_size: bool = True) -> Context:
-        """What the passes see of it.
+        """Make the passes' view of these settings.
 
         Args:
             gradients: whether a backward pass may follow what is captured now.
@@ -128,7 +128,7 @@ class Settings:
 
     @property
     def _attention(self) -> tuple[AttentionWay, float, float] | None:
-        """Where another way than torch's gains, as ``Context.attention``: in bfloat16, on a CPU, run op by op."""
+        """Return where another way than torch's gains, as ``Context.attention``: in bfloat16, on a CPU, run op by op."""
         serves = self.device == "cpu" and self.dtype is torch.bfloat16 and self.executor == "eager"
         if not serves or self.fuse is False or self.policy.level == "O0":
             return None
@@ -141,21 +141,21 @@ class Settings:
 
     @property
     def _loops(self) -> LoopPrices | None:
-        """Where loops gain; by shipped costs where those that serve know nothing of them."""
+        """Return where loops gain; by shipped costs where those that serve know nothing of them."""
         if self.regions != "loops":
             return None
         return self.device_costs.loops or shipped_for_here(self.device).loops
 
     @property
     def why_not_compiled(self) -> str:
-        """Why ``fuse=True`` compiles nothing on a CPU; "" where it does."""
+        """Return why ``fuse=True`` compiles nothing on a CPU; "" where it does."""
         if self.dtype is not torch.bfloat16:
             return "C++ kernels are of bfloat16"
         return why_no_compiler()
 
     @property
     def chooses(self) -> bool:
-        """Whether single regions are named."""
+        """Flag of settings that name single regions."""
         return isinstance(self.fuse, Mapping)
 
     def check_regions(self, names: Sequence[str]) -> None:
@@ -169,7 +169,7 @@ class Settings:
 
     @property
     def regions(self) -> Literal["", "aten", "triton", "loops"]:
-        """How fused regions run; "" for none."""
+        """Way in which fused regions run; "" for none."""
         if self.fuse is False or self.policy.level == "O0" or self.executor == "inductor":
             return ""
         if self.fuse == "aten":
@@ -214,14 +214,14 @@ class Settings:
 
 
 def why_no_kernels(device: str) -> str:
-    """Why fused kernels do not run on a device of this type; "" where they do."""
+    """Return why fused kernels do not run on a device of this type; "" where they do."""
     from fxprec.kernels.launch.triton_support import why_not  # which loads Triton
 
     return why_not(device)
 
 
 def why_no_compiler() -> str:
-    """Why C++ kernels cannot be made here; "" where they can."""
+    """Return why C++ kernels cannot be made here; "" where they can."""
     from fxprec.kernels.cpu import compiled_attention  # whose ops are registered when it is imported
 
     return compiled_attention.why_not()

@@ -152,12 +152,12 @@ def run_before(edge: Any, number: int) -> None:
 
 
 def wrapped_functions() -> tuple[Any, str, dict[Any, Any]]:
-    """Where torch.fx keeps what ``torch.fx.wrap`` was given: owner, attribute, and (scope id, name) -> scope."""
+    """Return where torch.fx keeps what ``torch.fx.wrap`` got: owner, attribute, and (scope id, name) -> scope."""
     return _symbolic_trace, "_wrapped_fns_to_patch", _symbolic_trace._wrapped_fns_to_patch
 
 
 def node_name_of(graph: Graph, name: str) -> str:
-    """What a node that calls a function of this name is called after."""
+    """Return the name that a node gets which calls a function of this name."""
     return graph._target_to_str(name)
 
 
@@ -187,7 +187,7 @@ def called_module(frame: FrameType) -> Any:
 
 
 def is_module_call(code: CodeType) -> bool:
-    """Whether it is the code of torch's by which any module is called."""
+    """Return whether it is the code of torch's by which any module is called."""
     return code is nn.Module._wrapped_call_impl.__code__ or code is nn.Module._call_impl.__code__
 
 
@@ -231,7 +231,7 @@ class OpMode(TorchDispatchMode):
 
 
 def hide_from_dynamo(function: Any, why: str, callees: bool = False) -> None:
-    """What ``torch._dynamo.disable`` does, without importing dynamo: a flag for its inliner, the frame itself skipped.
+    """Do what ``torch._dynamo.disable`` does without importing dynamo: a flag for its inliner, the frame skipped.
 
     Args:
         why: what an outer ``fullgraph=True`` says.
@@ -264,23 +264,23 @@ def shown_to_dynamo(functions: Sequence[Any]) -> Iterator[None]:
 
 
 def disabled_for_dynamo(function: Callable[..., Any]) -> bool:
-    """Whether it went through ``torch._dynamo.disable`` (``torch.compiler.disable``)."""
+    """Return whether a function went through ``torch._dynamo.disable`` (``torch.compiler.disable``)."""
     return getattr(function, "_torchdynamo_disable", False)
 
 
 def original_of_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``torch.compile`` was applied to, or the function itself."""
+    """Return what ``torch.compile`` was applied to, or the function itself."""
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it is what ``torch.compile(model)`` gives. (Without dynamo there is none.)"""
+    """Return whether a module is what ``torch.compile(model)`` gives. (Without dynamo there is none.)"""
     eval_frame_of_dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return eval_frame_of_dynamo is not None and isinstance(module, eval_frame_of_dynamo.OptimizedModule)
 
 
 def skipped_frame(why: str) -> Any:
-    """What a compile callback of dynamo's gives for a frame that is left to the interpreter."""
+    """Return what a compile callback of dynamo's gives for a frame that is left to the interpreter."""
     with needed:
         from torch._dynamo.types import ConvertFrameReturn
     tells = "skip_reason" in inspect.signature(ConvertFrameReturn).parameters  # since torch 2.13
@@ -288,7 +288,7 @@ def skipped_frame(why: str) -> Any:
 
 
 def passed_frame() -> Any:
-    """What it gives for a frame that is left to the interpreter this once."""
+    """Return what a compile callback gives for a frame that is left to the interpreter this once."""
     with needed:
         from torch._dynamo.types import ConvertFrameReturn
     again = eval_frame._FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
@@ -360,7 +360,7 @@ def dynamo_classes() -> Any:
 
 
 def tables_of_weights(gm: GraphModule) -> list[Any]:
-    """Where dynamo, as it calls its backend with this graph, refers to weights weakly: ``swap_tensors`` refuses that.
+    """Return dynamo's tables that hold weights weakly while it calls its backend: ``swap_tensors`` refuses those.
 
     torch 2.11 and later clear them (``invalidate_compile_context_weakrefs``).
     """
@@ -404,12 +404,12 @@ def guard_class_attribute(
 
 
 def guarded_value(builder: Any, guard: Any) -> Any:
-    """What a guard of dynamo's is about, when it is made."""
+    """Return the value that a guard of dynamo's is about, when it is made."""
     return builder.get(guard)
 
 
 def add_guard(builder: Any, guard: Any, check: Callable[[Any], bool], text: str) -> None:
-    """One more check of what a guard of dynamo's is about. ``text``: what it says of itself."""
+    """Add a check of what a guard of dynamo's is about. ``text``: what it says of itself."""
     manager = builder.get_guard_manager(guard)
     try:
         try:
@@ -468,7 +468,7 @@ def guard_absence(source: Any, value: Any, name: str) -> None:
 
 
 def add_relation(builder: Any, guard: Any, source: Any, relation: Callable[[Any, Any], Any]) -> None:
-    """One more check: a relation of what a guard is about to what ``source`` gives has the very result that it has now.
+    """Add a check that a guard's value has the same relation to what ``source`` gives as it has now.
 
     After all other checks, of which each is about one of the two.
     """
@@ -482,13 +482,13 @@ def add_relation(builder: Any, guard: Any, source: Any, relation: Callable[[Any,
 
 
 def looks_into(variable: Any) -> bool:
-    """Whether dynamo has a variable of an object's built-in part, as of a subclass of ``dict``, and compares that."""
+    """Return whether dynamo has a variable of an object's built-in part, as of a ``dict``'s subclass, and compares it."""
     names = ("_base_vt", "_dict_vt", "_list_vt", "_set_vt", "_tuple_vt")  # the latter before torch 2.13
     return any(getattr(variable, name, None) is not None for name in names)
 
 
 def is_key_of_dict(source: Any) -> bool:
-    """Whether something comes from among the keys of a dict, which dynamo guards with the dict."""
+    """Return whether a value comes from the keys of a dict, which dynamo guards with the dict."""
     return bool(source.is_dict_key())
 
 
@@ -525,7 +525,7 @@ def with_function(variable: Any, function: FunctionType) -> Any:
 
 
 def value_behind(variable: Any) -> tuple[Any, list[type]]:
-    """What a variable of dynamo's stands for, None where it does not exist yet, and its class (of a class, both)."""
+    """Return the value and the class that a variable of dynamo's stands for; None for a value that is not there yet."""
     if hasattr(variable, "is_realized"):
         if not variable.is_realized():
             value = variable.peek_value()
@@ -552,7 +552,7 @@ def type_of_error(variable: Any) -> type[BaseException] | None:
 
 
 def outlives_call(variable: Any, kept: Container[str]) -> bool:
-    """Whether what a variable of dynamo's stands for was there before the call, and is there after it.
+    """Return whether a variable's value was there before the call, and is there after it.
 
     Args:
         kept: locals of the frame of which that is known; others are arguments, or made by the code before a break.
@@ -568,7 +568,7 @@ raw_environment: Final = operator.attrgetter("_data")
 
 
 def skipped_by_dynamo(function: Callable[..., Any]) -> bool:
-    """Whether dynamo leaves its frame to the interpreter unless it is called within a graph: torch's own code."""
+    """Return whether dynamo leaves its frame to the interpreter unless a graph calls it: it is torch's own code."""
     with needed:
         from torch._dynamo.trace_rules import check
     return bool(check(function))
@@ -594,7 +594,7 @@ def checkpoint_context(body: Any) -> Callable[[], Any] | None:
 
 
 def is_wrapped_by_scheduler(step: Any) -> bool:
-    """Whether a learning rate scheduler of torch's counts the calls of this ``step``."""
+    """Return whether a learning rate scheduler of torch's counts the calls of this ``step``."""
     return getattr(step, "_wrapped_by_lr_sched", False)
 
 
@@ -623,7 +623,7 @@ def place_scale(scaler: GradScaler, device: torch.device) -> None:
 
 
 def has_scaled(scaler: GradScaler) -> bool:
-    """Whether a scaler scaled something so far: its scale is a tensor from then on."""
+    """Return whether a scaler scaled something so far: its scale is a tensor from then on."""
     return scaler._scale is not None
 
 
@@ -637,7 +637,7 @@ def set_scaler_states(scaler: GradScaler, states: dict[int, dict[str, Any]]) -> 
 
 
 def fresh_states() -> dict[int, dict[str, Any]]:
-    """What ``scaler_states`` gives after an update."""
+    """Return what ``scaler_states`` gives after an update."""
     return defaultdict(_refresh_per_optimizer_state)
 
 
