@@ -128,7 +128,7 @@ class Settings:
 
     @property
     def _attention(self) -> tuple[AttentionWay, float, float] | None:
-        """Return where another way than torch's gains, as ``Context.attention``: in bfloat16, on a CPU, run op by op."""
+        """Return where another way than torch's gains, as ``Context.attention``: in bfloat16 on a CPU, op by op."""
         serves = self.device == "cpu" and self.dtype is torch.bfloat16 and self.executor == "eager"
         if not serves or self.fuse is False or self.policy.level == "O0":
             return None
