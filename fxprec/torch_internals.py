@@ -482,7 +482,7 @@ def add_relation(builder: Any, guard: Any, source: Any, relation: Callable[[Any,
 
 
 def looks_into(variable: Any) -> bool:
-    """Return whether dynamo compares an object's built-in part, as of a subclass of ``dict``, by a variable of its own."""
+    """Return whether dynamo compares an object's built-in part (of a subclass of ``dict``) by a variable for it."""
     names = ("_base_vt", "_dict_vt", "_list_vt", "_set_vt", "_tuple_vt")  # the latter before torch 2.13
     return any(getattr(variable, name, None) is not None for name in names)
 
