@@ -30,7 +30,7 @@ _MOST_CAPTURES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class OwnWay:
-    """What the reference gives by its own numbers.
+    """Results of the reference by the numbers that it reads itself.
 
     Attributes:
         values: the loss, or else the outputs.
@@ -43,12 +43,13 @@ class OwnWay:
     ops: tuple[tuple[Origin, str], ...]
 
     def parts_at(self, recorder: Recorder) -> str | None:
-        """Where the run goes another way: the line of its first op that is another; None: it goes the same."""
+        """Return the line of the run's first op that the reference does not run; None where both run the same."""
         own = ops_of(recorder.operations)
         if own == self.ops:
             return None
         pairs = zip(own, self.ops, strict=False)
         origin = next((mine for (mine, a), (other, b) in pairs if (mine, a) != (other, b)), None)
+        # One is the beginning of the other: the first op that only the longer one has.
         if origin is None:
             longer = max(own, self.ops, key=len)
             origin = longer[min(len(own), len(self.ops))][0]
@@ -56,12 +57,12 @@ class OwnWay:
 
 
 def ops_of(operations: Sequence[Operation]) -> tuple[tuple[Origin, str], ...]:
-    """The ops of a run, by place and name."""
+    """Return the ops of a run, by place and name."""
     return tuple((operation.origin, operation.name) for operation in operations)
 
 
 def own_way(model: nn.Module, run: Callable[[], Tensor | list[Tensor]], reference: torch.dtype) -> OwnWay | None:
-    """Run something on a converted model by the reference's own numbers; the model is left as it was.
+    """Run a converted model by the reference's own numbers; the model is left as it was.
 
     Args:
         model: converted.

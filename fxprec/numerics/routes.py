@@ -1,4 +1,4 @@
-"""Which rounding flipped a route: a top-k, an argmax or a comparison that decided otherwise than the reference.
+"""Find roundings that flipped a route: a top-k, an argmax or a comparison that decided otherwise than the reference.
 
 No row of an audit says so, as the bend of a route that flipped has all of it. Here the forward runs again in the
 reference's dtype for each place that rounds, with that rounding alone.
@@ -27,7 +27,7 @@ _SHOWN: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A rounding that flips elements of a decision alone.
+    """Rounding that alone flips elements of a decision.
 
     Attributes:
         node, kind, graph: as of a row of the ledger: its row has the same.
@@ -42,7 +42,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An op that decided otherwise than the reference: it read floats, and gave indices or a mask.
+    """Op that decided otherwise than the reference: it read floats, and gave indices or a mask.
 
     Attributes:
         node: name of the node; of the op outside of the graphs.
@@ -65,7 +65,7 @@ class Route:
     by_none: int
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Route:
 
 @dataclass(slots=True)
 class _Flips:
-    """What is known of one decision, summed over batches."""
+    """Flips of one decision, summed over batches."""
 
     flipped: int = 0
     count: int = 0
@@ -87,7 +87,7 @@ class _Flips:
 
 
 class Routes:
-    """The decisions of a model that flip, while batches come in.
+    """Decisions of a model that flip, while batches come in.
 
     Attributes:
         remarks: what is not looked into.
@@ -108,13 +108,14 @@ class Routes:
                     self._add(steps.steps, Replay(steps))
 
     def found(self) -> tuple[Route, ...]:
-        """Those that flipped, in the order of running."""
+        """Return the decisions that flipped, in the order of running."""
         return tuple(_route(*key, flips) for key, flips in self._found.items() if flips.flipped)
 
     def _add(self, steps: Sequence[Step], replay: Replay) -> None:
         low = {(number, output): each for number, step in enumerate(steps) for output, each in step.decided.items()}
         exact, stopped = replay.decided((), max((number for number, _ in low), default=-1))
         flipped = {key: low[key] != each for key, each in exact.items() if each.shape == low[key].shape}
+        # Roundings behind the last flip cannot have caused one.
         last = max((number for (number, _), each in flipped.items() if bool(each.any())), default=-1)
         rounding = dict.fromkeys(step.operation.origin for step in steps[: last + 1] if step.rounds)
         alone: dict[Origin, Mapping[tuple[int, int], Tensor]] = {}
@@ -131,6 +132,7 @@ class Routes:
             known = self._found[operation.origin, operation.name]
             known.count += each.numel()
             known.flipped += int(each.sum())
+            # An element is left where no rounding alone gives the run's decision.
             left = each.clone()
             for origin, decided in alone.items() if bool(each.any()) else ():
                 is_known = key in decided and decided[key].shape == each.shape
