@@ -127,7 +127,7 @@ def sized(nodes: Mapping[tuple[int, str], Node], sizes: Mapping[tuple[int, str],
 
     Args:
         nodes: (position of the graph, name) -> node.
-        sizes: as of ``Recorder``, of these.
+        sizes: as of ``OpRecorder``, of these.
     """
     # Users see the same nodes: their metadata is put back, whatever happens within.
     before = {node: dict(node.meta) for node in nodes.values()}

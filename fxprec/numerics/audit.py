@@ -27,11 +27,11 @@ from fxprec.numerics.savings import MEASURED, with_savings
 from fxprec.numerics.swallowed import compared
 from fxprec.passes.graph.annotations import module_path, notes
 from fxprec.passes.graph.text import dtype_name
-from fxprec.tape.adjoint import Term, measured, terms
-from fxprec.tape.memory import Place, difference
+from fxprec.tape.adjoint import ErrorTerm, measured, terms
+from fxprec.tape.memory import TensorPlace, difference
 from fxprec.tape.opened import opened
-from fxprec.tape.origin import Origin
-from fxprec.tape.recorder import Decision, Recorder, record
+from fxprec.tape.origin import OpOrigin
+from fxprec.tape.recorder import Decision, OpRecorder, record
 from fxprec.tape.vjp import inner
 
 #: Of the error: what stands in a bend for want of a derivative and is less is not remarked on.
@@ -59,7 +59,7 @@ class InputErrors:
     dtype: torch.dtype
     batches: list[dict[tuple[int, str, int], float]] = field(default_factory=list)
 
-    def noted(self, terms: Iterable[Term]) -> Iterator[Term]:
+    def noted(self, terms: Iterable[ErrorTerm]) -> Iterator[ErrorTerm]:
         """Yield the terms of one batch, and add up their inputs' parts as they pass by."""
         own: dict[tuple[int, str, int], float] = defaultdict(float)
         self.batches.append(own)
@@ -206,7 +206,7 @@ def _run(problem: Problem, batch: Batch, gradients: bool) -> Tensor | list[Tenso
 
 def _audit_run(
     model: nn.Module,
-    recorder: Recorder,
+    recorder: OpRecorder,
     value: Tensor | list[Tensor],
     own: OwnWay | None,
     gradients: bool,
@@ -258,7 +258,7 @@ class _Apart:
     """
 
     def __init__(
-        self, recorder: Recorder, places: Sequence[Place], own: Sequence[Tensor], more: Sequence[Tensor] = ()
+        self, recorder: OpRecorder, places: Sequence[TensorPlace], own: Sequence[Tensor], more: Sequence[Tensor] = ()
     ) -> None:
         self._memory, self.places, self._own = recorder.memory, places, own
         self._more = sum(float(each.square().sum()) for each in more)
@@ -274,13 +274,13 @@ class _Apart:
         lows = [self._memory.low(place) for place in self.places]
         return [difference(low.to(own.dtype), own) for low, own in zip(lows, self._own, strict=True)]
 
-    def along_error(self) -> list[tuple[Place, Tensor]]:
+    def along_error(self) -> list[tuple[TensorPlace, Tensor]]:
         """Return weights for the values' errors along their own direction, in which the error is its length."""
         errors = self.errors()
         length = self._length(errors)
         return [(place, error / length if length else error) for place, error in zip(self.places, errors, strict=True)]
 
-    def part_in(self, targets: Sequence[tuple[Place, Tensor]]) -> float:
+    def part_in(self, targets: Sequence[tuple[TensorPlace, Tensor]]) -> float:
         """Return the part of a target's error that comes of numbers that Python read; 0 where both read the same."""
         if not self._own:
             return 0.0
@@ -292,7 +292,7 @@ class _Apart:
         return math.sqrt(sum(float(error.square().sum()) for error in errors) + self._more)
 
 
-def _check_finite(recorder: Recorder, places: Iterable[Place]) -> None:
+def _check_finite(recorder: OpRecorder, places: Iterable[TensorPlace]) -> None:
     """Check that values may be compared; the same inf in both may stand, as in a mask.
 
     Raises:
@@ -308,7 +308,7 @@ def _check_finite(recorder: Recorder, places: Iterable[Place]) -> None:
             )
 
 
-def _along_signs(recorder: Recorder, places: list[Place], seed: int) -> list[tuple[Place, Tensor]]:
+def _along_signs(recorder: OpRecorder, places: list[TensorPlace], seed: int) -> list[tuple[TensorPlace, Tensor]]:
     """Return random signs as weights for the values' errors, drawn from a seed, not the global generator."""
     dtype, generator = recorder.memory.reference, torch.Generator().manual_seed(seed)
     drawn = [
@@ -321,7 +321,7 @@ def _along_signs(recorder: Recorder, places: list[Place], seed: int) -> list[tup
 class _Entry:
     """Sums of one row over batches."""
 
-    origin: Origin
+    origin: OpOrigin
     rounding: float = 0.0
     bend: float = 0.0
     squares: float = 0.0
@@ -336,7 +336,7 @@ class _LedgerBuilder:
     def __init__(self, alternatives: Alternatives) -> None:
         self._alternatives = alternatives
         self.target: Literal["loss", "outputs"] = "loss"
-        self._entries: dict[Origin, _Entry] = {}
+        self._entries: dict[OpOrigin, _Entry] = {}
         self._samples: list[Sample] = []
         self._errors: dict[str, list[float]] = {}
         self._remarks: dict[str, None] = {}
@@ -354,8 +354,8 @@ class _LedgerBuilder:
 
     def add(
         self,
-        recorder: Recorder,
-        terms: Iterable[Term],
+        recorder: OpRecorder,
+        terms: Iterable[ErrorTerm],
         low: float | None,
         exact: float | None,
         error: float,
@@ -364,7 +364,7 @@ class _LedgerBuilder:
         """Add one batch; ``by_python``: the part of the error that comes of numbers that Python read."""
         self._sizes |= recorder.sizes
         self.overflown = bool(recorder.overflown)
-        own: dict[Origin, float] = {}
+        own: dict[OpOrigin, float] = {}
         explained = by_python
         for term in terms:
             operation = term.operation
@@ -416,7 +416,7 @@ class _LedgerBuilder:
         """Add a remark, once however often it comes."""
         self._remarks[text] = None
 
-    def note_decisions(self, recorder: Recorder, own: OwnWay | None, by_python: float) -> None:
+    def note_decisions(self, recorder: OpRecorder, own: OwnWay | None, by_python: float) -> None:
         """Remark on what Python read otherwise than the reference would have, where anything comes of that."""
         if not recorder.decisions:
             return
@@ -434,7 +434,7 @@ class _LedgerBuilder:
         if way is not None:
             self.remark(f"the reference goes another way than the run from {way} on")
         lines = ", ".join(dict.fromkeys(decision.source for decision in recorder.decisions))
-        origin = Origin("outside", _PYTHON, source=lines)
+        origin = OpOrigin("outside", _PYTHON, source=lines)
         self._entries.setdefault(origin, _Entry(origin)).bend += by_python
 
     def ledger(self, target: Literal["loss", "outputs", "gradients"], graphs: Sequence[GraphModule]) -> Ledger:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from fxprec.numerics.kept import kept
 from fxprec.tape.attribution import Attribution, observe, written_by
 from fxprec.tape.exact_ops import draws
-from fxprec.tape.memory import Memory, Place
+from fxprec.tape.memory import Memory, TensorPlace
 from fxprec.tape.nodes import NodeOf
 from fxprec.tape.operation import Operation
-from fxprec.tape.origin import Origin
+from fxprec.tape.origin import OpOrigin
 from fxprec.torch_internals import storage_key, tree_flatten, tree_leaves, tree_unflatten
 
 R = TypeVar("R")
@@ -67,7 +67,7 @@ class Swallow:
     """
 
     birth: Birth
-    origin: Origin
+    origin: OpOrigin
     name: str
     example: str = ""
 
@@ -94,7 +94,7 @@ class Birth:
     """
 
     number: int
-    origin: Origin
+    origin: OpOrigin
     op: str
     kind: Kind
     dtype: torch.dtype
@@ -166,7 +166,7 @@ class Births(Attribution):
             self._sources.setdefault(storage_key(result), Source("buffer", str(node.node.target)))
         return result
 
-    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
         """Run an op, and hand births on from what it read to what it wrote."""
         leaves, spec = tree_flatten((args, kwargs))
         written = written_by(function, args, kwargs)
@@ -203,7 +203,7 @@ class Births(Attribution):
             self._follow_zeros(call, made, self._flushed)
         return output
 
-    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
         """Run an op; subclasses run it in more than one dtype."""
         return function(*args, **kwargs)
 
@@ -261,7 +261,7 @@ class Births(Attribution):
     def came_in(self, tensor: Tensor, source: Source) -> Birth:
         """Return the birth of a value that no op made; for a low copy of a finite weight, the overflow of its cast."""
         bad = ~tensor.isfinite()
-        origin = Origin("weight" if source.phase == "weight" else "outside", source.name)
+        origin = OpOrigin("weight" if source.phase == "weight" else "outside", source.name)
         birth = Birth(
             self._count, origin, "", "came in", tensor.dtype, math.nan, "", _share(bad), source, index=first_of(bad)
         )
@@ -317,7 +317,7 @@ class OpCall:
     """
 
     def __init__(
-        self, function: Any, leaves: Sequence[Any], given: Sequence[Any], spec: Any, origin: Origin, number: int,
+        self, function: Any, leaves: Sequence[Any], given: Sequence[Any], spec: Any, origin: OpOrigin, number: int,
         written: set[int], output: Any,
     ) -> None:  # fmt: skip
         self.function, self.given, self.spec, self.origin, self.number = function, given, spec, origin, number
@@ -405,7 +405,7 @@ class OpCall:
         fresh = tuple(range(len(self._results)))
         operation = Operation(self.function, places, self.spec, fresh, self._written, outputs, (), self.origin)
 
-        def read(place: Place, written: bool) -> Tensor:
+        def read(place: TensorPlace, written: bool) -> Tensor:
             value = memory.low(place)
             return value.to(memory.exact(place).dtype, copy=True) if place.is_float else value.clone()
 

@@ -14,7 +14,7 @@ from fxprec.numerics.magnitudes import Tally, all_finite, as_floats, can_count
 from fxprec.scaling.gradients import local
 from fxprec.tape.attribution import Attribution, written_by
 from fxprec.tape.nodes import NodeOf
-from fxprec.tape.origin import Origin
+from fxprec.tape.origin import OpOrigin
 from fxprec.torch_internals import aten_foreach_copy_, aten_to_copy, current_autograd_node, storage_key, tree_leaves
 
 
@@ -59,7 +59,7 @@ class Counting(Attribution):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._paths = {storage_key(parameter): path for path, parameter in model.named_parameters()}
-        self.tallies: dict[tuple[Origin, torch.dtype], Tally] = {}
+        self.tallies: dict[tuple[OpOrigin, torch.dtype], Tally] = {}
         self.skipped: set[str] = set()
         self._running: list[_Node] = []
         self._own = False
@@ -74,7 +74,7 @@ class Counting(Attribution):
                 self.tallies[key] = tally
         self.skipped |= other.skipped
 
-    def count(self, origin: Origin, values: Tensor, sound: Tensor | None = None) -> None:
+    def count(self, origin: OpOrigin, values: Tensor, sound: Tensor | None = None) -> None:
         """Count values that belong to somebody; ``sound``: as of ``Tally.add``."""
         values = as_floats(values.detach())
         if values.numel() == 0:
@@ -96,7 +96,7 @@ class Counting(Attribution):
         if gradient.layout is torch.sparse_coo:
             gradient = gradient.coalesce().values()
         if can_count(gradient):
-            self.count(Origin("weight", path, backward=True), gradient)
+            self.count(OpOrigin("weight", path, backward=True), gradient)
         else:
             self.skipped.add(f"the gradient of {path}")
 
@@ -116,7 +116,7 @@ class Counting(Attribution):
         inside = current_autograd_node()
         if inside is not None and torch.is_grad_enabled():
             return result
-        origin = Origin("node", node.name, node.graph, backward=inside is not None, node=node.node)
+        origin = OpOrigin("node", node.name, node.graph, backward=inside is not None, node=node.node)
         made = [each for each in tree_leaves(result) if can_count(each) and storage_key(each) in own.made]
         sound = own.sound if made else None
         for each in made:
@@ -126,9 +126,9 @@ class Counting(Attribution):
     def _weight(self, path: str, low: Tensor) -> None:
         if path not in self._weights and can_count(low):
             self._weights.add(path)
-            self.count(Origin("weight", path), low)
+            self.count(OpOrigin("weight", path), low)
 
-    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+    def op(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
         """Run an op, and count or note what it makes."""
         if self._own or function is aten_foreach_copy_:  # shadows that are written again: ``begin`` counts those read
             return function(*args, **kwargs)

@@ -20,7 +20,7 @@ from fxprec.numerics.step import Results, Run, TrainingStep, dense, is_finite
 from fxprec.passes.graph.annotations import module_path
 from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.loss_scaler import LossScaler
-from fxprec.tape.origin import Origin
+from fxprec.tape.origin import OpOrigin
 
 #: A parameter's gradient is lost where this share of its elements is 0, of those that are none in FP32.
 _LOST: Final = 0.5
@@ -120,8 +120,8 @@ def _bad_weight(step: TrainingStep) -> Finding | None:
             bad = ~dense(parameter.detach()).isfinite()
             share, index = float(bad.sum() / bad.numel()), first_of(bad)
             birth = Birth(
-                0, Origin("weight", name), "", "came in", parameter.dtype, math.nan, "", share, Source("weight", name),
-                index=index,
+                0, OpOrigin("weight", name), "", "came in", parameter.dtype, math.nan, "", share,
+                Source("weight", name), index=index,
             )  # fmt: skip
             return _finding(step, birth, "", fails_in_fp32=False)
     return None

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fxprec.inspection.nodes import short_paths, source_line
 from fxprec.numerics.kept import kept
 from fxprec.tape.operation import Operation
-from fxprec.tape.origin import Origin
-from fxprec.tape.recorder import Recorder, record
+from fxprec.tape.origin import OpOrigin
+from fxprec.tape.recorder import OpRecorder, record
 
 #: Runs that capture graphs of the other way, before that is given up.
 _MOST_CAPTURES: Final = 8
@@ -40,9 +40,9 @@ class OwnWay:
 
     values: tuple[Tensor, ...]
     gradients: dict[str, Tensor]
-    ops: tuple[tuple[Origin, str], ...]
+    ops: tuple[tuple[OpOrigin, str], ...]
 
-    def parts_at(self, recorder: Recorder) -> str | None:
+    def parts_at(self, recorder: OpRecorder) -> str | None:
         """Return the line of the run's first op that the reference does not run; None where both run the same."""
         own = ops_of(recorder.operations)
         if own == self.ops:
@@ -56,7 +56,7 @@ class OwnWay:
         return short_paths(origin.source) if origin.node is None else source_line(origin.node)
 
 
-def ops_of(operations: Sequence[Operation]) -> tuple[tuple[Origin, str], ...]:
+def ops_of(operations: Sequence[Operation]) -> tuple[tuple[OpOrigin, str], ...]:
     """Return the ops of a run, by place and name."""
     return tuple((operation.origin, operation.name) for operation in operations)
 
@@ -84,5 +84,5 @@ def own_way(model: nn.Module, run: Callable[[], Tensor | list[Tensor]], referenc
     return None
 
 
-def _exact(recorder: Recorder, tensor: Tensor) -> Tensor:
+def _exact(recorder: OpRecorder, tensor: Tensor) -> Tensor:
     return recorder.memory.exact(recorder.memory.place(tensor.detach())).clone()

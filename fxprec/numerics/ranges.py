@@ -28,7 +28,7 @@ from fxprec.passes.graph.text import dtype_name
 from fxprec.scaling.gradients import few, local
 from fxprec.scaling.loss_scaler import LossScaler
 from fxprec.tape.attribution import observe
-from fxprec.tape.origin import Origin
+from fxprec.tape.origin import OpOrigin
 
 
 @not_in_inference_mode
@@ -176,7 +176,7 @@ def _counted(problem: Problem, batch: Batch, scale: float, faults: _Faults) -> C
                 for name, gradient in gradients.items():
                     counting.gradient(name, gradient)
                 if gradients and len(values) == 1 and values[0].numel() == 1:
-                    counting.count(Origin("outside", "scaled loss", backward=True), values[0] * scale)
+                    counting.count(OpOrigin("outside", "scaled loss", backward=True), values[0] * scale)
                 faults.note(values, gradients.values())
                 return counting
 
@@ -186,7 +186,7 @@ def _rows(counting: Counting) -> list[Range]:
     return [_row(origin, dtype, values) for (origin, dtype), values in zip(counting.tallies, found, strict=True)]
 
 
-def _row(origin: Origin, dtype: torch.dtype, values: Magnitudes) -> Range:
+def _row(origin: OpOrigin, dtype: torch.dtype, values: Magnitudes) -> Range:
     node = origin.node
     module, op, source, region = "", origin.name, short_paths(origin.source), ""
     if origin.kind == "weight":

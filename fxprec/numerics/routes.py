@@ -18,8 +18,8 @@ from fxprec.inspection.nodes import short_paths, source_line
 from fxprec.numerics.kept import kept
 from fxprec.passes.graph.annotations import module_path
 from fxprec.tape.attribution import observe
-from fxprec.tape.origin import Origin
-from fxprec.tape.replay import Replay, Step, Steps
+from fxprec.tape.origin import OpOrigin
+from fxprec.tape.replay import ForwardRecorder, Replay, ReplayStep
 
 #: Causes of a flip that are printed.
 _SHOWN: Final = 3
@@ -83,7 +83,7 @@ class _Flips:
     flipped: int = 0
     count: int = 0
     by_none: int = 0
-    causes: dict[Origin, int] = field(default_factory=dict)
+    causes: dict[OpOrigin, int] = field(default_factory=dict)
 
 
 class Routes:
@@ -95,13 +95,13 @@ class Routes:
 
     def __init__(self) -> None:
         self.remarks: dict[str, None] = {}
-        self._found: dict[tuple[Origin, str], _Flips] = defaultdict(_Flips)
+        self._found: dict[tuple[OpOrigin, str], _Flips] = defaultdict(_Flips)
 
     def add(self, model: nn.Module, run: Callable[[], object], reference: torch.dtype) -> None:
         """Run a batch, and where decisions flip once more for each place that rounds before the last of them."""
         done = False
         while not done:
-            steps = Steps(reference, model)
+            steps = ForwardRecorder(reference, model)
             with kept(model):
                 done = observe(model, steps, run) is not None
                 if done:
@@ -111,14 +111,14 @@ class Routes:
         """Return the decisions that flipped, in the order of running."""
         return tuple(_route(*key, flips) for key, flips in self._found.items() if flips.flipped)
 
-    def _add(self, steps: Sequence[Step], replay: Replay) -> None:
+    def _add(self, steps: Sequence[ReplayStep], replay: Replay) -> None:
         low = {(number, output): each for number, step in enumerate(steps) for output, each in step.decided.items()}
         exact, stopped = replay.decided((), max((number for number, _ in low), default=-1))
         flipped = {key: low[key] != each for key, each in exact.items() if each.shape == low[key].shape}
         # Roundings behind the last flip cannot have caused one.
         last = max((number for (number, _), each in flipped.items() if bool(each.any())), default=-1)
         rounding = dict.fromkeys(step.operation.origin for step in steps[: last + 1] if step.rounds)
-        alone: dict[Origin, Mapping[tuple[int, int], Tensor]] = {}
+        alone: dict[OpOrigin, Mapping[tuple[int, int], Tensor]] = {}
         if stopped is not None:
             self.remarks[f"routes behind {stopped.name} are not known: shapes are others there"] = None
         ended: list[str] = []
@@ -142,7 +142,7 @@ class Routes:
             known.by_none += int(left.sum())
 
 
-def _route(origin: Origin, op: str, flips: _Flips) -> Route:
+def _route(origin: OpOrigin, op: str, flips: _Flips) -> Route:
     node = origin.node
     causes = sorted(flips.causes.items(), key=lambda cause: -cause[1])
     return Route(

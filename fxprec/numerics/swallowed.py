@@ -23,8 +23,8 @@ from fxprec.model.module import conversion_of
 from fxprec.numerics.births import Birth, Births, OpCall, Source, first_of, observed
 from fxprec.numerics.masks import Masks, is_fault
 from fxprec.tape.attribution import written_by
-from fxprec.tape.origin import Origin
-from fxprec.tape.recorder import Recorder
+from fxprec.tape.origin import OpOrigin
+from fxprec.tape.recorder import OpRecorder
 from fxprec.torch_internals import storage_key, tree_leaves
 
 R = TypeVar("R")
@@ -50,7 +50,7 @@ class Compared(Births):
         flushed: bool = False,
     ) -> None:
         super().__init__(sources, weights, flushed)
-        self.recorder = Recorder(reference, model)
+        self.recorder = OpRecorder(reference, model)
         self._masks = Masks(self._is_constant)
         self._faults: dict[int, Birth] = {}  # by identity
         self._before: dict[int, Tensor] = {}  # id of a tensor that the op writes to -> the reference's values before
@@ -59,7 +59,7 @@ class Compared(Births):
         super().begin(shadows)
         self.recorder.begin(shadows)
 
-    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: OpOrigin) -> Any:
         """Run an op, and run it in the reference."""
         written = written_by(function, args, kwargs)
         self._before = {
